@@ -134,8 +134,8 @@ def _encode_grouped(x: np.ndarray, fmt: Format, clip: float):
 def _narrow_pairs(low: np.ndarray, high: np.ndarray, bits: int) -> np.ndarray:
     wanted = np.maximum(high - low, np.abs(low)) / F32((1 << bits) - 1)
     more = (1 << 20) - 1 if bits >= 5 else 1 << 19  # up, or to nearest
-    rounded = np.clip(wanted, F32(2.0**-20), F32(3840)).view(np.int32) + more
-    code = np.minimum((rounded >> 20) - (107 << 3), 255)
+    rounded = np.clip(wanted, F32(2.0**-19), F32(1920)).view(np.int32) + more
+    code = np.minimum((rounded >> 20) - (107 << 3), 247)
     scale = ((code << 20) + (107 << 23)).astype(np.int32).view(F32)
     steps = np.clip(np.floor(low * F32(2.0 ** (7 - bits)) / scale + F32(0.5)), -128, 127).astype(np.int32)
     return np.concatenate((code, steps & 255), -1).astype(np.uint8)

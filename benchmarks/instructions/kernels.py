@@ -17,7 +17,7 @@ from kvq.kernels.attend.triton_step import Plan
 from kvq.kernels.attend_latent import triton as latent
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
-from kvq.kernels.gpu.rows import dense_strides, part_arguments
+from kvq.kernels.gpu.rows import dense_strides, mean_arguments, part_arguments
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
 from tests.kernels.kit import poisoned_cache
@@ -99,8 +99,8 @@ def kernels(
         found |= _of_plan("attend", attend_kernel, plan, q)
     for kind, own in zip(("decode", "extend"), plans[0].merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
-    counts = dict.fromkeys(list_kernel.arg_names[3:15], 100)
-    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "BLOCK": 256}
+    counts = dict.fromkeys(list_kernel.arg_names[3:18], 100)
+    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "AGE": 0, "AGE_BLOCK": 1, "BLOCK": 256}
     found["list"] = (list_kernel, {**common, **counts, **listed}, {"num_warps": 4})
     written = {
         **stored_as_bits(part_arguments("k", layer), "k"),
@@ -113,6 +113,7 @@ def kernels(
     found["write_kv"] = (_write_kernel, written, exact)
     gathered = {
         **part_arguments("k", layer, prefix=""),
+        **mean_arguments("k", layer, prefix=""),
         **{"out_ptr": rows, "tables_ptr": ints, "table_stride": 128, "out_sequence": 1 << 16},
         **{"out_head": 4096, "out_token": 128, "start": 0, "end": 4096},
         **{"BLOCK_SIZE": block_size, "TOKENS": 32},

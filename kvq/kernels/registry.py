@@ -67,7 +67,13 @@ def _kernels() -> Iterator[Kernel]:
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
     for name, backends in (
-        ("seal", {"cpu": library.supports, "cpu-fp32": library.supports}),
+        (
+            "seal",
+            {
+                **dict.fromkeys(("cpu", "cpu-fp32"), library.supports),
+                **dict.fromkeys(("triton", "triton-8bit"), gpu.supports_stored),
+            },
+        ),
         ("rope_write", {"triton": gpu.supports, "triton-8bit": gpu.supports_8bit}),
         ("attend_latent", dict.fromkeys(("triton", "triton-8bit"), gpu.supports_latent)),
     ):

@@ -36,7 +36,13 @@ def kernel(operation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Callab
         kv = next((x for x in args if hasattr(x, "formats")), None)
         if kv is not None:
             heads = kv.k.codes.shape[1]
-            spec = KernelSpec(formats=kv.formats, q_heads=heads, kv_heads=heads, block_size=kv.block_size)
+            spec = KernelSpec(
+                formats=kv.formats,
+                q_heads=heads,
+                kv_heads=heads,
+                block_size=kv.block_size,
+                is_staged=any(getattr(x, "part", None) is not None for x in args),
+            )
             support = found.supports(spec, _DEVICES.get(backend, Device(type="cpu", name="cpu")))
             if not support.yes:
                 pytest.skip(f"{backend} {support.reason}")

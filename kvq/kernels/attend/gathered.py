@@ -45,8 +45,8 @@ def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
 
     Not with a softcap, with heads of K unlike those of V, with queries of fp32 (but for the interpreter's) or
     with codes whose numbers that dtype can't hold; nor with plain numbers, which no tile has to decode (2,048
-    bf16 tokens over 32,768 took an H200 2.38 ms fused and 3.52 gathered). Windows are looked at sequence by
-    sequence.
+    bf16 tokens over 32,768 took an H200 2.38 ms fused and 3.52 gathered); nor over a part of the keys.
+    Windows are looked at sequence by sequence.
     """
     dim, formats = kv.formats.k_head_dim, kv.formats
     wide = _TOO_WIDE.get(q.dtype, ())
@@ -54,7 +54,7 @@ def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
         (q.device.type == "cpu" or q.dtype in _TOO_WIDE)
         and not any(fmt.code in wide for fmt in (formats.k, formats.v))
         and not (formats.k.code.is_float and formats.v.code.is_float)
-        and options.softcap is None
+        and (options.softcap is None and options.part is None)
         and (dim == formats.v_head_dim and dim <= _MOST_DIM and dim % _DIM_STEP == 0)
         and _has_flash(q.device)
     )

@@ -261,7 +261,7 @@ inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut&
         return;
     }
     (rows.narrow ? read_narrow_scales : read_wide_scales)(s, rows, cut, cursor, head, skip, keys);
-    drop_zero_rows(s.tile, cut, rows.narrow ? narrow_scale(0) : SMALLEST_SCALE, skip, keys);
+    drop_zero_rows(s.tile, cut, rows.narrow ? narrow_scale(LEAST_NARROW) : SMALLEST_SCALE, skip, keys);
 }
 
 // Get ready the tile at `here`, and the addresses of the next one, to be asked for ahead of time:

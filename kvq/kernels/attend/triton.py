@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvq.formats import Code
 from kvq.kernels.attend.gathered import attend_gathered, suits
-from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
-from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
+from kvq.kernels.gpu.rows import FP8, INT4, INT8, mean_arguments, part_arguments
 from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, decode_shape, extend_shape, target
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
@@ -55,7 +55,11 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     k, v = (_part(x, q, kv) for x in ("k", "v"))
     fixed = {**options_of_layer(options, q_heads, kv_heads), **k, **v, "BLOCK_SIZE": kv.block_size}
     own = [
-        {"SPREAD": _spread(x), **(_rounded(q, kv, k) if rounded and _has_product(kv, q, x) else {})}
+        {
+            "SPREAD": _spread(x),
+            "LOWER": _is_lower(options, x),
+            **(_rounded(q, kv, k) if rounded and _has_product(kv, q, x) else {}),
+        }
         for x in (decode, extend)
     ]
     cutting = Cutting(
@@ -63,6 +67,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
         kv_heads=kv_heads,
         v_pad=v["V_PAD"],
         window=options.window,
+        part=options.part,
         may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
         most_decode=MOST_DECODE_ROWS,
         decode=decode,
@@ -83,7 +88,7 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     is_int4 = part[f"{upper}_KIND"] == INT4.value
     run = min(part[f"{upper}_GROUP"], half_row) if is_int4 else part[f"{upper}_DIM"]  # bytes
     is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value)
-    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes)
+    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes) and rows.means is None
     if words:
         part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
@@ -93,16 +98,21 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     if paired:
         part |= _strided(f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
+    columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
     least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
-    return part | {
-        f"{upper}_PAIRED": paired,
-        f"{upper}_WORDS": words,
-        f"{upper}_RUN": run,
-        f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
-        f"{upper}_PAIRS": max(least, triton.next_power_of_2(2 * groups)),
-        f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
-        **({"K_ROUNDED": False} if name == "k" else {}),
-    }
+    return (
+        part
+        | mean_arguments(name, kv)
+        | {
+            f"{upper}_PAIRED": paired,
+            f"{upper}_WORDS": words,
+            f"{upper}_RUN": run,
+            f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
+            f"{upper}_PAIRS": max(least, triton.next_power_of_2(columns)),
+            f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
+            **({"K_ROUNDED": False} if name == "k" else {}),
+        }
+    )
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
@@ -110,6 +120,14 @@ def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
     makes products of fp16 out of smaller ones of FP8; then words and queries in 16 bits are less work."""
     has_large = target(q).startswith(("sm9", "sm10"))
     return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
+
+
+def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
+    """Whether keys are left out before others of their tile."""
+    part = options.part
+    return options.window is not None or (
+        part is not None and (part.age is Age.YOUNG or part.first % shape.keys != 0)
+    )
 
 
 def _spread(shape: TileShape) -> int:

@@ -10,7 +10,7 @@ Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding"
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_list import ITEM_WORDS
+from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
 from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
 from kvq.kernels.attend.triton_scales import row_scales, scaled
 from kvq.kernels.attend.triton_words import (
@@ -25,7 +25,7 @@ from kvq.kernels.attend.triton_words import (
     word_outputs,
     word_queries,
 )
-from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, rotated, stored_rows
+from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, rotated, stored_rows
 from kvq.kernels.gpu.words import enlargement, low_unit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -54,6 +54,7 @@ def _scores(
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
     PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, ROUNDED: tl.constexpr,
+    means, means_at, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
     queries as words of codes need them."""
@@ -77,6 +78,8 @@ def _scores(
             codes, scales, static, codes_at, scales_at, kv_head, inside, col,
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
+        if MEAN_GROUP > 0:
+            k = _with_means(k, means, means_at, inside, col, DIM, MEAN_GROUP)
         scores = dot(q, tl.trans(k))
     return scores
 
@@ -99,11 +102,22 @@ def dense_rows(
 
 
 @triton.jit
+def _with_means(rows, means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Rows [keys, columns] and the means of their blocks; `at`: bytes before each key's, or one for all."""
+    if at.shape[0] == 1:
+        mean = mean_rows(means, at, tl.arange(0, 1) == 0, col, DIM, GROUP)
+    else:
+        mean = mean_rows(means, at, inside, col, DIM, GROUP)
+    return (rows.to(tl.float32) + mean).to(rows.dtype)
+
+
+@triton.jit
 def _values(
     outs, p, decay, codes, scales, static, codes_at, scales_at, slot, kv_head, inside,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
     STATIC: tl.constexpr, PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr,
+    means, means_at, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """The parts of the output with one tile taken in."""
     if WORDS and KIND == INT4:
@@ -122,6 +136,8 @@ def _values(
             codes, scales, static, codes_at, scales_at, kv_head, inside, tl.arange(0, PAD),
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
+        if MEAN_GROUP > 0:
+            v = _with_means(v, means, means_at, inside, tl.arange(0, PAD), DIM, MEAN_GROUP)
         new = (added_dot(p.to(COMPUTE), v, outs[0] * decay[:, None]),)
     return new
 
@@ -263,7 +279,7 @@ def store_results(
 
 
 # Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
-VARYING = ["table_stride", "window", "height"]
+VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last"]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -274,22 +290,26 @@ def attend_kernel(
     ks_block, ks_head, ks_slot: tl.constexpr,
     v_codes, v_scales, v_static, vc_block, vc_head, vc_slot: tl.constexpr,
     vs_block, vs_head, vs_slot: tl.constexpr,
-    scale, softcap, window,
+    k_means, km_block, km_head, v_means, vm_block, vm_head,
+    scale, softcap, window, recent, part_first, part_last,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
     K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_PAIRED: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr,
     K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_PAIRS: tl.constexpr,
-    K_COMPUTE: tl.constexpr, K_ROUNDED: tl.constexpr,
+    K_COMPUTE: tl.constexpr, K_ROUNDED: tl.constexpr, K_MEAN_GROUP: tl.constexpr,
+    V_MEAN_GROUP: tl.constexpr,
     V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_PAIRS: tl.constexpr,
     V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
 
-    FOLDED: sums over keys that are kept apart till the end, so that no loop adds over threads.
+    FOLDED: sums over keys that are kept apart till the end, so that no loop adds over threads. LOWER: whether
+    keys are left out before others of their tile. AGE, AGE_BLOCK: of the part of the keys that is seen.
 
     An item that is part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, V_PAD],
     still rotated, and to `part_lses_ptr`; one that is all of them stores the results.
@@ -305,8 +325,9 @@ def attend_kernel(
     context = tl.load(item + 4)
     begin = tl.load(item + 5) * KEYS  # so that the compiler knows what divides it
     end = tl.load(item + 6)
-    if WINDOW:
-        oldest = tl.maximum(context - tl.load(item + 3) + tl.load(item + 1) // SHARE - window + 1, 0)
+    if LOWER:
+        of_first = context - tl.load(item + 3) + tl.load(item + 1) // SHARE
+        oldest = lowest_key(of_first, window, recent, part_first, WINDOW, AGE, AGE_BLOCK)
 
     col = tl.arange(0, K_PAD)
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
@@ -317,7 +338,8 @@ def attend_kernel(
     runs = ()
     sums = ()
     if K_WORDS:
-        runs, sums = word_queries(q, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS)
+        K_STEP: tl.constexpr = 1 if k_scales.dtype.element_ty == tl.int16 else 2
+        runs, sums = word_queries(q, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_STEP)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     totals = tl.zeros((ROWS, FOLDED), tl.float32)  # summed over the keys at the end
@@ -333,7 +355,8 @@ def attend_kernel(
             row_scale = row_scale * low_unit(K_KIND, K_COMPUTE)
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
-    last = tl.minimum(position, end - 1)
+    last = tl.minimum(highest_key(position, recent, part_last, AGE, AGE_BLOCK), end - 1)
+    before = lowest_key(position, window, recent, part_first, WINDOW, AGE, AGE_BLOCK) - 1
 
     k_codes += kv_head.to(tl.int64) * kc_head
     k_scales += kv_head.to(tl.int64) * ks_head
@@ -345,26 +368,29 @@ def attend_kernel(
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
         inside = own_key < end - at
-        if WINDOW:
+        if LOWER:
             inside = inside & (own_key >= oldest - at)
         first = at % BLOCK_SIZE
         if ONE:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
             slot = own_key
+            blocks = block + tl.arange(0, 1)  # of all keys
         else:
             key = at + own_key
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             slot = key % BLOCK_SIZE
+            blocks = block
         codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
         scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
-            K_PAIRED, SPREAD, WINDOW, K_ROUNDED,
+            K_PAIRED, SPREAD, LOWER, K_ROUNDED,
+            k_means, blocks * km_block + kv_head.to(tl.int64) * km_head, K_MEAN_GROUP,
         )  # fmt: skip
         p, decay, top, totals = weighed(
-            scores, row_scale, top, totals, own_key, last - at, position - window - at, softcap,
-            SOFTCAP, WINDOW, FOLDED, ENLARGED,
+            scores, row_scale, top, totals, own_key, last - at, before - at, softcap,
+            SOFTCAP, LOWER, FOLDED, ENLARGED,
         )  # fmt: skip
 
         codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
@@ -372,12 +398,14 @@ def attend_kernel(
         outs = _values(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
             V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
-            V_PAIRED, SPREAD, WINDOW,
+            V_PAIRED, SPREAD, LOWER,
+            v_means, blocks * vm_block + kv_head.to(tl.int64) * vm_head, V_MEAN_GROUP,
         )  # fmt: skip
 
     out = outs[0]
     if V_WORDS:
-        out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE)
+        V_STEP: tl.constexpr = 1 if v_scales.dtype.element_ty == tl.int16 else 2
+        out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE, V_STEP)
         if V_STATIC:
             out = out * tl.load(v_static + kv_head)
     store_results(

@@ -12,12 +12,44 @@ ITEM_WORDS = tl.constexpr(8)
 # Of a tile in several parts: parts (0: no tile), first part, first row, first token, new tokens.
 MERGE_WORDS = tl.constexpr(5)
 _CLASSES = tl.constexpr(16)  # of sizes, by which pieces are ordered
+OLD, YOUNG = tl.constexpr(1), tl.constexpr(2)  # which keys are seen, of a part; 0: those of any age
+
+
+@triton.jit
+def edge(position, recent, AGE_BLOCK: tl.constexpr):
+    """The first key that is young for a query at a position; see Part."""
+    return tl.maximum(position + 1 - recent, 0) // AGE_BLOCK * AGE_BLOCK
+
+
+@triton.jit
+def lowest_key(
+    position, window, recent, part_first, WINDOW: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr
+):
+    """The first key that a query at a position sees."""
+    lowest = position * 0
+    if WINDOW:
+        lowest = tl.maximum(position - window + 1, 0)
+    if AGE == OLD:
+        lowest = tl.maximum(lowest, part_first)
+    elif AGE == YOUNG:
+        lowest = tl.maximum(lowest, edge(position, recent, AGE_BLOCK))
+    return lowest
+
+
+@triton.jit
+def highest_key(position, recent, part_last, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr):
+    """The last key that a query at a position sees; -1: none."""
+    highest = position
+    if AGE == OLD:
+        highest = tl.minimum(edge(position, recent, AGE_BLOCK), part_last) - 1
+    return highest
 
 
 @triton.jit
 def _tiles(
-    slot, lens_ptr, lens_row, sequences, search_bits, fewest, most, window, skip_last,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    slot, lens_ptr, lens_row, sequences, search_bits, fewest, most, window, skip_last, part,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, AGE: tl.constexpr,
+    AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tiles in some slots: sequence, row, first token, new tokens, context, first tile of keys, end,
     tiles of keys; the last is -1 where a slot holds none.
@@ -34,10 +66,13 @@ def _tiles(
     row = (slot - first * SHARE // ROWS - sequence) * ROWS
     rows = new * SHARE
     last = tl.minimum(row + ROWS, rows) - 1
-    end = tl.minimum(context - new + last // SHARE + 1, context - skip_last)
-    begin = slot * 0
-    if WINDOW:
-        begin = tl.maximum(context - new + row // SHARE - window + 1, 0) // KEYS
+    recent, part_first, part_last = part
+    highest = highest_key(context - new + last // SHARE, recent, part_last, AGE, AGE_BLOCK)
+    end = tl.minimum(highest + 1, context - skip_last)
+    lowest = lowest_key(
+        context - new + row // SHARE, window, recent, part_first, WINDOW, AGE, AGE_BLOCK
+    )  # fmt: skip
+    begin = lowest // KEYS
     is_tile = (row < rows) & (rows >= fewest) & (rows <= most)
     keys = (tl.maximum(end - begin * KEYS, 0) + KEYS - 1) // KEYS
     return sequence, row, first, new, context, begin, end, tl.where(is_tile, keys, -1)
@@ -92,23 +127,26 @@ def _fill(words, begin, end, value, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 _COUNTS = [
     *("lens_row", "sequences", "search_bits", "slots", "num_items", "num_merged"),
     *("fewest", "most", "window", "skip_last", "pieces", "least"),
+    *("recent", "part_first", "part_last"),
 ]
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def list_kernel(
     lens_ptr, items_ptr, merged_ptr, lens_row, sequences, search_bits, slots, num_items, num_merged,
-    fewest, most, window, skip_last, pieces, least,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    fewest, most, window, skip_last, pieces, least, recent, part_first, part_last,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, AGE: tl.constexpr,
+    AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys of all tiles into `pieces`, or fewer of `least` tiles of keys, and one for every tile that
     is smaller. One program: the lists are short, and every place in them depends on what comes before.
     """
+    part = (recent, part_first, part_last)
     total = tl.zeros((1,), tl.int64)
     for done in range(0, slots, BLOCK):
         _, _, _, _, _, _, _, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, SHARE, ROWS, KEYS, WINDOW,
+            skip_last, part, SHARE, ROWS, KEYS, WINDOW, AGE, AGE_BLOCK,
         )  # fmt: skip
         total += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
     total = tl.maximum(total, 1)
@@ -119,7 +157,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         _, _, _, _, _, _, _, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, SHARE, ROWS, KEYS, WINDOW,
+            skip_last, part, SHARE, ROWS, KEYS, WINDOW, AGE, AGE_BLOCK,
         )  # fmt: skip
         _, _, found = _pieces(keys, work, total, wanted)
         counts += tl.sum(found, axis=0)
@@ -131,7 +169,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         sequence, row, first, new, context, begin, end, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, SHARE, ROWS, KEYS, WINDOW,
+            skip_last, part, SHARE, ROWS, KEYS, WINDOW, AGE, AGE_BLOCK,
         )  # fmt: skip
         parts, own, found = _pieces(keys, work, total, wanted)
         before = starts[None, :] + tl.cumsum(found, axis=0) - found

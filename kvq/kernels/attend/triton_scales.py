@@ -9,6 +9,30 @@ the first columns, of a tile with an element for every thread.
 import triton
 import triton.language as tl
 
+from kvq.kernels.gpu.rows import scale_and_minimum, takes_ptx
+
+# Two groups' words of 16 bits become two fp16 scales and two fp16 minimums, without a loss: a scale by way of
+# fp32, a minimum as its byte over 8 (of 1024 + 128 + byte, over 8, 144 are too many) times the scale.
+_NARROW_INT4 = tl.constexpr("""
+{
+.reg .b32 low, high, magic, eighth, minus;
+mov.b32 eighth, 0x30003000;
+mov.b32 minus, 0xd880d880;
+and.b32 low, $2, 0xff;
+shr.u32 high, $2, 16;
+and.b32 high, high, 0xff;
+shl.b32 low, low, 20;
+shl.b32 high, high, 20;
+add.u32 low, low, 0x35800000;
+add.u32 high, high, 0x35800000;
+cvt.rn.f16x2.f32 $0, high, low;
+xor.b32 magic, $2, 0x80008000;
+prmt.b32 magic, magic, 0x64646464, 0x4341;
+fma.rn.f16x2 magic, magic, eighth, minus;
+mul.rn.f16x2 $1, magic, $0;
+}
+""")
+
 
 @triton.jit
 def row_scales(scales, at, slot, inside, PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
@@ -52,6 +76,13 @@ def _first_row(x, ROWS: tl.constexpr):
 
 
 @triton.jit
+def side_by_side(low, high):
+    """The columns of two, side by side."""
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
+
+
+@triton.jit
 def runs_of(x, COUNT: tl.constexpr):
     """x [ROWS, columns] as COUNT runs of neighbouring columns, COUNT a power of two."""
     ROWS: tl.constexpr = x.shape[0]
@@ -61,6 +92,49 @@ def runs_of(x, COUNT: tl.constexpr):
         low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, x.shape[1] // 2)), (0, 2, 1)))
         cut = runs_of(low, COUNT // 2) + runs_of(high, COUNT // 2)
     return cut
+
+
+@triton.jit
+def group_factors(
+    scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr
+):
+    """The scales of all groups of those tokens, [keys] each, and COMPUTE [keys, PAIRS] with their minimums:
+    one a column, or, of words of 32 bits, every other one, with scales between. SPREAD: of `row_scales`.
+    """
+    if scales.dtype.element_ty == tl.int16:
+        groups, pairs = _narrow_factors(scales, at, inside, GROUPS, PAIRS, COMPUTE)
+    else:
+        groups = group_scales(scales, at, inside, GROUPS, SPREAD)
+        pairs = scales_and_minimums(scales, at, inside, GROUPS, PAIRS, COMPUTE)
+    return groups, pairs
+
+
+@triton.jit
+def _narrow_factors(scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr):
+    """The same of words of two bytes, each of which one thread makes two numbers of."""
+    COUNT: tl.constexpr = triton.next_power_of_2(GROUPS)
+    col = tl.arange(0, COUNT)
+    mask = inside[:, None] & (col < GROUPS)[None, :]
+    words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
+    if COMPUTE == tl.float16 and takes_ptx():
+        scale, minimum = tl.inline_asm_elementwise(
+            _NARROW_INT4, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=False, pack=2
+        )
+    else:
+        scale, minimum = scale_and_minimum(words, 4)
+    cut = runs_of(scale, COUNT)
+    groups = ()
+    for i in tl.static_range(GROUPS):
+        groups = groups + (tl.reshape(cut[i], (at.shape[0],)),)
+    return groups, _padded(minimum.to(COMPUTE), PAIRS)
+
+
+@triton.jit
+def _padded(x, COLUMNS: tl.constexpr):
+    """x with zeros for further columns; all numbers of columns are powers of two."""
+    if x.shape[1] < COLUMNS:
+        x = _padded(side_by_side(x, tl.zeros(x.shape, x.dtype)), COLUMNS)
+    return x
 
 
 @triton.jit

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvq.kernels.attend.gathered import Gathered, chosen
-from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.options import AttentionOptions, Part
 from kvq.kernels.attend.triton_merge import merge_kernel
-from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
+from kvq.kernels.attend.triton_work import Cut, WorkList, part_numbers, work_list
 from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.shapes import TileShape, changes, folded_keys, least_split, pieces
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -37,6 +37,7 @@ class Cutting(NamedTuple):
     kv_heads: int
     v_pad: int
     window: int | None
+    part: Part | None
     may_gather: bool
     most_decode: int  # query rows of a sequence and KV head that tiles of decode take
     decode: TileShape
@@ -47,7 +48,7 @@ class Cutting(NamedTuple):
 class Plan:
     """A layer's launches, but for what changes from step to step."""
 
-    name: tuple[Any, ...]  # the cutting as plain numbers, whose hash costs little
+    name: tuple[Any, ...]  # the cutting, its shapes as plain numbers, whose hash costs little
     cutting: Cutting
     v_dim: int
     attend: tuple[Bound, Bound]  # of decode tiles, and of extend tiles
@@ -70,7 +71,7 @@ class Plan:
         decode, extend = (Bound(kernel, _ATTENDED, _NUMBERS, **own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
         return cls(
-            name=(*cutting[:6], *astuple(shapes[0]), *astuple(shapes[1])),
+            name=(*cutting[:7], *astuple(shapes[0]), *astuple(shapes[1])),
             cutting=cutting,
             v_dim=fixed[0]["V_DIM"],
             attend=(decode, extend),
@@ -89,6 +90,7 @@ def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> 
         "window": options.window or 0,
         "WINDOW": options.window is not None,
         "SOFTCAP": options.softcap is not None,
+        **part_numbers(options.part),
     }
 
 
@@ -99,7 +101,7 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
     """What `planned` makes of them, once for a layer's blocks and kept with them."""
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
-        *(options.scale, options.window, options.softcap, options.sinks is None),
+        *(options.scale, options.window, options.softcap, options.sinks is None, options.part),
     )
     found: Plan | None = kv.kept.get(name)
     if found is None:
@@ -168,6 +170,7 @@ def _works(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> Iterator[_
             fewest=fewest,
             most=most,
             window=cutting.window,
+            part=cutting.part,
             skip_last=skip_last,
             pieces=pieces(shape, cutting.kv_heads, batch.tables.device),
             least=least_split(shape),

@@ -8,7 +8,7 @@ output that lie apart until the end. Codes are never scaled: scores and probabil
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_scales import group_scales, runs_of, scaled, scales_and_minimums
+from kvq.kernels.attend.triton_scales import group_factors, runs_of, scaled, side_by_side
 from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
 
@@ -44,13 +44,6 @@ def _in_column(out, x, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def side_by_side(low, high):
-    """The columns of two, side by side."""
-    both = tl.permute(tl.join(low, high), (0, 2, 1))
-    return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
-
-
-@triton.jit
 def _interleaved(even, odd):
     """The columns of two, taking turns."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
@@ -77,9 +70,10 @@ def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
 @triton.jit
 def word_queries(
     q, KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Queries [ROWS, PAD] as the parts of K's runs, and of INT4 what minimums are multiplied by."""
+    """Queries [ROWS, PAD] as the parts of K's runs, and of INT4 what minimums are multiplied by;
+    STEP: columns of a group in `group_factors`, the last of which is its minimum."""
     parts = ()
     sums = ()
     if KIND == INT4:
@@ -90,8 +84,8 @@ def word_queries(
             a, b, c, d = cut[j], cut[RUNS + j], cut[2 * RUNS + j], cut[3 * RUNS + j]
             parts = parts + (a, b, c, d)
             low, high = j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP
-            total = _in_column(total, a.to(tl.float32) + c.to(tl.float32), 2 * low + 1)
-            total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), 2 * high + 1)
+            total = _in_column(total, a.to(tl.float32) + c.to(tl.float32), STEP * low + STEP - 1)
+            total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), STEP * high + STEP - 1)
         coarse = total.to(q.dtype)
         sums = (coarse, (total - coarse.to(tl.float32)).to(q.dtype))
     else:
@@ -118,9 +112,9 @@ def int4_scores(
     """
     LOW: tl.constexpr = low_unit(INT4, COMPUTE)
     HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
-    pairs = tl.trans(scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
+    groups, pairs = group_factors(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, SPREAD)
+    pairs = tl.trans(pairs)
     total = added_dot(sums[0], pairs, dot(sums[1], pairs))
-    groups = group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
@@ -177,10 +171,9 @@ def add_int4_values(
     COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
-    pairs = scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    groups, pairs = group_factors(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, SPREAD)
     weights = p.to(COMPUTE)
     new = (_taken_in(outs[0], decay, weights, pairs),)
-    groups = group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = scaled(weights, groups[j * RUN // GROUP])
@@ -216,7 +209,7 @@ def _column(x, COLUMN: tl.constexpr):
 @triton.jit
 def joined(
     outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts."""
     LOW: tl.constexpr = low_unit(KIND, COMPUTE)
@@ -225,10 +218,10 @@ def joined(
     runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
     if KIND == INT4:
         for j in tl.static_range(RUNS):
-            added = _column(outs[0], 2 * (j * RUN // GROUP) + 1)
+            added = _column(outs[0], STEP * (j * RUN // GROUP) + STEP - 1)
             runs = runs + (_interleaved(outs[4 * j + 1] * LOW + added, outs[4 * j + 3] * LOW + added),)
         for j in tl.static_range(RUNS):
-            added = _column(outs[0], 2 * ((DIM // 2 + j * RUN) // GROUP) + 1)
+            added = _column(outs[0], STEP * ((DIM // 2 + j * RUN) // GROUP) + STEP - 1)
             runs = runs + (_interleaved(outs[4 * j + 2] * HIGH + added, outs[4 * j + 4] * HIGH + added),)
     else:
         runs = (_interleaved(outs[0] * LOW, outs[1] * LOW),)

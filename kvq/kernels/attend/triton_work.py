@@ -14,10 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq.kernels.attend.triton_list import ITEM_WORDS, MERGE_WORDS, list_kernel
+from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.triton_list import ITEM_WORDS, MERGE_WORDS, OLD, YOUNG, list_kernel
 from kvq.kernels.gpu.launch import launch
 from kvq.kernels.paged import SequenceBatch
 
+_NO_LAST = (1 << 31) - 1
 _FEW, _BLOCK = 16, 256  # slots of tiles looked at together, in small batches and others
 
 
@@ -33,6 +35,7 @@ class Cut(NamedTuple):
     skip_last: int
     pieces: int  # that the keys of one KV head are cut into, if there are keys enough
     least: int  # keys of a piece on average, a multiple of a tile's
+    part: Part | None = None  # of the keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,15 +70,18 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
     slots = sum(batch.query_lens) * cut.share // cut.rows + sequences
     counts = sequences, (sequences - 1).bit_length(), slots, len(items), len(merged)
     limits = cut.fewest, cut.most, cut.window or 0, cut.skip_last, cut.pieces, cut.least // cut.keys
+    part = part_numbers(cut.part)
     launch(
         list_kernel,
         (1, 1, 1),
         (lens, items, merged),
-        (lens.stride(0), *counts, *limits),
+        (lens.stride(0), *counts, *limits, part["recent"], part["part_first"], part["part_last"]),
         SHARE=cut.share,
         ROWS=cut.rows,
         KEYS=cut.keys,
         WINDOW=cut.window is not None,
+        AGE=part["AGE"],
+        AGE_BLOCK=part["AGE_BLOCK"],
         BLOCK=_FEW if slots <= _FEW else _BLOCK,
         num_warps=4,
     )
@@ -92,5 +98,24 @@ def _heights(batch: SequenceBatch, cut: Cut) -> Iterator[tuple[int, int]]:
 
 def _longest(batch: SequenceBatch, cut: Cut) -> int:
     """Keys that a tile may have at most, as far as the host knows."""
-    longest = max(batch.context_lens)
-    return longest if cut.window is None else min(longest, cut.window + cut.rows + cut.keys)
+    longest, part = max(batch.context_lens), cut.part
+    if cut.window is not None:
+        longest = min(longest, cut.window + cut.rows + cut.keys)
+    if part is None:
+        return longest
+    if part.age is Age.YOUNG:
+        return min(longest, part.recent + part.block_size + cut.rows + cut.keys)
+    return longest if part.last is None else min(longest, part.last)
+
+
+def part_numbers(part: Part | None) -> dict[str, int]:
+    """A part of the keys as kernels are told of it."""
+    if part is None:
+        return {"AGE": 0, "AGE_BLOCK": 1, "recent": 0, "part_first": 0, "part_last": _NO_LAST}
+    return {
+        "AGE": int((OLD if part.age is Age.OLD else YOUNG).value),
+        "AGE_BLOCK": part.block_size,
+        "recent": part.recent,
+        "part_first": part.first,
+        "part_last": _NO_LAST if part.last is None else part.last,
+    }

@@ -65,6 +65,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         kv_heads=1,
         v_pad=v["V_PAD"],
         window=options.window,
+        part=options.part,
         may_gather=False,
         most_decode=DECODE_ROWS,
         decode=latent_shape("latent decode", kv, q),

@@ -52,10 +52,10 @@ def _queries(
 
 
 @triton.jit
-def _scaled(codes, words, SHIFT: tl.constexpr, COMPUTE: tl.constexpr):
-    """Codes less SHIFT, COMPUTE [keys, columns], as values; `words`: int32 [keys, groups], their scales."""
+def _scaled(codes, words, BITS: tl.constexpr, SHIFT: tl.constexpr, COMPUTE: tl.constexpr):
+    """Codes less SHIFT, COMPUTE [keys, columns], as values; `words`: [keys, groups], their scales."""
     GROUPS: tl.constexpr = words.shape[1]
-    scale, minimum = scale_and_minimum(words)
+    scale, minimum = scale_and_minimum(words, BITS)
     grouped = tl.reshape(codes, (codes.shape[0], GROUPS, codes.shape[1] // GROUPS))
     moved = (minimum + SHIFT * scale).to(COMPUTE)
     values = grouped * scale.to(COMPUTE)[:, :, None] + moved[:, :, None]
@@ -78,8 +78,10 @@ def _run(
         GROUPS: tl.constexpr = max(1, WIDTH // GROUP)
         MIDDLE: tl.constexpr = 0 if GROUP == DIM else DIM // 2 // GROUP
         at = scales_at[:, None] + START // GROUP + tl.arange(0, GROUPS)[None, :]
-        low = _scaled(low, tl.load(scales + at, mask=inside[:, None], other=0), 8.0, COMPUTE)
-        high = _scaled(high, tl.load(scales + (at + MIDDLE), mask=inside[:, None], other=0), 8.0, COMPUTE)
+        low = _scaled(low, tl.load(scales + at, mask=inside[:, None], other=0), BITS, 8.0, COMPUTE)
+        high = _scaled(
+            high, tl.load(scales + (at + MIDDLE), mask=inside[:, None], other=0), BITS, 8.0, COMPUTE
+        )
         parts = (low, high)
     elif CODES:
         mask = inside[:, None] & (col < DIM)[None, :]

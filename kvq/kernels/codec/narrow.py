@@ -1,7 +1,8 @@
 """Scales and minimums of 8 bits, by integer arithmetic, so that every device agrees bit for bit.
 
-A scale byte 8 e + m stands for (8 + m) * 2**(e - 23), from 2**-20 to 3,840; a minimum byte, signed, for so
-many steps of scale * 2**(bits - 7). A minimum thus reaches 2**bits scales to either side of zero.
+A scale byte 8 e + m stands for (8 + m) * 2**(e - 23). Those from 8 to 247 are used, 2**-19 to 1,920: shifted
+to the place of fp16's exponent they are finite normal numbers, 32 times as large. A minimum byte, signed,
+stands for so many steps of scale * 2**(bits - 7), and thus reaches 2**bits scales to either side of zero.
 """
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 _EXPONENT = 107  # of fp32, where a scale's exponents begin
 _LOWEST = 1 << 20  # the lowest bit that a scale keeps
 _ROUNDED_UP = 5  # bits of codes from which scales are rounded up: many levels lose more by saturating
-_SMALLEST = 2.0**-20
-_LARGEST = 3840.0
+_SMALLEST = 2.0**-19
+_LARGEST = 1920.0
 
 
 def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
@@ -24,7 +25,7 @@ def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
     wanted = torch.maximum(high - low, low.abs()) / levels
     more = _LOWEST - 1 if bits >= _ROUNDED_UP else _LOWEST // 2
     rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + more
-    code = ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=255)
+    code = ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=247)
     scale = ((code << 20) + (_EXPONENT << 23)).view(torch.float32)
     steps = torch.floor(low * 2.0 ** (7 - bits) / scale + 0.5).clamp(-128, 127).to(torch.int32)
     return torch.cat((code, steps & 255), dim=-1).to(torch.uint8)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.rows import part_arguments, rotate, stored_rows
+from kvq.kernels.gpu.rows import mean_arguments, mean_rows, part_arguments, rotate, stored_rows
 from kvq.kernels.paged import PagedKV
 
 _TOKENS = 32  # of one program
@@ -31,6 +31,7 @@ def gather_dense(
         _gather_kernel[(triton.cdiv(length, tokens), kv_heads, sequences)](
             into,
             tables,
+            **mean_arguments(name, kv, prefix=""),
             **part | {"ROTATED": part["ROTATED"] if unrotate else 1},
             table_stride=tables.stride(0),
             out_sequence=into.stride(0),
@@ -48,10 +49,12 @@ def gather_dense(
 
 @triton.jit(do_not_specialize=["table_stride", "start", "end"])  # they change from step to step
 def _gather_kernel(
-    out_ptr, tables_ptr, codes, scales, static, c_block, c_head, c_slot, s_block, s_head, s_slot,
+    out_ptr, tables_ptr, codes, scales, static, means, c_block, c_head, c_slot, s_block, s_head, s_slot,
+    m_block, m_head,
     table_stride, out_sequence, out_head, out_token, start, end,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
-    STATIC: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    STATIC: tl.constexpr, ROTATED: tl.constexpr, MEAN_GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of tokens, KV heads, sequences)."""
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -67,6 +70,8 @@ def _gather_kernel(
     x = stored_rows(
         codes, scales, static, codes_at, scales_at, head, inside, col, KIND, BITS, DIM, GROUP, STATIC
     )
+    if MEAN_GROUP > 0:
+        x += mean_rows(means, block * m_block + head * m_head, inside, col, DIM, MEAN_GROUP)
     if ROTATED > 1:
         x = rotate(x, TOKENS, PAD, ROTATED)
     row = sequence * out_sequence + head * out_head + (token - start).to(tl.int64) * out_token

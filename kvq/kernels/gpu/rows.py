@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.formats import Code, Grouped, KVFormat
+from kvq.formats import Code, Grouped, KVFormat, mean_format
 from kvq.kernels.codec import hadamard_block
 from kvq.kernels.paged import PagedKV, PagedRows
 
@@ -184,10 +184,21 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def scale_and_minimum(words):
-    """A group's 32-bit words -> scale and minimum, fp32."""
-    scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def narrow_scale(code):
+    """The scale that a byte of 8 bits stands for, fp32; `code`: int32. See codec/narrow.py."""
+    return ((code << 20) + (107 << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_and_minimum(words, BITS: tl.constexpr):
+    """A group's words -> scale and minimum, fp32: in 32 bits two fp16 numbers, in 16 two bytes."""
+    if words.dtype == tl.int16:
+        wide = words.to(tl.int32)
+        scale = narrow_scale(wide & 255)
+        minimum = (wide >> 8).to(tl.float32) * 2.0 ** (BITS - 7) * scale
+    else:
+        scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, minimum
 
 
@@ -219,8 +230,15 @@ def grouped_rows(
         if BITS & (8 >> i):
             code = code | _plane(codes, at, mask, col, DIM, 8 >> i, BITS & (16 - (16 >> i)))
     words = tl.load(scales + scales_at[:, None] + (col // GROUP)[None, :], mask=mask, other=0)
-    scale, minimum = scale_and_minimum(words)
+    scale, minimum = scale_and_minimum(words, BITS)
     return code.to(tl.float32) * scale + minimum
+
+
+@triton.jit
+def mean_rows(means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Means of blocks, fp32 [rows, columns]; `at`: bytes before each. See mean_format."""
+    scales = (means + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
+    return grouped_rows(means, scales, at, at // 2, inside, col, DIM, GROUP, 4)
 
 
 @triton.jit
@@ -360,8 +378,9 @@ def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict
     of = part if prefix is None else prefix
     scales = rows.codes  # a pointer that is not read
     if rows.scales is not None:
-        # A group's scale and minimum are one 32-bit word: the scale in its low half.
-        scales = rows.scales.view(torch.int32) if isinstance(fmt.scale, Grouped) else rows.scales
+        # A group's scale and minimum are one word, of 16 bits if narrow: the scale in its low half.
+        word = torch.int16 if fmt.is_narrow else torch.int32
+        scales = rows.scales.view(word) if isinstance(fmt.scale, Grouped) else rows.scales
     strides = (0, 0, 0) if rows.scales is None else scales.stride()[:3]
     static = rows.codes if rows.static_scale is None else rows.static_scale
     lower = f"{of}_" if of else ""
@@ -379,6 +398,22 @@ def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict
         f"{upper}GROUP": fmt.scale.group_size if isinstance(fmt.scale, Grouped) else dim,
         f"{upper}ROTATED": hadamard_block(dim) if fmt.rotated else 1,  # the block; 1: not rotated
         f"{upper}STATIC": rows.static_scale is not None,
+    }
+
+
+def mean_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict[str, Any]:
+    """Means of K's or V's blocks as arguments, named as `part_arguments` does; MEAN_GROUP 0: none."""
+    rows: PagedRows = getattr(kv, part)
+    of = part if prefix is None else prefix
+    lower = f"{of}_" if of else ""
+    scale = mean_format(getattr(kv.formats, f"{part}_head_dim")).scale
+    assert isinstance(scale, Grouped), "means are grouped"
+    strides = (0, 0) if rows.means is None else rows.means.stride()[:2]
+    return {
+        f"{lower}means": rows.codes if rows.means is None else rows.means,  # or a pointer that is not read
+        f"{of}m_block": strides[0],
+        f"{of}m_head": strides[1],
+        f"{lower.upper()}MEAN_GROUP": 0 if rows.means is None else scale.group_size,
     }
 
 

@@ -229,7 +229,7 @@ def format_name(formats: LayerFormats) -> str:
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
-        names.append(f"{fmt.code.name}{group}")
+        names.append(f"{fmt.code.name}{group}" + ("_mean" if fmt.mean else ""))
     return "/".join(names)
 
 
@@ -242,7 +242,7 @@ def _shortest_run(formats: LayerFormats) -> int:
 def _run(fmt: KVFormat, dim: int) -> int:
     if not isinstance(fmt.scale, Grouped):
         return dim * fmt.code.bits // 8
-    return min(fmt.scale.group_size, dim // 2) if fmt.code.bits == 4 else 0
+    return min(fmt.scale.group_size, dim // 2) if fmt.code.bits == 4 and not fmt.mean else 0
 
 
 def target(x: Tensor) -> str:

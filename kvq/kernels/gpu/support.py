@@ -25,11 +25,16 @@ def lazy(operation: str) -> Callable[..., Any]:
 
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-        tensor = first if isinstance(first, Tensor) else first.k.codes  # of PagedKV
+        tensor = first if isinstance(first, Tensor) else _blocks(first).k.codes
         with current(tensor.device):
             return _kernel(operation)(*args, **options)
 
     return run
+
+
+def _blocks(kv: Any) -> Any:
+    """Some of a layer's blocks: PagedKV as it is, of StagedKV the recent ones."""
+    return getattr(kv, "recent", kv)
 
 
 def lazy_linear(weight: QuantizedWeight) -> Any:
@@ -39,25 +44,25 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
-    return _fits(spec, device, MOST_DIM)
+    return _supports(spec, device, MOST_DIM)
 
 
 def supports_stored(spec: KernelSpec, device: Device) -> Support:
     """The same for operations that store rows or gather them."""
-    return _fits(spec, device, MOST_STORED_DIM)
+    return _supports(spec, device, MOST_STORED_DIM)
 
 
-def _fits(spec: KernelSpec, device: Device, most_dim: int) -> Support:
-    runs = supports_linear(spec, device)
-    if not runs.yes:
-        return runs
-    if spec.is_staged or any(fmt.is_narrow or fmt.mean for fmt in (spec.formats.k, spec.formats.v)):
-        return Support(False, "knows no scales of 8 bits, block means or staging yet")
-    return spec.fits_compiled(most_dim)
+def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:
+    runs, fmt = supports_linear(spec, device), spec.formats
+    if runs.yes and any(x.mean and d % 4 for x, d in ((fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim))):
+        return Support(False, "takes means out of heads of a multiple of 4 elements")
+    return spec.fits_compiled(most_dim) if runs.yes else runs
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:
     """The same for attention over latents: one KV head."""
+    if spec.is_staged:
+        return Support(False, "attends to all latents before a query, not to a part of them")
     if spec.kv_heads != 1:
         return Support(False, f"takes latents of one KV head for all query heads, not {spec.kv_heads}")
     return supports_stored(spec, device)

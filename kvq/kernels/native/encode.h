@@ -58,10 +58,10 @@ inline uint8_t* pack_plane(uint8_t* codes, const uint8_t* q, int dim, int shift)
 // Scale and minimum of a group between `low` and `high`, as bytes; see codec/narrow.py.
 inline void encode_narrow(uint8_t* pair, float low, float high, int bits, float levels) {
     float range = high - low, size = __builtin_fabsf(low);
-    float wanted = clamped((range > size ? range : size) / levels, narrow_scale(0), narrow_scale(255));
+    float wanted = clamped((range > size ? range : size) / levels, narrow_scale(LEAST_NARROW), narrow_scale(MOST_NARROW));
     uint32_t more = bits >= 5 ? (1u << 20) - 1 : 1u << 19;  // rounded up, or to nearest
     uint32_t code = ((bits_of(wanted) + more) >> 20) - (107u << 3);
-    pair[0] = (uint8_t)(code < 255 ? code : 255);
+    pair[0] = (uint8_t)(code < MOST_NARROW ? code : MOST_NARROW);
     float steps = low / narrow_step(bits) / narrow_scale(pair[0]);
     pair[1] = (uint8_t)(int8_t)(int)clamped(__builtin_floorf(steps + 0.5f), -128.0f, 127.0f);
 }

@@ -89,6 +89,8 @@ inline void convert_bytes(float* out, const uint8_t* codes, int n, Convert conve
     memcpy(out + i, &x, (size_t)(n - i) * 4);
 }
 
+constexpr uint8_t LEAST_NARROW = 8, MOST_NARROW = 247;  // of the codes of narrow scales
+
 // A narrow scale; its exponent begins at 107.
 inline float narrow_scale(uint8_t code) { return float_of_bits(((uint32_t)code << 20) + (107u << 23)); }
 

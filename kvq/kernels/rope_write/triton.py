@@ -13,7 +13,7 @@ from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles, check_rope_write
 from kvq.kernels.rope_write.triton_kernel import EACH, TOGETHER, rope_write_kernel
-from kvq.kernels.write_kv.triton import stored_as_bits
+from kvq.kernels.write_kv.triton import cut_of, stored_as_bits
 
 # A decode step waits for its slowest program, so a warp gets few elements there. A step of more tokens has
 # programs enough, and 16 elements a thread take fewer instructions each than 4.
@@ -63,8 +63,8 @@ def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -
         **_of_norm("k", k_norm, kv, layer.k_dim),
         **_of_center("k", layer.centers[0], kv),
         **_of_center("v", layer.centers[1], kv),
-        "K_CUT": (1 - kv.formats.k_clip) / 2,
-        "V_CUT": (1 - kv.formats.v_clip) / 2,
+        "K_CUT": cut_of(kv.formats.k, kv.formats.k_clip),
+        "V_CUT": cut_of(kv.formats.v, kv.formats.v_clip),
         "Q_HEADS": layer.q_heads,
         "KV_HEADS": layer.kv_heads,
         "BIAS": layer.bias is not None,

@@ -7,7 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, dense_strides, e4m3, part_arguments, rotate
+from kvq.formats import KVFormat
+from kvq.kernels.gpu.rows import (
+    FLOAT,
+    FP8,
+    INT4,
+    dense_strides,
+    e4m3,
+    narrow_scale,
+    part_arguments,
+    rotate,
+)
 from kvq.kernels.paged import PagedKV
 
 _FP32_LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -32,8 +42,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
         **stored_as_bits(v_part, "v"),
         **dense_strides("k", k),
         **dense_strides("v", v),
-        K_CUT=(1 - kv.formats.k_clip) / 2,
-        V_CUT=(1 - kv.formats.v_clip) / 2,
+        K_CUT=cut_of(kv.formats.k, kv.formats.k_clip),
+        V_CUT=cut_of(kv.formats.v, kv.formats.v_clip),
         BLOCK_SIZE=kv.block_size,
         HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads),
@@ -41,6 +51,11 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
         enable_fp_fusion=False,  # a product and a sum rounded once would change codes
     )
     return bad
+
+
+def cut_of(fmt: KVFormat, clip: float) -> float:
+    """The part of a group's range at either end that its codes don't span."""
+    return (1 - clip * fmt.span) / 2
 
 
 def stored_as_bits(part: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -73,12 +88,37 @@ def _as_float(x, codes):
 
 
 @triton.jit
-def _quantize_groups(
+def _wide_scale(low, high, LEVELS: tl.constexpr):
+    """Scale and minimum of groups between `low` and `high`, fp32, and their words of 32 bits."""
+    minimum = (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
+    start = minimum.to(tl.float32)
+    scale = _as_scale(tl.div_rn(high - start, LEVELS))
+    low_half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return scale, start, (minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16) | low_half
+
+
+@triton.jit
+def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
+    """The same in words of 16 bits; see codec/narrow.py. STEP: of a minimum, in scales."""
+    wanted = tl.div_rn(tl.maximum(high - low, tl.abs(low)), LEVELS)
+    bits = tl.minimum(tl.maximum(wanted, 2.0**-19), 1920.0).to(tl.int32, bitcast=True)
+    more: tl.constexpr = (1 << 20) - 1 if LEVELS >= 31 else 1 << 19  # rounded up, or to nearest
+    code = tl.minimum(((bits + more) >> 20) - (107 << 3), 247)
+    scale = narrow_scale(code)
+    steps = tl.floor(tl.div_rn(low * (1 / STEP), scale) + 0.5)
+    steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
+    return scale, steps * STEP * scale, ((steps.to(tl.int32) << 8) | code).to(tl.int16)
+
+
+@triton.jit
+def quantize_groups(
     x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, CUT: tl.constexpr
 ):
-    """Asymmetric codes of rows [heads, dim]; stores their scales and minimums. CUT: as of KvqRows."""
+    """Asymmetric codes uint8 of rows [heads, dim], and what they stand for; stores their scales and minimums.
+    CUT: as of KvqRows."""
     levels: tl.constexpr = float((1 << BITS) - 1)
     q = tl.zeros(x.shape, tl.float32)
+    values = q
     for group in tl.static_range(DIM // GROUP):
         own = ((col >= group * GROUP) & (col < (group + 1) * GROUP))[None, :]
         low = tl.min(tl.where(own, x, float("inf")), axis=1)
@@ -86,15 +126,16 @@ def _quantize_groups(
         if CUT != 0.0:
             cut = high * CUT - low * CUT
             low, high = low + cut, high - cut
-        minimum = (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
-        start = minimum.to(tl.float32)
-        scale = _as_scale(tl.div_rn(high - start, levels))
+        if scales.dtype.element_ty == tl.int16:
+            scale, start, word = _narrow_scale(low, high, levels, 2.0 ** (BITS - 7))
+        else:
+            scale, start, word = _wide_scale(low, high, levels)
         code = tl.floor(tl.div_rn(x - start[:, None], scale[:, None]) + 0.5)
-        q = tl.where(own, tl.minimum(tl.maximum(code, 0.0), levels), q)
-        low_half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high_half = minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(scales + at + group, high_half | low_half, mask=inside)
-    return q.to(tl.uint8)
+        code = tl.minimum(tl.maximum(code, 0.0), levels)
+        q = tl.where(own, code, q)
+        values = tl.where(own, code * scale[:, None] + start[:, None], values)
+        tl.store(scales + at + group, word, mask=inside)
+    return q.to(tl.uint8), values
 
 
 @triton.jit
@@ -112,6 +153,23 @@ def _store_plane(
 
 
 @triton.jit
+def store_codes(to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.constexpr):
+    """Codes uint8 [heads, PAD] in their planes."""
+    for i in tl.static_range(4):
+        if BITS & (8 >> i):
+            _store_plane(to, q, mask, col, DIM, PAD, 8 >> i, BITS & (16 - (16 >> i)))
+
+
+@triton.jit
+def turned_rows(x, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr):
+    """Finite rows fp32 [ROWS, PAD] rotated, if they are, so that no butterfly overflows."""
+    if ROTATED > 1:
+        bound: tl.constexpr = _FP32_LARGEST / ROTATED
+        x = rotate(tl.minimum(tl.maximum(x, -bound), bound), ROWS, PAD, ROTATED)
+    return x
+
+
+@triton.jit
 def write_rows(
     x, codes, scales, static, codes_at, scales_at, head, col, inside,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
@@ -119,17 +177,13 @@ def write_rows(
 ):  # fmt: skip
     """Store one token's rows fp32 [heads, dim], finite; `codes_at`, `scales_at`: offsets by head."""
     mask = inside[:, None] & (col < DIM)[None, :]
-    if ROTATED > 1:
-        bound: tl.constexpr = _FP32_LARGEST / ROTATED
-        x = rotate(tl.minimum(tl.maximum(x, -bound), bound), ROWS, PAD, ROTATED)
+    x = turned_rows(x, ROWS, PAD, ROTATED)
     at = codes_at[:, None] + col[None, :]
     if KIND == FLOAT:
         tl.store(codes + at, _as_float(x, codes), mask=mask)
     elif KIND >= INT4:  # or GROUPED
-        q = _quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP, BITS, CUT)
-        for i in tl.static_range(4):
-            if BITS & (8 >> i):
-                _store_plane(codes + at, q, mask, col, DIM, PAD, 8 >> i, BITS & (16 - (16 >> i)))
+        q, _ = quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP, BITS, CUT)
+        store_codes(codes + at, q, mask, col, DIM, PAD, BITS)
     else:
         largest: tl.constexpr = 448.0 if KIND == FP8 else 127.0
         if STATIC:

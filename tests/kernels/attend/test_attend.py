@@ -266,7 +266,7 @@ def test_what_lies_in_free_blocks_past_the_end_and_in_unused_table_entries_chang
     assert torch.equal(clean[1], poisoned[1])
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean", "fp8"])
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_g24", "int4_mean", "fp8"])
 def test_blocks_that_fell_out_of_the_window_may_hold_anything(kv: str) -> None:
     case = Case(kv)
     before, wide = case.attend(window=6), case.attend(window=31)[0]

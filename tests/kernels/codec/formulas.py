@@ -31,11 +31,11 @@ def fp16_scale(value: np.float32) -> np.float16:
 
 def narrow_scale(value: np.float32, bits: int) -> int:
     """The byte 8 e + m whose (8 + m) * 2**(e - 23) is nearest to `value`, halves up; from 5 bits on above."""
-    within = min(max(float(value), 2.0**-20), 3840.0)
+    within = min(max(float(value), 2.0**-19), 1920.0)
     exponent = math.frexp(within)[1] - 4  # within / 2**exponent is from 8 to 16
     parts = within / 2.0**exponent  # 16 begins the next exponent
     parts = math.ceil(parts) if bits >= 5 else math.floor(parts + 0.5)
-    return min(8 * (exponent + 23) + parts - 8, 255)
+    return min(8 * (exponent + 23) + parts - 8, 247)
 
 
 def narrow_value(byte: int) -> float:

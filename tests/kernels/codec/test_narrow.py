@@ -9,7 +9,7 @@ from kvq.kernels.codec import decode, encode, narrow
 from tests.kernels.codec.formulas import narrow_scale, narrow_value
 
 BITS = [2, 3, 4, 5, 6]
-SMALLEST, LARGEST = 2.0**-20, 3840.0
+SMALLEST, LARGEST = 2.0**-19, 1920.0  # those that are written
 
 
 def narrow_format(bits: int, dim: int = 64) -> str:
@@ -28,21 +28,21 @@ def test_every_pair_of_bytes_decodes_to_the_formula(bits: int) -> None:
     steps = [byte - 256 * (byte > 127) for byte in range(256)]
     expected = [(scales[s], steps[m] * 2.0 ** (bits - 7) * scales[s]) for s, m in every.tolist()]
     assert torch.equal(narrow.decode(every.to(torch.uint8), bits), torch.tensor(expected))
-    assert (min(scales), max(scales)) == (SMALLEST, LARGEST)
+    assert (scales[8], scales[247]) == (SMALLEST, LARGEST)
     assert scales == sorted(set(scales))  # each its own, in the order of the bytes
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_scale_byte_comes_back_from_its_own_range(bits: int) -> None:
     levels = (1 << bits) - 1
-    scales = column([narrow_value(byte) for byte in range(256)])
+    scales = column([narrow_value(byte) for byte in range(8, 248)])
     pairs = narrow.encode(torch.zeros_like(scales), scales * levels, bits)
-    assert pairs[:, 0].tolist() == list(range(256))
+    assert pairs[:, 0].tolist() == list(range(8, 248))
     assert not pairs[:, 1].any()
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("byte", [0, 9, 100, 255])
+@pytest.mark.parametrize("byte", [8, 9, 100, 247])
 def test_every_minimum_whose_magnitude_is_within_the_range_comes_back(bits: int, byte: int) -> None:
     scale, levels = narrow_value(byte), (1 << bits) - 1
     reach = levels << (7 - bits)  # steps that make up the range
@@ -54,7 +54,7 @@ def test_every_minimum_whose_magnitude_is_within_the_range_comes_back(bits: int,
 
 
 def test_scales_are_rounded_to_nearest_with_halves_up_and_clamped() -> None:
-    for byte in range(255):
+    for byte in range(8, 247):
         low, high = narrow_value(byte), narrow_value(byte + 1)
         middle = torch.tensor((low + high) / 2)
         below = torch.nextafter(middle, torch.tensor(0.0))
@@ -64,13 +64,13 @@ def test_scales_are_rounded_to_nearest_with_halves_up_and_clamped() -> None:
         assert scales == exact
         assert scales[0] == byte + 1
     ends = column([0.0, 1e-45, 1e-30, SMALLEST, LARGEST * 3, 1e9, 1e38, torch.finfo(torch.float32).max])
-    assert narrow.encode(torch.zeros_like(ends), ends, 2)[:, 0].tolist() == [0] * 4 + [255] * 4
+    assert narrow.encode(torch.zeros_like(ends), ends, 2)[:, 0].tolist() == [8] * 4 + [247] * 4
 
 
 @pytest.mark.parametrize("bits", [5, 6])
 def test_scales_of_wide_codes_are_rounded_up_so_that_no_code_saturates(bits: int) -> None:
     levels = torch.tensor(float((1 << bits) - 1))
-    for byte in range(255):
+    for byte in range(8, 247):
         exact = torch.tensor(narrow_value(byte))
         wanted = torch.stack([exact, torch.nextafter(exact, torch.tensor(1e9))])[:, None] * levels
         scales = narrow.encode(torch.zeros_like(wanted), wanted, bits)[:, 0].tolist()
@@ -80,7 +80,7 @@ def test_scales_of_wide_codes_are_rounded_up_so_that_no_code_saturates(bits: int
 
 def constants() -> Tensor:
     """Magnitudes of both signs whose scales are in range for all widths, not near powers of two alone."""
-    sizes = torch.logspace(-3.5, 3.9, 997)
+    sizes = torch.logspace(-3.5, 3.7, 997)
     return torch.cat([sizes, -sizes])
 
 
@@ -122,7 +122,7 @@ def test_a_group_of_one_sign_is_off_by_little_of_its_largest_magnitude(bits: int
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
-@pytest.mark.parametrize("scale", [2.0**-20, 0.25, 11.0, 3840.0])
+@pytest.mark.parametrize("scale", [SMALLEST, 0.25, 11.0, LARGEST])
 def test_a_group_on_the_grid_of_an_exact_scale_round_trips(bits: int, scale: float) -> None:
     levels = (1 << bits) - 1
     fmt = parse_format(narrow_format(bits), 64)
@@ -141,7 +141,7 @@ def test_rows_below_the_smallest_scale_are_off_by_half_of_it_at_most(bits: int) 
         x = torch.linspace(-size, size, 64)[None]
         codes, scales = encode(x, fmt)
         assert scales is not None
-        assert scales[0, 0] == 0
+        assert scales[0, 0] == 8
         error = (decode(codes, scales, fmt) - x).abs().max().item()
         assert error <= SMALLEST / 2
         assert error == 0 or size > 0

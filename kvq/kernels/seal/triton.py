@@ -1,0 +1,154 @@
+"""`seal` in Triton: one launch quantizes the blocks of a step's sequences that became old enough."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.gpu.rows import mean_arguments, part_arguments
+from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
+from kvq.kernels.write_kv.triton import (
+    cut_of,
+    finite_rows,
+    quantize_groups,
+    store_codes,
+    stored_as_bits,
+    turned_rows,
+    write_rows,
+)
+
+_TOKENS = 16  # that are quantized together
+
+
+def seal(kv: StagedKV, batch: StagedBatch) -> None:
+    """Do what the reference does, with the same bytes; see there. Tables are not checked.
+
+    Which blocks those are is read from the lengths on the device, so that a graph may hold the launch; where
+    the host knows that there are none, nothing is launched.
+    """
+    own, size = batch.recent, kv.sealed.block_size
+    if not own.is_captured and not any(own.sealing(kv.exact.recent, size)):
+        return
+    most = max((-(-new // size) for new in own.query_lens), default=0)  # blocks of a sequence
+    if not most:
+        return
+    lens = own.device_lens()
+    sealed, sinks = batch.sealed.tables, own.tables if batch.sinks is None else batch.sinks.tables
+    for name in ("k", "v"):
+        _seal_kernel[(most, len(own.query_lens), kv.recent.k.codes.shape[1])](
+            lens,
+            own.tables,
+            sealed,
+            sinks,
+            lens.stride(0),
+            own.tables.stride(0),
+            sealed.stride(0),
+            sinks.stride(0),
+            **_arguments(name, kv),
+            enable_fp_fusion=False,  # a product and a sum rounded once would change codes
+        )
+
+
+def _arguments(name: str, kv: StagedKV) -> dict[str, Any]:
+    """Of K or of V, for all steps."""
+    recent: PagedRows = getattr(kv.recent, name)
+    sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, name)
+    fmt = getattr(kv.sealed.formats, name)
+    part = stored_as_bits(part_arguments(name, kv.sealed), name)
+    return {
+        **{_plain(key, name): x for key, x in part.items()},
+        **_strides("from", "x", recent.codes),
+        **_strides("to", "y", sinks.codes),
+        **mean_arguments(name, kv.sealed, prefix=""),
+        "recent": kv.exact.recent,
+        "CUT": cut_of(fmt, getattr(kv.sealed.formats, f"{name}_clip")),
+        "SINKS": 0 if kv.sinks is None else kv.exact.sinks,
+        "BLOCK_SIZE": kv.sealed.block_size,
+        "TOKENS": _TOKENS,
+        "num_warps": 4,
+    }
+
+
+def _plain(key: str, name: str) -> str:
+    """What an argument of K or V is called where there is one of both: k_codes, K_DIM, kc_block."""
+    return key.removeprefix(f"{name}_").removeprefix(f"{name.upper()}_").removeprefix(name)
+
+
+def _strides(pointer: str, of: str, rows: Tensor) -> dict[str, Any]:
+    names = (f"{of}_block", f"{of}_head", f"{of}_slot")
+    return {f"{pointer}_ptr": rows, **dict(zip(names, rows.stride(), strict=False))}
+
+
+@triton.jit
+def _rows(x_ptr, stride, slot, slots, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr):
+    """Some rows of a block as they are coded, fp32 [slots, PAD], those of tokens from `slots` on 0."""
+    mask = (slot < slots)[:, None] & (col < DIM)[None, :]
+    x, _ = finite_rows(
+        tl.load(x_ptr + slot[:, None] * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    )
+    return turned_rows(x, slot.shape[0], PAD, ROTATED)
+
+
+@triton.jit
+def _stored_mean(
+    x_ptr, x_slot, to, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store the mean of a block's rows; what it decodes to, fp32 [1, PAD]."""
+    total = tl.zeros((1, PAD), tl.float32)
+    own = tl.arange(0, 1)
+    for token in range(BLOCK_SIZE):  # one after the other, as the reference adds
+        total += _rows(x_ptr + token * x_slot, x_slot, own, 1, col, DIM, PAD, ROTATED)
+    scales = (to + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
+    mean = tl.div_rn(total, float(BLOCK_SIZE))
+    q, mean = quantize_groups(mean, scales, own, own == 0, col, DIM, GROUP, 4, 0.0)
+    store_codes(to + col[None, :], q, (col < DIM)[None, :], col, DIM, PAD, 4)
+    return mean
+
+
+@triton.jit(do_not_specialize=["recent_stride", "sealed_stride", "sinks_stride"])
+def _seal_kernel(
+    lens_ptr, recent_tables, sealed_tables, sinks_tables,
+    lens_row, recent_stride, sealed_stride, sinks_stride,
+    from_ptr, x_block, x_head, x_slot, to_ptr, y_block, y_head, y_slot,
+    codes, scales, static, means, c_block, c_head, c_slot, s_block, s_head, s_slot, m_block, m_head, recent,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    ROTATED: tl.constexpr, STATIC: tl.constexpr, CUT: tl.constexpr, MEAN_GROUP: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks that a sequence's new tokens may make old enough, sequences, KV heads)."""
+    sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    new = tl.load(lens_ptr + lens_row + sequence)
+    context = tl.load(lens_ptr + 2 * lens_row + sequence)
+    index = tl.maximum(context - new - recent, 0) // BLOCK_SIZE + tl.program_id(0)
+    if index >= tl.maximum(context - recent, 0) // BLOCK_SIZE:
+        return
+    wide = sequence.to(tl.int64)
+    source = tl.load(recent_tables + wide * recent_stride + index).to(tl.int64)
+    from_ptr += source * x_block + head * x_head
+    col = tl.arange(0, PAD)
+    if index * BLOCK_SIZE < SINKS:  # moved as they are
+        target = tl.load(sinks_tables + wide * sinks_stride + index).to(tl.int64)
+        to_ptr += target * y_block + head * y_head
+        for first in range(0, BLOCK_SIZE, TOKENS):
+            slot = first + tl.arange(0, TOKENS)
+            mask = (slot < BLOCK_SIZE)[:, None] & (col < DIM)[None, :]
+            x = tl.load(from_ptr + slot[:, None] * x_slot + col[None, :], mask=mask)
+            tl.store(to_ptr + slot[:, None] * y_slot + col[None, :], x, mask=mask)
+    else:
+        target = tl.load(sealed_tables + wide * sealed_stride + index).to(tl.int64)
+        mean = tl.zeros((1, PAD), tl.float32)
+        if MEAN_GROUP > 0:
+            to = means + target * m_block + head * m_head
+            mean = _stored_mean(from_ptr, x_slot, to, col, DIM, PAD, ROTATED, MEAN_GROUP, BLOCK_SIZE)
+        for first in range(0, BLOCK_SIZE, TOKENS):
+            slot = first + tl.arange(0, TOKENS)
+            x = _rows(from_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
+            write_rows(
+                x - mean, codes, scales, static,
+                target * c_block + head * c_head + slot * c_slot,
+                target * s_block + head * s_head + slot * s_slot,
+                slot * 0 + head, col, slot < BLOCK_SIZE,
+                KIND, BITS, DIM, PAD, GROUP, 1, STATIC, CUT, TOKENS,
+            )  # fmt: skip
