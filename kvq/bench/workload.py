@@ -160,6 +160,7 @@ def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
         max_context=max(workload.contexts),
     )
     recipe = KVRecipe.uniform(kv, [workload.dims] * layers)
+    recipe.check_unstaged("a benchmark of one layer's blocks")
     if recipe.is_static:  # random rows of deviation 1 stay within 6
         maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
         recipe = recipe.with_scales(

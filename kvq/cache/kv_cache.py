@@ -83,7 +83,9 @@ class KVCache(BlockCache):
         if self.layout.recipe.is_staged:
             plain = self.layout.staging_of(self.group_of[index]).layers
             written = next(_kernel_spec(self.layout, x) for x in plain if x.geometry.index == index)
-            self._staged[index] = StagedLayer(spec, written, where, backend)
+            window, recent = layer.geometry.window, self.layout.exact.recent
+            sees_old = window is None or window > recent
+            self._staged[index] = StagedLayer(spec, written, where, backend, sees_old=sees_old)
         fused = backend if backend.startswith(("reference", "triton")) else "auto"  # C++: see CpuDecoder
         self._kernels[index] = {
             "write_kv": select("write_kv", written, where, backend),

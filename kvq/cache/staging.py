@@ -17,12 +17,16 @@ from kvq.kernels.attend.options import Age, Part
 class StagedLayer:
     """The kernels of a staged layer: seals blocks, and attends from all forms of its tokens."""
 
-    def __init__(self, spec: KernelSpec, plain: KernelSpec, device: Device, backend: str) -> None:
-        """`spec`: of sealed blocks; `plain`: of the staging area's.
+    def __init__(
+        self, spec: KernelSpec, plain: KernelSpec, device: Device, backend: str, *, sees_old: bool = True
+    ) -> None:
+        """`spec`: of sealed blocks; `plain`: of the staging area's. `sees_old`: False for layers whose window
+        ends within the recent tokens: blocks leave it before they are old enough, so none may be sealed.
 
         Raises:
             UnsupportedKernel: no backend can run them.
         """
+        self._sees_old = sees_old
         self._seal = select("seal", spec, device, backend)
         self._attend: Mapping[bool, Kernel] = {
             is_sealed: select("attend", one, device, backend)
@@ -34,6 +38,9 @@ class StagedLayer:
         self, q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Seal what the step's tokens make old enough, then attend over all tokens, as `KVCache.attend`."""
+        if not self._sees_old:
+            found: tuple[Tensor, Tensor] = self._attend[False].run(q, kv.recent, batch.recent, options)
+            return found
         self._seal.run(kv, batch)
         exact, size = kv.exact, kv.sealed.block_size
         own = options.without_sinks()
@@ -42,12 +49,12 @@ class StagedLayer:
             ages = Part(age=age, recent=exact.recent, block_size=size, first=first, last=last)
             return own.of_part(ages)
 
-        found = [
+        parts = [
             self._attend[True].run(q, kv.sealed, batch.sealed, part(Age.OLD, exact.sinks)),
             self._attend[False].run(q, kv.recent, batch.recent, part(Age.YOUNG)),
         ]
         if kv.sinks is not None:
-            found.append(self._attend[False].run(q, kv.sinks, batch.sinks, part(Age.OLD, 0, exact.sinks)))
-        outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
+            parts.append(self._attend[False].run(q, kv.sinks, batch.sinks, part(Age.OLD, 0, exact.sinks)))
+        outs, lses = (torch.stack(all_of) for all_of in zip(*parts, strict=True))
         out, lse = self._merge.run(outs, lses, options.sinks)
         return out.to(q.dtype), lse

@@ -40,25 +40,32 @@ def tiny_digest(bits: int) -> Callable[[bytes], bytes]:
     return lambda data: bytes([sha256(data).digest()[0] & ((1 << bits) - 1)])
 
 
-def random_reach(rng: random.Random, size: int, staged: bool) -> tuple[list[int | None], list[int | None]]:
-    """Windows and limits of layer groups; a third of them, or all, stage recent tokens and the first ones."""
+def random_reach(
+    rng: random.Random, size: int, staged: bool
+) -> tuple[list[int | None], list[int | None], int]:
+    """Windows and limits of layer groups; a third of them, or all, stage recent tokens and the first ones.
+
+    And how many tokens must follow a block before the index may know it.
+    """
     if staged or rng.random() < 1 / 3:
         base = rng.randint(2, 9) if rng.random() < 0.2 else None
-        return [base, rng.randint(0, 6) + size, None], [None, None, rng.randint(1, 3) * size]
+        recent = rng.randint(0, 6)
+        return [base, recent + size, None], [None, None, rng.randint(1, 3) * size], recent
     windows = rng.choice([[None], [None, rng.randint(1, 9)], [rng.randint(2, 9), None], [rng.randint(2, 7)]])
-    return windows, [None] * len(windows)
+    return windows, [None] * len(windows), 0
 
 
 def random_simulation(rng: random.Random, *, staged: bool = False) -> Simulation:
     """A manager of random shape: groups, pool sizes, quotas, host slots, digests that collide or not."""
     size = rng.randint(1, 4)
-    windows, limits = random_reach(rng, size, staged)
+    windows, limits, lag = random_reach(rng, size, staged)
     collides = {"digest": tiny_digest(rng.randint(2, 5))} if rng.random() < 0.25 else {}
     manager = BlockManager(
         num_blocks=[rng.randint(4, 20) for _ in windows],
         block_size=size,
         windows=windows,
         limits=limits,
+        lag=lag,
         host_slots=[rng.randint(3, 12) for _ in windows],
         max_pinned_blocks=rng.choice([None, 3]),
         **collides,

@@ -25,6 +25,9 @@ class Simulation:
         self.manager = manager
         self.size = manager.block_size
         self.windows, self.limits = manager.blocks.windows, manager.blocks.limits
+        self.is_staged = any(self.limits)  # groups: sealed blocks, recent tokens, the first tokens
+        window = self.windows[0]
+        self.seals = window is None or window > manager.blocks.lag  # else blocks leave it before they are old
         self.max_clients = max_clients
         self.kv = [[[POISON] * self.size for _ in range(pool.num_blocks)] for pool in manager.pools]
         self.host = [[[POISON] * self.size for _ in range(count)] for count in manager.swap.num_slots]
@@ -110,7 +113,10 @@ class Simulation:
         self.carry_out()
         self.seen["copies on write"] += self.seen["copies"] - copies
         for group, row in enumerate(slots):
-            self._write(group, iter(row), todo)
+            if not self.is_staged or group == 1:
+                self._write(group, iter(row), todo)
+        if self.is_staged and self.seals:
+            self._seal(todo)
         for client, _, drafts in todo:
             client.drafts = drafts
         return True
@@ -127,6 +133,36 @@ class Simulation:
                     continue
                 blocks[slot // size][slot % size] = key
         assert next(slots, None) is None
+
+    def _seal(self, todo: list[tuple[Client, int, list[int]]]) -> None:
+        """Blocks that the step made old enough are sealed; the first ones stay as they are."""
+        sealed, recent, first = self.kv
+        for client, count, drafts in todo:
+            tables, length = client.sequence.tables, client.sequence.length
+            for i in range(
+                self._edge(length - count - len(drafts)) // self.size, self._edge(length) // self.size
+            ):
+                content = recent[tables[1][i]][:]
+                if i * self.size < self.limits[2]:
+                    first[tables[2][i]] = content
+                else:
+                    sealed[tables[0][i]] = content
+                self.seen["sealed"] += 1
+
+    def _edge(self, length: int) -> int:
+        """The first token of so many that is not old enough."""
+        return max(0, length - self.manager.blocks.lag) // self.size * self.size
+
+    def _reach(self, group: int, length: int) -> tuple[int, int]:
+        """The positions whose KV a group holds, the window aside."""
+        limit = self.limits[group]
+        if not self.is_staged:
+            return 0, length
+        if group == 1:
+            return 0, length
+        end = self._edge(length) if self.seals else 0
+        first_ones = self.limits[2]
+        return (first_ones, end) if limit is None else (0, min(limit, end))
 
     def commit(self, client: Client, accept: int, sampled: list[int]) -> None:
         """The step was good: some drafts are accepted, the others dropped, and tokens may be sampled."""
@@ -275,12 +311,14 @@ class Simulation:
         end = min(sequence.length, len(keys))
         assert end == sequence.length, "a slot for a token that nobody knows"
         length = end
-        for group, (window, limit) in enumerate(zip(self.windows, self.limits, strict=True)):
+        for group, window in enumerate(self.windows):
             kv, table = self.kv[group], sequence.tables[group]
-            end = length if limit is None else min(length, limit)
-            first = 0 if window is None else max(0, sequence.committed - window + 1)
+            start, end = self._reach(group, length)
+            first = start if window is None else max(start, sequence.committed - window + 1)
             if not sequence.committed:
                 first = max(first, sequence.starts[group] * size)  # adopted, only the last window
+            if first >= end:
+                continue
             at = first - first % size
             held = [key for block in table[first // size :] for key in kv[block]]
             assert held[first - at : end - at] == keys[first:end], f"group {group} holds another's KV"

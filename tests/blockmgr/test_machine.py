@@ -68,6 +68,7 @@ class Machine(RuleBasedStateMachine):
             block_size=size,
             windows=[None, window, None][:groups],
             limits=[None, None, sinks * size][:groups],
+            lag=max(0, window - size) if groups == 3 else 0,
             host_slots=[5, 5, 5][:groups],
             **collides,
         )

@@ -12,6 +12,7 @@ from transformers.utils import is_optimum_quanto_available
 
 from kvq.cache import KvqCache
 from kvq.models import Session
+from kvq.models.probe import relative_error
 from tests.cache.hf_kit import attention_of
 
 _BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "quantized_cache.py"
@@ -97,3 +98,20 @@ def test_the_benchmark_against_transformers_quantized_cache_runs(tmp_path: Path)
     command = [sys.executable, str(_BENCHMARK), "--quick", "--json", str(tmp_path / "out.json")]
     subprocess.run(command, check=True)
     assert (tmp_path / "out.json").is_file()
+
+
+@pytest.mark.parametrize("kv", ["int4_mean", "int3_mean+sinks=4+recent=40"])
+@pytest.mark.parametrize("parts", [[300], [1, 7, 64, *[1] * 20, 208]])
+def test_staged_tokens_give_the_logits_of_kvqs_own_sessions(
+    tiny: Any, thousand: list[int], kv: str, parts: list[int]
+) -> None:
+    ids = thousand[:300]
+    expected = tiny.with_kv(kv).logits(ids)
+    found = []
+    with attention_of(tiny.weights.model, "kvq") as model, torch.inference_mode():
+        cache = KvqCache(model.config, kv=kv)
+        for part in torch.tensor([ids]).split(parts, dim=1):
+            found.append(model(part, past_key_values=cache).logits[0])
+    assert relative_error(torch.cat(found), expected) <= 2e-4
+    held = tiny.with_kv(kv).layout.sequence_bytes(300)
+    assert cache.nbytes >= held, "what waits in bf16 is counted"

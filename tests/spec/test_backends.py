@@ -8,7 +8,6 @@ import torch
 
 from kvq.cache.host_store import layout_digest
 from kvq.cache.pool import PoolBytes
-from kvq.errors import UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.kernels import Device, KernelSpec, SequenceBatch, StagedBatch, StagedKV, select
 from kvq.layout import plan_layout
@@ -24,18 +23,10 @@ FORMATS = (
 )
 NARROW = ("int2", "int3", "int4", "int5", "int6", "int4_g10_s8", "int3_g8_s8")
 STAGED = ("int4_mean", "int3_mean/int5_mean", "int8/int4_mean", "int2_mean+sinks=4", "int4+recent=3")
-# What a backend may still refuse. Once it no longer does, the tests below hold it to the specification; then
-# take it from here, so that it can't be lost again: both must support all of it.
-MAY_REFUSE = {"reference": (), "cpu": (*NARROW, *STAGED), "triton": (*NARROW, *STAGED)}
 
 
-def kernel(operation: str, backend: str, kv: str, spec: KernelSpec):
-    try:
-        return select(operation, spec, DEVICES.get(backend, Device(type="cpu", name="cpu")), backend).run
-    except UnsupportedKernel as refused:
-        if kv not in MAY_REFUSE[backend]:
-            raise
-        pytest.skip(str(refused))
+def kernel(operation: str, backend: str, spec: KernelSpec):
+    return select(operation, spec, DEVICES.get(backend, Device(type="cpu", name="cpu")), backend).run
 
 
 def dims_of(kv: str) -> tuple[int, int]:
@@ -59,9 +50,7 @@ def test_written_rows_are_those_of_the_specification(spec, backend: str, kv: str
     dims = dims_of(kv)
     cache = poisoned_cache(kv, [dims], kv_heads=2, block_size=8, num_blocks=3)
     view = cache.layer(0)
-    run = kernel(
-        "write_kv", backend, kv, KernelSpec(formats=view.formats, q_heads=2, kv_heads=2, block_size=8)
-    )
+    run = kernel("write_kv", backend, KernelSpec(formats=view.formats, q_heads=2, kv_heads=2, block_size=8))
     k, v = (torch.stack((inputs(dim), inputs(dim).flip(0)), dim=1) for dim in dims)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy reports what saturates on purpose
@@ -86,7 +75,7 @@ def test_sealed_blocks_are_those_of_the_specification(spec, backend: str, kv: st
     staged = StagedKV(sealed=sealed, recent=recent, sinks=(sinks or [None])[0], exact=layout.exact)
     own = KernelSpec(formats=sealed.formats, q_heads=2, kv_heads=2, block_size=5, is_staged=True)
     batch = SequenceBatch.of([[2, 0, 3, 1]], [], [18], [18], torch.device("cpu"))
-    kernel("seal", backend, kv, own)(staged, StagedBatch(sealed=batch, recent=batch, sinks=batch))
+    kernel("seal", backend, own)(staged, StagedBatch(sealed=batch, recent=batch, sinks=batch))
     checked = spec["layouts"].read_layout(described(layout))
     for group in (0, 2) if sinks else (0,):
         blocks = [2] if group else [0, 3] if sinks else [2, 0, 3]

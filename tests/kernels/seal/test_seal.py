@@ -19,7 +19,7 @@ from tests.kernels.kit import POISON, Tables, poisoned_cache, rows_like_kv
 seal: Any = None  # the implementation under test
 
 
-@pytest.fixture(autouse=True, params=[name for name in NAMES if name != "triton"])
+@pytest.fixture(autouse=True, params=NAMES)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test below holds for every implementation."""
     monkeypatch.setitem(globals(), "seal", kernel("seal", request.param, monkeypatch))
