@@ -26,7 +26,6 @@ from kvq.layout import BLOCK_SIZE
 ALL_CODES = tuple(code for code in CODES.values() if code is Code.INT8 or code.is_grouped)  # widest first
 PARTS = ("k", "v")
 _LARGEST_GROUP = 64  # elements
-_NARROW_BITS = 8
 _LEAST_RECENT = ExactTokens(recent=1)  # what keeps the open block unquantized, and nothing else
 
 
@@ -65,16 +64,12 @@ def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
 def grouped_formats(head_dim: int, code: Code, *, rotated: bool) -> list[KVFormat]:
     """The formats of a grouped code that are searched, smallest first: groups of 64 down to the bare name's.
 
-    With scales of 8 bits, which at the same bytes beat those of 16 in groups twice as large. Not so above 5
-    bits, whose steps are finer than such a scale: those have the largest groups only, with either scale.
+    With scales of 8 bits, which at the same bytes beat those of 16 in groups twice as large.
     """
     bare = parse_format(code.name, head_dim)
     least = bare.scale.group_size if isinstance(bare.scale, Grouped) else head_dim
     sizes = [n for n in legal_group_sizes(head_dim) if least <= n <= max(least, _LARGEST_GROUP)]
-    if code.bits <= _NARROW_BITS:
-        scales = [Grouped(n, is_narrow=True) for n in reversed(sizes)]
-    else:
-        scales = [Grouped(sizes[-1], is_narrow=narrow) for narrow in (True, False)]
+    scales = (Grouped(n, is_narrow=True) for n in reversed(sizes))
     return [replace(bare, scale=scale, rotated=rotated) for scale in scales]
 
 

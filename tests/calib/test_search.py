@@ -345,13 +345,13 @@ def test_layers_that_nothing_was_chosen_for_keep_the_weights_type(tiny):
     assert not recipe.is_quantized
 
 
-def test_groups_are_those_of_the_bare_name_and_larger_up_to_64_above_5_bits_the_largest():
+def test_groups_are_those_of_the_bare_name_and_larger_up_to_64():
     for dim, sizes in ((64, [64, 32]), (128, [64, 32]), (80, [40, 20]), (96, [48, 24]), (24, [24])):
         names = [fmt.name for fmt in grouped_formats(dim, Code.INT3, rotated=True)]
         assert names == [f"int3_g{size}_s8_rot" for size in sizes]
         assert parse_format("int3", dim).name == names[-1]
     wide = [fmt.name for fmt in grouped_formats(128, Code.INT6, rotated=True)]
-    assert wide == ["int6_g64_s8_rot", "int6_g64_rot"]
+    assert wide == ["int6_g64_s8_rot", "int6_g32_s8_rot"]
 
 
 def test_a_staged_search_takes_out_means_where_they_pay_and_its_recipe_is_served(short, tmp_path):
