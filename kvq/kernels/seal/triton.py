@@ -101,7 +101,7 @@ def _stored_mean(
     for token in range(BLOCK_SIZE):  # one after the other, as the reference adds
         total += _rows(x_ptr + token * x_slot, x_slot, own, 1, col, DIM, PAD, ROTATED)
     scales = (to + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
-    mean = tl.div_rn(total, float(BLOCK_SIZE))
+    mean, _ = finite_rows(tl.div_rn(total, float(BLOCK_SIZE)))  # sums may overflow
     q, mean = quantize_groups(mean, scales, own, own == 0, col, DIM, GROUP, 4, 0.0)
     store_codes(to + col[None, :], q, (col < DIM)[None, :], col, DIM, PAD, 4)
     return mean
