@@ -145,7 +145,7 @@ class Blocks:
         A block whose tokens are indexed already gives way to the one that the index knows, so that
         equal prefixes computed side by side end up in one copy.
 
-        Returns False if a digest collision stopped the chain.
+        Returns False if a digest collision stopped the chain, or a fork that would lose its prefix.
         """
         self.climb(sequence)
         size = self.block_size
@@ -156,7 +156,7 @@ class Blocks:
             known = sequence.digests
             digest = known[i] if i < len(known) else self.index.chain(sequence.node.digest, tokens)
             node = self.index.insert(sequence.node, digest, tokens)
-            if node is None:
+            if node is None or self._parts_forks(sequence, i, node):
                 break
             for group in range(len(self.pools)):
                 if sequence.holds(group, i):
@@ -175,6 +175,20 @@ class Blocks:
         """Step back from nodes that left the index while the sequence did not hold their blocks."""
         while not sequence.node.alive:  # a root always is
             sequence.step_back()
+
+    def _parts_forks(self, sequence: Sequence, i: int, node: Node) -> bool:
+        """True if a sequence would give up a block that a fork goes on with.
+
+        With a lag forks share full blocks that are not indexed yet. Were those after this one indexed then,
+        the fork would hold them without the prefix that the index knows, which might go before they do.
+        """
+        return self.lag > 0 and any(
+            known is not None and known != table[i] and pool.references(table[i]) > 1
+            for group, (pool, table, known) in enumerate(
+                zip(self.pools, sequence.tables, node.blocks, strict=True)
+            )
+            if sequence.holds(group, i)
+        )
 
     def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:
         """Let the index know a sequence's block, or let the sequence use the one it knows."""

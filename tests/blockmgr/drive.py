@@ -31,7 +31,7 @@ PATHS = [
     "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
     "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "refused by quota",
     "pinned", "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown",
-    "beyond a limit",
+    "beyond a limit", "sealed",
 ]  # fmt: skip
 
 

@@ -115,6 +115,10 @@ class Simulation:
         for group, row in enumerate(slots):
             if not self.is_staged or group == 1:
                 self._write(group, iter(row), todo)
+            elif (limit := self.limits[group]) is not None:
+                places = [p for client, *new in todo for p in self._places(client, *new)]
+                assert [slot == -1 for slot in row] == [p >= limit for p in places]
+                self.seen["beyond a limit"] += row.count(-1)
         if self.is_staged and self.seals:
             self._seal(todo)
         for client, _, drafts in todo:
@@ -122,17 +126,17 @@ class Simulation:
         return True
 
     def _write(self, group: int, slots: Iterator[int], todo: list[tuple[Client, int, list[int]]]) -> None:
-        blocks, size, limit = self.kv[group], self.size, self.limits[group]
+        blocks, size = self.kv[group], self.size
         for client, count, drafts in todo:
-            at = client.sequence.length - count - len(drafts)
-            for p, key in enumerate(client.keys[at : at + count] + client.keys_of(drafts), start=at):
+            at = self._places(client, count, drafts).start
+            for key in client.keys[at : at + count] + client.keys_of(drafts):
                 slot = next(slots)
-                if limit is not None and p >= limit:
-                    assert slot == -1
-                    self.seen["beyond a limit"] += 1
-                    continue
                 blocks[slot // size][slot % size] = key
         assert next(slots, None) is None
+
+    def _places(self, client: Client, count: int, drafts: list[int]) -> range:
+        """The positions of a step's tokens, which the sequence has room for."""
+        return range(client.sequence.length - count - len(drafts), client.sequence.length)
 
     def _seal(self, todo: list[tuple[Client, int, list[int]]]) -> None:
         """Blocks that the step made old enough are sealed; the first ones stay as they are."""
