@@ -131,8 +131,10 @@ class KVFormat:
 
     def mean_bytes(self, head_dim: int) -> int:
         """Bytes of a KV head's mean, codes and then scales, per block; 0 without `mean`."""
+        if not self.mean:
+            return 0
         fmt = mean_format(head_dim)
-        return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim) if self.mean else 0
+        return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
         """Stored bits per element, scales, minimums and means of blocks of `block_size` tokens included."""
