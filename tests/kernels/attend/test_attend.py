@@ -352,7 +352,7 @@ def test_chunk_size_and_batch_neighbours_change_no_bit(
 
 def test_a_long_context_gives_the_same_bits_in_one_task_and_in_many(backend: str) -> None:
     context, heads = (2600, (8, 1)) if backend != "triton" else (600, (8, 1))  # the interpreter is slow
-    cache = poisoned_cache("int4", [(48, 48)], kv_heads=1, q_heads=8, num_blocks=530)
+    cache = poisoned_cache("int4_g48_rot", [(48, 48)], kv_heads=1, q_heads=8, num_blocks=530)
     tables = Tables.scattered([context], BLOCK_SIZE, 530)
     k, v = rows_like_kv(context, 1, 48, 1), rows_like_kv(context, 1, 48, 2)
     write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))

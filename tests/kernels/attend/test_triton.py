@@ -111,7 +111,7 @@ def test_head_dimensions_groups_and_block_sizes(
 
 
 @pytest.mark.parametrize(
-    ("kv", "options"), [("int8/fp8", {"window": 10}), ("fp8/int4_g16", {}), ("int4", {"window": 10})]
+    ("kv", "options"), [("int8/fp8", {"window": 10}), ("fp8/int4_g16", {}), ("int4_g64", {"window": 10})]
 )
 def test_tiles_of_fewer_keys_than_threads_read_their_scales_at_once(
     kv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
