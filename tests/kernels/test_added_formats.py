@@ -79,8 +79,9 @@ def test_every_backend_writes_gathers_and_attends(
     assert torch.equal(expected[1][0], stored(cache, 0, "k", k[14:]).transpose(0, 1))
     for one, other in zip(ours[:3], expected[:3], strict=True):
         assert torch.equal(one, other)
+    close = 5e-4 if backend.startswith("cpu:avx") else 2e-5  # queries and weights are rounded to integers
     for one, other in zip(ours[3:], expected[3:], strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
 
 
 def test_more_bits_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
