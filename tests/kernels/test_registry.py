@@ -153,7 +153,7 @@ def test_a_backend_that_the_user_named_is_refused_and_never_replaced(
     with pytest.raises(UnsupportedKernel, match="triton: head_dim 60 is not a power of two") as refused:
         select("attend", spec("k8v4"), OLD_GPUS[0], "triton")
     message = str(refused.value)
-    assert "no backend can run attend for K int8_per_token_head, V int4_g64_rot on A100" in message
+    assert "no backend can run attend for K int8_per_token_head, V int4_g32_s8_rot on A100" in message
     assert "--backend reference" in message
     with pytest.raises(UnsupportedKernel, match="cpu: has no attend kernel"):
         select("attend", spec("int4"), CPU, "cpu")
