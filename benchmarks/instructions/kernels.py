@@ -17,7 +17,7 @@ from kvq.kernels.attend.triton_step import Plan
 from kvq.kernels.attend_latent import triton as latent
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
-from kvq.kernels.gpu.rows import dense_strides, mean_arguments, part_arguments
+from kvq.kernels.gpu.arguments import dense_strides, mean_arguments, part_arguments
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
 from tests.kernels.kit import poisoned_cache

@@ -14,7 +14,8 @@ from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
-from kvq.kernels.gpu.rows import FP8, INT4, INT8, mean_arguments, part_arguments
+from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
+from kvq.kernels.gpu.rows import FP8, INT4, INT8
 from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, decode_shape, extend_shape, target
 from kvq.kernels.paged import PagedKV, SequenceBatch
 

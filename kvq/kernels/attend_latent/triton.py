@@ -12,7 +12,8 @@ from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_l
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.attend_latent.triton_turn import turned
 from kvq.kernels.codec import hadamard_block
-from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
+from kvq.kernels.gpu.arguments import part_arguments
+from kvq.kernels.gpu.rows import FP8, INT4, INT8
 from kvq.kernels.gpu.shapes import DECODE_ROWS, latent_shape
 from kvq.kernels.paged import PagedKV, SequenceBatch
 

@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
+from kvq.kernels.gpu.arguments import part_arguments
 from kvq.kernels.gpu.launch import Bound
-from kvq.kernels.gpu.rows import part_arguments
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope_write.heads import LayerHeads

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.rows import mean_arguments, part_arguments
+from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
 from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 from kvq.kernels.write_kv.triton import (
     cut_of,

@@ -8,16 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.formats import KVFormat
-from kvq.kernels.gpu.rows import (
-    FLOAT,
-    FP8,
-    INT4,
-    dense_strides,
-    e4m3,
-    narrow_scale,
-    part_arguments,
-    rotate,
-)
+from kvq.kernels.gpu.arguments import dense_strides, part_arguments
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, e4m3, narrow_scale, rotate
 from kvq.kernels.paged import PagedKV
 
 _FP32_LARGEST = tl.constexpr(3.4028234663852886e38)
