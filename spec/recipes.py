@@ -85,7 +85,9 @@ def _layer(layer: dict, index: int, data: dict, centers: dict | None) -> dict:
         values = [own["k"], own["v"], own["k_head_dim"], own["v_head_dim"]]
         values += [own.get("k_clip", 1.0), own.get("v_clip", 1.0)]
         values += [centers is not None and centers["layers"][index][part] is not None for part in ("k", "v")]
-        own["digest"] = field_digest(data["model_digest"], index, f"layer of {len(data['layers'])}", values)
+        exact = "".join(f"+{name}={data[name]}" for name in ("sinks", "recent") if data.get(name))
+        field = f"layer of {len(data['layers'])}{exact}"
+        own["digest"] = field_digest(data["model_digest"], index, field, values)
         need(
             layer.get("digest") == own["digest"],
             f"{where}: its digest is {own['digest']}, not {layer.get('digest')}",

@@ -223,12 +223,13 @@ class KVRecipe:
         return {**data, "digest": self._layer_digest(index)} if self.model_digest else data
 
     def _layer_digest(self, index: int) -> str:
-        """Over all that says how a layer is stored, but for the calibrated numbers, which have their own."""
+        """Over all that says how a layer is stored, but for calibrated numbers, which have their own."""
         layer = self.layers[index]
         centers = None if self.centers is None else self.centers.layers[index]
         is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]
         values = [layer.k.name, layer.v.name, layer.k_head_dim, layer.v_head_dim, layer.k_clip, layer.v_clip]
-        return field_digest(self.model_digest, index, f"layer of {len(self.layers)}", [*values, *is_centered])
+        field = f"layer of {len(self.layers)}{self.exact}"
+        return field_digest(self.model_digest, index, field, [*values, *is_centered])
 
     def save(self, path: str | Path) -> None:
         """Write kvq.json, aside and renamed."""

@@ -110,3 +110,16 @@ def test_who_cannot_hold_waiting_tokens_refuses_by_name_with_a_way_out(kv: str) 
 @pytest.mark.parametrize("kv", ["int4", "int2/int8", "int4_g8_s8", "bf16"])
 def test_other_recipes_are_held_everywhere(kv: str) -> None:
     KVRecipe.uniform(kv, DIMS).check_unstaged("LMCache")
+
+
+@pytest.mark.parametrize("edited", [{"sinks": 8}, {"recent": 127}, {"recent": 0}])
+def test_editing_them_in_a_file_of_one_model_is_found_and_the_layer_named(
+    edited: dict[str, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvq.json"
+    recipe = replace(KVRecipe.uniform("int3+sinks=4+recent=128", [(64, 64)]), model_digest="a model's")
+    recipe.save(path)
+    assert KVRecipe.load(path) == replace(recipe, label="")
+    path.write_text(json.dumps(json.loads(path.read_text()) | edited))
+    with pytest.raises(ConfigError, match=r"layers\[0\]"):
+        KVRecipe.load(path)
