@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvq.cache.backend import CacheBackend
 from kvq.cache.blocks import BlockCache
 from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
@@ -165,6 +166,7 @@ class KVCache(BlockCache):
         kernel: Callable[..., tuple[Tensor, Tensor]] = self._kernels[layer]["attend"].run
         kv: PagedKV | StagedKV = self.layer(layer)
         more = {"skip_last": skip_last}
+        assert isinstance(batch, StagedBatch) == (layer in self._staged), "see batch_of"
         if isinstance(batch, StagedBatch):
             assert not skip_last, "a staged layer holds its last tokens itself"
             kernel, kv, more = self._staged[layer].attend, self._staged_kv(layer), {}
@@ -248,3 +250,23 @@ def _kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
         block_size=layout.block_size,
         is_staged=layout.recipe.is_staged,
     )
+
+
+def slots_of(cache: CacheBackend, layer: int, batches: Sequence[SequenceBatch]) -> Tensor:
+    """Where a layer's new tokens are written to, of the batches of all layer groups of any cache."""
+    if isinstance(cache, KVCache):
+        return cache.batch_of(layer, batches).slots
+    return batches[cache.group_of[layer]].slots
+
+
+def attended(
+    cache: CacheBackend,
+    layer: int,
+    q: Tensor,
+    batches: Sequence[SequenceBatch],
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor]:
+    """`attend` of any cache, of the batches of all layer groups: kvq's staged layers need several."""
+    if isinstance(cache, KVCache):
+        return cache.attend(layer, q, cache.batch_of(layer, batches), options)
+    return cache.attend(layer, q, batches[cache.group_of[layer]], options)

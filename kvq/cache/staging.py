@@ -5,12 +5,10 @@ sees depends on their positions alone, so how tokens came in, in which chunks, f
 twice, changes nothing.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from kvq.kernels import AttentionOptions, Device, Kernel, KernelSpec, StagedBatch, StagedKV, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, StagedBatch, StagedKV, select
 from kvq.kernels.attend.options import Age, Part
 
 
@@ -28,10 +26,8 @@ class StagedLayer:
         """
         self._sees_old = sees_old
         self._seal = select("seal", spec, device, backend)
-        self._attend: Mapping[bool, Kernel] = {
-            is_sealed: select("attend", one, device, backend)
-            for is_sealed, one in ((True, spec), (False, plain))
-        }
+        self._attend_sealed = select("attend", spec, device, backend)
+        self._attend_plain = select("attend", plain, device, backend)
         self._merge = select("merge_partials", plain, device)
 
     def attend(
@@ -39,7 +35,7 @@ class StagedLayer:
     ) -> tuple[Tensor, Tensor]:
         """Seal what the step's tokens make old enough, then attend over all tokens, as `KVCache.attend`."""
         if not self._sees_old:
-            found: tuple[Tensor, Tensor] = self._attend[False].run(q, kv.recent, batch.recent, options)
+            found: tuple[Tensor, Tensor] = self._attend_plain.run(q, kv.recent, batch.recent, options)
             return found
         self._seal.run(kv, batch)
         exact, size = kv.exact, kv.sealed.block_size
@@ -50,11 +46,11 @@ class StagedLayer:
             return own.of_part(ages)
 
         parts = [
-            self._attend[True].run(q, kv.sealed, batch.sealed, part(Age.OLD, exact.sinks)),
-            self._attend[False].run(q, kv.recent, batch.recent, part(Age.YOUNG)),
+            self._attend_sealed.run(q, kv.sealed, batch.sealed, part(Age.OLD, exact.sinks)),
+            self._attend_plain.run(q, kv.recent, batch.recent, part(Age.YOUNG)),
         ]
         if kv.sinks is not None:
-            parts.append(self._attend[False].run(q, kv.sinks, batch.sinks, part(Age.OLD, 0, exact.sinks)))
+            parts.append(self._attend_plain.run(q, kv.sinks, batch.sinks, part(Age.OLD, 0, exact.sinks)))
         outs, lses = (torch.stack(all_of) for all_of in zip(*parts, strict=True))
         out, lse = self._merge.run(outs, lses, options.sinks)
         return out.to(q.dtype), lse

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
+from kvq.cache.kv_cache import attended
 from kvq.evals.divergence import UNWATCHED, TokenPlan, Watch, with_baseline
 from kvq.evals.side_by_side import one_by_one
 from kvq.evals.windows import spread
@@ -88,7 +89,8 @@ class _ComparedCache:
         """The baseline's attention; how far the others are off it is kept."""
         out, lse = self._baseline.attend(layer, q, batch, options)
         for digest, other in self._others.items():
-            self.found[digest, layer].update(other.attend(layer, q, batch, options)[0], out)
+            same = (batch,) * len(other.num_blocks)  # all are written alike: every group has these tables
+            self.found[digest, layer].update(attended(other, layer, q, same, options)[0], out)
         return out, lse
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from kvq.cache.backend import CacheBackend
-from kvq.cache.kv_cache import KVCache
+from kvq.cache.kv_cache import KVCache, attended, slots_of
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.rope_write.heads import LayerHeads
@@ -41,9 +40,8 @@ class PackedStep:
         q, k, v = q[:tokens], k[:tokens], v[:tokens]
         if self.observer is not None:
             self.observer(layer, k, v)
-        batch = self._batch(layer)
-        self.bad_tokens |= self.cache.write(layer, k, v, batch.slots)
-        out = self._attended(layer, q, batch, options)
+        self.bad_tokens |= self.cache.write(layer, k, v, slots_of(self.cache, layer, self.batches))
+        out = self._attended(layer, q, options)
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began
@@ -65,22 +63,16 @@ class PackedStep:
         if self.observer is not None or not isinstance(self.cache, KVCache):
             return self.attend(layer, *turned_heads(joined, angles, heads), options)
         began = perf_counter()
-        batch = self._batch(layer)
-        self.cache.rope_write(layer, joined, angles, batch.slots, self.bad_tokens, heads)
+        slots = slots_of(self.cache, layer, self.batches)
+        self.cache.rope_write(layer, joined, angles, slots, self.bad_tokens, heads)
         dims = (len(joined), heads.q_heads, heads.k_dim)
         q = joined.as_strided(dims, (joined.stride(0), heads.k_dim, 1))
-        out = self._attended(layer, q, batch, options)
+        out = self._attended(layer, q, options)
         self.attention_s += perf_counter() - began
         return out
 
-    def _batch(self, layer: int) -> Any:
-        """What the cache attends from: the layer group's sequences, of staged layers in all their forms."""
-        if isinstance(self.cache, KVCache):
-            return self.cache.batch_of(layer, self.batches)
-        return self.batches[self.cache.group_of[layer]]
-
-    def _attended(self, layer: int, q: Tensor, batch: Any, options: AttentionOptions) -> Tensor:
+    def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         """[tokens, q_heads, v_head_dim]; the layer's own window comes on top of the options."""
         options = options.within(self.geometry.layers[layer].window).within(self.window_limit)
-        out, _ = self.cache.attend(layer, q, batch, options)
+        out, _ = attended(self.cache, layer, q, self.batches, options)
         return out

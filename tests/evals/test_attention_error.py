@@ -16,27 +16,31 @@ from tests.helpers_models import VOCAB, load_fp32, save_model
 TEXT = default_text().text
 
 
+STAGED = "int2_mean+sinks=4+recent=5"
+
+
 @pytest.fixture(scope="module")
 def rows(tiny):
     plan = TokenPlan(context=63, max_windows=2)
-    found = measure_attention(tiny, ["fp32", "int8", "k8v4", "int4"], TEXT, plan)
+    found = measure_attention(tiny, ["fp32", "int8", "k8v4", "int4", STAGED], TEXT, plan)
     return {(row.kv, row.layer): row for row in found}
 
 
 def test_every_layer_of_every_format_has_a_row_but_the_baseline_none(rows):
-    assert set(rows) == {(kv, layer) for kv in ("int8", "k8v4", "int4") for layer in range(6)}
+    assert set(rows) == {(kv, layer) for kv in ("int8", "k8v4", "int4", STAGED) for layer in range(6)}
     assert all(row.tokens == 2 * 63 for row in rows.values())
 
 
-def test_the_first_layers_error_is_that_of_its_output_in_whole_runs(tiny, rows):
+@pytest.mark.parametrize("kv", ["int4", STAGED])
+def test_the_first_layers_error_is_that_of_its_output_in_whole_runs(tiny, rows, kv):
     """Only there are the inputs of runs in different formats the same."""
     errors = []
     for ids in spread(token_windows(tiny.tokenizer, TEXT, context=63), 2):
-        a, b = (_first_output(tiny.with_kv(kv), ids) for kv in ("int4", "fp32"))
+        a, b = (_first_output(tiny.with_kv(one), ids) for one in (kv, "fp32"))
         errors.append((a - b).norm(dim=1) / b.norm(dim=1))
     error = torch.cat(errors)
-    assert rows["int4", 0].error_mean == pytest.approx(float(error.mean()), rel=1e-4)
-    assert rows["int4", 0].error_max == pytest.approx(float(error.max()), rel=1e-4)
+    assert rows[kv, 0].error_mean == pytest.approx(float(error.mean()), rel=1e-4)
+    assert rows[kv, 0].error_max == pytest.approx(float(error.max()), rel=1e-4)
 
 
 def _first_output(model, ids):

@@ -24,6 +24,21 @@ ATTENTION = [
 _DEVICES = {"triton": Device(type="cuda", name="H200", capability=(9, 0))}
 
 
+def every_backend(operation: str, module: dict[str, Any]) -> Any:
+    """The fixture of a module whose every test holds for every implementation of an operation.
+
+    `module`: its `globals()`, in which the operation's name becomes the implementation under test.
+    """
+
+    @pytest.fixture(autouse=True, params=NAMES, name="backend")
+    def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setitem(module, operation, kernel(operation, request.param, monkeypatch))
+        name: str = request.param
+        return name
+
+    return backend
+
+
 def kernel(operation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """An operation as that backend (and variant) runs it; formats that it refuses skip the test."""
     backend, _, variant = name.partition(":")

@@ -206,7 +206,9 @@ def _bits(name: str) -> int:
 
 @lru_cache(maxsize=64)
 def _formats(kv: str, dims: tuple[int, int]) -> LayerFormats:
-    return KVRecipe.uniform(kv, [dims]).layers[0]
+    recipe = KVRecipe.uniform(kv, [dims])
+    recipe.check_unstaged("an operator over blocks")
+    return recipe.layers[0]
 
 
 @lru_cache(maxsize=64)

@@ -12,18 +12,13 @@ from kvq.kernels.attend import reference
 from kvq.kernels.attend.options import Age, Part
 from kvq.kernels.merge_partials.reference import merge_partials
 from tests.kernels.attend.test_attend import Case, relative_error
-from tests.kernels.backends import NAMES, kernel
+from tests.kernels.backends import every_backend
 
 attend: Any = None  # the implementation under test
 NOWHERE = (1 << 31) - 1
 
 
-@pytest.fixture(autouse=True, params=NAMES)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test below holds for every implementation."""
-    monkeypatch.setitem(globals(), "attend", kernel("attend", request.param, monkeypatch))
-    name: str = request.param
-    return name
+backend = every_backend("attend", globals())
 
 
 def case_of(kv: str, block_size: int) -> Case:

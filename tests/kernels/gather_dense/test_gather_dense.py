@@ -8,18 +8,13 @@ import torch
 from kvq.kernels.gather_dense import reference
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
-from tests.kernels.backends import NAMES, kernel
+from tests.kernels.backends import every_backend
 from tests.kernels.kit import KINDS, MEANS, Tables, poisoned_cache, rows_like_kv, stored, write_sequence
 
 gather_dense: Any = None  # the implementation under test
 
 
-@pytest.fixture(autouse=True, params=NAMES)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test below holds for every implementation."""
-    monkeypatch.setitem(globals(), "gather_dense", kernel("gather_dense", request.param, monkeypatch))
-    name: str = request.param
-    return name
+backend = every_backend("gather_dense", globals())
 
 
 RANGES = [(0, 23), (0, 1), (22, 23), (4, 5), (5, 10), (4, 11), (0, 20), (19, 23), (7, 7), (0, 0)]

@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.backends import NAMES, kernel
+from tests.kernels.backends import every_backend
 
 merge_partials: Any = None  # the implementation under test
 
 
-@pytest.fixture(autouse=True, params=NAMES)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test below holds for every implementation."""
-    monkeypatch.setitem(globals(), "merge_partials", kernel("merge_partials", request.param, monkeypatch))
-    name: str = request.param
-    return name
+backend = every_backend("merge_partials", globals())
 
 
 EMPTY = -math.inf

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, SequenceBatch, ops, select
 from kvq.kernels.ops.blocks import _kernel, _paged, _rows
 from tests.kernels.kit import poisoned_cache, rows_like_kv
@@ -91,3 +92,10 @@ def test_merged_parts_are_the_kernels() -> None:
     want = select("merge_partials", spec, ops.blocks._device(outs.device)).run(outs, lses, sinks)
     for found, wanted in zip(ops.merge_partials(outs, lses, sinks), want, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kv", ["int4_mean", "int8+recent=5"])
+def test_what_only_whole_blocks_can_hold_is_refused(kv: str) -> None:
+    inputs, own = step((64, 48)), blocks("int4/int4", (64, 48))
+    with pytest.raises(ConfigError, match=r"an operator over blocks can't do|unknown KV"):
+        ops.write_kv(*inputs[1:], SLOTS, **own, kv=kv)

@@ -13,18 +13,13 @@ from kvq.kernels.codec import encode_block
 from kvq.kernels.paged import PagedRows
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import Role
-from tests.kernels.backends import NAMES, kernel
+from tests.kernels.backends import every_backend
 from tests.kernels.kit import POISON, Tables, poisoned_cache, rows_like_kv
 
 seal: Any = None  # the implementation under test
 
 
-@pytest.fixture(autouse=True, params=NAMES)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test below holds for every implementation."""
-    monkeypatch.setitem(globals(), "seal", kernel("seal", request.param, monkeypatch))
-    name: str = request.param
-    return name
+backend = every_backend("seal", globals())
 
 
 SIZE = 5

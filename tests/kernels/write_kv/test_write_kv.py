@@ -11,18 +11,13 @@ from kvq.kernels.codec import decode, encode
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.write_kv.reference import write_kv as reference_write_kv
 from kvq.layout import BlockOrder
-from tests.kernels.backends import NAMES, kernel
+from tests.kernels.backends import every_backend
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, slot_bytes, stored
 
 write_kv: Any = None  # the implementation under test
 
 
-@pytest.fixture(autouse=True, params=NAMES)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test below holds for every implementation."""
-    monkeypatch.setitem(globals(), "write_kv", kernel("write_kv", request.param, monkeypatch))
-    name: str = request.param
-    return name
+backend = every_backend("write_kv", globals())
 
 
 ORDERS = list(BlockOrder)
