@@ -164,7 +164,7 @@ def test_write_rows_hold_what_was_promised(tmp_path: Path, monkeypatch: pytest.M
         (["--q-heads", "5"], "multiple of --kv-heads"),
         (["--new", "24"], "shortest context"),
         (["--dtype", "fp64"], "--dtype must be"),
-        (["--kv", "int3"], "int3"),
+        (["--kv", "int9"], "int9"),
         (["--backend", "gpu"], "unknown backend"),
         (["--backend", "triton"], "needs an NVIDIA or AMD GPU"),
     ],

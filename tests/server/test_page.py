@@ -119,7 +119,7 @@ def test_blocks_add_up(server):
     assert len(cells) == pool["usage"]["total"] == 160
     assert cells.count(0) == pool["usage"]["free"]
     assert {cell >> 2 for cell in cells if cell} == {1, 2}
-    assert [part["kv"] for part in pool["parts"]] == ["int8_per_token_head", "int4_g64_rot"]
+    assert [part["kv"] for part in pool["parts"]] == ["int8_per_token_head", "int4_g32_s8_rot"]
     assert sum(part["block_bytes"] for part in pool["parts"]) <= pool["block_bytes"]
 
 
