@@ -12,7 +12,7 @@ from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
-from kvq.cache.staging import StagedLayer
+from kvq.cache.staging import Seal, StagedLayer
 from kvq.formats import LayerCenters
 from kvq.kernels import (
     AttentionOptions,
@@ -127,6 +127,11 @@ class KVCache(BlockCache):
             recent=batches[recent],
             sinks=batches[sinks] if sinks < len(batches) else None,
         )
+
+    def seal_by(self, seal: Seal) -> None:
+        """Have blocks of staged layers made by something else than a kernel: in comparisons."""
+        for layer in self._staged.values():
+            layer.seal = seal
 
     def backend_of(self, operation: str, layer: int) -> str:
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""

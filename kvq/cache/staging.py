@@ -5,11 +5,15 @@ sees depends on their positions alone, so how tokens came in, in which chunks, f
 twice, changes nothing.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvq.kernels import AttentionOptions, Device, KernelSpec, StagedBatch, StagedKV, select
 from kvq.kernels.attend.options import Age, Part
+
+Seal = Callable[[StagedKV, StagedBatch], None]
 
 
 class StagedLayer:
@@ -25,7 +29,7 @@ class StagedLayer:
             UnsupportedKernel: no backend can run them.
         """
         self._sees_old = sees_old
-        self._seal = select("seal", spec, device, backend)
+        self.seal: Seal = select("seal", spec, device, backend).run
         self._attend_sealed = select("attend", spec, device, backend)
         self._attend_plain = select("attend", plain, device, backend)
         self._merge = select("merge_partials", plain, device)
@@ -37,7 +41,7 @@ class StagedLayer:
         if not self._sees_old:
             found: tuple[Tensor, Tensor] = self._attend_plain.run(q, kv.recent, batch.recent, options)
             return found
-        self._seal.run(kv, batch)
+        self.seal(kv, batch)
         exact, size = kv.exact, kv.sealed.block_size
         own = options.without_sinks()
 

@@ -60,6 +60,7 @@ def command(
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.gates import parse_gate
     from kvq.evals.report import write_report
+    from kvq.evals.simulated import SimulatedRecipe
 
     chosen = choose_tasks(asked.tasks)
     if asked.html_path is not None:
@@ -71,9 +72,12 @@ def command(
     json_path = json_beside(asked.html_path, asked.json_path)
     begin(json_path, asked.html_path)
     checked = check_for(model_options, kv)
+    if asked.simulate and (served := {"attention", "lm_eval"} & {one.task.key for one in chosen}):
+        raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
+    simulated = [SimulatedRecipe.of(name, checked.prepared.geometry.head_dims) for name in asked.simulate]
     plan = EvalPlan(
         prepared=checked.prepared,
-        recipes=recipes_of(checked),
+        recipes=[*recipes_of(checked), *simulated],
         text=source,
         tokens=TokenPlan(**asdict(windows)),
         attention_windows=asked.attention_windows,
@@ -144,10 +148,11 @@ def plan_result(
     """The JSON envelope of what was found."""
     from kvq.commands.results import result_of
     from kvq.evals.perplexity import size_figures
+    from kvq.evals.simulated import model_in
 
     more = dict(found)
     rows = more.pop("rows", None) or [
-        {"kv": recipe.name, **size_figures(model.with_kv(recipe))} for recipe in plan.recipes
+        {"kv": recipe.name, **size_figures(model_in(model, recipe))} for recipe in plan.recipes
     ]
     about = {
         "model": model.title,

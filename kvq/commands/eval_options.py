@@ -26,6 +26,14 @@ class Asked:
             "a pattern or a YAML file of lm-eval."
         ),
     )
+    simulate: tuple[str, ...] = option(
+        (),
+        (
+            "Methods of others to measure beside, simulated, such as kivi-k2v2+recent=128,kvarn-k4v2; they "
+            "can't be served."
+        ),
+        type=Several(click.STRING, "name,..."),
+    )
     gates: tuple[str, ...] = option(
         (),
         (

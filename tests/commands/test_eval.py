@@ -47,6 +47,21 @@ def test_everything_in_one_run(kvq, tmp_path):
     )
 
 
+def test_methods_of_others_stand_beside(kvq, tmp_path):
+    path = tmp_path / "e.json"
+    several = ("kl,needle", "--needle-lengths", 160, "--needle-trials", 1, "--needle-depths", 0.5)
+    status, out, _ = kvq(
+        *("eval", "--kv", "fp32,int4", "--simulate", "kivi-k4v4,kvarn-k2v2-g16+recent=8", "--tasks"),
+        *(*several, *SHORT, "--json", path),
+    )
+    assert status == 0
+    rows = {row["kv"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["fp32", "int4", "kivi-k4v4", "kvarn-k2v2-g16+recent=8"]
+    assert rows["kivi-k4v4"]["bits_per_element"] == 5
+    assert rows["kvarn-k2v2-g16+recent=8"]["kl_mean"] > 0
+    assert re.search(r"^kivi-k4v4 +5 +960 ", out, re.M)
+
+
 def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
     path = tmp_path / "e.json"
     gates = ("--gate", "int8:kl_mean<9mnats", "--gate", "kl_mean<0.002", "--gate", "int8:top5_agreement>=90%")
@@ -74,6 +89,8 @@ def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
         (("--json", "/nowhere/at/all.json"), "there is no folder"),
         (("--context", "5000"), "beyond this model's context"),
         (("--tasks", "kl,generation", "--prompt-tokens", 4096), "beyond this model's context"),
+        (("--simulate", "kivi-k1v2"), "is no method that can be simulated; those are kivi-kKvV"),
+        (("--tasks", "kl,attention", "--simulate", "kivi-k2v2"), "--simulate is not for attention"),
         (("--tasks", "generation", "--instrument"), "--instrument checks perplexity"),
         (("--model", "tiny"), "named twice"),
         (("--html", "x.json", "--json", "x.json"), "into one file: x.json, x.json"),
