@@ -116,6 +116,12 @@ class GroupLayout:
         """Bytes of a pool; exactly what is allocated for it."""
         return num_blocks * self.block_bytes
 
+    def sequence_bytes(self, tokens: int) -> int:
+        """Bytes of the blocks that a sequence of `tokens` tokens holds here."""
+        first = 0 if self.group.window is None else max(0, tokens - self.group.window + 1)
+        held = -(-min(tokens, self.limit or tokens) // self.block_size) - first // self.block_size
+        return held * self.block_bytes
+
     def block_stride(self, position: int) -> int:
         """Bytes from one block to the next for the layer at `position` in the group."""
         if self.order is BlockOrder.BLOCK_MAJOR:
@@ -177,12 +183,7 @@ class KVLayout:
 
     def sequence_bytes(self, tokens: int) -> int:
         """Pool bytes that a sequence of `tokens` tokens holds, those waiting to be quantized included."""
-        total = 0
-        for group in self.groups:
-            first = 0 if group.group.window is None else max(0, tokens - group.group.window + 1)
-            held = -(-min(tokens, group.limit or tokens) // self.block_size) - first // self.block_size
-            total += held * group.block_bytes
-        return total
+        return sum(group.sequence_bytes(tokens) for group in self.groups)
 
 
 def plan_layout(

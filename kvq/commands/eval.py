@@ -152,7 +152,8 @@ def plan_result(
 
     more = dict(found)
     rows = more.pop("rows", None) or [
-        {"kv": recipe.name, **size_figures(model_in(model, recipe))} for recipe in plan.recipes
+        {"kv": recipe.name, **size_figures(model_in(model, recipe), plan.tokens.context)}
+        for recipe in plan.recipes
     ]
     about = {
         "model": model.title,

@@ -21,6 +21,7 @@ class PerplexityRow:
 
     kv: str
     bits_per_element: float  # scales included
+    bits_held: float  # by a sequence of the context's tokens: whole blocks, and what waits unquantized
     kv_bytes_per_token: float
     compression: float  # bf16 bytes / these bytes
     tokens: int  # predicted
@@ -59,7 +60,7 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
     perplexity = _perplexity(figures)
     return PerplexityRow(
         kv=figures.label,
-        **size_figures(figures.model),
+        **size_figures(figures.model, figures.nll.shape[1] + 1),
         tokens=figures.tokens,
         perplexity=perplexity,
         perplexity_change=perplexity / _perplexity(baseline) - 1,
@@ -72,11 +73,12 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
     )
 
 
-def size_figures(model: Model) -> dict[str, float]:
-    """What a format takes, by the keys of `PerplexityRow`."""
+def size_figures(model: Model, context: int) -> dict[str, float]:
+    """What a format takes, also of a sequence of `context` tokens, by the keys of `PerplexityRow`."""
     nbytes = model.kv_bytes_per_token
     return {
         "bits_per_element": model.bits_per_element,
+        "bits_held": model.bits_held(context),
         "kv_bytes_per_token": nbytes,
         "compression": 2 * model.geometry.elements_per_token / nbytes,
     }

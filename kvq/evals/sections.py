@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.evals.bootstrap import FEWEST_DOCUMENTS
-from kvq.evals.columns import SIZES, Columns, span, table
+from kvq.evals.columns import SIZES, Columns, bits, span, table
 from kvq.evals.gates import changes
 
 Row = dict[str, Any]
@@ -14,8 +14,6 @@ _RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
 _KV: Columns = {"kv": ("kv", "")}
 _SECONDS: Columns = {"seconds": ("seconds", ".1f")}
 _PERPLEXITY: Columns = {
-    **_KV,
-    **SIZES,
     "perplexity": ("perplexity", ".3f"),
     "perplexity_change": ("change", "+.3%"),
 }
@@ -45,7 +43,7 @@ def sections(result: dict[str, Any]) -> Iterator[Section]:
         if rows[0]["by_difficulty"]:
             yield _by_difficulty(rows)
     else:
-        yield _section("sizes", "What is stored", rows, {**_KV, **SIZES})
+        yield _section("sizes", "What is stored", rows, _sizes(rows))
     for key in row_keys(result):
         if key in _SECTIONS:
             yield _SECTIONS[key](result[key])
@@ -89,10 +87,19 @@ def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: 
     return Section(key=key, title=title, heads=heads, cells=cells, note=note)
 
 
+def _sizes(rows: list[Row]) -> Columns:
+    """What formats take; what a sequence of the context holds beside it, where that is more."""
+    if all(row.get("bits_held", 0) < row["bits_per_element"] + 0.005 for row in rows):
+        return {**_KV, **SIZES}
+    held: Columns = {"bits_held": ("bits held", bits)}
+    return {**_KV, "bits_per_element": SIZES["bits_per_element"], **held, **SIZES}
+
+
 def _plain_perplexity(rows: list[Row]) -> Section:
     cut = "{kv}, {attention_window}-token window"
     named = [row | {"kv": cut.format_map(row)} if row["attention_window"] else row for row in rows]
     columns = {
+        **_sizes(rows),
         **_PERPLEXITY,
         "kl_mean": ("KL mean", ".6f"),
         "kl_p999": ("KL 99.9%", ".4f"),
@@ -103,7 +110,7 @@ def _plain_perplexity(rows: list[Row]) -> Section:
 
 
 def _perplexity(rows: list[Row]) -> Section:
-    columns = {**_PERPLEXITY, "verdict": ("what that says", ""), **_SECONDS}
+    columns = {**_sizes(rows), **_PERPLEXITY, "verdict": ("what that says", ""), **_SECONDS}
     return _section("perplexity", "Perplexity", rows, columns)
 
 

@@ -19,7 +19,7 @@ from kvq.formats import KVRecipe
 from kvq.formats.names import split_exact
 from kvq.kernels.codec.hadamard import rotate
 from kvq.kernels.seal.reference import seal
-from kvq.layout import KVLayout, plan_layout
+from kvq.layout import KVLayout, Role, plan_layout
 from kvq.models import Model, Session
 
 NAMES = "kivi-kKvV, kvarn-kKvV (K and V bits: 2 to 8; then -gTOKENS, +sinks=N, +recent=N)"
@@ -90,6 +90,13 @@ class SimulatedModel(Model):
     @property
     def kv_bytes_per_token(self) -> float:
         return self.bits_per_element * self.geometry.elements_per_token / 8
+
+    def bits_held(self, tokens: int) -> float:
+        layout = self.layout
+        waiting = sum(x.sequence_bytes(tokens) for x in layout.groups if x.role is not Role.SEALED)
+        blocks = -(-tokens // layout.block_size) * layout.block_size
+        waiting_bits = 8 * waiting / (tokens * self.geometry.elements_per_token)
+        return self.bits_per_element * blocks / tokens + waiting_bits
 
     def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
         found = super().session(max_tokens=max_tokens, max_sequences=max_sequences)

@@ -90,6 +90,10 @@ class Model(StaysHere):
         """Stored bits per K or V element, scales and means of blocks included."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.prepared.block_size))
 
+    def bits_held(self, tokens: int) -> float:
+        """Bits per element of all that a sequence of `tokens` tokens holds, also of what isn't sealed yet."""
+        return 8 * self.layout.sequence_bytes(tokens) / (tokens * self.geometry.elements_per_token)
+
     def with_kv(self, kv: str | Path | KVRecipe) -> "Model":
         """The same weights with another KV recipe; nothing is loaded again.
 

@@ -59,7 +59,7 @@ def test_methods_of_others_stand_beside(kvq, tmp_path):
     assert list(rows) == ["fp32", "int4", "kivi-k4v4", "kvarn-k2v2-g16+recent=8"]
     assert rows["kivi-k4v4"]["bits_per_element"] == 5
     assert rows["kvarn-k2v2-g16+recent=8"]["kl_mean"] > 0
-    assert re.search(r"^kivi-k4v4 +5 +960 ", out, re.M)
+    assert re.search(r"^kivi-k4v4 +5 +21 +960 ", out, re.M)
 
 
 def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
@@ -109,7 +109,8 @@ def test_the_model_may_be_named_by_either_spelling_and_rows_without_perplexity_h
     assert kvq("eval", "--model", "tiny", *options)[0] == 0
     result = json.loads(path.read_text())
     assert [row["kv"] for row in result["rows"]] == ["fp32", "int8"]
-    assert set(result["rows"][0]) == {"kv", "bits_per_element", "kv_bytes_per_token", "compression"}
+    sizes = {"bits_per_element", "bits_held", "kv_bytes_per_token", "compression"}
+    assert set(result["rows"][0]) == {"kv", *sizes}
 
 
 def test_an_instrument_that_can_not_see_fails_and_its_rows_are_not_the_users(kvq, tmp_path):

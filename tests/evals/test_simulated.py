@@ -83,3 +83,18 @@ def test_chunks_change_nothing(tiny):
     whole = rows(tiny, ["kvarn-k4v2-g64"])[1]
     parts = rows(tiny, ["kvarn-k4v2-g64"], TokenPlan(context=320, max_windows=2, chunk=7))[1]
     assert parts.kl_mean == pytest.approx(whole.kl_mean, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "bits"),
+    [
+        ("int4", 1024, 4.5),
+        ("int4", 1000, 4.5 * 1024 / 1000),
+        ("int3+sinks=4+recent=128", 4096, 3.5 + 16 * (160 + 32) / 4096),
+        ("kivi-k4v4+sinks=4+recent=128", 4096, 5 + 16 * (160 + 32) / 4096),
+        ("kivi-k4v4", 1000, 5 * 1024 / 1000 + 16 * 64 / 1000),
+    ],
+)
+def test_what_a_sequence_holds_counts_whole_blocks_and_what_waits(tiny, name, tokens, bits):
+    kv = recipe(name) if "kivi" in name else name
+    assert model_in(tiny, kv).bits_held(tokens) == pytest.approx(bits)
