@@ -13,10 +13,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvq.bench.latent import latent_contenders
 from kvq.bench.measure import Contender, Run, compete, copies_for, exact_attention, relative_error
-from kvq.bench.workload import Workload, dense_kv, filled_cache, queries
+from kvq.bench.staged import filled_staged, read_bytes, seen
+from kvq.bench.workload import Workload, dense_kv, filled_cache, layout_of, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
-from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch
+from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, StagedBatch
 from kvq.kernels.attend.rounding import ROUNDED, rounded_queries
 from kvq.kernels.gpu import support as gpu
 
@@ -65,6 +66,8 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
     for kv in formats:
         own, cache, batch = over_blocks(workload, kv)
         yield own
+        if isinstance(batch, StagedBatch):
+            continue
         if own.backend == "triton" and workload.new > 1:
             yield fused(workload, own, cache, batch)
         if own.backend == "triton" and _multiplies_8_bits(workload, cache):
@@ -77,12 +80,18 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
             yield from _over_dense(workload, dtype)
 
 
-def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, SequenceBatch]:
+def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, SequenceBatch | StagedBatch]:
     """kvq itself, and the blocks that it attends to."""
-    cache, batch, copies = filled_cache(workload, kv, workload.backend)
+    is_staged = layout_of(workload, kv).recipe.is_staged
+    cache, batch, copies = (filled_staged if is_staged else filled_cache)(workload, kv)
     q = queries(workload)
     scale = workload.head_dim**-0.5
-    k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
+    if isinstance(batch, StagedBatch):
+        k, v = seen(cache, batch)
+        nbytes = sum(read_bytes(cache.layout, context) for context in workload.contexts)
+    else:
+        nbytes = cache.layout.kv_bytes_per_token * workload.tokens
+        k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
     truth = exact_attention(q[-1], k[0], v[0], scale)
     ran = cache.backend_of("attend", 0)
     rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # what its error is held against
@@ -90,14 +99,14 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
     same = _sdpa(mine, keys, values, scale, folded=True)[0]
     options = AttentionOptions(scale=scale)
     allowed = max(2 * relative_error(same.transpose(0, 1), truth), _SLACK)
-    if ran == "triton-8bit":
+    if ran == "triton-8bit" and isinstance(batch, SequenceBatch):
         allowed += _of_rounding(workload, cache, batch, truth)
     own = Contender(
         name="kvq",
         backend=ran,
         over={"kv": kv},
         run=lambda copy: cache.attend(copy, q.flatten(0, 1), batch, options)[0],
-        nbytes=round(cache.layout.kv_bytes_per_token / copies * workload.tokens),
+        nbytes=round(nbytes / copies),
         copies=copies,
         truth=truth,
         allowed=allowed,

@@ -46,6 +46,7 @@ def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, 
     )
     kernel = partial(select, spec=spec, device=Device.of(workload.device), backend=workload.backend)
     write, attend = kernel("write_kv"), kernel("attend_latent")
+    layout.recipe.check_unstaged("a benchmark of latent attention")
     batch = filled(workload, range(len(layers)), lambda i, k, v, slots: write.run(k, v, layers[i], slots))
     q, options = queries(workload), AttentionOptions(scale=workload.query_dim**-0.5)
     rotary, latent = gather_dense(layers[0], batch.tables, 0, max(workload.contexts), unrotate=True)

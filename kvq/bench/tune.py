@@ -12,7 +12,8 @@ from kvq.bench.measure import Contender, Stopwatch, interleaved
 from kvq.bench.tiles import Cost, axes, search
 from kvq.bench.timing import percentile
 from kvq.bench.workload import Workload
-from kvq.errors import KVQError
+from kvq.errors import ConfigError, KVQError
+from kvq.kernels import StagedBatch
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.launch import compiled_meanwhile
 from kvq.kernels.gpu.shapes import TileShape
@@ -45,6 +46,8 @@ def tune(
     """
     kind = kind_of(workload)
     own, cache, batch = over_blocks(workload, kv)
+    if isinstance(batch, StagedBatch):
+        raise ConfigError(f"tiles are timed over sealed blocks; leave out what {kv} keeps unquantized")
     own = replace(fused(workload, own, cache, batch), allowed=_ALLOWED)
     formats, device = cache.layer(0).formats, shapes.device_name(workload.device)
     name, size = shapes.format_name(formats), workload.block_size

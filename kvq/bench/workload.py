@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -91,12 +91,13 @@ def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, SequenceBatch, int]:
+def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, int]:
     """A cache with random rows in shuffled blocks, and as many layers as rotate it past the CPU's or
     GPU's cache: every layer holds a copy of the same shape.
     """
     layout, needs = layout_of(workload, kv), blocks_of(workload)
-    cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=backend)
+    layout.recipe.check_unstaged("a benchmark of writing, of new tokens or of tiles")
+    cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=workload.backend)
     copies = len(layout.geometry.layers)
     return cache, filled(workload, range(copies), cache.write), copies
 
@@ -110,25 +111,39 @@ def filled(
     workload: Workload, layers: Iterable[int], write: Callable[[int, Tensor, Tensor, Tensor], object]
 ) -> SequenceBatch:
     """Write the same random rows to shuffled blocks of layers; the step that reads them."""
-    needs, size, heads = blocks_of(workload), workload.block_size, workload.kv_heads
+    tables = shuffled_tables(workload)
+    for i, position, k, v in random_rows(workload, _CHUNK):
+        slots = slots_of(tables[i], position, workload.block_size)
+        for layer in layers:
+            write(layer, k, v, slots)
+    return step_of(workload, tables)
+
+
+def shuffled_tables(workload: Workload) -> Tensor:
+    """Every sequence's blocks, int32 [sequences, most blocks]."""
+    needs = blocks_of(workload)
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
     tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
     for i, (blocks, need) in enumerate(zip(order.split(needs), needs, strict=True)):
         tables[i, :need] = blocks
-    tables = tables.to(workload.device)
+    return tables.to(workload.device)
+
+
+def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Which sequence, positions, and their K and V [tokens, kv_heads, dim], so many tokens at a time."""
     source = torch.Generator(device=workload.device).manual_seed(workload.seed)
     for i, context in enumerate(workload.contexts):
-        for at in range(0, context, _CHUNK):
-            position = torch.arange(at, min(at + _CHUNK, context), device=workload.device)
-            slots = slots_of(tables[i], position, size)
-            k, v = (
-                torch.randn(len(position), heads, dim, generator=source, device=workload.device)
-                for dim in workload.dims
-            )
-            for layer in layers:
-                write(layer, k.to(workload.dtype), v.to(workload.dtype), slots)
+        for at in range(0, context, chunk):
+            position = torch.arange(at, min(at + chunk, context), device=workload.device)
+            shapes = [(len(position), workload.kv_heads, dim) for dim in workload.dims]
+            k, v = (torch.randn(shape, generator=source, device=workload.device) for shape in shapes)
+            yield i, position, k.to(workload.dtype), v.to(workload.dtype)
+
+
+def step_of(workload: Workload, tables: Tensor) -> SequenceBatch:
+    """The step whose new tokens are the last ones, over blocks."""
     return SequenceBatch(
-        query_lens=(workload.new,) * len(needs),
+        query_lens=(workload.new,) * len(workload.contexts),
         context_lens=workload.contexts,
         tables=tables,
         slots=torch.zeros(0, dtype=torch.int64, device=workload.device),
@@ -160,7 +175,6 @@ def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
         max_context=max(workload.contexts),
     )
     recipe = KVRecipe.uniform(kv, [workload.dims] * layers)
-    recipe.check_unstaged("a benchmark of one layer's blocks")
     if recipe.is_static:  # random rows of deviation 1 stay within 6
         maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
         recipe = recipe.with_scales(

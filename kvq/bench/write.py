@@ -27,7 +27,7 @@ def bench_write(
     rows: list[dict[str, Any]] = []
     tokens = len(workload.contexts) * workload.new
     for kv in formats:
-        cache, batch, copies = filled_cache(workload, kv, workload.backend)
+        cache, batch, copies = filled_cache(workload, kv)
         shape = (tokens, workload.kv_heads, workload.head_dim)
         source = torch.Generator().manual_seed(workload.seed + 2)
         k, v = (torch.randn(shape, generator=source).to(workload.device, workload.dtype) for _ in range(2))

@@ -128,6 +128,10 @@ class KVCache(BlockCache):
             sinks=batches[sinks] if sinks < len(batches) else None,
         )
 
+    def seal(self, layer: int, batch: StagedBatch) -> None:
+        """Quantize what a step's new tokens, written before, make old enough: as `attend` does first."""
+        self._staged[layer].seal(self.staged(layer), batch)
+
     def seal_by(self, seal: Seal) -> None:
         """Have blocks of staged layers made by something else than a kernel: in comparisons."""
         for layer in self._staged.values():
@@ -174,7 +178,7 @@ class KVCache(BlockCache):
         assert isinstance(batch, StagedBatch) == (layer in self._staged), "see batch_of"
         if isinstance(batch, StagedBatch):
             assert not skip_last, "a staged layer holds its last tokens itself"
-            kernel, kv, more = self._staged[layer].attend, self._staged_kv(layer), {}
+            kernel, kv, more = self._staged[layer].attend, self.staged(layer), {}
         centering = self._centering.get(layer)
         if centering is None:
             return kernel(q, kv, batch, options, **more)
@@ -184,7 +188,8 @@ class KVCache(BlockCache):
         """Where a layer's new tokens go."""
         return self._views[Role.RECENT if layer in self._staged else Role.SEALED][layer]
 
-    def _staged_kv(self, layer: int) -> StagedKV:
+    def staged(self, layer: int) -> StagedKV:
+        """The blocks of a staged layer."""
         return StagedKV(
             sealed=self._views[Role.SEALED][layer],
             recent=self._views[Role.RECENT][layer],

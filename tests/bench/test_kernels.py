@@ -12,8 +12,9 @@ from kvq import cli
 from kvq.bench import attention, measure
 from kvq.bench import tune as tuning
 from kvq.bench.measure import exact_attention, percentile
+from kvq.bench.staged import read_bytes
 from kvq.bench.tune import write_table
-from kvq.bench.workload import Workload, filled_cache, lengths, queries
+from kvq.bench.workload import Workload, filled_cache, layout_of, lengths, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, KVQError
 from kvq.kernels import AttentionOptions
@@ -87,6 +88,26 @@ def test_latent_attention_beside_torchs(new: str, tmp_path: Path, capsys: pytest
     assert "latents are one KV head for all query heads, got --kv-heads 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("context", ["3-1300", "23", "1"])
+def test_staged_recipes_attend_to_what_steps_would_have_sealed(context: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    formats = ["int4", "int4_mean", "int3+recent=11", "int8/int2_mean+sinks=7+recent=40"]
+    many = ["--batch", "3", "--context", context]
+    run("attention", *SHAPE, *many, "--kv", ",".join(formats), "--json", str(path))
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["name"] == "kvq"]
+    assert [row["kv"] for row in rows] == formats
+    assert all(row["max_relative_error"] < 2e-3 for row in rows)
+
+
+def test_what_is_read_of_staged_tokens_is_their_own_forms() -> None:
+    workload = replace(small(), contexts=(4096,), kv_heads=2, head_dim=64, block_size=32)
+    layout = layout_of(workload, "int3+sinks=4+recent=128")
+    copies = len(layout.geometry.layers)
+    old = 4096 - 128 - 32
+    assert read_bytes(layout, 4096) / copies == 2 * 2 * 64 * (3.5 * old + 16 * (128 + 32)) / 8
+    assert read_bytes(layout, 20) / copies == 2 * 2 * 64 * 20 * 2
+
+
 def test_uneven_lengths_have_no_dense_rivals(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     run("attention", *SHAPE, "--kv", "int4", "--batch", "4", "--context", "9-60", "--json", str(path))
@@ -158,6 +179,13 @@ def test_write_rows_hold_what_was_promised(tmp_path: Path, monkeypatch: pytest.M
     assert stop.value.code == 2
 
 
+def test_writes_of_staged_recipes_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "write", *SHAPE, "--kv", "int3_mean", "--context", "23"])
+    assert stop.value.code
+    assert "int3_mean" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
@@ -165,6 +193,7 @@ def test_write_rows_hold_what_was_promised(tmp_path: Path, monkeypatch: pytest.M
         (["--new", "24"], "shortest context"),
         (["--dtype", "fp64"], "--dtype must be"),
         (["--kv", "int9"], "int9"),
+        (["--kv", "int3_mean", "--new", "2"], "decode only; leave out --new 2"),
         (["--backend", "gpu"], "unknown backend"),
         (["--backend", "triton"], "needs an NVIDIA or AMD GPU"),
     ],
@@ -288,7 +317,7 @@ def small() -> Workload:
 
 
 def test_layers_are_copies_that_rotate_data_past_the_cache() -> None:
-    cache, batch, copies = filled_cache(small(), "int4", "cpu")
+    cache, batch, copies = filled_cache(small(), "int4")
     assert copies > 1
     q = queries(small()).flatten(0, 1)
     outs = [cache.attend(i, q, batch, AttentionOptions(scale=1.0))[0] for i in range(copies)]

@@ -156,11 +156,20 @@ def test_costs_that_cannot_be_told_say_why(kvq, arguments, message):
 
 def test_engines_are_held_to_their_plan(kvq, tmp_path):
     path = tmp_path / "v.json"
-    options = ("--model", "tiny", "--kv", "fp32,int4", "--kv-memory", "200MiB", "--max-num-seqs", "16")
+    options = (
+        "--model",
+        "tiny",
+        "--kv",
+        "fp32,int4,int3+sinks=4+recent=128",
+        "--kv-memory",
+        "200MiB",
+        "--max-num-seqs",
+        "16",
+    )
     status, out, _ = kvq("plan", *options, "--verify", "--json", str(path))
     assert status == 0, out
     rows = json.loads(path.read_text())["rows"]
-    assert [row["kv"] for row in rows] == ["fp32", "int4"]
+    assert [row["kv"] for row in rows] == ["fp32", "int4", "int3+sinks=4+recent=128"]
     for row in rows:
         terms = {term["name"]: term for term in row["terms"]}
         assert terms["KV pool"]["planned_bytes"] == terms["KV pool"]["found_bytes"] <= 200 << 20
