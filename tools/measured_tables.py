@@ -200,15 +200,16 @@ def quality_table(result: dict) -> str:
     held = any(row.get("bits_held", 0) > row["bits_per_element"] + 0.005 for row in rows)
     head = f" held at {result['context']:,} tokens |" if held else ""
     lines = [
-        f"| KV | bits / element |{head} mean KL | KL 99.9% | perplexity, 95% interval | same top token |",
+        f"| KV | bits / element |{head} mean KL, 95% interval | KL 99.9% | perplexity, 95% interval | same top token |",
         f"|---|--:|{'--:|' if held else ''}--:|--:|--:|--:|",
     ]
     for row in rows[1:]:
         low, high = row["intervals"]["perplexity_change"]
+        least, most = row["intervals"]["kl_mean"]
         more = f" {row['bits_held']:.4g} |" if held else ""
         lines.append(
             f"| `{row['kv']}` | {row['bits_per_element']:.4g} |{more} {row['kl_mean']:.5f} "
-            f"| {row['kl_p999']:.3f} | {row['perplexity_change']:+.2%} ({low:+.2%} to {high:+.2%}) "
+            f"({least:.5f} to {most:.5f}) | {row['kl_p999']:.3f} | {row['perplexity_change']:+.2%} ({low:+.2%} to {high:+.2%}) "
             f"| {row['top1_agreement']:.1%} |"
         )
     first = result["rows"][0]
