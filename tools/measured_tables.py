@@ -195,23 +195,22 @@ def _kl_cells(row: dict) -> str:
 
 
 def quality_table(result: dict) -> str:
-    """The table of `kvq eval --tasks perplexity,kl`: divergence, and perplexity with its interval."""
+    """The table of `kvq eval --tasks perplexity,kl`: divergence and perplexity with their intervals."""
     rows = result["rows"]
     held = any(row.get("bits_held", 0) > row["bits_per_element"] + 0.005 for row in rows)
-    head = f" held at {result['context']:,} tokens |" if held else ""
-    lines = [
-        f"| KV | bits / element |{head} mean KL, 95% interval | KL 99.9% | perplexity, 95% interval | same top token |",
-        f"|---|--:|{'--:|' if held else ''}--:|--:|--:|--:|",
-    ]
+    columns = {
+        "KV": "`{kv}`",
+        "bits / element": "{bits_per_element:.4g}",
+        **({f"held at {result['context']:,} tokens": "{bits_held:.4g}"} if held else {}),
+        "mean KL, 95% interval": "{kl_mean:.5f} ({kl[0]:.5f} to {kl[1]:.5f})",
+        "KL 99.9%": "{kl_p999:.3f}",
+        "perplexity, 95% interval": "{perplexity_change:+.2%} ({ppl[0]:+.2%} to {ppl[1]:+.2%})",
+        "same top token": "{top1_agreement:.1%}",
+    }
+    lines = [f"| {' | '.join(columns)} |", f"|---|{'--:|' * (len(columns) - 1)}"]
     for row in rows[1:]:
-        low, high = row["intervals"]["perplexity_change"]
-        least, most = row["intervals"]["kl_mean"]
-        more = f" {row['bits_held']:.4g} |" if held else ""
-        lines.append(
-            f"| `{row['kv']}` | {row['bits_per_element']:.4g} |{more} {row['kl_mean']:.5f} "
-            f"({least:.5f} to {most:.5f}) | {row['kl_p999']:.3f} | {row['perplexity_change']:+.2%} ({low:+.2%} to {high:+.2%}) "
-            f"| {row['top1_agreement']:.1%} |"
-        )
+        spans = {"kl": row["intervals"]["kl_mean"], "ppl": row["intervals"]["perplexity_change"]}
+        lines.append(f"| {' | '.join(form.format(**row, **spans) for form in columns.values())} |")
     first = result["rows"][0]
     took = sum(task["seconds"] for task in result["tasks"])
     peak = max(task["peak_bytes"] for task in result["tasks"])
