@@ -29,7 +29,7 @@ _KIVI_GROUP = 32  # elements of a token's V with one scale
 _ROUNDS = 16  # of normalization
 _PAIR = 32  # bits of a scale and a minimum
 _SCALE = 16  # bits
-Codec = Callable[[Tensor], Tensor]  # fp32 [kv_heads, tokens, dim] -> what is read back of it
+Codec = Callable[[Tensor], Tensor]  # fp32 [..., tokens, dim] -> what is read back of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,27 +171,32 @@ def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
 
 
 def _even_scales(x: Tensor) -> Tensor:
-    """Per head the scale of every row, [heads, rows, 1], that columns and rows are most alike with.
+    """Per head the scale of every row, [..., rows, 1], that columns and rows are most alike with.
 
     The scales of columns go into those that are rounded with anyway.
     """
     rows, columns = torch.ones_like(x[..., :1]), torch.ones_like(x[..., :1, :])
-    best, least = rows, _unevenness(x)
-    for _ in range(_ROUNDS):
-        rows = rows * _deviation(x / rows / columns, -1)
-        columns = columns * _deviation(x / rows / columns, -2)
-        uneven = _unevenness(x / rows / columns)
+    moments = x, x.square()
+    turned = x.mT, moments[1].mT
+    best, least = rows, torch.full_like(x[..., :1, :1], torch.inf)
+    for _ in range(_ROUNDS + 1):
+        by_row = _deviations(*moments, columns.mT) / rows
+        by_column = (_deviations(*turned, rows) / columns.mT).mT
+        uneven = _spread(by_row, -2) + _spread(by_column, -1)
         best = torch.where(uneven < least, rows, best)
         least = torch.minimum(uneven, least)
+        rows = rows * by_row
+        columns = columns * (_deviations(*turned, rows) / columns.mT).mT
     return best
 
 
-def _unevenness(x: Tensor) -> Tensor:
-    """[heads, 1, 1]: how far deviations of rows lie apart, and of columns."""
-    deviations = _deviation(x, -1), _deviation(x, -2)
-    spreads = [d.amax((-2, -1), keepdim=True) / d.amin((-2, -1), keepdim=True) for d in deviations]
-    return spreads[0] + spreads[1]
+def _deviations(x: Tensor, squares: Tensor, scales: Tensor) -> Tensor:
+    """Of every row of `x` over the scales [..., columns, 1] of its columns, [..., rows, 1]."""
+    count, inverse = x.shape[-1], 1 / scales
+    mean, square = x @ inverse / count, squares @ inverse.square() / count
+    return ((square - mean.square()) * (count / (count - 1))).clamp(min=1e-6).sqrt()
 
 
-def _deviation(x: Tensor, dim: int) -> Tensor:
-    return x.std(dim, keepdim=True).clamp(1e-3, 1e3)
+def _spread(deviations: Tensor, dim: int) -> Tensor:
+    """How far they lie apart: the largest over the least."""
+    return deviations.amax(dim, keepdim=True) / deviations.amin(dim, keepdim=True)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kvq.formats import KVFormat
 from kvq.kernels.codec import encode_block
 from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 
-Through = Callable[[Tensor], Tensor]  # [kv_heads, block_size, dim] -> the same shape
+Through = Callable[[Tensor], Tensor]  # [blocks, kv_heads, block_size, dim] -> the same shape
 
 
 def seal(kv: StagedKV, batch: StagedBatch, *, through: tuple[Through, Through] | None = None) -> None:
@@ -18,22 +19,23 @@ def seal(kv: StagedKV, batch: StagedBatch, *, through: tuple[Through, Through] |
     tokens alone, so one that is sealed twice, by sequences that share it, becomes what it was.
     `through`: what K and V of a block go through first, in fp32, in comparisons with what kvq doesn't store.
     """
-    size, formats = kv.sealed.block_size, kv.sealed.formats
-    recent, sinks = kv.recent, kv.sinks
+    size, formats, recent, sinks = kv.sealed.block_size, kv.sealed.formats, kv.recent, kv.sinks
     for i, found in enumerate(batch.recent.sealing(kv.exact.recent, size)):
-        for index in found:
-            source = int(batch.recent.tables[i, index])
-            if sinks is not None and index * size < kv.exact.sinks:
-                assert batch.sinks is not None, "a layer with sinks has their tables"
-                target = int(batch.sinks.tables[i, index])
+        old = found
+        if sinks is not None and batch.sinks is not None:
+            first = -(-kv.exact.sinks // size)
+            old = range(max(found.start, first), found.stop)
+            for index in range(found.start, min(found.stop, first)):
+                source, target = int(batch.recent.tables[i, index]), int(batch.sinks.tables[i, index])
                 sinks.k.codes[target], sinks.v.codes[target] = recent.k.codes[source], recent.v.codes[source]
-                continue
-            target = int(batch.sealed.tables[i, index])
-            k, v = recent.k.codes[source], recent.v.codes[source]
-            if through is not None:
-                k, v = (codec(x.float()) for codec, x in zip(through, (k, v), strict=True))
-            _store(k, kv.sealed.k, formats.k, formats.k_clip, target)
-            _store(v, kv.sealed.v, formats.v, formats.v_clip, target)
+        places = torch.tensor(old, dtype=torch.long, device=batch.recent.tables.device)
+        sources, targets = batch.recent.tables[i, places].long(), batch.sealed.tables[i, places].tolist()
+        k, v = recent.k.codes[sources], recent.v.codes[sources]
+        if through is not None and targets:
+            k, v = (codec(x.float()) for codec, x in zip(through, (k, v), strict=True))
+        for at, target in enumerate(targets):
+            _store(k[at], kv.sealed.k, formats.k, formats.k_clip, target)
+            _store(v[at], kv.sealed.v, formats.v, formats.v_clip, target)
 
 
 def _store(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, block: int) -> None:
