@@ -22,7 +22,7 @@ def staged(kv: str) -> tuple[KVCache, StagedKV, StagedBatch]:
     """A cache whose recent blocks hold sequences, and nothing is sealed."""
     cache = poisoned_cache(kv, [(64, 48)], block_size=5, num_blocks=24)
     tables = [Tables.scattered(CONTEXTS, 5, 24, seed=i) for i in range(3)]
-    views = cache._staged_kv(0)
+    views = cache.staged(0)
     for i, length in enumerate(CONTEXTS):
         k, v = rows_like_kv(length, 3, 64, i), rows_like_kv(length, 3, 48, i + 9)
         cache.write(0, k + 3, v, torch.tensor(tables[1].slots(i, 0, length)))
@@ -51,7 +51,7 @@ def test_sealed_blocks_are_gathered_and_attended_to_with_their_means(kv: str, bl
     contexts = [3 * block_size + 9, block_size]
     cache = poisoned_cache(kv, [(64, 48)], q_heads=6, block_size=block_size, num_blocks=14)
     tables, layer = Tables.scattered(contexts, block_size, 14), cache.layer(0)
-    views = cache._staged_kv(0)
+    views = cache.staged(0)
     for i, length in enumerate(contexts):
         k, v = rows_like_kv(length, 3, 64, i), rows_like_kv(length, 3, 48, i + 9)
         cache.write(0, k + 3, v - 2, torch.tensor(tables.slots(i, 0, length)))
