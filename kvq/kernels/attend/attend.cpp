@@ -42,11 +42,12 @@ inline void read_queries(const Call& call, const Task& task, Scratch& scratch) {
             for (int i = 0; i < k.dim; i++) x[i] = __builtin_nanf("");
         for (int i = k.dim; i < call.k_width; i++) x[i] = 0;
         const Means& means = call.k_means;
-        if (call.k_integer) read_integer_query(scratch.k, call.k_cut, r, task.rows, x, k.dim, call.options.scale);
-        if (means.is_integer) read_integer_query(scratch.means.k, means.cut, r, task.rows, x, k.dim, call.options.scale);
+        float scale = call.options.scale;
+        if (call.k_integer) read_integer_query(scratch.k, call.k_cut, r, task.rows, x, k.dim, scale);
+        if (means.is_integer) read_integer_query(scratch.means.k, means.cut, r, task.rows, x, k.dim, scale);
         if (call.k_integer && (!means.rows || means.is_integer)) continue;
         float* q = scratch.q + (int64_t)r * call.k_width;
-        for (int i = 0; i < call.k_width; i++) q[i] = x[i] * call.options.scale;
+        for (int i = 0; i < call.k_width; i++) q[i] = x[i] * scale;
     }
 }
 

@@ -52,6 +52,8 @@ inline void add_score(vf& score, vi dots, const Tile& tile, int group, int key, 
     if (has_minimum) score += load(tile.minimums + group * tile.stride + key) * all(sum);
 }
 
+constexpr int MOST_ROWS = 4;  // query rows whose sums a kernel keeps in registers
+
 // Rows of the next kernel call, as even as can be: 7 are 4 and 3.
 inline int some_of(int rows, int most) { return rows <= most ? rows : rows < 2 * most ? (rows + 1) / 2 : most; }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "integer_matrix.h"
+#include "integer_scales.h"
 #include "integer_values.h"
 #include "integer_words.h"
 #include "memory.h"
@@ -9,8 +10,6 @@
 #if defined(KVQ_INTEGER)
 
 namespace {
-
-constexpr int MOST_ROWS = 4;  // query rows whose sums a kernel keeps in registers
 
 typedef void (*StageKernel)(int32_t*, const Tile&, const Tile&, const Cut&);
 typedef void (*KeysKernel)(float*, const IntegerQuery*, int, const Tile&, const Tile&, const Cut&, int);
@@ -23,9 +22,9 @@ struct IntegerCut {
     Cut cut;
     int32_t index[MOST_INTEGER_DIM];
     StageKernel stage;
-    KeysKernel keys;                       // of K, for few query rows
-    int32_t few_index[MOST_INTEGER_DIM];   // of K, for those
-    bool is_turned;                        // such a kernel turns words around
+    KeysKernel keys;                      // of K, for few query rows
+    int32_t few_index[MOST_INTEGER_DIM];  // for those
+    bool is_turned;                       // that kernel turns words around
     bool is_values;
     Segments segments;                  // of K
     ValuesKernel values[2][MOST_ROWS];  // in place or staged, for 1, 2, 3 and 4 query rows
@@ -156,151 +155,6 @@ inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, 
     for (int i = keys; i < TILE; i++) tile.rows[i] = tile.rows[keys - 1];
 }
 
-// [TILE, N] numbers as they lie into columns [N, TILE], of which scales and minimums take turns.
-template <int N>
-inline void spread_scales(const Tile& tile, const float* from) {
-    for (int key = 0; key < TILE; key += W) {
-        vf x[N];
-        for (int i = 0; i < N; i++) x[i] = load(from + key * N + i * W);
-        transpose<N>(tile.scales + key, TILE, x);
-    }
-}
-
-inline void spread_scales(const Tile& tile, const float* from, int n) {
-    if (n == 2) return spread_scales<2>(tile, from);
-    if (n == 4) return spread_scales<4>(tile, from);
-    if (n == 8) return spread_scales<8>(tile, from);
-    for (int key = 0; key < TILE; key++)
-        for (int i = 0; i < n; i++) tile.scales[i * TILE + key] = from[key * n + i];
-}
-
-KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head, int keys) {
-    if (!rows.scales) return;
-    for (int i = 0; i < keys;) {
-        int count = cursor.run(keys - i);
-        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        for (int64_t j = 0; j < count * rows.scales_slot; j += 64) __builtin_prefetch(from + j);
-        i += count;
-        cursor.skip(count);
-    }
-}
-
-// Rows whose codes are all 0 get scales of 0, so that theirs, however small, don't count for the largest
-// product with a weight. Attention sinks may have such rows of V, with nearly all of the weight.
-inline void drop_zero_rows(const Tile& tile, const Cut& cut, float least, int skip, int keys) {
-    vf nearest = all(-1.0f);  // to 0, of the scales that are not 0, negated
-    for (int i = 0; i < TILE; i += W) {
-        vf x = load(tile.scales + i);
-        nearest = maximum(nearest, x > vf{} ? -x : all(-1.0f));
-    }
-    bool any = largest(nearest) >= -least;
-    for (int i = skip; any && i < keys; i++) {
-        uint8_t seen = 0;
-        for (int j = 0; j < cut.row_bytes; j++) seen |= tile.rows[i][j];
-        for (int g = 0; seen == 0 && g < cut.groups; g++) tile.scales[g * tile.stride + i] = 0;
-    }
-}
-
-// Scales and minimums of one group of W keys, out of words that hold the two bytes from bit SHIFT on.
-template <int SHIFT>
-inline void decode_pairs(const Tile& tile, int group, int key, vi words, float step) {
-    vi bits = ((words >> SHIFT & 255) << 20) + (107 << 23);
-    vf scale = load_as<vf>(&bits);
-    store(tile.scales + group * tile.stride + key, scale);
-    store(tile.minimums + group * tile.stride + key, floats(words << (16 - SHIFT) >> 24) * step * scale);
-}
-
-// [TILE, 2 N] pairs of bytes, two to a word, by group.
-template <int N>
-inline void spread_pairs(const Tile& tile, const uint8_t* from, float step) {
-    for (int key = 0; key < TILE; key += W) {
-        vi x[N], columns[N];
-        for (int i = 0; i < N; i++) x[i] = load_as<vi>(from + (key * N + i * W) * 4);
-        transpose<N>(columns, 1, x);
-        for (int i = 0; i < N; i++) {
-            decode_pairs<0>(tile, 2 * i, key, columns[i], step);
-            decode_pairs<16>(tile, 2 * i + 1, key, columns[i], step);
-        }
-    }
-}
-
-// The same of any number of groups.
-inline void spread_pairs(const Tile& tile, const uint8_t* from, int groups, float step) {
-    if (groups == 2) return spread_pairs<1>(tile, from, step);
-    if (groups == 4) return spread_pairs<2>(tile, from, step);
-    if (groups == 8) return spread_pairs<4>(tile, from, step);
-    for (int key = 0; key < TILE; key += W)
-        for (int g = 0; g < groups; g++) {
-            vi words;
-            for (int i = 0; i < W; i++) words[i] = ((const uint16_t*)from)[(key + i) * groups + g];
-            decode_pairs<0>(tile, g, key, words, step);
-        }
-}
-
-// Bytes of narrow scales and minimums of rows that are not read: whatever is multiplied with them counts for
-// nothing, and they don't look like the scales of rows whose codes are all 0.
-constexpr uint8_t UNREAD = 0x78;
-
-// The pairs of bytes of one row.
-inline void copy_pairs(uint8_t* to, const uint8_t* from, int groups) {
-    if (groups == 2)
-        memcpy(to, from, 4);
-    else if (groups == 4)
-        memcpy(to, from, 8);
-    else
-        for (int i = 0; i < 2 * groups; i++) to[i] = from[i];
-}
-
-// Narrow scales and minimums of the rows [skip, keys) by group.
-inline void read_narrow_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
-                               int skip, int keys) {
-    int n = 2 * cut.groups;
-    uint8_t* to = (uint8_t*)s.scales;  // blocks' rows beside each other
-    memset(to, UNREAD, (size_t)skip * n);
-    memset(to + keys * n, UNREAD, (size_t)(TILE - keys) * n);
-    for (int i = skip; i < keys;) {
-        int count = cursor.run(keys - i);
-        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        if (rows.scales_slot == n && count > 1)
-            memcpy(to + i * n, from, (size_t)count * n);
-        else
-            for (int j = 0; j < count; j++) copy_pairs(to + (i + j) * n, from + j * rows.scales_slot, cut.groups);
-        i += count;
-        cursor.skip(count);
-    }
-    spread_pairs(s.tile, to, cut.groups, narrow_step(rows.bits));
-}
-
-// Scales and minimums of the rows [skip, keys) by group; those of the others are zero.
-inline void read_wide_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
-                             int skip, int keys) {
-    int n = cut.is_grouped ? 2 * cut.groups : 1;
-    float* to = n == 1 ? s.tile.scales : s.scales;
-    for (int i = 0; i < skip * n; i++) to[i] = 0;
-    for (int i = keys * n; i < TILE * n; i++) to[i] = 0;
-    for (int i = skip; i < keys;) {
-        int count = cursor.run(keys - i);
-        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        if (rows.scales_slot == 2 * n)
-            read_fp16(to + i * n, (const uint16_t*)from, count * n);
-        else
-            for (int j = 0; j < count; j++)
-                read_fp16(to + (i + j) * n, (const uint16_t*)(from + j * rows.scales_slot), n);
-        i += count;
-        cursor.skip(count);
-    }
-    if (n > 1) spread_scales(s.tile, s.scales, n);
-}
-
-inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
-                        int skip, int keys) {
-    if (!rows.scales) {
-        for (int i = 0; i < TILE; i++) s.tile.scales[i] = i >= skip && i < keys ? rows.static_scales[head] : 0.0f;
-        return;
-    }
-    (rows.narrow ? read_narrow_scales : read_wide_scales)(s, rows, cut, cursor, head, skip, keys);
-}
-
 // Get ready the tile whose rows were found.
 inline void read_found_tile(IntegerScratch& s, const KvqRows& rows, const IntegerCut& c, int head, Cursor here,
                             int skip, int keys) {
@@ -309,9 +163,8 @@ inline void read_found_tile(IntegerScratch& s, const KvqRows& rows, const Intege
         expand(s.expanded, c.stride, s.tile.rows, rows.dim);
         for (int i = 0; i < TILE; i++) s.tile.rows[i] = s.expanded + i * c.stride;
     }
-    read_scales(s, rows, c.cut, here, head, skip, keys);
-    if (c.is_values && rows.scales)
-        drop_zero_rows(s.tile, c.cut, rows.narrow ? narrow_scale(LEAST_NARROW) : SMALLEST_SCALE, skip, keys);
+    read_scales(s.tile, s.scales, rows, c.cut, here, head, skip, keys);
+    if (c.is_values && rows.scales) drop_zero_rows(s.tile, rows, c.cut, skip, keys);
 }
 
 // Get ready the tile at `here`, and the addresses of the next one, to be asked for ahead of time:

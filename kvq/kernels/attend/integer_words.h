@@ -13,7 +13,6 @@ namespace {
 
 constexpr int MOST_WORDS = MOST_INTEGER_DIM / 8;  // of a row of nibbles
 constexpr int WORD_COLUMNS = 2;                   // registers of keys at a time
-constexpr int MOST_TURNED_ROWS = 4;               // query rows whose sums stay in registers
 
 // 16 bytes of W / 4 rows, four apart.
 inline reg load_quarters(const uint8_t* const* rows, int at) {
@@ -45,15 +44,27 @@ inline void turn_words(reg* out, const uint8_t* const* rows, int bytes) {
 // Neighbouring words whose codes of one part of the row belong to one group; a word has the elements
 // 4 i to 4 i + 3 of each part, from bit `shift` of its bytes on.
 struct WordRun {
-    int first, count, shift;
+    int first, count, shift, group;
 };
 
-// The run that begins at `element`; that group ends at `end`, a part has `length` elements, one a byte.
+constexpr int MOST_RUNS = MOST_GROUPS + 8 / 2;  // groups, or parts, that runs can end with
+
+struct WordRuns {
+    int count;
+    WordRun at[MOST_RUNS];
+};
+
+// All of a row, in the order of its elements.
 template <int BITS>
-inline WordRun run_at(int length, int element, int end) {
-    int part = element / length, at = element - part * length;
-    int count = length - at < end - element ? length - at : end - element;
-    return {at / 4, count / 4, part * BITS};
+inline WordRuns runs_of(const Cut& cut) {
+    WordRuns runs = {};
+    const int dim = 2 * cut.row_bytes, length = dim * BITS / 8, size = dim / cut.groups;
+    for (int e = 0, count; e < dim; e += count) {
+        int part = e / length, left = size - e % size;
+        count = (part + 1) * length - e < left ? (part + 1) * length - e : left;
+        runs.at[runs.count++] = {(e - part * length) / 4, count / 4, part * BITS, e / size};
+    }
+    return runs;
 }
 
 template <int BITS>
@@ -68,25 +79,22 @@ inline void find_word_places(int32_t* index, int dim) {
 
 // Scores of R rows over the WORD_COLUMNS * W keys from `key` on, whose words are x.
 template <int BITS, int R>
-inline void word_scores(float* scores, const IntegerQuery* q, const reg* x, const Tile& tile, const Cut& cut, int key) {
+inline void word_scores(float* scores, const IntegerQuery* q, const reg* x, const Tile& tile, const WordRuns& runs,
+                        int key) {
     const reg mask = KVQ_MM(set1_epi32)(((1 << BITS) - 1) * 0x10001);
-    const int dim = 2 * cut.row_bytes, length = dim * BITS / 8, size = dim / cut.groups;
     vf scored[R][WORD_COLUMNS] = {};
-    for (int g = 0; g < cut.groups; g++) {
+    for (int i = 0, e = 0; i < runs.count;) {
+        int group = runs.at[i].group;
         vi sums[R][WORD_COLUMNS] = {};
-        for (int e = g * size; e < (g + 1) * size;) {
-            WordRun run = run_at<BITS>(length, e, (g + 1) * size);
-            __m128i shift = _mm_cvtsi32_si128(run.shift);
-            const reg* words = x + run.first * WORD_COLUMNS;
-            for (int i = 0; i < run.count; i++, e += 4, words += WORD_COLUMNS) {
+        for (; i < runs.count && runs.at[i].group == group; i++) {
+            const __m128i shifts[2] = {_mm_cvtsi32_si128(runs.at[i].shift), _mm_cvtsi32_si128(runs.at[i].shift + 8)};
+            const reg* words = x + runs.at[i].first * WORD_COLUMNS;
+            for (int left = runs.at[i].count; left > 0; left--, e += 4, words += WORD_COLUMNS) {
 #pragma GCC unroll 2
                 for (int odd = 0; odd < 2; odd++) {
                     reg pairs[WORD_COLUMNS];
 #pragma GCC unroll 2
-                    for (int c = 0; c < WORD_COLUMNS; c++) {
-                        reg word = odd ? KVQ_MM(srli_epi32)(words[c], 8) : words[c];
-                        pairs[c] = KVQ_MM(srl_epi32)(word, shift) & mask;
-                    }
+                    for (int c = 0; c < WORD_COLUMNS; c++) pairs[c] = KVQ_MM(srl_epi32)(words[c], shifts[odd]) & mask;
 #pragma GCC unroll 4
                     for (int r = 0; r < R; r++) {
                         reg y = both(((const int32_t*)(q[r].q + e))[odd]);
@@ -103,7 +111,7 @@ inline void word_scores(float* scores, const IntegerQuery* q, const reg* x, cons
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
             for (int c = 0; c < WORD_COLUMNS; c++)
-                add_score(scored[r][c], sums[r][c], tile, g, key + c * W, true, q[r].sums[g]);
+                add_score(scored[r][c], sums[r][c], tile, group, key + c * W, true, q[r].sums[group]);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
@@ -115,18 +123,19 @@ inline void word_scores(float* scores, const IntegerQuery* q, const reg* x, cons
 template <int BITS>
 inline void turned_scores(float* scores, const IntegerQuery* q, int rows, const Tile& tile, const Tile& ahead,
                           const Cut& cut, int keys) {
-    typedef void (*Kernel)(float*, const IntegerQuery*, const reg*, const Tile&, const Cut&, int);
+    typedef void (*Kernel)(float*, const IntegerQuery*, const reg*, const Tile&, const WordRuns&, int);
     constexpr Kernel KERNELS[] = {word_scores<BITS, 1>, word_scores<BITS, 2>, word_scores<BITS, 3>,
                                   word_scores<BITS, 4>};
     reg words[MOST_WORDS * WORD_COLUMNS];
     const int bytes = cut.row_bytes * BITS / 4;
+    const WordRuns runs = runs_of<BITS>(cut);
     for (int key = 0; key < keys; key += WORD_COLUMNS * W) {
         for (int c = 0; c < WORD_COLUMNS; c++) turn_words(words + c, tile.rows + key + c * W, bytes);
         for (int i = key; i < key + WORD_COLUMNS * W; i++)
             for (int at = 0; at < bytes; at += 64) __builtin_prefetch(ahead.rows[i] + at);
         for (int r = 0, some; r < rows; r += some) {
-            some = some_of(rows - r, MOST_TURNED_ROWS);
-            KERNELS[some - 1](scores + r * TILE, q + r, words, tile, cut, key);
+            some = some_of(rows - r, MOST_ROWS);
+            KERNELS[some - 1](scores + r * TILE, q + r, words, tile, runs, key);
         }
     }
 }
