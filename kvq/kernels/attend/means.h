@@ -181,6 +181,7 @@ inline void take_block_weights(const MeansScratch& s, const float* weights, cons
                                const TileBlocks& blocks, int first) {
     int from = blocks.first - first;
     for (int r = 0; r < rows; r++) {
+        if (decays[r] == 1) continue;  // as for most tiles: the maximum stays
         s.decays[r] *= decays[r];
         float* to = s.weights + r * TILE;
         for (int i = 0; i <= from; i += W) store(to + i, load(to + i) * all(decays[r]));
