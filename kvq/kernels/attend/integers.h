@@ -35,7 +35,7 @@ inline reg nibbles(reg x) {
     return SHIFT == 12 ? y : y & KVQ_MM(set1_epi16)(15);
 }
 // Sums stay in registers here: compilers else order a loop's additions anew, and run out of them.
-inline void keep(vi& sum) { asm("" : "+x"(sum)); }
+inline void keep(vi& sum) { asm("" : "+v"(sum)); }
 inline vi multiply_add(vi sum, reg a, reg b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((reg)sum, a, b);
