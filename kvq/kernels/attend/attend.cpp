@@ -5,8 +5,6 @@
 // A tile of TILE keys is decoded once for all query rows of the task. Splits lie at fixed key positions
 // and every query row is computed by itself, so how a context came in changes no bit of what comes out.
 
-#include "means.h"
-#include "memory.h"
 #include "plan.h"
 #include "softmax.h"
 
@@ -21,18 +19,18 @@ struct Scratch {
     Partial run;    // of the split at work
     Partial sum;    // of all splits before it
     IntegerScratch k, v;
-    float* block_weights;  // [rows, TILE], where means were taken from V
-    float* means;          // [rows, padded v dim], the means' share of run.out
+    MeansScratch means;
 };
 
 // What is read of a tile, and what is asked for ahead of time.
 struct Read {
     int at, skip, keys, next_keys;  // the keys [skip, keys) of those from position `at` on
     bool is_first;                  // of a split
+    int first_block;                // of the span that the tile lies in
     Cursor here, there;
 };
 
-inline void read_queries(const Call& call, const Task& task, const Scratch& scratch) {
+inline void read_queries(const Call& call, const Task& task, Scratch& scratch) {
     const KvqRows& k = call.layer.k;
     for (int r = 0; r < task.rows; r++) {
         float* x = scratch.row;
@@ -42,11 +40,14 @@ inline void read_queries(const Call& call, const Task& task, const Scratch& scra
         for (int i = 0; i < k.dim; i++) bad += x[i] * 0.0f;
         if (bad != 0)  // something is not finite: nor shall be what comes out
             for (int i = 0; i < k.dim; i++) x[i] = __builtin_nanf("");
-        if (call.k_integer) read_integer_query(scratch.k, call.k_cut, r, x, k.dim, call.options.scale);
-        if (call.k_integer && !k.means) continue;
+        for (int i = k.dim; i < call.k_width; i++) x[i] = 0;
+        const Means& means = call.k_means;
+        float scale = call.options.scale;
+        if (call.k_integer) read_integer_query(scratch.k, call.k_cut, r, task.rows, x, k.dim, scale);
+        if (means.is_integer) read_integer_query(scratch.means.k, means.cut, r, task.rows, x, k.dim, scale);
+        if (call.k_integer && (!means.rows || means.is_integer)) continue;
         float* q = scratch.q + (int64_t)r * call.k_width;
-        for (int i = 0; i < k.dim; i++) q[i] = x[i] * call.options.scale;
-        for (int i = k.dim; i < call.k_width; i++) q[i] = 0;
+        for (int i = 0; i < call.k_width; i++) q[i] = x[i] * scale;
     }
 }
 
@@ -69,8 +70,7 @@ inline void score_tile(const Call& call, const Task& task, Scratch& scratch, con
     }
     if (!rows.means) return;
     TileBlocks blocks(read.at, call.layer.block_size, read.skip, read.keys);
-    read_means(scratch.tile, *rows.means, read.here, read.there, task.head, blocks.count, call.k_width, read.next_keys);
-    add_means(scratch.scores, scratch.q, task.rows, scratch.tile, call.k_width, blocks);
+    add_scores(scratch.scores, scratch.means.scores + blocks.first - read.first_block, task.rows, blocks);
 }
 
 // Scores of a tile into weights; a row weighs what it sees of it.
@@ -86,7 +86,7 @@ inline void weigh_tile(const Call& call, const Task& task, const Scratch& scratc
     take_weights(scratch.scores, task.rows, scratch.run, scratch.running);
 }
 
-// What a tile's values add, into scratch.run.out and scratch.means.
+// What a tile's values add, into scratch.run.out; its weights into scratch.means.
 inline void add_tile(const Call& call, const Task& task, Scratch& scratch, const Read& read) {
     const KvqRows& rows = call.layer.v;
     const float* decays = scratch.running.decays;
@@ -104,18 +104,15 @@ inline void add_tile(const Call& call, const Task& task, Scratch& scratch, const
                          read.keys);
     }
     if (!rows.means) return;
-    int width = padded(rows.dim);
     TileBlocks blocks(read.at, call.layer.block_size, read.skip, read.keys);
-    read_means(scratch.tile, *rows.means, read.here, read.there, task.head, blocks.count, width, read.next_keys);
-    sum_weights(scratch.block_weights, scratch.scores, task.rows, blocks);
-    all_float_values(scratch.means, decays, scratch.block_weights, task.rows, scratch.tile, width, 0, blocks.count);
+    take_block_weights(scratch.means, scratch.scores, decays, task.rows, blocks, read.first_block);
 }
 
 inline void start_split(const Call& call, const Task& task, const Scratch& scratch) {
     start(scratch.run, task.rows, call.v_width);
     memset(scratch.running.totals, 0, (size_t)task.rows * W * 4);
     if (call.v_integer) start_values(scratch.v, call.v_cut, task.rows);
-    if (call.layer.v.means) memset(scratch.means, 0, (size_t)task.rows * padded(call.layer.v.dim) * 4);
+    if (call.v_means.rows) start_means(scratch.means, call.v_means, task.rows);
 }
 
 // Where an element of V lies in a row of scratch.run.out.
@@ -124,10 +121,39 @@ inline int place_of_value(const Call& call, int element) { return call.v_integer
 inline void end_split(const Call& call, const Task& task, const Scratch& scratch) {
     for (int r = 0; r < task.rows; r++) scratch.run.total[r] = sum(load(scratch.running.totals + r * W));
     if (call.v_integer) end_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, task.rows);
-    int dim = call.layer.v.dim;
-    for (int r = 0; call.layer.v.means && r < task.rows; r++)
-        for (int i = 0; i < dim; i++)
-            scratch.run.out[(int64_t)r * call.v_width + place_of_value(call, i)] += scratch.means[r * padded(dim) + i];
+    const Means& means = call.v_means;
+    if (!means.rows) return;
+    if (means.is_integer) end_values(scratch.means.v, means.cut, scratch.means.out, means.width, task.rows);
+    for (int r = 0; r < task.rows; r++) {
+        const float* from = scratch.means.out + (int64_t)r * means.width;
+        float* to = scratch.run.out + (int64_t)r * call.v_width;
+        if (call.v_means_lie_alike)
+            for (int i = 0; i < call.v_width; i += W) store(to + i, load(to + i) + load(from + i));
+        else
+            for (int i = 0; i < means.rows->dim; i++)
+                to[place_of_value(call, i)] += from[means.is_integer ? means.cut.index[i] : i];
+    }
+}
+
+// Of the blocks of a tile at `at`.
+KVQ_PREFETCHES void ask_for_means(const Call& call, const Task& task, int at, int high) {
+    if (at >= high || (!call.k_means.rows && !call.v_means.rows)) return;
+    int keys = high - at < TILE ? high - at : TILE;
+    Cursor there(call.layer, call.batch, task.sequence, at);
+    prefetch_means(call.k_means, there, task.head, keys);
+    prefetch_means(call.v_means, there, task.head, keys);
+}
+
+inline void start_span(const Call& call, const Task& task, Scratch& scratch, const SpanBlocks& blocks) {
+    if (call.k_means.rows)
+        score_means(scratch.means, call.k_means, scratch.q, call.k_width, task.rows, call.batch, task.sequence,
+                    task.head, blocks);
+    if (call.v_means.rows) start_weights(scratch.means, task.rows);
+}
+
+inline void end_span(const Call& call, const Task& task, Scratch& scratch, const SpanBlocks& blocks) {
+    if (call.v_means.rows)
+        add_means(scratch.means, call.v_means, task.rows, call.batch, task.sequence, task.head, blocks);
 }
 
 // Attention of a task's rows over one split, into scratch.run.
@@ -136,16 +162,22 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
     Seen seen = seen_by(call, task);
     int begin = split * SPLIT, end = begin + SPLIT < seen.high ? begin + SPLIT : seen.high;
     if (seen.low > begin) begin = seen.low < end ? seen.low / TILE * TILE : end;  // older blocks may be gone
+    const int size = call.layer.block_size, span = span_of(size);
     for (int at = begin; at < end; at += TILE) {
         int keys = end - at < TILE ? end - at : TILE, skip = seen.low > at ? seen.low - at : 0;
         int next = at + TILE;  // what to ask for ahead of time; after the last tile that tile again
         if (next >= seen.high) next = at + skip;
         int next_keys = seen.high - next < TILE ? seen.high - next : TILE;
-        Read read = {at, skip, keys, next_keys, at == begin, Cursor(call.layer, call.batch, task.sequence, at + skip),
+        Read read = {at, skip, keys, next_keys, at == begin, at / span * span / size,
+                     Cursor(call.layer, call.batch, task.sequence, at + skip),
                      Cursor(call.layer, call.batch, task.sequence, next)};
+        ask_for_means(call, task, at + span, seen.high);
+        if (at == begin || at % span == 0) start_span(call, task, scratch, SpanBlocks(at, size, seen.low, seen.high));
         score_tile(call, task, scratch, read);
         weigh_tile(call, task, scratch, read);
         add_tile(call, task, scratch, read);
+        if (at + keys == end || (at + TILE) % span == 0)
+            end_span(call, task, scratch, SpanBlocks(at, size, seen.low, seen.high));
     }
     end_split(call, task, scratch);
 }
@@ -185,15 +217,13 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     s.sum = take_partial(call, call.rows, memory);
     s.k = take_integer_scratch(call.k_cut, call.rows, memory);
     s.v = take_integer_scratch(call.v_cut, call.rows, memory);
-    int64_t rows = call.layer.v.means ? call.rows : 0;
-    s.block_weights = memory.take<float>(rows * TILE);
-    s.means = memory.take<float>(rows * padded(call.layer.v.dim));
+    s.means = take_means(call.k_means, call.v_means, call.rows, memory);
     return s;
 }
 
+// Of queries that were read.
 inline void run_item(const Call& call, const Plan& plan, Item item, Scratch scratch, Partial* partials) {
     const Task& task = plan.tasks[item.task];
-    read_queries(call, task, scratch);
     if (item.split >= 0) {
         scratch.run = partials[task.partial + item.split - task.first];
         return run_split(call, task, scratch, item.split);
@@ -220,12 +250,15 @@ inline void merge_task(const Call& call, const Task& task, Scratch scratch, cons
 KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse, const KvqBatch* batch,
                    const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
-                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}};
+                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}, {}, {}, false};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
     call.k_integer = !options->exact && takes_integers(layer->k);
     call.v_integer = !options->exact && takes_integers(layer->v);
     if (call.k_integer) call.k_cut = keys_cut(layer->k);
     if (call.v_integer) call.v_cut = values_cut(layer->v), call.v_width = call.v_cut.cut.width;
+    call.k_means = means_of(layer->k, options->exact, keys_cut);
+    call.v_means = means_of(layer->v, options->exact, values_cut);
+    call.v_means_lie_alike = lie_alike(call);
     for (int s = 0; s < batch->sequences; s++) {
         int rows = batch->query_lens[s] * call.group;
         if (rows > call.rows) call.rows = rows < ROWS ? rows : ROWS;
@@ -259,8 +292,13 @@ KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out
     {
         Memory own = {scratches + each * thread_number(), 0};
         Scratch scratch = take_scratch(call, own);
+        int last = -1;  // task, whose queries are there
 #pragma omp for schedule(dynamic, neighbours)
-        for (int64_t i = 0; i < plan.num_items; i++) run_item(call, plan, plan.items[i], scratch, partials);
+        for (int64_t i = 0; i < plan.num_items; i++) {
+            Item item = plan.items[i];
+            if (item.task != last) read_queries(call, plan.tasks[last = item.task], scratch);
+            run_item(call, plan, item, scratch, partials);
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < plan.num_tasks; i++)
             if (plan.tasks[i].partial >= 0) merge_task(call, plan.tasks[i], scratch, partials);

@@ -19,28 +19,29 @@ struct IntegerQuery {
 
 constexpr float SMALLEST = 1e-30f;
 
-// A query row as integers of 15 bits and sign, laid out as codes are; returns their factor. A row that
-// begins with NaN is all NaN, and so is its factor.
-inline float integer_query(int16_t* out, float* sums, const float* q, int dim, const Cut& c, const int32_t* index) {
-    float top = 0;
-    for (int i = 0; i < dim; i++) {
-        float size = __builtin_fabsf(q[i]);
-        top = size > top ? size : top;
-    }
-    if (top < SMALLEST) top = 0;  // its inverse would be infinite
-    float factor = top > 0 ? MOST / top : 0.0f;
+// A query row as integers of 15 bits and sign, laid out as codes are; returns their factor. It ends in zeros up to a
+// whole register. A row that begins with NaN is all NaN, and so is its factor. `is_twice`: two keys share a register.
+inline float integer_query(int16_t* out, float* sums, const float* q, int dim, const Cut& c, const int32_t* index,
+                           bool is_twice) {
     memset(out, 0, (size_t)c.width * 2);
     if (q[0] != q[0]) return q[0];
-    for (int g = 0; g < c.groups; g++) {
-        float total = 0;
-        for (int e = g * dim / c.groups; e < (g + 1) * dim / c.groups; e++) {
-            float x = __builtin_rintf(q[e] * factor);
-            out[index[e]] = (int16_t)x;
-            total += x;
-        }
-        sums[g] = total;
+    vf most{};
+    for (int i = 0; i < dim; i += W) most = maximum(most, maximum(load(q + i), -load(q + i)));
+    float top = largest(most);
+    if (top < SMALLEST) top = 0;  // its inverse would be infinite
+    float factor = top > 0 ? MOST / top : 0.0f;
+    int32_t x[MOST_INTEGER_DIM];
+    for (int i = 0; i < dim; i += W) {
+        vi y = __builtin_convertvector(rounded(load(q + i) * factor), vi);
+        memcpy(x + i, &y, sizeof y);
     }
-    if (c.is_pair)
+    for (int g = 0; g < c.groups; g++) {
+        int32_t total = 0;
+        for (int e = g * dim / c.groups; e < (g + 1) * dim / c.groups; e++) total += x[e];
+        sums[g] = (float)total;
+    }
+    for (int e = 0; e < dim; e++) out[index[e]] = (int16_t)x[e];
+    if (is_twice)
         for (int at = 0; at < c.width; at += L) memcpy(out + at + L / 2, out + at, L);
     return top / MOST;
 }
@@ -50,6 +51,11 @@ inline void add_score(vf& score, vi dots, const Tile& tile, int group, int key, 
     score += floats(dots) * load(tile.scales + group * tile.stride + key);
     if (has_minimum) score += load(tile.minimums + group * tile.stride + key) * all(sum);
 }
+
+constexpr int MOST_ROWS = 4;  // query rows whose sums a kernel keeps in registers
+
+// Rows of the next kernel call, as even as can be: 7 are 4 and 3.
+inline int some_of(int rows, int most) { return rows <= most ? rows : rows < 2 * most ? (rows + 1) / 2 : most; }
 
 constexpr int MOST_FEW = 8;   // query rows at a time
 constexpr int PIECE = 4;      // registers of 16-bit numbers that a key takes up at a time

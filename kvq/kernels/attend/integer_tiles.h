@@ -2,14 +2,14 @@
 #pragma once
 
 #include "integer_matrix.h"
+#include "integer_scales.h"
 #include "integer_values.h"
+#include "integer_words.h"
 #include "memory.h"
 
 #if defined(KVQ_INTEGER)
 
 namespace {
-
-constexpr int MOST_ROWS = 4;  // query rows whose sums a kernel keeps in registers
 
 typedef void (*StageKernel)(int32_t*, const Tile&, const Tile&, const Cut&);
 typedef void (*KeysKernel)(float*, const IntegerQuery*, int, const Tile&, const Tile&, const Cut&, int);
@@ -22,15 +22,19 @@ struct IntegerCut {
     Cut cut;
     int32_t index[MOST_INTEGER_DIM];
     StageKernel stage;
-    KeysKernel keys;
+    KeysKernel keys;                      // of K, for few query rows
+    int32_t few_index[MOST_INTEGER_DIM];  // for those
+    bool is_turned;                       // that kernel turns words around
+    bool is_values;
     Segments segments;                  // of K
     ValuesKernel values[2][MOST_ROWS];  // in place or staged, for 1, 2, 3 and 4 query rows
-    ExpandKernel expand;                // of codes in planes; else null
+    ExpandKernel expand, expand_few;    // of codes in planes, for many query rows and for few; else null
     int stride;                         // bytes of an expanded row, whole registers
 };
 
 struct IntegerScratch {
     Tile tile, ahead;
+    bool is_few;              // query rows of K at work are MOST_FEW at most
     uint8_t* expanded;        // [TILE, stride] rows of codes that lie in planes
     float* scales;            // [TILE, numbers of a row's scales] as they lie
     int16_t* q;               // [rows, width]
@@ -43,9 +47,20 @@ struct IntegerScratch {
 inline IntegerCut plain_cut(const KvqRows& rows) {
     IntegerCut c;
     c.cut = cut_of(rows);
-    c.expand = rows.code == KVQ_GROUPED ? expand_kernel(rows.dim, rows.bits) : nullptr;
+    c.is_turned = c.is_values = false;
+    c.expand = c.expand_few = rows.code == KVQ_GROUPED ? expand_kernel(rows.dim, rows.bits) : nullptr;
     c.stride = (c.cut.row_bytes + BYTES - 1) / BYTES * BYTES;
     return c;
+}
+
+// Few query rows over codes of up to 4 bits take words, if those fit.
+inline void turn(IntegerCut& c, const KvqRows& rows) {
+    bool is_narrow = rows.bits == 2 && takes_words<2>(rows);
+    if (!c.cut.is_nibbles || !(is_narrow || takes_words<4>(rows))) return;
+    c.is_turned = true;
+    c.keys = is_narrow ? turned_scores<2> : turned_scores<4>;
+    if (is_narrow) c.expand_few = nullptr;
+    find_word_places(c.few_index, rows.dim);
 }
 
 inline IntegerCut keys_cut(const KvqRows& rows) {
@@ -60,6 +75,8 @@ inline IntegerCut keys_cut(const KvqRows& rows) {
         c.keys = pair ? integer_scores<true, true, true> : integer_scores<true, true, false>;
     else
         c.keys = pair ? integer_scores<true, false, true> : integer_scores<true, false, false>;
+    memcpy(c.few_index, c.index, sizeof c.index);
+    turn(c, rows);
     return c;
 }
 
@@ -80,6 +97,7 @@ inline void set_values(IntegerCut& c) {
 
 inline IntegerCut values_cut(const KvqRows& rows) {
     IntegerCut c = plain_cut(rows);
+    c.is_values = true;
     for (int i = 0; i < rows.dim; i++) c.index[i] = value_index(c.cut, rows.dim, i);
     bool two = c.cut.is_pair || c.cut.is_split;
     if (c.cut.is_nibbles)
@@ -91,6 +109,7 @@ inline IntegerCut values_cut(const KvqRows& rows) {
 
 inline IntegerScratch take_integer_scratch(const IntegerCut& c, int rows, Memory& memory) {
     IntegerScratch s;
+    s.is_few = false;
     int groups = c.cut.groups;
     s.tile.scales = memory.take<float>(2 * groups * TILE);
     s.tile.minimums = s.tile.scales + TILE;
@@ -112,11 +131,15 @@ inline IntegerScratch take_integer_scratch(const IntegerCut& c, int rows, Memory
     return s;
 }
 
-inline void read_integer_query(const IntegerScratch& s, const IntegerCut& c, int row, const float* x, int dim,
+// One of `rows` query rows.
+inline void read_integer_query(IntegerScratch& s, const IntegerCut& c, int row, int rows, const float* x, int dim,
                                float scale) {
     int16_t* q = s.q + (int64_t)row * c.cut.width;
     float* sums = s.sums + row * c.cut.groups;
-    s.queries[row] = {q, sums, integer_query(q, sums, x, dim, c.cut, c.index) * scale};
+    s.is_few = rows <= MOST_FEW;
+    bool is_turned = s.is_few && c.is_turned;
+    float factor = integer_query(q, sums, x, dim, c.cut, s.is_few ? c.few_index : c.index, c.cut.is_pair && !is_turned);
+    s.queries[row] = {q, sums, factor * scale};
 }
 
 // Addresses of the rows [skip, keys) of a tile; the others get one of those.
@@ -132,136 +155,16 @@ inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, 
     for (int i = keys; i < TILE; i++) tile.rows[i] = tile.rows[keys - 1];
 }
 
-// [TILE, N] numbers as they lie into columns [N, TILE], of which scales and minimums take turns.
-template <int N>
-inline void spread_scales(const Tile& tile, const float* from) {
-    for (int key = 0; key < TILE; key += W) {
-        vf x[N];
-        for (int i = 0; i < N; i++) x[i] = load(from + key * N + i * W);
-        transpose<N>(tile.scales + key, TILE, x);
+// Get ready the tile whose rows were found.
+inline void read_found_tile(IntegerScratch& s, const KvqRows& rows, const IntegerCut& c, int head, Cursor here,
+                            int skip, int keys) {
+    s.tile.keys = keys;
+    if (ExpandKernel expand = s.is_few ? c.expand_few : c.expand) {
+        expand(s.expanded, c.stride, s.tile.rows, rows.dim);
+        for (int i = 0; i < TILE; i++) s.tile.rows[i] = s.expanded + i * c.stride;
     }
-}
-
-inline void spread_scales(const Tile& tile, const float* from, int n) {
-    if (n == 2) return spread_scales<2>(tile, from);
-    if (n == 4) return spread_scales<4>(tile, from);
-    if (n == 8) return spread_scales<8>(tile, from);
-    for (int key = 0; key < TILE; key++)
-        for (int i = 0; i < n; i++) tile.scales[i * TILE + key] = from[key * n + i];
-}
-
-KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head, int keys) {
-    if (!rows.scales) return;
-    for (int i = 0; i < keys;) {
-        int count = cursor.run(keys - i);
-        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        for (int64_t j = 0; j < count * rows.scales_slot; j += 64) __builtin_prefetch(from + j);
-        i += count;
-        cursor.skip(count);
-    }
-}
-
-// Rows whose codes are all 0 get scales of 0, so that theirs, however small, don't count for the largest
-// product with a weight. Attention sinks may have such rows of V, with nearly all of the weight.
-inline void drop_zero_rows(const Tile& tile, const Cut& cut, float least, int skip, int keys) {
-    vf nearest = all(-1.0f);  // to 0, of the scales that are not 0, negated
-    for (int i = 0; i < TILE; i += W) {
-        vf x = load(tile.scales + i);
-        nearest = maximum(nearest, x > vf{} ? -x : all(-1.0f));
-    }
-    bool any = largest(nearest) >= -least;
-    for (int i = skip; any && i < keys; i++) {
-        uint8_t seen = 0;
-        for (int j = 0; j < cut.row_bytes; j++) seen |= tile.rows[i][j];
-        for (int g = 0; seen == 0 && g < cut.groups; g++) tile.scales[g * tile.stride + i] = 0;
-    }
-}
-
-// Scales and minimums of one group of W keys, out of words that hold the two bytes from bit SHIFT on.
-template <int SHIFT>
-inline void decode_pairs(const Tile& tile, int group, int key, vi words, float step) {
-    vi bits = ((words >> SHIFT & 255) << 20) + (107 << 23);
-    vf scale = load_as<vf>(&bits);
-    store(tile.scales + group * tile.stride + key, scale);
-    store(tile.minimums + group * tile.stride + key, floats(words << (16 - SHIFT) >> 24) * step * scale);
-}
-
-// [TILE, 2 N] pairs of bytes, two to a word, by group.
-template <int N>
-inline void spread_pairs(const Tile& tile, const uint8_t* from, float step) {
-    for (int key = 0; key < TILE; key += W) {
-        vi x[N], columns[N];
-        for (int i = 0; i < N; i++) x[i] = load_as<vi>(from + (key * N + i * W) * 4);
-        transpose<N>(columns, 1, x);
-        for (int i = 0; i < N; i++) {
-            decode_pairs<0>(tile, 2 * i, key, columns[i], step);
-            decode_pairs<16>(tile, 2 * i + 1, key, columns[i], step);
-        }
-    }
-}
-
-// The same of any number of groups.
-inline void spread_pairs(const Tile& tile, const uint8_t* from, int groups, float step) {
-    if (groups == 2) return spread_pairs<1>(tile, from, step);
-    if (groups == 4) return spread_pairs<2>(tile, from, step);
-    if (groups == 8) return spread_pairs<4>(tile, from, step);
-    for (int key = 0; key < TILE; key += W)
-        for (int g = 0; g < groups; g++) {
-            vi words;
-            for (int i = 0; i < W; i++) words[i] = ((const uint16_t*)from)[(key + i) * groups + g];
-            decode_pairs<0>(tile, g, key, words, step);
-        }
-}
-
-// Narrow scales and minimums of the rows [skip, keys) by group; those of the others are small.
-inline void read_narrow_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
-                               int skip, int keys) {
-    int n = 2 * cut.groups;
-    uint8_t* to = (uint8_t*)s.scales;  // blocks' rows beside each other
-    memset(to, 0, (size_t)skip * n);
-    memset(to + keys * n, 0, (size_t)(TILE - keys) * n);
-    for (int i = skip; i < keys;) {
-        int count = cursor.run(keys - i);
-        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        if (rows.scales_slot == n)
-            memcpy(to + i * n, from, (size_t)count * n);
-        else
-            for (int j = 0; j < count; j++) memcpy(to + (i + j) * n, from + j * rows.scales_slot, n);
-        i += count;
-        cursor.skip(count);
-    }
-    spread_pairs(s.tile, to, cut.groups, narrow_step(rows.bits));
-}
-
-// Scales and minimums of the rows [skip, keys) by group; those of the others are zero.
-inline void read_wide_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
-                             int skip, int keys) {
-    int n = cut.is_grouped ? 2 * cut.groups : 1;
-    float* to = n == 1 ? s.tile.scales : s.scales;
-    for (int i = 0; i < skip * n; i++) to[i] = 0;
-    for (int i = keys * n; i < TILE * n; i++) to[i] = 0;
-    for (int i = skip; i < keys;) {
-        int count = cursor.run(keys - i);
-        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        if (rows.scales_slot == 2 * n)
-            read_fp16(to + i * n, (const uint16_t*)from, count * n);
-        else
-            for (int j = 0; j < count; j++)
-                read_fp16(to + (i + j) * n, (const uint16_t*)(from + j * rows.scales_slot), n);
-        i += count;
-        cursor.skip(count);
-    }
-    if (n > 1) spread_scales(s.tile, s.scales, n);
-}
-
-inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
-                        int skip, int keys) {
-    if (!rows.scales) {
-        for (int i = 0; i < TILE; i++) s.tile.scales[i] = i >= skip && i < keys ? rows.static_scales[head] : 0.0f;
-        return;
-    }
-    (rows.narrow ? read_narrow_scales : read_wide_scales)(s, rows, cut, cursor, head, skip, keys);
-    drop_zero_rows(s.tile, cut, rows.narrow ? narrow_scale(LEAST_NARROW) : SMALLEST_SCALE, skip, keys);
+    read_scales(s.tile, s.scales, rows, c.cut, here, head, skip, keys);
+    if (c.is_values && rows.scales) drop_zero_rows(s.tile, rows, c.cut, skip, keys);
 }
 
 // Get ready the tile at `here`, and the addresses of the next one, to be asked for ahead of time:
@@ -274,15 +177,16 @@ inline void read_integer_tile(IntegerScratch& s, const KvqRows& rows, const Inte
         memcpy(s.tile.rows, s.ahead.rows, sizeof s.tile.rows);
     find_rows(s.ahead, rows, there, head, 0, next_keys);
     prefetch_scales(rows, there, head, next_keys);
-    if (c.expand) {
-        c.expand(s.expanded, c.stride, s.tile.rows, rows.dim);
-        for (int i = 0; i < TILE; i++) s.tile.rows[i] = s.expanded + i * c.stride;
-    }
-    read_scales(s, rows, c.cut, here, head, skip, keys);
+    read_found_tile(s, rows, c, head, here, skip, keys);
 }
 
-// Rows of the next kernel call, as even as can be: 7 are 4 and 3.
-inline int some_of(int rows, int most) { return rows <= most ? rows : rows < 2 * most ? (rows + 1) / 2 : most; }
+// The same where no other tile follows.
+inline void read_single_tile(IntegerScratch& s, const KvqRows& rows, const IntegerCut& c, int head, Cursor here,
+                             int skip, int keys) {
+    find_rows(s.tile, rows, here, head, skip, keys);
+    memcpy(s.ahead.rows, s.tile.rows, sizeof s.tile.rows);
+    read_found_tile(s, rows, c, head, here, skip, keys);
+}
 
 // Scores [rows, TILE] of a tile's first `keys` keys; the others are garbage.
 inline void integer_keys(const IntegerScratch& s, const IntegerCut& c, float* scores, int rows, int keys) {
@@ -335,9 +239,10 @@ inline bool takes_integers(const KvqRows&) { return false; }
 inline IntegerCut keys_cut(const KvqRows&) { return {}; }
 inline IntegerCut values_cut(const KvqRows&) { return {}; }
 inline IntegerScratch take_integer_scratch(const IntegerCut&, int, Memory&) { return {}; }
-inline void read_integer_query(const IntegerScratch&, const IntegerCut&, int, const float*, int, float) {}
+inline void read_integer_query(IntegerScratch&, const IntegerCut&, int, int, const float*, int, float) {}
 inline void read_integer_tile(IntegerScratch&, const KvqRows&, const IntegerCut&, int, bool, Cursor, Cursor, int,
                               int, int) {}
+inline void read_single_tile(IntegerScratch&, const KvqRows&, const IntegerCut&, int, Cursor, int, int) {}
 inline void integer_keys(const IntegerScratch&, const IntegerCut&, float*, int, int) {}
 inline void start_values(const IntegerScratch&, const IntegerCut&, int) {}
 inline void integer_values(const IntegerScratch&, const IntegerCut&, float*, int, const float*, const float*, int) {}

@@ -43,34 +43,38 @@ constexpr float NEGLIGIBLE = 1e-30f;
 template <bool GROUPED>
 inline void integer_weights(const IntegerWeights* out, const float* weights, const float* decays, int rows,
                             const Tile& tile, const Cut& cut) {
+    const int end = cut.is_pair ? TILE : (tile.keys + 2 * W - 1) / (2 * W) * (2 * W);
     for (int r = 0; r < rows; r++)
         for (int g = 0; g < cut.groups; g++) {
             const float *x = weights + r * TILE, *scales = tile.scales + g * tile.stride;
             vf most{};
-            for (int i = 0; i < TILE; i += W) most = maximum(most, load(x + i) * load(scales + i));
+            for (int i = 0; i < end; i += W) most = maximum(most, load(x + i) * load(scales + i));
             out[r].factors[g] = largest(most);
         }
+    const reg ones = KVQ_MM(set1_epi16)(1);
     for (int r = 0; r < rows; r++)
         for (int g = 0; g < cut.groups; g++) {
             const float *x = weights + r * TILE, *scales = tile.scales + g * tile.stride;
+            const float* minimums = tile.minimums + g * tile.stride;
             float top = out[r].factors[g];
             if (!(top > NEGLIGIBLE)) top = 0;
             float factor = top > 0 ? (MOST - 1) / top : 0.0f;
             out[r].factors[g] = top / (MOST - 1);
-            vf minimum{}, lost{};
+            vf minimum{}, wanted{};
+            vi given{};
             if (GROUPED) minimum = load(out[r].minimums + g * W) * all(decays[r]);
-            for (int i = 0; i < TILE; i += 2 * W) {
-                vf wanted[2], given[2];
-                for (int j = 0; j < 2; j++) {
-                    wanted[j] = load(x + i + j * W) * load(scales + i + j * W) * factor;
-                    given[j] = rounded(wanted[j] + load(DITHER.at + i + j * W));
-                    if (!GROUPED) continue;
-                    lost += wanted[j] - given[j];
-                    minimum += load(x + i + j * W) * load(tile.minimums + g * tile.stride + i + j * W);
-                }
-                store_pairs(out[r].pairs + (g * TILE + i) / 2, given[0], given[1]);
+            for (int i = 0; i < end; i += 2 * W) {
+                vf a = load(x + i) * load(scales + i), b = load(x + i + W) * load(scales + i + W);
+                reg pairs = rounded_pairs(a * factor + load(DITHER.at + i), b * factor + load(DITHER.at + i + W));
+                memcpy(out[r].pairs + (g * TILE + i) / 2, &pairs, sizeof pairs);
+                if (!GROUPED) continue;
+                wanted += a + b;
+                given = multiply_add(given, pairs, ones);
+                minimum += load(x + i) * load(minimums + i) + load(x + i + W) * load(minimums + i + W);
             }
-            if (GROUPED) store(out[r].minimums + g * W, minimum + lost * (cut.middle * out[r].factors[g]));
+            if (!GROUPED) continue;
+            vf lost = wanted * factor - floats(given);  // lanes of other tokens, which are all summed in the end
+            store(out[r].minimums + g * W, minimum + lost * (cut.middle * out[r].factors[g]));
         }
 }
 
@@ -91,6 +95,9 @@ inline void pairs_of(reg* out, reg a, reg b, int part) {
         out[0] = even_bytes(x), out[1] = odd_bytes(x), out[2] = even_bytes(y), out[3] = odd_bytes(y);
     }
 }
+
+// Pairs of tokens to go through, or pairs of pairs.
+inline int steps_of(const Tile& tile, const Cut& cut) { return cut.is_pair ? TILE / 4 : (tile.keys + 1) / 2; }
 
 // A chunk of two tokens, or of four.
 inline void load_tokens(reg& a, reg& b, const Tile& tile, const Cut& cut, int t, int from, int bytes) {
@@ -116,7 +123,7 @@ KVQ_PREFETCHES void prefetch_tokens(const Tile& ahead, const Cut& cut, int t, in
 // Decode a tile once for many query rows, [TILE / 2, width] pairs.
 template <bool NIBBLES>
 inline void stage_values(int32_t* staged, const Tile& tile, const Tile& ahead, const Cut& cut) {
-    for (int t = 0; t < (cut.is_pair ? TILE / 4 : TILE / 2); t++)
+    for (int t = 0; t < steps_of(tile, cut); t++)
         for (int run = 0; run < cut.runs; run++)
             for (int chunk = 0; chunk < cut.chunks; chunk++) {
                 reg a, b, x[4];
@@ -137,7 +144,7 @@ inline void stage_values(int32_t* staged, const Tile& tile, const Tile& ahead, c
 template <bool NIBBLES, bool TWO, bool STAGED, int R>
 inline void integer_values(float* out, int stride, const IntegerWeights* w, const float* decays, const Tile& tile,
                            const Tile& ahead, const int32_t* staged, const Cut& cut) {
-    const int steps = TWO && cut.is_pair ? TILE / 4 : TILE / 2, second = TWO && cut.is_pair ? TILE / 4 : 0;
+    const int steps = steps_of(tile, cut), second = TWO && cut.is_pair ? TILE / 4 : 0;
     for (int run = 0; run < cut.runs; run++)
         for (int chunk = 0; chunk < cut.chunks; chunk++) {
             int from = run * cut.run_bytes + chunk * BYTES, bytes = bytes_of(cut, chunk);

@@ -34,6 +34,8 @@ inline reg nibbles(reg x) {
     reg y = SHIFT ? KVQ_MM(srli_epi16)(x, SHIFT) : x;
     return SHIFT == 12 ? y : y & KVQ_MM(set1_epi16)(15);
 }
+// Sums stay in registers here: compilers else order a loop's additions anew, and run out of them.
+inline void keep(vi& sum) { asm("" : "+v"(sum)); }
 inline vi multiply_add(vi sum, reg a, reg b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((reg)sum, a, b);
@@ -56,11 +58,9 @@ inline reg both_halves(int32_t low, int32_t high) {
 }
 inline vi folded(vi x) { return x + (vi)_mm512_shuffle_i64x2((reg)x, (reg)x, 0x4e); }  // halves added
 inline vf rounded(vf x) { return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline void store_pairs(int32_t* out, vf a, vf b) {  // 2 W whole numbers as 16 bits each
-    __m256i low = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)a));
-    __m256i high = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)b));
-    _mm256_storeu_si256((__m256i*)out, low);
-    _mm256_storeu_si256((__m256i*)(out + W / 2), high);
+inline reg rounded_pairs(vf a, vf b) {  // 2 W numbers to nearest, as 16 bits each
+    reg low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)a)));
+    return _mm512_inserti64x4(low, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)b)), 1);
 }
 #else
 inline reg load_bytes_of(const uint8_t* p, int n) {
@@ -77,9 +77,9 @@ inline reg both_halves(int32_t low, int32_t high) {
 }
 inline vi folded(vi x) { return x + (vi)_mm256_permute2x128_si256((reg)x, (reg)x, 1); }
 inline vf rounded(vf x) { return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline void store_pairs(int32_t* out, vf a, vf b) {
+inline reg rounded_pairs(vf a, vf b) {
     reg x = _mm256_packs_epi32(_mm256_cvtps_epi32((__m256)a), _mm256_cvtps_epi32((__m256)b));
-    _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(x, 0xd8));
+    return _mm256_permute4x64_epi64(x, 0xd8);
 }
 #endif
 
@@ -165,6 +165,7 @@ inline int value_index(const Cut& c, int dim, int element) {
 // A tile's rows of K or V. Tokens that are not to be read have the address of one that is, and zeros.
 struct Tile {
     const uint8_t* rows[TILE];
+    int keys;         // those from here on are not read
     float* scales;    // of group g at g * stride, [TILE]
     float* minimums;  // likewise, of grouped codes
     int stride;

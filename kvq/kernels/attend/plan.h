@@ -1,7 +1,7 @@
 // What one call of attend works on, cut into tasks and items.
 #pragma once
 
-#include "integer_tiles.h"
+#include "means.h"
 
 namespace {
 
@@ -17,10 +17,18 @@ struct Call {
     int k_width, v_width;  // floats of a decoded row of K, of a row of partial results
     bool k_integer, v_integer;
     IntegerCut k_cut, v_cut;
+    Means k_means, v_means;
+    bool v_means_lie_alike;  // a row of their results is laid out as one of V's
 };
 
 inline int position(const Call& call, const Task& task, int row) {
     return task.start + (task.row + row) / call.group;
+}
+
+inline bool lie_alike(const Call& call) {
+    const Means& means = call.v_means;
+    if (!means.rows || means.is_integer != call.v_integer || means.width != call.v_width) return false;
+    return !means.is_integer || !memcmp(means.cut.index, call.v_cut.index, (size_t)means.rows->dim * 4);
 }
 
 // The keys [low, high) that a query sees.

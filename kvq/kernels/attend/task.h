@@ -38,6 +38,10 @@ struct Cursor {
         offset = key % size;
     }
 
+    // Over blocks, of which each is one slot.
+    Cursor(const KvqBatch& batch, int sequence, int block)
+        : entry(batch.tables + sequence * batch.table_stride + block), offset(0), size(1) {}
+
     // Slots up to the block's end, at most `left`.
     int run(int left) const { return size - offset < left ? size - offset : left; }
 

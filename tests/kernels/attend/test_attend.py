@@ -350,13 +350,18 @@ def test_chunk_size_and_batch_neighbours_change_no_bit(
     assert at == 33
 
 
-def test_a_long_context_gives_the_same_bits_in_one_task_and_in_many(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("kv", "dim"), [("int4_g48_rot", 48), ("int4_g32_s8", 64), ("int2_g32", 64), ("int3_mean/int4_mean", 64)]
+)
+def test_a_long_context_gives_the_same_bits_in_one_task_and_in_many(kv: str, dim: int, backend: str) -> None:
+    if backend == "triton" and dim != 48:
+        pytest.skip("slow in the interpreter")
     context, heads = (2600, (8, 1)) if backend != "triton" else (600, (8, 1))  # the interpreter is slow
-    cache = poisoned_cache("int4_g48_rot", [(48, 48)], kv_heads=1, q_heads=8, num_blocks=530)
+    cache = poisoned_cache(kv, [(dim, dim)], kv_heads=1, q_heads=8, num_blocks=530)
     tables = Tables.scattered([context], BLOCK_SIZE, 530)
-    k, v = rows_like_kv(context, 1, 48, 1), rows_like_kv(context, 1, 48, 2)
-    write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))
-    q = rows_like_kv(context, heads[0], 48, 3)
+    k, v = rows_like_kv(context, 1, dim, 1), rows_like_kv(context, 1, dim, 2)
+    write_sequence(cache.layer(0), k, v, tables.blocks[0])
+    q = rows_like_kv(context, heads[0], dim, 3)
     count = 40  # 320 query rows: tasks take all keys; one token's 8 rows are cut along the keys
     for window in (None, context // 2 + 200):
         options = AttentionOptions(scale=0.14, window=window)
