@@ -95,38 +95,39 @@ def runs_of(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def group_factors(
-    scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr
-):
-    """The scales of all groups of those tokens, [keys] each, and COMPUTE [keys, PAIRS] with their minimums:
-    one a column, or, of words of 32 bits, every other one, with scales between. SPREAD: of `row_scales`.
+def narrow_factors(scales, at, inside, GROUPS: tl.constexpr, COMPUTE: tl.constexpr):
+    """Scales and minimums of all groups of those tokens, [keys, groups] and zeros each, if they are words of
+    two bytes, of which one thread makes two numbers; none of wider words, which are read by themselves.
     """
+    both = ()
     if scales.dtype.element_ty == tl.int16:
-        groups, pairs = _narrow_factors(scales, at, inside, GROUPS, PAIRS, COMPUTE)
-    else:
-        groups = group_scales(scales, at, inside, GROUPS, SPREAD)
-        pairs = scales_and_minimums(scales, at, inside, GROUPS, PAIRS, COMPUTE)
-    return groups, pairs
+        col = tl.arange(0, triton.next_power_of_2(GROUPS))
+        mask = inside[:, None] & (col < GROUPS)[None, :]
+        words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
+        if COMPUTE == tl.float16 and takes_ptx():
+            both = tl.inline_asm_elementwise(
+                _NARROW_INT4, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=False, pack=2
+            )
+        else:
+            both = scale_and_minimum(words, 4)
+    return both
 
 
 @triton.jit
-def _narrow_factors(scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr):
-    """The same of words of two bytes, each of which one thread makes two numbers of."""
-    COUNT: tl.constexpr = triton.next_power_of_2(GROUPS)
-    col = tl.arange(0, COUNT)
-    mask = inside[:, None] & (col < GROUPS)[None, :]
-    words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
-    if COMPUTE == tl.float16 and takes_ptx():
-        scale, minimum = tl.inline_asm_elementwise(
-            _NARROW_INT4, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=False, pack=2
-        )
+def group_minimums(
+    both, scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """COMPUTE [keys, PAIRS] with the minimums of all groups of those tokens: of `both`, one a column, else in
+    every other one, with scales between; zeros follow.
+    """
+    if len(both) > 0:
+        pairs = _padded(both[1].to(COMPUTE), PAIRS)
     else:
-        scale, minimum = scale_and_minimum(words, 4)
-    cut = runs_of(scale, COUNT)
-    groups = ()
-    for i in tl.static_range(GROUPS):
-        groups = groups + (tl.reshape(cut[i], (at.shape[0],)),)
-    return groups, _padded(minimum.to(COMPUTE), PAIRS)
+        col = tl.arange(0, PAIRS)
+        halves = scales.to(tl.pointer_type(tl.float16), bitcast=True)
+        mask = inside[:, None] & (col < 2 * GROUPS)[None, :]
+        pairs = tl.load(halves + ((2 * at)[:, None] + col[None, :]), mask=mask, other=0.0).to(COMPUTE)
+    return pairs
 
 
 @triton.jit
@@ -138,13 +139,18 @@ def _padded(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def group_scales(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
-    """The scales of all groups of those tokens, fp16 [keys] each.
+def group_scales(both, scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
+    """The scales of all groups of those tokens, [keys] each. SPREAD: of `row_scales`.
 
-    Few of them are read as one tile of words; more would take registers. SPREAD: of `row_scales`.
+    Few that are not of `both` are read as one tile of words; more would take registers. Read before the
+    product of the minimums they take registers, too, with Triton 3.7.1.
     """
     parts = ()
-    if GROUPS <= 2 or (GROUPS <= 4 and SPREAD > 1):
+    if len(both) > 0:
+        cut = runs_of(both[0], both[0].shape[1])
+        for i in tl.static_range(GROUPS):
+            parts = parts + (tl.reshape(cut[i], (at.shape[0],)),)
+    elif GROUPS <= 2 or (GROUPS <= 4 and SPREAD > 1):
         COUNT: tl.constexpr = max(4 if GROUPS == 3 else GROUPS, SPREAD // 2)
         col = tl.arange(0, COUNT)
         mask = inside[:, None] & (col < GROUPS)[None, :]
@@ -158,15 +164,6 @@ def group_scales(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr)
             word = tl.load(scales + (at + i), mask=inside, other=0)
             parts = parts + (word.to(tl.int16).to(tl.float16, bitcast=True),)
     return parts
-
-
-@triton.jit
-def scales_and_minimums(scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr):
-    """All that scales those tokens, COMPUTE [keys, PAIRS]: scale, minimum, scale, ... and zeros."""
-    col = tl.arange(0, PAIRS)
-    halves = scales.to(tl.pointer_type(tl.float16), bitcast=True)
-    mask = inside[:, None] & (col < 2 * GROUPS)[None, :]
-    return tl.load(halves + ((2 * at)[:, None] + col[None, :]), mask=mask, other=0.0).to(COMPUTE)
 
 
 @triton.jit

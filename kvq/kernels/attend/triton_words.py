@@ -8,7 +8,14 @@ output that lie apart until the end. Codes are never scaled: scores and probabil
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_scales import group_factors, runs_of, scaled, side_by_side
+from kvq.kernels.attend.triton_scales import (
+    group_minimums,
+    group_scales,
+    narrow_factors,
+    runs_of,
+    scaled,
+    side_by_side,
+)
 from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
 
@@ -73,7 +80,7 @@ def word_queries(
     PAIRS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Queries [ROWS, PAD] as the parts of K's runs, and of INT4 what minimums are multiplied by;
-    STEP: columns of a group in `group_factors`, the last of which is its minimum."""
+    STEP: columns of a group in `group_minimums`, the last of which is its minimum."""
     parts = ()
     sums = ()
     if KIND == INT4:
@@ -112,9 +119,10 @@ def int4_scores(
     """
     LOW: tl.constexpr = low_unit(INT4, COMPUTE)
     HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
-    groups, pairs = group_factors(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, SPREAD)
-    pairs = tl.trans(pairs)
+    both = narrow_factors(scales, scales_at, inside, DIM // GROUP, COMPUTE)
+    pairs = tl.trans(group_minimums(both, scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
     total = added_dot(sums[0], pairs, dot(sums[1], pairs))
+    groups = group_scales(both, scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
@@ -171,9 +179,11 @@ def add_int4_values(
     COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
-    groups, pairs = group_factors(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, SPREAD)
+    both = narrow_factors(scales, scales_at, inside, DIM // GROUP, COMPUTE)
+    pairs = group_minimums(both, scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
     weights = p.to(COMPUTE)
     new = (_taken_in(outs[0], decay, weights, pairs),)
+    groups = group_scales(both, scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = scaled(weights, groups[j * RUN // GROUP])
