@@ -98,9 +98,12 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     )
     if paired:
         part |= _strided(f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
+    if words and getattr(kv.formats, name).is_narrow:
+        part |= _strided(f"{name}_scales", f"{name}s", _narrow_words(rows.scales))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
     columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
-    least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
+    # Summed over by K's product, where narrow ones stand twice, and columns of V's.
+    least = 16 if name == "k" and columns > groups else 8
     return (
         part
         | mean_arguments(name, kv)
@@ -154,6 +157,13 @@ def _rounded(q: Tensor, kv: PagedKV, k: dict[str, Any]) -> dict[str, Any]:
 def _as_pairs(x: Tensor) -> bool:
     """Whether neighbours in the last dimension can be seen as one element of twice the size."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+
+
+def _narrow_words(scales: Tensor | None) -> Tensor:
+    """Scales and minimums of 8 bits as words of two groups, or of one where they can't be seen as that."""
+    assert scales is not None, "narrow scales are stored"
+    pairs = scales.view(torch.uint16)
+    return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs
 
 
 def _strided(pointer: str, strides: str, rows: Tensor) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
 from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
-from kvq.kernels.attend.triton_scales import row_scales, scaled
+from kvq.kernels.attend.triton_scales import is_narrow, row_scales, scaled
 from kvq.kernels.attend.triton_words import (
     add_byte_values,
     add_int4_values,
@@ -338,7 +338,7 @@ def attend_kernel(
     runs = ()
     sums = ()
     if K_WORDS:
-        K_STEP: tl.constexpr = 1 if k_scales.dtype.element_ty == tl.int16 else 2
+        K_STEP: tl.constexpr = 1 if is_narrow(k_scales) else 2
         runs, sums = word_queries(q, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_STEP)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -362,8 +362,9 @@ def attend_kernel(
     k_scales += kv_head.to(tl.int64) * ks_head
     v_codes += kv_head.to(tl.int64) * vc_head
     v_scales += kv_head.to(tl.int64) * vs_head
-    # Exponents of probabilities are raised by that, for weights in fp16.
-    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if V_WORDS else 0.0
+    # Exponents of probabilities are raised by that, for weights in fp16; narrow scales are enlarged instead.
+    IS_RAISED: tl.constexpr = V_WORDS and not is_narrow(v_scales)
+    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if IS_RAISED else 0.0
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
@@ -404,7 +405,7 @@ def attend_kernel(
 
     out = outs[0]
     if V_WORDS:
-        V_STEP: tl.constexpr = 1 if v_scales.dtype.element_ty == tl.int16 else 2
+        V_STEP: tl.constexpr = 1 if is_narrow(v_scales) else 2
         out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE, V_STEP)
         if V_STATIC:
             out = out * tl.load(v_static + kv_head)

@@ -10,14 +10,15 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton_scales import (
     group_minimums,
-    group_scales,
-    narrow_factors,
+    group_words,
+    half_scale,
     runs_of,
     scaled,
     side_by_side,
+    wide_scale,
 )
 from kvq.kernels.gpu.rows import INT4
-from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
+from kvq.kernels.gpu.words import exponent, high_unit, low_unit, settled, word_parts
 
 
 @triton.jit
@@ -95,6 +96,8 @@ def word_queries(
             total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), STEP * high + STEP - 1)
         coarse = total.to(q.dtype)
         sums = (coarse, (total - coarse.to(tl.float32)).to(q.dtype))
+        if STEP == 1:
+            sums = (side_by_side(sums[0], sums[1]),)
     else:
         parts = _even_and_odd(q, 1, 1, RUN, WIDTH)
     return parts, sums
@@ -117,20 +120,21 @@ def int4_scores(
     """q . k of one tile, fp32 [rows, keys]: partial products of every group times its scale, and one product
     of the queries' sums with all minimums; sums come in two numbers, so that nothing is rounded.
     """
-    LOW: tl.constexpr = low_unit(INT4, COMPUTE)
-    HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
-    both = narrow_factors(scales, scales_at, inside, DIM // GROUP, COMPUTE)
-    pairs = tl.trans(group_minimums(both, scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
-    total = added_dot(sums[0], pairs, dot(sums[1], pairs))
-    groups = group_scales(both, scales, scales_at, inside, DIM // GROUP, SPREAD)
+    LOW: tl.constexpr = exponent(low_unit(INT4, COMPUTE))
+    HIGH: tl.constexpr = exponent(high_unit(INT4, COMPUTE))
+    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    if len(sums) == 1:
+        total = dot(sums[0], tl.trans(side_by_side(pairs, pairs)))
+    else:
+        pairs = tl.trans(pairs)
+        total = added_dot(sums[0], pairs, dot(sums[1], pairs))
+    groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
         high = added_dot(q[4 * j + 3], tl.trans(parts[3]), dot(q[4 * j + 1], tl.trans(parts[1])))
-        scale = groups[j * RUN // GROUP]
-        total += low * (scale.to(tl.float32) * LOW)[None, :]
-        scale = groups[(DIM // 2 + j * RUN) // GROUP]
-        total += high * (scale.to(tl.float32) * HIGH)[None, :]
+        total += low * wide_scale(groups, j * RUN // GROUP, LOW)[None, :]
+        total += high * wide_scale(groups, (DIM // 2 + j * RUN) // GROUP, HIGH)[None, :]
     return total
 
 
@@ -179,15 +183,14 @@ def add_int4_values(
     COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
-    both = narrow_factors(scales, scales_at, inside, DIM // GROUP, COMPUTE)
-    pairs = group_minimums(both, scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
     weights = p.to(COMPUTE)
     new = (_taken_in(outs[0], decay, weights, pairs),)
-    groups = group_scales(both, scales, scales_at, inside, DIM // GROUP, SPREAD)
+    groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = scaled(weights, groups[j * RUN // GROUP])
-        high = scaled(weights, groups[(DIM // 2 + j * RUN) // GROUP])
+        low = scaled(weights, half_scale(groups, j * RUN // GROUP, COMPUTE))
+        high = scaled(weights, half_scale(groups, (DIM // 2 + j * RUN) // GROUP, COMPUTE))
         new = new + (
             _taken_in(outs[4 * j + 1], decay, low, parts[0]),
             _taken_in(outs[4 * j + 2], decay, high, parts[1]),
@@ -222,8 +225,9 @@ def joined(
     COMPUTE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts."""
-    LOW: tl.constexpr = low_unit(KIND, COMPUTE)
-    HIGH: tl.constexpr = high_unit(KIND, COMPUTE)
+    SHARE: tl.constexpr = 1 / 32 if KIND == INT4 and STEP == 1 else 1.0
+    LOW: tl.constexpr = low_unit(KIND, COMPUTE) * SHARE
+    HIGH: tl.constexpr = high_unit(KIND, COMPUTE) * SHARE
     RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1
     runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
     if KIND == INT4:

@@ -6,6 +6,7 @@ registers: a word's even byte gives one operand, its odd byte another, of produc
 make every other column of the output. The assembly is pure, so that the compiler may move it there.
 """
 
+import math
 from typing import Any
 
 import triton
@@ -63,10 +64,10 @@ def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
 
 def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     """What the numbers of `word_parts` are to be multiplied by to be the values of codes."""
-    by_bits = _plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
-    if _plain(kind) == FP8.value:
+    by_bits = plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
+    if plain(kind) == FP8.value:
         return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
-    return tl.constexpr(2.0**24 if by_bits and _plain(kind) == INT4.value else 1.0)
+    return tl.constexpr(2.0**24 if by_bits and plain(kind) == INT4.value else 1.0)
 
 
 def high_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
@@ -75,12 +76,18 @@ def high_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(unit / 16 if unit > 1 else unit)
 
 
+def exponent(unit: Any, _semantic: Any = None) -> tl.constexpr:
+    """Of a power of two."""
+    return tl.constexpr(int(math.log2(plain(unit))))
+
+
 def enlargement(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     """What is added to the exponents of probabilities that V's codes are multiplied by."""
-    return tl.constexpr(_ENLARGEMENT[_plain(kind)] if _plain(compute) == tl.float16 else 0.0)
+    return tl.constexpr(_ENLARGEMENT[plain(kind)] if plain(compute) == tl.float16 else 0.0)
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """A constant of device code as the compilation's host has it."""
     return x.value if isinstance(x, tl.constexpr) else x
 
 
@@ -88,6 +95,7 @@ for _function in (
     converts_e4m3,
     low_unit,
     high_unit,
+    exponent,
     enlargement,
 ):  # device code calls them with the compilation
     _function.__triton_builtin__ = True
