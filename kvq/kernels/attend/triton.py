@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.formats import Code
+from kvq.formats import Code, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import ROUNDED
@@ -53,7 +53,8 @@ def attend(
 def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = decode_shape(kv, q), extend_shape(kv, q)
-    k, v = (_part(x, q, kv) for x in ("k", "v"))
+    whole = all(kv.block_size % shape.keys == 0 for shape in (decode, extend))
+    k, v = (_part(x, q, kv, whole) for x in ("k", "v"))
     fixed = {**options_of_layer(options, q_heads, kv_heads), **k, **v, "BLOCK_SIZE": kv.block_size}
     own = [
         {
@@ -80,16 +81,21 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
 _planned_rounded = partial(_planned, rounded=True)
 
 
-def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
+def _part(name: str, q: Tensor, kv: PagedKV, whole: bool) -> dict[str, Any]:
     """K or V as the kernel takes it: codes as words of two bytes and scales by pairs of tokens where they lie
-    so that they can be, and numbers to compute in."""
+    so that they can be, and numbers to compute in. `whole`: whether tiles of keys lie in one block each."""
     part, upper = part_arguments(name, kv), name.upper()
     rows, code = getattr(kv, name), getattr(kv.formats, name).code
     half_row = part[f"{upper}_DIM"] // 2
     is_int4 = part[f"{upper}_KIND"] == INT4.value
     run = min(part[f"{upper}_GROUP"], half_row) if is_int4 else part[f"{upper}_DIM"]  # bytes
     is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value)
-    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes) and rows.means is None
+    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes)
+    means = mean_arguments(name, kv)
+    if rows.means is not None:
+        words = words and whole and is_int4 and _has_mean_words(name, kv, run)
+        if words:
+            means |= _strided(f"{name}_means", f"{name}m", rows.means.view(torch.uint32))
     if words:
         part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
@@ -102,11 +108,12 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
         part |= _strided(f"{name}_scales", f"{name}s", _narrow_words(rows.scales))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
     columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
+    columns *= 2 if name == "v" and rows.means is not None else 1
     # Summed over by K's product, where narrow ones stand twice, and columns of V's.
     least = 16 if name == "k" and columns > groups else 8
     return (
         part
-        | mean_arguments(name, kv)
+        | means
         | {
             f"{upper}_PAIRED": paired,
             f"{upper}_WORDS": words,
@@ -117,6 +124,15 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
             **({"K_ROUNDED": False} if name == "k" else {}),
         }
     )
+
+
+def _has_mean_words(name: str, kv: PagedKV, run: int) -> bool:
+    """Whether means are read in the runs of their rows, as words of 32 bits, with two narrow scales a word."""
+    fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
+    group = mean_format(dim).scale.group_size
+    is_run = group % run == 0 and fmt.scale.group_size <= group
+    pairs = getattr(kv, name).means.view(torch.int16)
+    return fmt.is_narrow and is_run and dim // group in (2, 4, 8) and _as_pairs(pairs)
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:

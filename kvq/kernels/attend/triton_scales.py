@@ -199,7 +199,7 @@ def half_scale(words, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
     """A group's scale of its words, fp16 or fp32 [keys]; narrow ones are 32 times as large."""
     if words[0].dtype == tl.int32:
         scale = words[GROUP].to(tl.int16).to(tl.float16, bitcast=True)
-    elif COMPUTE == tl.float16 and takes_ptx():
+    elif COMPUTE == tl.float16 and takes_ptx() and words[0].shape[0] > 1:
         PER: tl.constexpr = words[0].dtype.primitive_bitwidth // 16
         scale = tl.inline_asm_elementwise(
             _HIGH_SCALES if GROUP % PER == 1 else _LOW_SCALES,

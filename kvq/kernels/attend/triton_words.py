@@ -12,6 +12,7 @@ from kvq.kernels.attend.triton_scales import (
     group_minimums,
     group_words,
     half_scale,
+    is_narrow,
     runs_of,
     scaled,
     side_by_side,
@@ -19,6 +20,9 @@ from kvq.kernels.attend.triton_scales import (
 )
 from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import exponent, high_unit, low_unit, settled, word_parts
+
+LEAST_COLUMNS = tl.constexpr(8)  # of a product
+LEAST_KEYS = tl.constexpr(16)  # that a product sums over
 
 
 @triton.jit
@@ -112,27 +116,52 @@ def _run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WID
 
 
 @triton.jit
+def _columns(x):
+    """Keys [keys, elements] as columns."""
+    if x.shape[0] == 1:
+        x = tl.broadcast_to(x, (LEAST_COLUMNS, x.shape[1]))
+    return tl.trans(x)
+
+
+@triton.jit
+def mean_scores(
+    q, sums, means, at, KEYS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: words before its row."""
+    none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
+    codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
+    scores = int4_scores(
+        q, sums, none, codes, means + DIM // 8, 2 * at, at, tl.arange(0, 1) == 0,
+        DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
+    )  # fmt: skip
+    shape: tl.constexpr = (q[0].shape[0], KEYS // LEAST_COLUMNS, LEAST_COLUMNS)
+    return tl.reshape(tl.broadcast_to(scores[:, None, :], shape), (q[0].shape[0], KEYS))
+
+
+@triton.jit
 def int4_scores(
-    q, sums, codes, scales, codes_at, scales_at, inside,
+    q, sums, before, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys]: partial products of every group times its scale, and one product
-    of the queries' sums with all minimums; sums come in two numbers, so that nothing is rounded.
+    """q . k of one tile, fp32 [rows, keys], added to `before`: partial products of every group times its
+    scale, and one product of the queries' sums with all minimums; sums come in two numbers, so that nothing
+    is rounded. A single key is that of all of LEAST_COLUMNS columns.
     """
     LOW: tl.constexpr = exponent(low_unit(INT4, COMPUTE))
     HIGH: tl.constexpr = exponent(high_unit(INT4, COMPUTE))
     pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
-    if len(sums) == 1:
-        total = dot(sums[0], tl.trans(side_by_side(pairs, pairs)))
+    if is_narrow(scales):
+        total = added_dot(sums[0], _columns(side_by_side(pairs, pairs)), before)
     else:
         pairs = tl.trans(pairs)
-        total = added_dot(sums[0], pairs, dot(sums[1], pairs))
+        total = added_dot(sums[0], pairs, added_dot(sums[1], pairs, before))
     groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
-        high = added_dot(q[4 * j + 3], tl.trans(parts[3]), dot(q[4 * j + 1], tl.trans(parts[1])))
+        low = added_dot(q[4 * j + 2], _columns(parts[2]), dot(q[4 * j], _columns(parts[0])))
+        high = added_dot(q[4 * j + 3], _columns(parts[3]), dot(q[4 * j + 1], _columns(parts[1])))
         total += low * wide_scale(groups, j * RUN // GROUP, LOW)[None, :]
         total += high * wide_scale(groups, (DIM // 2 + j * RUN) // GROUP, HIGH)[None, :]
     return total
@@ -166,38 +195,84 @@ def word_outputs(
 
 
 @triton.jit
-def _taken_in(out, decay, weights, values):
-    """What came before, times `decay`, and the products of one tile, rounded to nearest.
+def _taken_in(out, decay, weights, values, more):
+    """What came before, times `decay`, and `more` and the products of one tile, rounded to nearest.
 
     Tensor cores cut off what they add to a sum. Codes of INT4 are never negative, so a product that took in
     the sum as well would fall short by as much in every column: over 34,816 keys by 1.5% of a result, all of
     it in one column if V was rotated.
     """
-    return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), dot(weights, values))
+    return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), added_dot(weights, values, more))
 
 
 @triton.jit
 def add_int4_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
+    COMPUTE: tl.constexpr, SPREAD: tl.constexpr, means, means_at, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Let the parts of the output take in one tile of INT4 rows."""
+    """Let the parts of the output take in one tile of INT4 rows, and with means the mean of their block."""
     pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
     weights = p.to(COMPUTE)
-    new = (_taken_in(outs[0], decay, weights, pairs),)
+    mean = _mean_of_values(p, means, means_at, DIM, MEAN_GROUP, PAIRS, COMPUTE)
+    more = (tl.zeros(outs[0].shape, tl.float32),) if MEAN_GROUP == 0 else (dot(mean[0], mean[1]),)
+    new = (_taken_in(outs[0], decay, weights, pairs, more[0]),)
     groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = scaled(weights, half_scale(groups, j * RUN // GROUP, COMPUTE))
         high = scaled(weights, half_scale(groups, (DIM // 2 + j * RUN) // GROUP, COMPUTE))
+        if MEAN_GROUP == 0:
+            none = tl.zeros(outs[1].shape, tl.float32)
+            more = (none, none, none, none)
+        else:
+            more = _mean_run(mean, means, means_at, j, DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE)
         new = new + (
-            _taken_in(outs[4 * j + 1], decay, low, parts[0]),
-            _taken_in(outs[4 * j + 2], decay, high, parts[1]),
-            _taken_in(outs[4 * j + 3], decay, low, parts[2]),
-            _taken_in(outs[4 * j + 4], decay, high, parts[3]),
+            _taken_in(outs[4 * j + 1], decay, low, parts[0], more[0]),
+            _taken_in(outs[4 * j + 2], decay, high, parts[1], more[1]),
+            _taken_in(outs[4 * j + 3], decay, low, parts[2], more[2]),
+            _taken_in(outs[4 * j + 4], decay, high, parts[3], more[3]),
         )
     return new
+
+
+@triton.jit
+def _rows(x):
+    """The only row of x again and again, as many as products sum over."""
+    return tl.broadcast_to(x, (LEAST_KEYS, x.shape[1]))
+
+
+@triton.jit
+def _mean_of_values(
+    p, means, at, DIM: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """The sums of weights p fp32 [rows, keys] over every LEAST_KEYS-th key, what they add by way of minimums to the
+    second half of the columns of minimums, and words of scales."""
+    mean = ()
+    if GROUP > 0:
+        weights = folded(p, LEAST_KEYS).to(COMPUTE)
+        inside = tl.arange(0, 1) == 0
+        pairs = group_minimums(means + DIM // 8, at, inside, DIM // GROUP, PAIRS // 2, COMPUTE)
+        pairs = side_by_side(tl.zeros(pairs.shape, COMPUTE), pairs)
+        mean = (weights, _rows(pairs), group_words(means + DIM // 8, at, inside, DIM // GROUP, 1))
+    return mean
+
+
+@triton.jit
+def _mean_run(
+    mean, means, at, J: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Products of one run of a mean, as INT4 rows have them."""
+    codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
+    inside = tl.arange(0, 1) == 0
+    parts = word_parts(_run_of_words(codes, 2 * at, inside, J * RUN, RUN, WIDTH), INT4, COMPUTE)
+    low = scaled(mean[0], half_scale(mean[2], J * RUN // GROUP, COMPUTE))
+    high = scaled(mean[0], half_scale(mean[2], (DIM // 2 + J * RUN) // GROUP, COMPUTE))
+    return (
+        dot(low, _rows(parts[0])), dot(high, _rows(parts[1])),
+        dot(low, _rows(parts[2])), dot(high, _rows(parts[3])),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -220,11 +295,20 @@ def _column(x, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def _minimum(x, AT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr):
+    """What minimums add to the run of elements that begins AT, of rows and of means, [ROWS, 1]."""
+    added = _column(x, STEP * (AT // GROUP) + STEP - 1)
+    if MEAN_GROUP > 0:
+        added += _column(x, x.shape[1] // 2 + AT // MEAN_GROUP)
+    return added
+
+
+@triton.jit
 def joined(
     outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-    COMPUTE: tl.constexpr, STEP: tl.constexpr,
+    COMPUTE: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The output [ROWS, PAD] of its parts."""
+    """The output [ROWS, PAD] of its parts. MEAN_GROUP: of means; 0: none."""
     SHARE: tl.constexpr = 1 / 32 if KIND == INT4 and STEP == 1 else 1.0
     LOW: tl.constexpr = low_unit(KIND, COMPUTE) * SHARE
     HIGH: tl.constexpr = high_unit(KIND, COMPUTE) * SHARE
@@ -232,10 +316,10 @@ def joined(
     runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
     if KIND == INT4:
         for j in tl.static_range(RUNS):
-            added = _column(outs[0], STEP * (j * RUN // GROUP) + STEP - 1)
+            added = _minimum(outs[0], j * RUN, GROUP, STEP, MEAN_GROUP)
             runs = runs + (_interleaved(outs[4 * j + 1] * LOW + added, outs[4 * j + 3] * LOW + added),)
         for j in tl.static_range(RUNS):
-            added = _column(outs[0], STEP * ((DIM // 2 + j * RUN) // GROUP) + STEP - 1)
+            added = _minimum(outs[0], DIM // 2 + j * RUN, GROUP, STEP, MEAN_GROUP)
             runs = runs + (_interleaved(outs[4 * j + 2] * HIGH + added, outs[4 * j + 4] * HIGH + added),)
     else:
         runs = (_interleaved(outs[0] * LOW, outs[1] * LOW),)
