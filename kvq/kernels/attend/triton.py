@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.formats import Code, mean_format
+from kvq.formats import Code, Grouped, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import ROUNDED
@@ -127,12 +127,13 @@ def _part(name: str, q: Tensor, kv: PagedKV, whole: bool) -> dict[str, Any]:
 
 
 def _has_mean_words(name: str, kv: PagedKV, run: int) -> bool:
-    """Whether means are read in the runs of their rows, as words of 32 bits, with two narrow scales a word."""
+    """Whether means are read in the runs of their rows, as words of 32 bits: two narrow scales, or codes."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
-    group = mean_format(dim).scale.group_size
+    scale, means = mean_format(dim).scale, getattr(kv, name).means
+    assert isinstance(scale, Grouped), "means are grouped"
+    group = scale.group_size
     is_run = group % run == 0 and fmt.scale.group_size <= group
-    pairs = getattr(kv, name).means.view(torch.int16)
-    return fmt.is_narrow and is_run and dim // group in (2, 4, 8) and _as_pairs(pairs)
+    return fmt.is_narrow and is_run and dim // group in (2, 4, 8) and _as_pairs(means.view(torch.int16))
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:

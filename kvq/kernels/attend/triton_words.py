@@ -246,8 +246,8 @@ def _rows(x):
 def _mean_of_values(
     p, means, at, DIM: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """The sums of weights p fp32 [rows, keys] over every LEAST_KEYS-th key, what they add by way of minimums to the
-    second half of the columns of minimums, and words of scales."""
+    """Sums of weights p fp32 [rows, keys] over every LEAST_KEYS-th key, a mean's minimums in the second half
+    of the columns of minimums, and words of its scales; nothing without means."""
     mean = ()
     if GROUP > 0:
         weights = folded(p, LEAST_KEYS).to(COMPUTE)

@@ -227,11 +227,12 @@ def _table() -> _Table:
 
 
 def format_name(formats: LayerFormats) -> str:
-    """K and V codes and groups, as `int4_g64/int8`; rotation doesn't change what a tile costs."""
+    """K and V codes, groups and what scales are, as `int4_g64/int8` or `int4_g32_s8/int8`; rotation doesn't
+    change what a tile costs."""
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
-        names.append(f"{fmt.code.name}{group}" + ("_mean" if fmt.mean else ""))
+        names.append(f"{fmt.code.name}{group}" + "_s8" * fmt.is_narrow + "_mean" * fmt.mean)
     return "/".join(names)
 
 
