@@ -17,14 +17,14 @@ from kvq.kernels.attend.triton_words import (
     LEAST_COLUMNS,
     LEAST_KEYS,
     add_byte_values,
-    add_int4_values,
+    add_packed_values,
     added_dot,
     byte_scores,
     dot,
     folded,
-    int4_scores,
     joined,
     mean_scores,
+    packed_scores,
     word_outputs,
     word_queries,
 )
@@ -61,14 +61,14 @@ def _scores(
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
     queries as words of codes need them."""
-    if WORDS and KIND == INT4:
+    if WORDS and KIND >= INT4:
         before = tl.zeros((q.shape[0], inside.shape[0]), tl.float32)
         if MEAN_GROUP > 0:
             before = mean_scores(
                 runs, sums[1:], means, means_at, inside.shape[0], DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE
             )  # fmt: skip
-        scores = int4_scores(
-            runs, sums, before, codes, scales, codes_at, scales_at, inside,
+        scores = packed_scores(
+            runs, sums, before, codes, scales, codes_at, scales_at, inside, KIND,
             DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD,
         )  # fmt: skip
     elif WORDS or ROUNDED:
@@ -128,9 +128,9 @@ def _values(
     means, means_at, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """The parts of the output with one tile taken in."""
-    if WORDS and KIND == INT4:
-        new = add_int4_values(
-            outs, p, decay, codes, scales, codes_at, scales_at, inside,
+    if WORDS and KIND >= INT4:
+        new = add_packed_values(
+            outs, p, decay, codes, scales, codes_at, scales_at, inside, KIND,
             DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD, means, means_at, MEAN_GROUP,
         )  # fmt: skip
     elif WORDS:
@@ -359,7 +359,7 @@ def attend_kernel(
         outs = word_outputs(ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH, V_PAIRS)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
-    if K_ROUNDED or (K_WORDS and K_KIND != INT4):
+    if K_ROUNDED or (K_WORDS and K_KIND < INT4):
         if K_STATIC:
             row_scale = row_scale * tl.load(k_static + kv_head)
         if not K_ROUNDED:

@@ -29,6 +29,9 @@ fma.rn.f16x2 $0, $0, part, minus;
 mul.rn.f16x2 $0, $0, scale;
 }
 """)
+_NARROW_MINIMUMS_OF_2 = tl.constexpr(  # over 1024
+    _NARROW_MINIMUMS.value.replace("0x1c001c00", "0x14001400").replace("0xc480c480", "0xbc80bc80")
+)
 # Two tokens' words become their scales times 32.
 _NARROW_SCALES = tl.constexpr("""
 {{
@@ -125,7 +128,9 @@ def runs_of(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def group_minimums(scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr):
+def group_minimums(
+    scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, BITS: tl.constexpr
+):
     """COMPUTE [keys, PAIRS] with the minimums of all groups of those tokens: narrow ones one a column, others
     in every other one, with scales between; zeros follow.
     """
@@ -137,10 +142,15 @@ def group_minimums(scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr
         pairs = tl.load(words + ((PER * at)[:, None] + col[None, :]), mask=mask, other=0)
         if COMPUTE == tl.float16 and takes_ptx():
             pairs = tl.inline_asm_elementwise(
-                _NARROW_MINIMUMS, "=&r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
+                _NARROW_MINIMUMS if BITS == 4 else _NARROW_MINIMUMS_OF_2,
+                "=&r,r",
+                [pairs],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
             )
         else:
-            _, pairs = scale_and_minimum(pairs, 4)
+            _, pairs = scale_and_minimum(pairs, BITS)
             pairs = pairs.to(COMPUTE)
     else:
         halves = scales.to(tl.pointer_type(tl.float16), bitcast=True)

@@ -19,7 +19,7 @@ from kvq.kernels.attend.triton_scales import (
     wide_scale,
 )
 from kvq.kernels.gpu.rows import INT4
-from kvq.kernels.gpu.words import exponent, high_unit, low_unit, settled, word_parts
+from kvq.kernels.gpu.words import codes_a_byte, exponent, settled, unit, word_parts
 
 LEAST_COLUMNS = tl.constexpr(8)  # of a product
 LEAST_KEYS = tl.constexpr(16)  # that a product sums over
@@ -88,16 +88,17 @@ def word_queries(
     STEP: columns of a group in `group_minimums`, the last of which is its minimum."""
     parts = ()
     sums = ()
-    if KIND == INT4:
-        RUNS: tl.constexpr = DIM // 2 // RUN
-        cut = _even_and_odd(q, 2, RUNS, RUN, WIDTH)
+    if KIND >= INT4:
+        PER: tl.constexpr = codes_a_byte(KIND)
+        RUNS: tl.constexpr = DIM // PER // RUN
+        cut = _even_and_odd(q, PER, RUNS, RUN, WIDTH)
         total = tl.zeros((q.shape[0], PAIRS), tl.float32)
         for j in tl.static_range(RUNS):
-            a, b, c, d = cut[j], cut[RUNS + j], cut[2 * RUNS + j], cut[3 * RUNS + j]
-            parts = parts + (a, b, c, d)
-            low, high = j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP
-            total = _in_column(total, a.to(tl.float32) + c.to(tl.float32), STEP * low + STEP - 1)
-            total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), STEP * high + STEP - 1)
+            for i in tl.static_range(2 * PER):
+                parts = parts + (cut[i * RUNS + j],)
+            for i in tl.static_range(PER):
+                both = cut[i * RUNS + j].to(tl.float32) + cut[(PER + i) * RUNS + j].to(tl.float32)
+                total = _in_column(total, both, STEP * ((i * (DIM // PER) + j * RUN) // GROUP) + STEP - 1)
         coarse = total.to(q.dtype)
         sums = (coarse, (total - coarse.to(tl.float32)).to(q.dtype))
         if STEP == 1:
@@ -124,6 +125,16 @@ def _columns(x):
 
 
 @triton.jit
+def _score_scale(
+    groups, KIND: tl.constexpr, PLACE: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """What products of codes at a place in bytes AT a row are multiplied by, fp32 [keys]."""
+    EXPONENT: tl.constexpr = exponent(unit(KIND, COMPUTE, PLACE))
+    return wide_scale(groups, (PLACE * (DIM // codes_a_byte(KIND)) + AT) // GROUP, EXPONENT)
+
+
+@triton.jit
 def mean_scores(
     q, sums, means, at, KEYS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
@@ -131,39 +142,40 @@ def mean_scores(
     """q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: words before its row."""
     none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
     codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
-    scores = int4_scores(
+    scores = packed_scores(
         q, sums, none, codes, means + DIM // 8, 2 * at, at, tl.arange(0, 1) == 0,
-        DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
+        INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
     )  # fmt: skip
     shape: tl.constexpr = (q[0].shape[0], KEYS // LEAST_COLUMNS, LEAST_COLUMNS)
     return tl.reshape(tl.broadcast_to(scores[:, None, :], shape), (q[0].shape[0], KEYS))
 
 
 @triton.jit
-def int4_scores(
+def packed_scores(
     q, sums, before, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys], added to `before`: partial products of every group times its
     scale, and one product of the queries' sums with all minimums; sums come in two numbers, so that nothing
     is rounded. A single key is that of all of LEAST_COLUMNS columns.
     """
-    LOW: tl.constexpr = exponent(low_unit(INT4, COMPUTE))
-    HIGH: tl.constexpr = exponent(high_unit(INT4, COMPUTE))
-    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    PER: tl.constexpr = codes_a_byte(KIND)
+    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, 8 // PER)
     if is_narrow(scales):
         total = added_dot(sums[0], _columns(side_by_side(pairs, pairs)), before)
     else:
         pairs = tl.trans(pairs)
         total = added_dot(sums[0], pairs, added_dot(sums[1], pairs, before))
     groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
-    for j in tl.static_range(DIM // 2 // RUN):
-        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = added_dot(q[4 * j + 2], _columns(parts[2]), dot(q[4 * j], _columns(parts[0])))
-        high = added_dot(q[4 * j + 3], _columns(parts[3]), dot(q[4 * j + 1], _columns(parts[1])))
-        total += low * wide_scale(groups, j * RUN // GROUP, LOW)[None, :]
-        total += high * wide_scale(groups, (DIM // 2 + j * RUN) // GROUP, HIGH)[None, :]
+    for j in tl.static_range(DIM // PER // RUN):
+        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), KIND, COMPUTE)
+        products = ()
+        for i in tl.static_range(PER):
+            even = dot(q[2 * PER * j + i], _columns(parts[i]))
+            products = products + (added_dot(q[2 * PER * j + PER + i], _columns(parts[PER + i]), even),)
+        for i in tl.static_range(PER):
+            total += products[i] * _score_scale(groups, KIND, i, j * RUN, DIM, GROUP, COMPUTE)[None, :]
     return total
 
 
@@ -187,10 +199,10 @@ def word_outputs(
     """
     run = tl.zeros((ROWS, WIDTH), tl.float32)
     outs = (run, run)
-    if KIND == INT4:
+    if KIND >= INT4:
         outs = (tl.zeros((ROWS, PAIRS), tl.float32),)
-        for _ in tl.static_range(DIM // 2 // RUN):
-            outs = outs + (run, run, run, run)
+        for _ in tl.static_range(2 * (DIM // RUN)):
+            outs = outs + (run,)
     return outs
 
 
@@ -206,33 +218,35 @@ def _taken_in(out, decay, weights, values, more):
 
 
 @triton.jit
-def add_int4_values(
+def add_packed_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr, SPREAD: tl.constexpr, means, means_at, MEAN_GROUP: tl.constexpr,
+    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr, means, means_at,
+    MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Let the parts of the output take in one tile of INT4 rows, and with means the mean of their block."""
-    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    """Let the parts of the output take in one tile of packed rows, and with means the mean of their block."""
+    PER: tl.constexpr = codes_a_byte(KIND)
+    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, 8 // PER)
     weights = p.to(COMPUTE)
     mean = _mean_of_values(p, means, means_at, DIM, MEAN_GROUP, PAIRS, COMPUTE)
-    more = (tl.zeros(outs[0].shape, tl.float32),) if MEAN_GROUP == 0 else (dot(mean[0], mean[1]),)
-    new = (_taken_in(outs[0], decay, weights, pairs, more[0]),)
+    more = tl.zeros(outs[0].shape, tl.float32) if MEAN_GROUP == 0 else dot(mean[0], mean[1])
+    new = (_taken_in(outs[0], decay, weights, pairs, more),)
     groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
-    for j in tl.static_range(DIM // 2 // RUN):
-        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = scaled(weights, half_scale(groups, j * RUN // GROUP, COMPUTE))
-        high = scaled(weights, half_scale(groups, (DIM // 2 + j * RUN) // GROUP, COMPUTE))
+    for j in tl.static_range(DIM // PER // RUN):
+        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), KIND, COMPUTE)
+        more = ()
         if MEAN_GROUP == 0:
-            none = tl.zeros(outs[1].shape, tl.float32)
-            more = (none, none, none, none)
+            for _ in tl.static_range(2 * PER):
+                more = more + (tl.zeros(outs[1].shape, tl.float32),)
         else:
             more = _mean_run(mean, means, means_at, j, DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE)
-        new = new + (
-            _taken_in(outs[4 * j + 1], decay, low, parts[0], more[0]),
-            _taken_in(outs[4 * j + 2], decay, high, parts[1], more[1]),
-            _taken_in(outs[4 * j + 3], decay, low, parts[2], more[2]),
-            _taken_in(outs[4 * j + 4], decay, high, parts[3], more[3]),
-        )
+        own = ()
+        for i in tl.static_range(PER):
+            scale = half_scale(groups, (i * (DIM // PER) + j * RUN) // GROUP, COMPUTE)
+            own = own + (scaled(weights, scale),)
+        own = own + own  # for even bytes and odd ones
+        for i in tl.static_range(2 * PER):
+            new = new + (_taken_in(outs[2 * PER * j + i + 1], decay, own[i], parts[i], more[i]),)
     return new
 
 
@@ -252,7 +266,7 @@ def _mean_of_values(
     if GROUP > 0:
         weights = folded(p, LEAST_KEYS).to(COMPUTE)
         inside = tl.arange(0, 1) == 0
-        pairs = group_minimums(means + DIM // 8, at, inside, DIM // GROUP, PAIRS // 2, COMPUTE)
+        pairs = group_minimums(means + DIM // 8, at, inside, DIM // GROUP, PAIRS // 2, COMPUTE, 4)
         pairs = side_by_side(tl.zeros(pairs.shape, COMPUTE), pairs)
         mean = (weights, _rows(pairs), group_words(means + DIM // 8, at, inside, DIM // GROUP, 1))
     return mean
@@ -309,21 +323,20 @@ def joined(
     COMPUTE: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts. MEAN_GROUP: of means; 0: none."""
-    SHARE: tl.constexpr = 1 / 32 if KIND == INT4 and STEP == 1 else 1.0
-    LOW: tl.constexpr = low_unit(KIND, COMPUTE) * SHARE
-    HIGH: tl.constexpr = high_unit(KIND, COMPUTE) * SHARE
-    RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1
-    runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
-    if KIND == INT4:
-        for j in tl.static_range(RUNS):
-            added = _minimum(outs[0], j * RUN, GROUP, STEP, MEAN_GROUP)
-            runs = runs + (_interleaved(outs[4 * j + 1] * LOW + added, outs[4 * j + 3] * LOW + added),)
-        for j in tl.static_range(RUNS):
-            added = _minimum(outs[0], DIM // 2 + j * RUN, GROUP, STEP, MEAN_GROUP)
-            runs = runs + (_interleaved(outs[4 * j + 2] * HIGH + added, outs[4 * j + 4] * HIGH + added),)
+    SHARE: tl.constexpr = 1 / 32 if KIND >= INT4 and STEP == 1 else 1.0
+    PER: tl.constexpr = codes_a_byte(KIND)
+    RUNS: tl.constexpr = DIM // PER // RUN
+    runs = ()  # as [ROWS, 2 * WIDTH], those of the lowest codes of bytes first
+    if KIND >= INT4:
+        for i in tl.static_range(PER):
+            for j in tl.static_range(RUNS):
+                added = _minimum(outs[0], i * (DIM // PER) + j * RUN, GROUP, STEP, MEAN_GROUP)
+                even = outs[2 * PER * j + i + 1] * (unit(KIND, COMPUTE, i) * SHARE)
+                odd = outs[2 * PER * j + PER + i + 1] * (unit(KIND, COMPUTE, i) * SHARE)
+                runs = runs + (_interleaved(even + added, odd + added),)
     else:
-        runs = (_interleaved(outs[0] * LOW, outs[1] * LOW),)
-    return _runs_together(runs, 2 * RUNS if KIND == INT4 else 1, PAD, RUN)
+        runs = (_interleaved(outs[0] * unit(KIND, COMPUTE, 0), outs[1] * unit(KIND, COMPUTE, 0)),)
+    return _runs_together(runs, PER * RUNS, PAD, RUN)
 
 
 @triton.jit

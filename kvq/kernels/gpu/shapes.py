@@ -247,7 +247,8 @@ def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
         return dim * fmt.code.bits // 8
     # Tiles of rows with means are read so if each lies in one block.
     is_read = fmt.code.bits == 4 and (not fmt.mean or block_size % _MOST_BLOCK == 0)
-    return min(fmt.scale.group_size, dim // 2) if is_read else 0
+    is_read |= fmt.code.bits == 2 and not fmt.mean
+    return min(fmt.scale.group_size, dim * fmt.code.bits // 8) if is_read else 0
 
 
 def target(x: Tensor) -> str:

@@ -136,7 +136,9 @@ def test_sequences_may_share_blocks() -> None:
     compare(rows_like_kv(2, 6, 64, 9), cache, shared.batch([1, 1], [40, 40]))
 
 
-@pytest.mark.parametrize("kv", ["int4", "int4_g16_rot", "fp8", "int8", "fp8/int4", "fp16"])
+@pytest.mark.parametrize(
+    "kv", ["int4", "int4_g16_rot", "int2", "int2_g16/int4", "fp8", "int8", "fp8/int4", "fp16"]
+)
 def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,14 @@ def test_words_of_int4_become_subnormal_numbers() -> None:
             assert nibbles == [(x >> 4) * 2.0**-20 for x in packed[at::2]]
 
 
+def test_words_of_int2_become_subnormal_numbers() -> None:
+    for byte in range(256):
+        packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
+        parts = [halves([x], torch.float16) for x in run(words._INT2.value, joined(packed), 8)]
+        for i, part in enumerate(parts):
+            assert part == [(x >> 2 * (i % 4) & 3) * 2.0 ** (2 * (i % 4) - 24) for x in packed[i // 4 :: 2]]
+
+
 def test_words_of_narrow_scales_become_32_times_the_scales_and_the_minimums() -> None:
     """Also as fp32 times a power of two; all of them exact."""
     for scale in range(8, 248):
@@ -108,6 +116,8 @@ def test_words_of_narrow_scales_become_32_times_the_scales_and_the_minimums() ->
         word, other = joined(packed), joined(packed[2:] + packed[:2])
         (minimums,) = run(triton_scales._NARROW_MINIMUMS.value, word, 1)
         assert halves([minimums], torch.float16) == want[:, 1].half().tolist()
+        (minimums,) = run(triton_scales._NARROW_MINIMUMS_OF_2.value, word, 1)
+        assert halves([minimums], torch.float16) == (want[:, 1] / 4).half().tolist()
         for place, program in enumerate((triton_scales._LOW_SCALES, triton_scales._HIGH_SCALES)):
             (scales,) = run(program.value, [word, other], 1)
             both = [want[place, 0], want[1 - place, 0]]
