@@ -1,8 +1,10 @@
-"""Attention over FP8, INT8 and INT4 rows in Triton, read as words of two bytes (see gpu/words.py).
+"""Attention over FP8, INT8, INT4 and INT2 rows in Triton, read as words of two bytes (see gpu/words.py).
 
-A row is read in runs: all of FP8 and INT8 rows, and of INT4 rows the bytes of one group in each half. Every
-run gives two parts, or four of INT4, each with a product of its own: K's are summed, V's are columns of the
-output that lie apart until the end. Codes are never scaled: scores and probabilities are.
+A row is read in runs: all of FP8 and INT8 rows, and of packed ones, INT4 and INT2, the bytes of one group in
+each half or quarter. Every run gives two parts, or four of INT4 and eight of INT2, each with a product of its
+own: K's are summed, V's are columns of the output that lie apart until the end. Codes are never scaled, but
+scores and probabilities. A block's mean is one more key, seen by all columns of its tile, and one more value,
+times the sum of the weights.
 """
 
 import triton
@@ -153,8 +155,8 @@ def mean_scores(
 @triton.jit
 def packed_scores(
     q, sums, before, codes, scales, codes_at, scales_at, inside,
-    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
+    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys], added to `before`: partial products of every group times its
     scale, and one product of the queries' sums with all minimums; sums come in two numbers, so that nothing

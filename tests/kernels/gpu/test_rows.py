@@ -9,7 +9,8 @@ from kvq.kernels.codec import e4m3, narrow
 from kvq.kernels.gpu import words
 
 INSTRUCTION = re.compile(
-    r"(and|or|xor|sh[rl]|prmt|fma|mul|mad\.lo|add|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
+    r"(and|or|xor|sh[rl]|prmt|fma|mul|mad\.lo|add|mov)\.(?:rn\.)?([bu]32|b?f16x2) "
+    r"(\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
 )
 
 
