@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.gpu.case import Case, Rows, Target
 
-FORMATS = ("bf16", "fp8", "int8", "int4", "int4_g64", "int4_g32", "int4_g32_rot")  # int4 is rotated
+FORMATS = ("bf16", "fp8", "int8", "int4", "int4_g64", "int4_g64_rot", "int4_g32", "int4_g32_rot")
 _WRITE = "write 256 at 4096"
 DENSE = "dense"  # stands for torch's attention alone
 

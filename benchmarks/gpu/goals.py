@@ -140,7 +140,8 @@ GOALS: Iterable[Goal] = (
     Goal("decode 64 x 8,192: int8, speedup over bf16", 1.7, faster(_DECODE, "int8")),
     Goal("decode 64 x 8,192: int4_g64, speedup over bf16", 2.3, faster(_DECODE, "int4_g64")),
     Goal("decode 64 x 8,192: int4_g32, speedup over bf16", 2.1, faster(_DECODE, "int4_g32")),
-    Goal("rotation, int4 over int4_g64", 1.05, slower(_DECODE, "int4", "int4_g64"), at_most=True),
+    Goal("rotation, int4_g64", 1.05, slower(_DECODE, "int4_g64_rot", "int4_g64"), at_most=True),
+    Goal("scales of 8 bits", 1.15, slower(_DECODE, "int4", "int4_g64_rot"), at_most=True),  # as many bytes
     Goal("rotation, int4_g32", 1.05, slower(_DECODE, "int4_g32_rot", "int4_g32"), at_most=True),
     Goal("decode 1 x 131,072: bf16, share of bandwidth", 0.75, bandwidth(_LONG)),
     Goal("decode 1 x 131,072: int4, speedup over bf16", 2.0, faster(_LONG, "int4")),

@@ -30,6 +30,8 @@ TYPES = {
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint16: "*u16",
+    torch.uint32: "*u32",
 }
 LARGE = ("codes", "scales", "w_ptr")  # may take more than 2 GB, which AMD's code is specialized by
 

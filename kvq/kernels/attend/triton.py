@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.formats import Code
+from kvq.formats import Code, Grouped, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
-from kvq.kernels.gpu.rows import FP8, INT4, INT8
+from kvq.kernels.gpu.rows import FP8, INT2, INT4, INT8
 from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, decode_shape, extend_shape, target
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
@@ -53,7 +53,8 @@ def attend(
 def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = decode_shape(kv, q), extend_shape(kv, q)
-    k, v = (_part(x, q, kv) for x in ("k", "v"))
+    whole = all(kv.block_size % shape.keys == 0 for shape in (decode, extend))
+    k, v = (_part(x, q, kv, whole) for x in ("k", "v"))
     fixed = {**options_of_layer(options, q_heads, kv_heads), **k, **v, "BLOCK_SIZE": kv.block_size}
     own = [
         {
@@ -80,16 +81,23 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
 _planned_rounded = partial(_planned, rounded=True)
 
 
-def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
+def _part(name: str, q: Tensor, kv: PagedKV, whole: bool) -> dict[str, Any]:
     """K or V as the kernel takes it: codes as words of two bytes and scales by pairs of tokens where they lie
-    so that they can be, and numbers to compute in."""
+    so that they can be, and numbers to compute in. `whole`: whether tiles of keys lie in one block each."""
     part, upper = part_arguments(name, kv), name.upper()
     rows, code = getattr(kv, name), getattr(kv.formats, name).code
-    half_row = part[f"{upper}_DIM"] // 2
     is_int4 = part[f"{upper}_KIND"] == INT4.value
-    run = min(part[f"{upper}_GROUP"], half_row) if is_int4 else part[f"{upper}_DIM"]  # bytes
-    is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value)
-    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes) and rows.means is None
+    row = rows.codes.shape[-1] * rows.codes.element_size()  # bytes
+    run = min(part[f"{upper}_GROUP"], row) if code.is_grouped else row
+    is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value) or code.bits == 2
+    words = is_packed and run % 2 == 0 and row % run == 0 and _as_pairs(rows.codes)
+    means = mean_arguments(name, kv)
+    if rows.means is not None:
+        words = words and whole and is_int4 and _has_mean_words(name, kv, run)
+        if words:
+            means |= _strided(f"{name}_means", f"{name}m", rows.means.view(torch.uint32))
+    if words and code.bits == 2:
+        part[f"{upper}_KIND"] = INT2.value
     if words:
         part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
@@ -98,12 +106,16 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     )
     if paired:
         part |= _strided(f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
+    if words and getattr(kv.formats, name).is_narrow:
+        part |= _strided(f"{name}_scales", f"{name}s", _narrow_words(rows.scales))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
     columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
-    least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
+    columns *= 2 if name == "v" and rows.means is not None else 1
+    # Summed over by K's product, where narrow ones stand twice, and columns of V's.
+    least = 16 if name == "k" and columns > groups else 8
     return (
         part
-        | mean_arguments(name, kv)
+        | means
         | {
             f"{upper}_PAIRED": paired,
             f"{upper}_WORDS": words,
@@ -114,6 +126,16 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
             **({"K_ROUNDED": False} if name == "k" else {}),
         }
     )
+
+
+def _has_mean_words(name: str, kv: PagedKV, run: int) -> bool:
+    """Whether means are read in the runs of their rows, as words of 32 bits: two narrow scales, or codes."""
+    fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
+    scale, means = mean_format(dim).scale, getattr(kv, name).means
+    assert isinstance(scale, Grouped), "means are grouped"
+    group = scale.group_size
+    is_run = group % run == 0 and fmt.scale.group_size <= group
+    return fmt.is_narrow and is_run and dim // group in (2, 4, 8) and _as_pairs(means.view(torch.int16))
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
@@ -154,6 +176,13 @@ def _rounded(q: Tensor, kv: PagedKV, k: dict[str, Any]) -> dict[str, Any]:
 def _as_pairs(x: Tensor) -> bool:
     """Whether neighbours in the last dimension can be seen as one element of twice the size."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+
+
+def _narrow_words(scales: Tensor | None) -> Tensor:
+    """Scales and minimums of 8 bits as words of two groups, or of one where they can't be seen as that."""
+    assert scales is not None, "narrow scales are stored"
+    pairs = scales.view(torch.uint16)
+    return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs
 
 
 def _strided(pointer: str, strides: str, rows: Tensor) -> dict[str, Any]:

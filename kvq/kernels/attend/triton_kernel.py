@@ -12,21 +12,24 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
 from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
-from kvq.kernels.attend.triton_scales import row_scales, scaled
+from kvq.kernels.attend.triton_scales import is_narrow, row_scales, scaled
 from kvq.kernels.attend.triton_words import (
+    LEAST_COLUMNS,
+    LEAST_KEYS,
     add_byte_values,
-    add_int4_values,
+    add_packed_values,
     added_dot,
     byte_scores,
     dot,
     folded,
-    int4_scores,
     joined,
+    mean_scores,
+    packed_scores,
     word_outputs,
     word_queries,
 )
 from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, rotated, stored_rows
-from kvq.kernels.gpu.words import enlargement, low_unit
+from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -58,9 +61,14 @@ def _scores(
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
     queries as words of codes need them."""
-    if WORDS and KIND == INT4:
-        scores = int4_scores(
-            runs, sums, codes, scales, codes_at, scales_at, inside,
+    if WORDS and KIND >= INT4:
+        before = tl.zeros((q.shape[0], inside.shape[0]), tl.float32)
+        if MEAN_GROUP > 0:
+            before = mean_scores(
+                runs, sums[1:], means, means_at, inside.shape[0], DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE
+            )  # fmt: skip
+        scores = packed_scores(
+            runs, sums, before, codes, scales, codes_at, scales_at, inside, KIND,
             DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD,
         )  # fmt: skip
     elif WORDS or ROUNDED:
@@ -120,10 +128,10 @@ def _values(
     means, means_at, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """The parts of the output with one tile taken in."""
-    if WORDS and KIND == INT4:
-        new = add_int4_values(
-            outs, p, decay, codes, scales, codes_at, scales_at, inside,
-            DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD,
+    if WORDS and KIND >= INT4:
+        new = add_packed_values(
+            outs, p, decay, codes, scales, codes_at, scales_at, inside, KIND,
+            DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD, means, means_at, MEAN_GROUP,
         )  # fmt: skip
     elif WORDS:
         weights = p.to(COMPUTE)
@@ -338,8 +346,11 @@ def attend_kernel(
     runs = ()
     sums = ()
     if K_WORDS:
-        K_STEP: tl.constexpr = 1 if k_scales.dtype.element_ty == tl.int16 else 2
+        K_STEP: tl.constexpr = 1 if is_narrow(k_scales) else 2
         runs, sums = word_queries(q, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_STEP)
+        if K_MEAN_GROUP > 0:
+            _, of_means = word_queries(q, K_KIND, K_DIM, K_MEAN_GROUP, K_RUN, K_WIDTH, LEAST_COLUMNS, 1)
+            sums = sums + of_means
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     totals = tl.zeros((ROWS, FOLDED), tl.float32)  # summed over the keys at the end
@@ -348,7 +359,7 @@ def attend_kernel(
         outs = word_outputs(ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH, V_PAIRS)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
-    if K_ROUNDED or (K_WORDS and K_KIND != INT4):
+    if K_ROUNDED or (K_WORDS and K_KIND < INT4):
         if K_STATIC:
             row_scale = row_scale * tl.load(k_static + kv_head)
         if not K_ROUNDED:
@@ -362,8 +373,11 @@ def attend_kernel(
     k_scales += kv_head.to(tl.int64) * ks_head
     v_codes += kv_head.to(tl.int64) * vc_head
     v_scales += kv_head.to(tl.int64) * vs_head
-    # Exponents of probabilities are raised by that, for weights in fp16.
-    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if V_WORDS else 0.0
+    # Exponents of probabilities are raised by that, for weights in fp16; narrow scales are enlarged instead,
+    # and means multiply sums of weights.
+    IS_RAISED: tl.constexpr = V_WORDS and not is_narrow(v_scales)
+    SUMMED: tl.constexpr = KEYS // LEAST_KEYS if V_WORDS and V_MEAN_GROUP > 0 else 1
+    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if IS_RAISED else -exponent(SUMMED)
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
@@ -404,8 +418,8 @@ def attend_kernel(
 
     out = outs[0]
     if V_WORDS:
-        V_STEP: tl.constexpr = 1 if v_scales.dtype.element_ty == tl.int16 else 2
-        out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE, V_STEP)
+        V_STEP: tl.constexpr = 1 if is_narrow(v_scales) else 2
+        out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE, V_STEP, V_MEAN_GROUP)
         if V_STATIC:
             out = out * tl.load(v_static + kv_head)
     store_results(

@@ -6,32 +6,65 @@ that it needs: 32 copies a thread for 64 keys, where one would do. So small ones
 the first columns, of a tile with an element for every thread.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import scale_and_minimum, takes_ptx
+from kvq.kernels.gpu.rows import narrow_scale, scale_and_minimum, takes_ptx
+from kvq.kernels.gpu.words import plain
 
-# Two groups' words of 16 bits become two fp16 scales and two fp16 minimums, without a loss: a scale by way of
-# fp32, a minimum as its byte over 8 (of 1024 + 128 + byte, over 8, 144 are too many) times the scale.
-_NARROW_INT4 = tl.constexpr("""
+# Words of two bytes, two of a token, become the minimums of two groups as fp16, without a loss: 1024 + 128 +
+# the signed byte, less 1152, over 256, times the scale that is 32 times as large.
+_NARROW_MINIMUMS = tl.constexpr("""
 {
-.reg .b32 low, high, magic, eighth, minus;
-mov.b32 eighth, 0x30003000;
-mov.b32 minus, 0xd880d880;
-and.b32 low, $2, 0xff;
-shr.u32 high, $2, 16;
-and.b32 high, high, 0xff;
-shl.b32 low, low, 20;
-shl.b32 high, high, 20;
-add.u32 low, low, 0x35800000;
-add.u32 high, high, 0x35800000;
-cvt.rn.f16x2.f32 $0, high, low;
-xor.b32 magic, $2, 0x80008000;
-prmt.b32 magic, magic, 0x64646464, 0x4341;
-fma.rn.f16x2 magic, magic, eighth, minus;
-mul.rn.f16x2 $1, magic, $0;
+.reg .b32 scale, part, minus;
+mov.b32 part, 0x1c001c00;
+mov.b32 minus, 0xc480c480;
+shl.b32 scale, $1, 7;
+and.b32 scale, scale, 0x7f807f80;
+xor.b32 $0, $1, 0x80008000;
+prmt.b32 $0, $0, 0x64646464, 0x4341;
+fma.rn.f16x2 $0, $0, part, minus;
+mul.rn.f16x2 $0, $0, scale;
 }
 """)
+_NARROW_MINIMUMS_OF_2 = tl.constexpr(  # over 1024
+    _NARROW_MINIMUMS.value.replace("0x1c001c00", "0x14001400").replace("0xc480c480", "0xbc80bc80")
+)
+# Two tokens' words become their scales times 32.
+_NARROW_SCALES = tl.constexpr("""
+{{
+prmt.b32 $0, $1, $2, {bytes};
+shl.b32 $0, $0, 7;
+and.b32 $0, $0, 0x7f807f80;
+}}
+""")
+_LOW_SCALES = tl.constexpr(_NARROW_SCALES.value.format(bytes="0x5410"))
+_HIGH_SCALES = tl.constexpr(_NARROW_SCALES.value.format(bytes="0x7632"))
+
+
+def wide_assembly(place: Any, exponent: Any, _semantic: Any = None) -> tl.constexpr:
+    """A word's first byte, or its third one, as a scale in fp32 times a power of two: two instructions."""
+    mask, factor = (("0xff", 1 << 20), ("0xff0000", 16))[plain(place)]
+    added = (107 + plain(exponent)) << 23
+    return tl.constexpr(f"""
+{{
+.reg .b32 byte;
+and.b32 byte, $1, {mask};
+mad.lo.u32 $0, byte, {factor}, {added};
+}}
+""")
+
+
+def is_narrow(scales: Any, _semantic: Any = None) -> tl.constexpr:
+    """Whether a pointer's words hold pairs of bytes: they are unsigned then, of two groups or, where rows
+    have an odd number of them, of one."""
+    return tl.constexpr(scales.dtype.element_ty.is_int_unsigned())
+
+
+for _function in (wide_assembly, is_narrow):  # device code calls them with the compilation
+    _function.__triton_builtin__ = True
 
 
 @triton.jit
@@ -95,35 +128,31 @@ def runs_of(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def narrow_factors(scales, at, inside, GROUPS: tl.constexpr, COMPUTE: tl.constexpr):
-    """Scales and minimums of all groups of those tokens, [keys, groups] and zeros each, if they are words of
-    two bytes, of which one thread makes two numbers; none of wider words, which are read by themselves.
+def group_minimums(
+    scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, BITS: tl.constexpr
+):
+    """COMPUTE [keys, PAIRS] with the minimums of all groups of those tokens: narrow ones one a column, others
+    in every other one, with scales between; zeros follow.
     """
-    both = ()
-    if scales.dtype.element_ty == tl.int16:
-        col = tl.arange(0, triton.next_power_of_2(GROUPS))
+    col = tl.arange(0, PAIRS)
+    if is_narrow(scales):
+        PER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 16
+        words = scales.to(tl.pointer_type(tl.int16), bitcast=True)
         mask = inside[:, None] & (col < GROUPS)[None, :]
-        words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
+        pairs = tl.load(words + ((PER * at)[:, None] + col[None, :]), mask=mask, other=0)
         if COMPUTE == tl.float16 and takes_ptx():
-            both = tl.inline_asm_elementwise(
-                _NARROW_INT4, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=False, pack=2
+            pairs = tl.inline_asm_elementwise(
+                _NARROW_MINIMUMS if BITS == 4 else _NARROW_MINIMUMS_OF_2,
+                "=&r,r",
+                [pairs],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
             )
         else:
-            both = scale_and_minimum(words, 4)
-    return both
-
-
-@triton.jit
-def group_minimums(
-    both, scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """COMPUTE [keys, PAIRS] with the minimums of all groups of those tokens: of `both`, one a column, else in
-    every other one, with scales between; zeros follow.
-    """
-    if len(both) > 0:
-        pairs = _padded(both[1].to(COMPUTE), PAIRS)
+            _, pairs = scale_and_minimum(pairs, BITS)
+            pairs = pairs.to(COMPUTE)
     else:
-        col = tl.arange(0, PAIRS)
         halves = scales.to(tl.pointer_type(tl.float16), bitcast=True)
         mask = inside[:, None] & (col < 2 * GROUPS)[None, :]
         pairs = tl.load(halves + ((2 * at)[:, None] + col[None, :]), mask=mask, other=0.0).to(COMPUTE)
@@ -131,39 +160,64 @@ def group_minimums(
 
 
 @triton.jit
-def _padded(x, COLUMNS: tl.constexpr):
-    """x with zeros for further columns; all numbers of columns are powers of two."""
-    if x.shape[1] < COLUMNS:
-        x = _padded(side_by_side(x, tl.zeros(x.shape, x.dtype)), COLUMNS)
-    return x
+def group_words(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
+    """Words of 32 bits with the scales of all groups of those tokens, [keys] each: of narrow ones two a word.
+    SPREAD: of `row_scales`.
+
+    Few of them are read as one tile; more would take registers. Read before the product of the minimums they
+    take registers, too, with Triton 3.7.1.
+    """
+    parts = ()
+    WORDS: tl.constexpr = GROUPS // 2 if scales.dtype.element_ty == tl.uint32 else GROUPS
+    if scales.dtype.element_ty == tl.uint16:
+        for i in tl.static_range(WORDS):
+            parts = parts + (tl.load(scales + (at + i), mask=inside, other=0),)
+    elif WORDS <= 2 or (WORDS <= 4 and SPREAD > 1):
+        COUNT: tl.constexpr = max(4 if WORDS == 3 else WORDS, SPREAD // 2)
+        col = tl.arange(0, COUNT)
+        mask = inside[:, None] & (col < WORDS)[None, :]
+        words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
+        cut = runs_of(words, COUNT)
+        for i in tl.static_range(WORDS):
+            parts = parts + (tl.reshape(cut[i], (at.shape[0],)),)
+    else:
+        for i in tl.static_range(WORDS):
+            parts = parts + (tl.load(scales + (at + i), mask=inside, other=0),)
+    return parts
 
 
 @triton.jit
-def group_scales(both, scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
-    """The scales of all groups of those tokens, [keys] each. SPREAD: of `row_scales`.
-
-    Few that are not of `both` are read as one tile of words; more would take registers. Read before the
-    product of the minimums they take registers, too, with Triton 3.7.1.
-    """
-    parts = ()
-    if len(both) > 0:
-        cut = runs_of(both[0], both[0].shape[1])
-        for i in tl.static_range(GROUPS):
-            parts = parts + (tl.reshape(cut[i], (at.shape[0],)),)
-    elif GROUPS <= 2 or (GROUPS <= 4 and SPREAD > 1):
-        COUNT: tl.constexpr = max(4 if GROUPS == 3 else GROUPS, SPREAD // 2)
-        col = tl.arange(0, COUNT)
-        mask = inside[:, None] & (col < GROUPS)[None, :]
-        words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
-        cut = runs_of(words, COUNT)
-        for i in tl.static_range(GROUPS):
-            word = tl.reshape(cut[i], (at.shape[0],))
-            parts = parts + (word.to(tl.int16).to(tl.float16, bitcast=True),)
+def wide_scale(words, GROUP: tl.constexpr, EXPONENT: tl.constexpr):
+    """A group's scale of its words, fp32 [keys], times 2**EXPONENT."""
+    if words[0].dtype == tl.int32:
+        scale = words[GROUP].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 2.0**EXPONENT
     else:
-        for i in tl.static_range(GROUPS):
-            word = tl.load(scales + (at + i), mask=inside, other=0)
-            parts = parts + (word.to(tl.int16).to(tl.float16, bitcast=True),)
-    return parts
+        PER: tl.constexpr = words[0].dtype.primitive_bitwidth // 16
+        word = words[GROUP // PER].to(tl.uint32)
+        if takes_ptx():
+            scale = tl.inline_asm_elementwise(
+                wide_assembly(GROUP % PER, EXPONENT), "=r,r", [word], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            byte = (word >> (GROUP % PER * 16)) & 255
+            scale = narrow_scale(byte.to(tl.int32)) * 2.0**EXPONENT
+    return scale
+
+
+@triton.jit
+def half_scale(words, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
+    """A group's scale of its words, fp16 or fp32 [keys]; narrow ones are 32 times as large."""
+    if words[0].dtype == tl.int32:
+        scale = words[GROUP].to(tl.int16).to(tl.float16, bitcast=True)
+    elif COMPUTE == tl.float16 and takes_ptx() and words[0].shape[0] > 1:
+        PER: tl.constexpr = words[0].dtype.primitive_bitwidth // 16
+        scale = tl.inline_asm_elementwise(
+            _HIGH_SCALES if GROUP % PER == 1 else _LOW_SCALES,
+            "=&r,r,r", [words[GROUP // PER].to(tl.uint32)], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        scale = wide_scale(words, GROUP, 5)
+    return scale
 
 
 @triton.jit

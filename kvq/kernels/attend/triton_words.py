@@ -1,8 +1,10 @@
-"""Attention over FP8, INT8 and INT4 rows in Triton, read as words of two bytes (see gpu/words.py).
+"""Attention over FP8, INT8, INT4 and INT2 rows in Triton, read as words of two bytes (see gpu/words.py).
 
-A row is read in runs: all of FP8 and INT8 rows, and of INT4 rows the bytes of one group in each half. Every
-run gives two parts, or four of INT4, each with a product of its own: K's are summed, V's are columns of the
-output that lie apart until the end. Codes are never scaled: scores and probabilities are.
+A row is read in runs: all of FP8 and INT8 rows, and of packed ones, INT4 and INT2, the bytes of one group in
+each half or quarter. Every run gives two parts, or four of INT4 and eight of INT2, each with a product of its
+own: K's are summed, V's are columns of the output that lie apart until the end. Codes are never scaled, but
+scores and probabilities. A block's mean is one more key, seen by all columns of its tile, and one more value,
+times the sum of the weights.
 """
 
 import triton
@@ -10,14 +12,19 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton_scales import (
     group_minimums,
-    group_scales,
-    narrow_factors,
+    group_words,
+    half_scale,
+    is_narrow,
     runs_of,
     scaled,
     side_by_side,
+    wide_scale,
 )
 from kvq.kernels.gpu.rows import INT4
-from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
+from kvq.kernels.gpu.words import codes_a_byte, exponent, settled, unit, word_parts
+
+LEAST_COLUMNS = tl.constexpr(8)  # of a product
+LEAST_KEYS = tl.constexpr(16)  # that a product sums over
 
 
 @triton.jit
@@ -83,18 +90,21 @@ def word_queries(
     STEP: columns of a group in `group_minimums`, the last of which is its minimum."""
     parts = ()
     sums = ()
-    if KIND == INT4:
-        RUNS: tl.constexpr = DIM // 2 // RUN
-        cut = _even_and_odd(q, 2, RUNS, RUN, WIDTH)
+    if KIND >= INT4:
+        PER: tl.constexpr = codes_a_byte(KIND)
+        RUNS: tl.constexpr = DIM // PER // RUN
+        cut = _even_and_odd(q, PER, RUNS, RUN, WIDTH)
         total = tl.zeros((q.shape[0], PAIRS), tl.float32)
         for j in tl.static_range(RUNS):
-            a, b, c, d = cut[j], cut[RUNS + j], cut[2 * RUNS + j], cut[3 * RUNS + j]
-            parts = parts + (a, b, c, d)
-            low, high = j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP
-            total = _in_column(total, a.to(tl.float32) + c.to(tl.float32), STEP * low + STEP - 1)
-            total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), STEP * high + STEP - 1)
+            for i in tl.static_range(2 * PER):
+                parts = parts + (cut[i * RUNS + j],)
+            for i in tl.static_range(PER):
+                both = cut[i * RUNS + j].to(tl.float32) + cut[(PER + i) * RUNS + j].to(tl.float32)
+                total = _in_column(total, both, STEP * ((i * (DIM // PER) + j * RUN) // GROUP) + STEP - 1)
         coarse = total.to(q.dtype)
         sums = (coarse, (total - coarse.to(tl.float32)).to(q.dtype))
+        if STEP == 1:
+            sums = (side_by_side(sums[0], sums[1]),)
     else:
         parts = _even_and_odd(q, 1, 1, RUN, WIDTH)
     return parts, sums
@@ -109,28 +119,65 @@ def _run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WID
 
 
 @triton.jit
-def int4_scores(
-    q, sums, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
+def _columns(x):
+    """Keys [keys, elements] as columns."""
+    if x.shape[0] == 1:
+        x = tl.broadcast_to(x, (LEAST_COLUMNS, x.shape[1]))
+    return tl.trans(x)
+
+
+@triton.jit
+def _score_scale(
+    groups, KIND: tl.constexpr, PLACE: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys]: partial products of every group times its scale, and one product
-    of the queries' sums with all minimums; sums come in two numbers, so that nothing is rounded.
+    """What products of codes at a place in bytes AT a row are multiplied by, fp32 [keys]."""
+    EXPONENT: tl.constexpr = exponent(unit(KIND, COMPUTE, PLACE))
+    return wide_scale(groups, (PLACE * (DIM // codes_a_byte(KIND)) + AT) // GROUP, EXPONENT)
+
+
+@triton.jit
+def mean_scores(
+    q, sums, means, at, KEYS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: words before its row."""
+    none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
+    codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
+    scores = packed_scores(
+        q, sums, none, codes, means + DIM // 8, 2 * at, at, tl.arange(0, 1) == 0,
+        INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
+    )  # fmt: skip
+    shape: tl.constexpr = (q[0].shape[0], KEYS // LEAST_COLUMNS, LEAST_COLUMNS)
+    return tl.reshape(tl.broadcast_to(scores[:, None, :], shape), (q[0].shape[0], KEYS))
+
+
+@triton.jit
+def packed_scores(
+    q, sums, before, codes, scales, codes_at, scales_at, inside,
+    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """q . k of one tile, fp32 [rows, keys], added to `before`: partial products of every group times its
+    scale, and one product of the queries' sums with all minimums; sums come in two numbers, so that nothing
+    is rounded. A single key is that of all of LEAST_COLUMNS columns.
     """
-    LOW: tl.constexpr = low_unit(INT4, COMPUTE)
-    HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
-    both = narrow_factors(scales, scales_at, inside, DIM // GROUP, COMPUTE)
-    pairs = tl.trans(group_minimums(both, scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
-    total = added_dot(sums[0], pairs, dot(sums[1], pairs))
-    groups = group_scales(both, scales, scales_at, inside, DIM // GROUP, SPREAD)
-    for j in tl.static_range(DIM // 2 // RUN):
-        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
-        high = added_dot(q[4 * j + 3], tl.trans(parts[3]), dot(q[4 * j + 1], tl.trans(parts[1])))
-        scale = groups[j * RUN // GROUP]
-        total += low * (scale.to(tl.float32) * LOW)[None, :]
-        scale = groups[(DIM // 2 + j * RUN) // GROUP]
-        total += high * (scale.to(tl.float32) * HIGH)[None, :]
+    PER: tl.constexpr = codes_a_byte(KIND)
+    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, 8 // PER)
+    if is_narrow(scales):
+        total = added_dot(sums[0], _columns(side_by_side(pairs, pairs)), before)
+    else:
+        pairs = tl.trans(pairs)
+        total = added_dot(sums[0], pairs, added_dot(sums[1], pairs, before))
+    groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
+    for j in tl.static_range(DIM // PER // RUN):
+        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), KIND, COMPUTE)
+        products = ()
+        for i in tl.static_range(PER):
+            even = dot(q[2 * PER * j + i], _columns(parts[i]))
+            products = products + (added_dot(q[2 * PER * j + PER + i], _columns(parts[PER + i]), even),)
+        for i in tl.static_range(PER):
+            total += products[i] * _score_scale(groups, KIND, i, j * RUN, DIM, GROUP, COMPUTE)[None, :]
     return total
 
 
@@ -154,47 +201,94 @@ def word_outputs(
     """
     run = tl.zeros((ROWS, WIDTH), tl.float32)
     outs = (run, run)
-    if KIND == INT4:
+    if KIND >= INT4:
         outs = (tl.zeros((ROWS, PAIRS), tl.float32),)
-        for _ in tl.static_range(DIM // 2 // RUN):
-            outs = outs + (run, run, run, run)
+        for _ in tl.static_range(2 * (DIM // RUN)):
+            outs = outs + (run,)
     return outs
 
 
 @triton.jit
-def _taken_in(out, decay, weights, values):
-    """What came before, times `decay`, and the products of one tile, rounded to nearest.
+def _taken_in(out, decay, weights, values, more):
+    """What came before, times `decay`, and `more` and the products of one tile, rounded to nearest.
 
     Tensor cores cut off what they add to a sum. Codes of INT4 are never negative, so a product that took in
     the sum as well would fall short by as much in every column: over 34,816 keys by 1.5% of a result, all of
     it in one column if V was rotated.
     """
-    return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), dot(weights, values))
+    return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), added_dot(weights, values, more))
 
 
 @triton.jit
-def add_int4_values(
+def add_packed_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
+    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr, means, means_at,
+    MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Let the parts of the output take in one tile of INT4 rows."""
-    both = narrow_factors(scales, scales_at, inside, DIM // GROUP, COMPUTE)
-    pairs = group_minimums(both, scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    """Let the parts of the output take in one tile of packed rows, and with means the mean of their block."""
+    PER: tl.constexpr = codes_a_byte(KIND)
+    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, 8 // PER)
     weights = p.to(COMPUTE)
-    new = (_taken_in(outs[0], decay, weights, pairs),)
-    groups = group_scales(both, scales, scales_at, inside, DIM // GROUP, SPREAD)
-    for j in tl.static_range(DIM // 2 // RUN):
-        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = scaled(weights, groups[j * RUN // GROUP])
-        high = scaled(weights, groups[(DIM // 2 + j * RUN) // GROUP])
-        new = new + (
-            _taken_in(outs[4 * j + 1], decay, low, parts[0]),
-            _taken_in(outs[4 * j + 2], decay, high, parts[1]),
-            _taken_in(outs[4 * j + 3], decay, low, parts[2]),
-            _taken_in(outs[4 * j + 4], decay, high, parts[3]),
-        )
+    mean = _mean_of_values(p, means, means_at, DIM, MEAN_GROUP, PAIRS, COMPUTE)
+    more = tl.zeros(outs[0].shape, tl.float32) if MEAN_GROUP == 0 else dot(mean[0], mean[1])
+    new = (_taken_in(outs[0], decay, weights, pairs, more),)
+    groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
+    for j in tl.static_range(DIM // PER // RUN):
+        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), KIND, COMPUTE)
+        more = ()
+        if MEAN_GROUP == 0:
+            for _ in tl.static_range(2 * PER):
+                more = more + (tl.zeros(outs[1].shape, tl.float32),)
+        else:
+            more = _mean_run(mean, means, means_at, j, DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE)
+        own = ()
+        for i in tl.static_range(PER):
+            scale = half_scale(groups, (i * (DIM // PER) + j * RUN) // GROUP, COMPUTE)
+            own = own + (scaled(weights, scale),)
+        own = own + own  # for even bytes and odd ones
+        for i in tl.static_range(2 * PER):
+            new = new + (_taken_in(outs[2 * PER * j + i + 1], decay, own[i], parts[i], more[i]),)
     return new
+
+
+@triton.jit
+def _rows(x):
+    """The only row of x again and again, as many as products sum over."""
+    return tl.broadcast_to(x, (LEAST_KEYS, x.shape[1]))
+
+
+@triton.jit
+def _mean_of_values(
+    p, means, at, DIM: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Sums of weights p fp32 [rows, keys] over every LEAST_KEYS-th key, a mean's minimums in the second half
+    of the columns of minimums, and words of its scales; nothing without means."""
+    mean = ()
+    if GROUP > 0:
+        weights = folded(p, LEAST_KEYS).to(COMPUTE)
+        inside = tl.arange(0, 1) == 0
+        pairs = group_minimums(means + DIM // 8, at, inside, DIM // GROUP, PAIRS // 2, COMPUTE, 4)
+        pairs = side_by_side(tl.zeros(pairs.shape, COMPUTE), pairs)
+        mean = (weights, _rows(pairs), group_words(means + DIM // 8, at, inside, DIM // GROUP, 1))
+    return mean
+
+
+@triton.jit
+def _mean_run(
+    mean, means, at, J: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Products of one run of a mean, as INT4 rows have them."""
+    codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
+    inside = tl.arange(0, 1) == 0
+    parts = word_parts(_run_of_words(codes, 2 * at, inside, J * RUN, RUN, WIDTH), INT4, COMPUTE)
+    low = scaled(mean[0], half_scale(mean[2], J * RUN // GROUP, COMPUTE))
+    high = scaled(mean[0], half_scale(mean[2], (DIM // 2 + J * RUN) // GROUP, COMPUTE))
+    return (
+        dot(low, _rows(parts[0])), dot(high, _rows(parts[1])),
+        dot(low, _rows(parts[2])), dot(high, _rows(parts[3])),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -217,25 +311,34 @@ def _column(x, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def _minimum(x, AT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr):
+    """What minimums add to the run of elements that begins AT, of rows and of means, [ROWS, 1]."""
+    added = _column(x, STEP * (AT // GROUP) + STEP - 1)
+    if MEAN_GROUP > 0:
+        added += _column(x, x.shape[1] // 2 + AT // MEAN_GROUP)
+    return added
+
+
+@triton.jit
 def joined(
     outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-    COMPUTE: tl.constexpr, STEP: tl.constexpr,
+    COMPUTE: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The output [ROWS, PAD] of its parts."""
-    LOW: tl.constexpr = low_unit(KIND, COMPUTE)
-    HIGH: tl.constexpr = high_unit(KIND, COMPUTE)
-    RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1
-    runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
-    if KIND == INT4:
-        for j in tl.static_range(RUNS):
-            added = _column(outs[0], STEP * (j * RUN // GROUP) + STEP - 1)
-            runs = runs + (_interleaved(outs[4 * j + 1] * LOW + added, outs[4 * j + 3] * LOW + added),)
-        for j in tl.static_range(RUNS):
-            added = _column(outs[0], STEP * ((DIM // 2 + j * RUN) // GROUP) + STEP - 1)
-            runs = runs + (_interleaved(outs[4 * j + 2] * HIGH + added, outs[4 * j + 4] * HIGH + added),)
+    """The output [ROWS, PAD] of its parts. MEAN_GROUP: of means; 0: none."""
+    SHARE: tl.constexpr = 1 / 32 if KIND >= INT4 and STEP == 1 else 1.0
+    PER: tl.constexpr = codes_a_byte(KIND)
+    RUNS: tl.constexpr = DIM // PER // RUN
+    runs = ()  # as [ROWS, 2 * WIDTH], those of the lowest codes of bytes first
+    if KIND >= INT4:
+        for i in tl.static_range(PER):
+            for j in tl.static_range(RUNS):
+                added = _minimum(outs[0], i * (DIM // PER) + j * RUN, GROUP, STEP, MEAN_GROUP)
+                even = outs[2 * PER * j + i + 1] * (unit(KIND, COMPUTE, i) * SHARE)
+                odd = outs[2 * PER * j + PER + i + 1] * (unit(KIND, COMPUTE, i) * SHARE)
+                runs = runs + (_interleaved(even + added, odd + added),)
     else:
-        runs = (_interleaved(outs[0] * LOW, outs[1] * LOW),)
-    return _runs_together(runs, 2 * RUNS if KIND == INT4 else 1, PAD, RUN)
+        runs = (_interleaved(outs[0] * unit(KIND, COMPUTE, 0), outs[1] * unit(KIND, COMPUTE, 0)),)
+    return _runs_together(runs, PER * RUNS, PAD, RUN)
 
 
 @triton.jit

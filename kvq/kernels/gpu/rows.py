@@ -14,7 +14,7 @@ from kvq.formats import Code
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # How a format's codes lie in memory: what the kernels are specialized by.
-FLOAT, FP8, INT8, INT4, GROUPED = (tl.constexpr(kind) for kind in range(5))
+FLOAT, FP8, INT8, INT4, GROUPED, INT2 = (tl.constexpr(kind) for kind in range(6))
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
@@ -126,7 +126,8 @@ takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 def kind_of(code: Code) -> int:
-    """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one."""
+    """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one, but
+    that attention reads 2 bits as words: INT2."""
     grouped = INT4 if code.bits == 4 else GROUPED
     kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: INT8}.get(code, FLOAT)
     return int(kind.value)

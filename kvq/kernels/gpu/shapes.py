@@ -138,7 +138,7 @@ def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) ->
     """The shape to "decode" or "extend" with on a device by that name."""
     if kind == "extend" and device == "sm90" and _extends_wrongly(formats):
         kind = "decode"
-    dim, run = max(formats.k_head_dim, formats.v_head_dim), _shortest_run(formats)
+    dim, run = max(formats.k_head_dim, formats.v_head_dim), _shortest_run(formats, block_size)
     return _shape(kind, format_name(formats), dim, device, run, block_size)
 
 
@@ -162,6 +162,8 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
     shape = _nvidia_shape(kind, head_dim, run, block_size)
+    if "_mean" in fmt:  # products of means take registers; in 168 a tenth of the loop would be spills
+        shape = replace(shape, registers=None)
     if kind == "extend" and device.startswith("sm10"):  # products go to tensor memory: nothing is pipelined
         shape = replace(shape, stages=1)
     return shape
@@ -225,24 +227,28 @@ def _table() -> _Table:
 
 
 def format_name(formats: LayerFormats) -> str:
-    """K and V codes and groups, as `int4_g64/int8`; rotation doesn't change what a tile costs."""
+    """K and V codes, groups and what scales are, as `int4_g64/int8` or `int4_g32_s8/int8`; rotation doesn't
+    change what a tile costs."""
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
-        names.append(f"{fmt.code.name}{group}" + ("_mean" if fmt.mean else ""))
+        names.append(f"{fmt.code.name}{group}" + "_s8" * fmt.is_narrow + "_mean" * fmt.mean)
     return "/".join(names)
 
 
-def _shortest_run(formats: LayerFormats) -> int:
+def _shortest_run(formats: LayerFormats, block_size: int) -> int:
     """Bytes of K's or V's rows that attention reads together, whichever are fewer; 0 if not as they lie."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
-    return min(_run(fmt, dim) for fmt, dim in parts)
+    return min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
 
-def _run(fmt: KVFormat, dim: int) -> int:
+def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
     if not isinstance(fmt.scale, Grouped):
         return dim * fmt.code.bits // 8
-    return min(fmt.scale.group_size, dim // 2) if fmt.code.bits == 4 and not fmt.mean else 0
+    # Tiles of rows with means are read so if each lies in one block.
+    is_read = fmt.code.bits == 4 and (not fmt.mean or block_size % _MOST_BLOCK == 0)
+    is_read |= fmt.code.bits == 2 and not fmt.mean
+    return min(fmt.scale.group_size, dim * fmt.code.bits // 8) if is_read else 0
 
 
 def target(x: Tensor) -> str:

@@ -16,7 +16,7 @@ from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.gpu import shapes
 from kvq.layout import BlockOrder
-from tests.kernels.kit import Tables, poisoned_cache, poisoned_memory, rows_like_kv
+from tests.kernels.kit import Tables, poisoned_cache, poisoned_memory, rows_like_kv, write_sequence
 
 SINKS = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
 
@@ -136,7 +136,9 @@ def test_sequences_may_share_blocks() -> None:
     compare(rows_like_kv(2, 6, 64, 9), cache, shared.batch([1, 1], [40, 40]))
 
 
-@pytest.mark.parametrize("kv", ["int4", "int4_g16_rot", "fp8", "int8", "fp8/int4", "fp16"])
+@pytest.mark.parametrize(
+    "kv", ["int4", "int4_g16_rot", "int2", "int2_g16/int4", "fp8", "int8", "fp8/int4", "fp16"]
+)
 def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +160,26 @@ def test_weights_in_fp16_hold_values_of_any_size(
     k, v = rows_like_kv(50, 3, 64, 1), rows_like_kv(50, 3, 64, 2)
     cache.write(1, k, v * (size / v.abs().max()), torch.tensor(tables.slots(0, 0, 50)))
     compare(rows_like_kv(1, 6, 64, 3), cache, tables.batch([1], [50]), allowed=4e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 3.0}])
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+@pytest.mark.parametrize("kv", ["int4_mean", "int4_g16_s8_mean/int4_g64_s8_mean_rot", "int8/int4_mean"])
+def test_means_of_blocks_are_keys_and_values_of_tiles_that_lie_in_one(
+    kv: str, compute: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read as words of codes are."""
+    if compute == "fp16":
+        monkeypatch.setattr(kernel, "compute_dtype", lambda code, q, words: tl.float16)
+    cache = poisoned_cache(kv, [(128, 128)] * 2, kv_heads=2, q_heads=6, block_size=64, num_blocks=8)
+    tables = Tables.scattered([130, 40], 64, 8)
+    layer = cache.layer(1)
+    for i, n in enumerate((130, 40)):
+        rows = [rows_like_kv(n, 2, 128, seed) + rows_like_kv(1, 2, 128, seed + 9) for seed in (i, i + 50)]
+        write_sequence(layer, *rows, tables.blocks[i])
+    q = rows_like_kv(4, 6, 128, 9)
+    assert kernel._part("v", q, layer, whole=True)["V_WORDS"]
+    compare(q, cache, tables.batch([3, 1], [130, 40]), allowed=5e-6 if compute == "fp32" else 4e-3, **options)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])

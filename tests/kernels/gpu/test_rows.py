@@ -4,17 +4,20 @@ import re
 
 import torch
 
-from kvq.kernels.codec import e4m3
+from kvq.kernels.attend import triton_scales
+from kvq.kernels.codec import e4m3, narrow
 from kvq.kernels.gpu import words
 
 INSTRUCTION = re.compile(
-    r"(and|or|xor|sh[rl]|prmt|fma|add|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
+    r"(and|or|xor|sh[rl]|prmt|fma|mul|mad\.lo|add|mov)\.(?:rn\.)?([bu]32|b?f16x2) "
+    r"(\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
 )
 
 
-def run(program: str, value: int, outputs: int) -> list[int]:
-    """Carry out the few PTX instructions that the kernels use; $0... are outputs, the last the input."""
-    registers = {f"${outputs}": value}
+def run(program: str, value: int | list[int], outputs: int) -> list[int]:
+    """Carry out the few PTX instructions that the kernels use; $0... are outputs, the last the inputs."""
+    values = value if isinstance(value, list) else [value]
+    registers = {f"${outputs + i}": x for i, x in enumerate(values)}
 
     def read(name: str) -> int:
         return int(name, 16) if name.startswith("0x") else int(name) if name.isdigit() else registers[name]
@@ -33,10 +36,14 @@ def run(program: str, value: int, outputs: int) -> list[int]:
             registers[into] = read(arguments[0])
             continue
         a, b = read(arguments[0]), read(arguments[1])
-        if name in ("fma", "add"):
+        if name == "mad.lo":
+            registers[into] = (a * b + read(arguments[2])) & 0xFFFFFFFF
+            continue
+        if name in ("fma", "add", "mul"):
             dtype = torch.bfloat16 if kind == "bf16x2" else torch.float16
             x, *factors, z = (lanes(argument).view(dtype).double() for argument in arguments if argument)
-            low, high = (x * factors[0] + z if factors else x + z).to(dtype).view(torch.int16).int().tolist()
+            y = x * factors[0] + z if factors else x * z if name == "mul" else x + z
+            low, high = y.to(dtype).view(torch.int16).int().tolist()
             registers[into] = (low & 0xFFFF) | (high & 0xFFFF) << 16
             continue
         if name == "prmt":  # PTX ISA, prmt: byte i of the result is the byte of {b, a} that nibble i names
@@ -92,3 +99,29 @@ def test_words_of_int4_become_subnormal_numbers() -> None:
         for even, at, nibbles in ((low, 0, high), (odd_low, 1, odd_high)):
             assert even == [(x & 15) * 2.0**-24 for x in packed[at::2]]
             assert nibbles == [(x >> 4) * 2.0**-20 for x in packed[at::2]]
+
+
+def test_words_of_int2_become_subnormal_numbers() -> None:
+    for byte in range(256):
+        packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
+        parts = [halves([x], torch.float16) for x in run(words._INT2.value, joined(packed), 8)]
+        for i, part in enumerate(parts):
+            assert part == [(x >> 2 * (i % 4) & 3) * 2.0 ** (2 * (i % 4) - 24) for x in packed[i // 4 :: 2]]
+
+
+def test_words_of_narrow_scales_become_32_times_the_scales_and_the_minimums() -> None:
+    """Also as fp32 times a power of two; all of them exact."""
+    for scale in range(8, 248):
+        packed = [scale, (scale * 37) & 0xFF, 255 - scale, (scale * 11 + 128) & 0xFF]
+        want = narrow.decode(torch.tensor(packed, dtype=torch.uint8).view(2, 2), 4)
+        word, other = joined(packed), joined(packed[2:] + packed[:2])
+        (minimums,) = run(triton_scales._NARROW_MINIMUMS.value, word, 1)
+        assert halves([minimums], torch.float16) == want[:, 1].half().tolist()
+        (minimums,) = run(triton_scales._NARROW_MINIMUMS_OF_2.value, word, 1)
+        assert halves([minimums], torch.float16) == (want[:, 1] / 4).half().tolist()
+        for place, program in enumerate((triton_scales._LOW_SCALES, triton_scales._HIGH_SCALES)):
+            (scales,) = run(program.value, [word, other], 1)
+            both = [want[place, 0], want[1 - place, 0]]
+            assert halves([scales], torch.float16) == [32 * float(x) for x in both]
+            (bits,) = run(triton_scales.wide_assembly(place, 24).value, word, 1)
+            assert torch.tensor(bits, dtype=torch.int32).view(torch.float32) == want[place, 0] * 2.0**24
