@@ -133,8 +133,8 @@ class Tables:
             raise ConfigError(f"can't truncate {sequence.length} tokens to {length}")
         if not self.can_shorten(sequence, length):
             raise ConfigError(
-                f"can't truncate {sequence.length} tokens to {length}: blocks that the sliding window there "
-                f"would see were given back; truncate before commit, or to 0"
+                f"can't truncate {sequence.length} tokens to {length}: what is seen there, of a sliding "
+                f"window or of recent tokens, was given back; truncate before commit, or to 0"
             )
         size = self._blocks.block_size
         keep = -(-length // size)

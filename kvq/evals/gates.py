@@ -29,7 +29,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 _LARGEST = 1e300  # of any figure; the difference of two is finite, too
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _GATE = re.compile(
-    r"\s*(?:(?P<kv>(?!\s*lm_eval:)[^:<>=]+):)?\s*(?:(?P<task>lm_eval:[^<>=\s]+|[a-z_]\w*)\.)?"
+    r"\s*(?:(?P<kv>(?!\s*lm_eval:)[^:<>=]+(?:\+(?:sinks|recent)=\d+)*):)?\s*(?:(?P<task>lm_eval:[^<>=\s]+|[a-z_]\w*)\.)?"
     r"(?P<figure>[A-Za-z_]\w*)(?:,(?P<filter>[\w-]+))?\s*"
     rf"(?P<operator><=|>=|<|>)\s*(?P<limit>{_NUMBER})\s*(?P<unit>%|[A-Za-z/]+)?\s*"
 )

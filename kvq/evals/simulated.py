@@ -19,7 +19,7 @@ from kvq.formats import KVRecipe
 from kvq.formats.names import split_exact
 from kvq.kernels.codec.hadamard import rotate
 from kvq.kernels.seal.reference import seal
-from kvq.layout import KVLayout, Role, plan_layout
+from kvq.layout import MAX_BLOCK_SIZE, KVLayout, Role, plan_layout
 from kvq.models import Model, Session
 
 NAMES = "kivi-kKvV, kvarn-kKvV (K and V bits: 2 to 8; then -gTOKENS, +sinks=N, +recent=N)"
@@ -125,6 +125,8 @@ def _method(name: str, head_dims: list[tuple[int, int]]) -> Method:
         raise ConfigError(f"{name} is simulated for heads of one dimension, this model has {sorted(dims)}")
     family, k, v, dim = match[1], int(match[2]), int(match[3]), dims.pop()
     tokens = int(match[4] or _TOKENS[family])
+    if not 1 < tokens <= MAX_BLOCK_SIZE:
+        raise ConfigError(f"{name}: a block has 2 to {MAX_BLOCK_SIZE} tokens, got {tokens}")
     if family == "kivi":
         return Method(
             k=partial(_rounded, bits=k, dims=(-2,)),

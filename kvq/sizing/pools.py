@@ -10,7 +10,7 @@ RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running o
 GPU_FRACTION = 0.9  # of what is free once the weights are loaded; graphs, logits and fragments have the rest
 CPU_FRACTION = 0.5
 CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
-STAGING_MOST = 0.25  # of the pools' memory, for all staging groups together
+STAGING_MOST = 0.5  # of the pools' memory, for all staging groups together
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine that is told nothing else
 
 
@@ -70,7 +70,7 @@ def share_blocks(layout: KVLayout, wanted: Sequence[int], budget_bytes: int) -> 
     """Of the blocks that could ever be used as many as `budget_bytes` hold.
 
     Staging groups come first, since nothing runs without them: all they want, or the same share of each, so
-    that they take a quarter of the memory. The others then get the same share of each.
+    that they take half of the memory. The others then get the same share of each.
     """
     staged = [count if _is_staging(group) else 0 for count, group in zip(wanted, layout.groups, strict=True)]
     sealed = [count - own for count, own in zip(wanted, staged, strict=True)]

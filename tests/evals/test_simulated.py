@@ -40,7 +40,9 @@ def test_names_say_codes_blocks_and_what_stays_exact(tiny, name, bits, tokens):
     assert model.recipe.is_staged
 
 
-@pytest.mark.parametrize("name", ["kivi", "kivi-k9v2", "kvarn-k4v4+old=3", "int4"])
+@pytest.mark.parametrize(
+    "name", ["kivi", "kivi-k9v2", "kivi-k2v2-g0", "kvarn-k2v2-g5000", "kvarn-k4v4+old=3", "int4"]
+)
 def test_other_names_are_refused(name):
     with pytest.raises(ConfigError):
         recipe(name)

@@ -45,12 +45,12 @@ def test_staging_groups_get_all_they_want_and_the_others_share_the_rest() -> Non
     assert share_blocks(layout, wanted, 10**15) == wanted
 
 
-def test_staging_groups_take_at_most_a_quarter() -> None:
+def test_staging_groups_take_at_most_half() -> None:
     layout = staged()
-    wanted = wanted_blocks(layout, sequences=1000, max_context=8192, step_tokens=STEP)
+    wanted = wanted_blocks(layout, sequences=4000, max_context=8192, step_tokens=STEP)
     budget = 4 * 10**9
     blocks = share_blocks(layout, wanted, budget)
-    assert 0.99e9 < bytes_of(layout, [0, *blocks[1:]]) <= 1e9
+    assert 1.99e9 < bytes_of(layout, [0, *blocks[1:]]) <= 2e9
     assert blocks[1] / wanted[1] == pytest.approx(blocks[2] / wanted[2], rel=0.01)
     assert 3.9e9 < bytes_of(layout, blocks) <= budget
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.cost import check_share
@@ -20,6 +21,8 @@ from kvq.sizing.pools import (
     share_blocks,
     wanted_blocks,
 )
+
+_COUNTS = [ceil(1.05**power) for power in range(240)]  # of sequences that may run, to 120,000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,7 @@ class Engine:
         """
         room = Room.of(target, gpu, self)
         block_bytes = sum(group.block_bytes for group in layout.groups)
-        num_blocks = self._blocks(layout, target, room.pool_bytes)
+        num_blocks = self._blocks(layout, target, room.pool_bytes, demand)
         if min(num_blocks) < 1:
             raise ConfigError(does_not_fit(target, gpu, self, room, block_bytes))
         pool = _pool_term(layout, num_blocks)
@@ -64,13 +67,25 @@ class Engine:
             users=count_users(layout, num_blocks, demand, step_tokens=self.step_tokens, seats=self.sequences),
         )
 
-    def _blocks(self, layout: KVLayout, target: Target, budget: int) -> list[int]:
-        """Of each layer group, shared out as an engine does for as many sequences, or for more than fit."""
+    def _blocks(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> list[int]:
+        """Of each layer group, shared out as an engine does for as many sequences, or for more than fit.
+
+        A staging area takes memory for each sequence that may run: then for as many as fit.
+        """
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)
         wanted = partial(wanted_blocks, layout, max_context=longest, step_tokens=self.step_tokens)
-        sequences = self.sequences or max(0, budget) // bytes_of(layout, wanted(sequences=1)) + 1
-        return share_blocks(layout, wanted(sequences=sequences), budget)
+
+        def shared(sequences: int) -> list[int]:
+            return share_blocks(layout, wanted(sequences=sequences), budget)
+
+        def users(sequences: int) -> int:
+            count = partial(count_users, step_tokens=self.step_tokens, seats=sequences)
+            return count(layout, shared(sequences), demand).paged
+
+        if self.sequences is None and layout.recipe.is_staged:
+            return shared(max(_COUNTS, key=users))
+        return shared(self.sequences or max(0, budget) // bytes_of(layout, wanted(sequences=1)) + 1)
 
     def _why_free(self, room: Room, pool: Term) -> str:
         formula = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"

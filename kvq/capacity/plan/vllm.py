@@ -156,6 +156,7 @@ def _check_served(target: Target, layout: KVLayout) -> None:
                 f"divisor or a multiple"
             )
     recipe.require_scales()
+    recipe.check_unstaged("vLLM's cache")
     plain = own_type(recipe.label)
     if plain and HeldAs(linear=plain, other=plain).other_bytes != target.held.other_bytes:
         raise ConfigError(

@@ -137,3 +137,14 @@ def test_advice_that_would_not_help_is_not_given():
     with pytest.raises(ConfigError) as error:
         kvq.plan("llama-3-8b", gpu="l4", context=4096, engine=Engine(step_tokens=1 << 26))
     assert "--tensor-parallel" not in str(error.value)
+
+
+@pytest.mark.parametrize("kv", ["int4_mean", "int3+sinks=4+recent=128"])
+def test_a_staging_area_is_planned_for_as_many_as_fit(kv):
+    def users(sequences):
+        engine = Engine(sequences=sequences)
+        return kvq.plan("llama-3.1-8b", gpu="h100", kv=kv, context=8192, engine=engine).users.paged
+
+    most = users(None)
+    assert most > 3 * kvq.plan("llama-3.1-8b", gpu="h100", kv="bf16", context=8192).users.paged
+    assert users(most) == most >= max(users(count) for count in (64, 150, 200, 256, 400))

@@ -225,3 +225,9 @@ def test_names_are_those_that_the_plug_in_reads(kv):
 )
 def test_steps_are_vllms_defaults(gpu, steps):
     assert batch_defaults(find_gpu(gpu)) == steps
+
+
+@pytest.mark.parametrize("kv", ["int4_mean", "int3+sinks=4+recent=128"])
+def test_staged_recipes_are_not_planned_for_vllm(kv):
+    with pytest.raises(ConfigError, match="vLLM's cache"):
+        planned("llama-3.1-8b", kv)
