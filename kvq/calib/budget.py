@@ -95,10 +95,7 @@ def parse_budget(model: PreparedModel, text: str) -> int:
     with suppress(ConfigError):
         return parse_bytes(text, "--budget")
     try:
-        recipe = model.recipe(text)
-        if recipe.exact != ExactTokens():
-            raise ConfigError("a budget is of what is quantized; what stays exact is --recent and --sinks")
-        return ceil(recipe_bytes(model.geometry, recipe, model.block_size))
+        return ceil(recipe_bytes(model.geometry, model.recipe(text), model.block_size))
     except ConfigError as error:
         raise ConfigError(
             f"--budget takes bits per element (4.5bits), bytes per token (900B) or a format (int4), "
