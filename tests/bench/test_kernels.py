@@ -281,7 +281,7 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
     attend = KVCache.attend
 
     def recorded(cache: KVCache, *arguments: Any, **options: Any) -> Any:
-        current = shapes._shape("decode", "int4_g32/int4_g32", 32, "interpreter", 32, 5)
+        current = shapes._shape("decode", "int4_g32_s8/int4_g32_s8", 32, "interpreter", 32, 5)
         seen.append(current)
         if current.keys == 16:
             raise RuntimeError("out of resources")
@@ -291,7 +291,7 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
     monkeypatch.setattr(tuning, "axes", lambda _: [[{"keys": x.keys} for x in shape]])
     monkeypatch.setattr(KVCache, "attend", recorded)
     key, best, rows = tuning.tune(small(), "int4", repeats=2)
-    assert key == "decode int4_g32/int4_g32 32 interpreter blocks 1"
+    assert key == "decode int4_g32_s8/int4_g32_s8 32 interpreter blocks 1"
     assert set(seen[:3]) == set(shape), "every candidate ran under its own entry of the table"
     assert best == shape[2]
     assert [row["keys"] for row in rows] == [64]
