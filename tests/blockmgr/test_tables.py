@@ -192,7 +192,9 @@ def test_truncating_is_refused_where_a_window_gave_back_what_would_be_seen() -> 
     for length in (-1, 11):
         with pytest.raises(ConfigError, match=f"can't truncate 10 tokens to {length}$"):
             blocks.truncate(sequence, length)
-    with pytest.raises(ConfigError, match="what is seen there, of a sliding window or of recent tokens, was given back"):
+    with pytest.raises(
+        ConfigError, match="what is seen there, of a sliding window or of recent tokens, was given back"
+    ):
         blocks.truncate(sequence, 8)
     assert state(blocks) == before
     blocks.truncate(sequence, 9)
