@@ -74,6 +74,8 @@ def command(
     checked = check_for(model_options, kv)
     if asked.simulate and (served := {"attention", "lm_eval"} & {one.task.key for one in chosen}):
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
+    if asked.simulate and checked.prepared.cache != "kvq":
+        raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
     simulated = [SimulatedRecipe.of(name, checked.prepared.geometry.head_dims) for name in asked.simulate]
     plan = EvalPlan(
         prepared=checked.prepared,

@@ -43,7 +43,7 @@ _UNITS: dict[str, dict[str, float]] = {  # by the beginning of a figure's name; 
     "kl_": _NATS,
     _CHANGE: _SHARE,
     **{name: {} for name in _PLAIN},
-    "bits_per_element": {"bits": 1.0, "b/el": 1.0},
+    **{name: {"bits": 1.0, "b/el": 1.0} for name in ("bits_per_element", "bits_held")},
     "kv_bytes_per_token": {"B": 1.0, "KB": 1e3, "KiB": 1024.0},
     "compression": {"x": 1.0},
     "seconds": _SECONDS,

@@ -90,6 +90,7 @@ def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
         (("--context", "5000"), "beyond this model's context"),
         (("--tasks", "kl,generation", "--prompt-tokens", 4096), "beyond this model's context"),
         (("--simulate", "kivi-k1v2"), "is no method that can be simulated; those are kivi-kKvV"),
+        (("--cache", "dense", "--kv", "fp32", "--simulate", "kivi-k2v2"), "leave out --cache dense"),
         (("--tasks", "kl,attention", "--simulate", "kivi-k2v2"), "--simulate is not for attention"),
         (("--tasks", "generation", "--instrument"), "--instrument checks perplexity"),
         (("--model", "tiny"), "named twice"),

@@ -34,6 +34,7 @@ def check(text):
         (" int8/int4 : kl.kl_p999 < 1e-2 ", ("int8/int4", "kl", "kl_p999", "<", 0.01)),
         ("int3+sinks=4+recent=32:kl_mean<1", ("int3+sinks=4+recent=32", None, "kl_mean", "<", 1)),
         ("int8/int4_mean+recent=8:kl.kl_mean<1", ("int8/int4_mean+recent=8", "kl", "kl_mean", "<", 1)),
+        ("int4:bits_held<=4.75bits", ("int4", None, "bits_held", "<=", 4.75)),
         ("lm_eval:mini.acc>=0.6", (None, "lm_eval:mini", "acc", ">=", 0.6)),
         ("int4:lm_eval:mmlu::law.acc_change>-1%", ("int4", "lm_eval:mmlu::law", "acc_change", ">", -0.01)),
         ("lm_eval.exact_match,strict-match>0.5", (None, "lm_eval", "exact_match", ">", 0.5)),

@@ -1,8 +1,8 @@
 """kvq's own engine: how it shares out the memory that it finds."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.cost import check_share
@@ -22,7 +22,7 @@ from kvq.sizing.pools import (
     wanted_blocks,
 )
 
-_COUNTS = [ceil(1.05**power) for power in range(240)]  # of sequences that may run, to 120,000
+_MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,8 @@ class Engine:
             return count(layout, shared(sequences), demand).paged
 
         if self.sequences is None and layout.recipe.is_staged:
-            return shared(max(_COUNTS, key=users))
+            too_many = bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda count: users(count) < count)
+            return shared(max(1, too_many))
         return shared(self.sequences or max(0, budget) // bytes_of(layout, wanted(sequences=1)) + 1)
 
     def _why_free(self, room: Room, pool: Term) -> str:
