@@ -96,6 +96,6 @@ def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) ->
         if row["users_at_context"] is not None:
             lines.append(
                 f"{what} {row['users_at_context']:,} users instead of {row['max_users']:,} with "
-                f"--max-model-len {row['context']}: layers with windows share memory for the longest context"
+                f"--max-model-len {row['context']}: groups of layers share memory by the longest context"
             )
     return lines

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
+from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
 from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
 from kvq.kernels.attend.triton_scales import is_narrow, row_scales, scaled
 from kvq.kernels.attend.triton_words import (
@@ -28,11 +29,8 @@ from kvq.kernels.attend.triton_words import (
     word_outputs,
     word_queries,
 )
-from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, rotated, stored_rows
+from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, stored_rows
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -222,68 +220,6 @@ def _read_queries(
     else:
         x = x.to(COMPUTE)
     return x, unit
-
-
-@triton.jit
-def store_rows(
-    out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Divide, let the sink join, undo V's rotation, and store; `top` counts in powers of two."""
-    if SINKS:
-        sink = tl.load(sink_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * LOG2_E
-        higher = tl.maximum(top, sink)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        decay = tl.exp2(top - safe)
-        total = total * decay + tl.exp2(sink - safe)
-        out = out * decay[:, None]
-        top = higher
-    seen = total != 0  # NaN stays NaN
-    out = tl.where(seen[:, None], out * (1.0 / tl.where(seen, total, 1.0))[:, None], 0.0)
-    lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * _LN_2, float("-inf"))
-    if ROTATED > 1:
-        out = rotated(out, ROWS, PAD, ROTATED)
-    col = tl.arange(0, PAD)
-    mask = valid[:, None] & (col < DIM)[None, :]
-    tl.store(out_ptr + out_at[:, None] + col[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + lse_at, lse, mask=valid)
-
-
-@triton.jit
-def tile_rows(item, own, kv_head, SHARE: tl.constexpr):
-    """Of an item's rows: whether there is one, its position, token and query head."""
-    row = tl.load(item + 1, volatile=True) + own
-    new = tl.load(item + 3, volatile=True)
-    position = tl.load(item + 4, volatile=True) - new + row // SHARE
-    token = (tl.load(item + 2, volatile=True) + row // SHARE).to(tl.int64)
-    return row < new * SHARE, position, token, kv_head * SHARE + row % SHARE
-
-
-@triton.jit
-def store_results(
-    out, top, total, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, kv_head, height, sink_ptr,
-    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    ROTATED: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Store what an item's rows gave: results, or a part that is merged with others.
-
-    Where its rows lie is read again, so that the loop before needs no registers for that.
-    """
-    own = tl.arange(0, ROWS)
-    valid, _, token, head = tile_rows(item, own, kv_head, SHARE)
-    part = tl.load(item + 7)
-    if part < 0:
-        row_at = token * (KV_HEADS * SHARE) + head
-        store_rows(
-            out, top, total, out_ptr, lse_ptr, row_at * DIM, row_at, sink_ptr, head, valid,
-            ROWS, DIM, PAD, ROTATED, SINKS,
-        )  # fmt: skip
-    else:
-        part_at = (part.to(tl.int64) * KV_HEADS + kv_head) * height + own
-        store_rows(
-            out, top, total, parts_ptr, part_lses_ptr, part_at * PAD, part_at, sink_ptr, head, valid,
-            ROWS, PAD, PAD, 1, False,
-        )  # fmt: skip
 
 
 # Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_kernel import LOG2_E, store_rows
 from kvq.kernels.attend.triton_list import MERGE_WORDS
+from kvq.kernels.attend.triton_results import LOG2_E, store_rows
 
 
 @triton.jit(do_not_specialize=["height"])

@@ -8,17 +8,9 @@ groups' scales and minimums. Queries come rotated as the rows are, and results g
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_kernel import (
-    LOG2_E,
-    VARYING,
-    dense_rows,
-    power_of_two,
-    rows_at,
-    store_results,
-    tile_rows,
-    weighed,
-)
+from kvq.kernels.attend.triton_kernel import VARYING, dense_rows, power_of_two, rows_at, weighed
 from kvq.kernels.attend.triton_list import ITEM_WORDS
+from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
 from kvq.kernels.attend.triton_scales import row_scales, runs_of, scaled
 from kvq.kernels.attend.triton_words import (
     added_dot,
