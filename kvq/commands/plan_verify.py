@@ -110,14 +110,14 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
 def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") -> int:
     """Bytes of the pools of an engine that is yet to be started, from what is free now."""
     from kvq.cache.memory import available_bytes
-    from kvq.engine.memory import planned_blocks
+    from kvq.engine.memory import planned_pools
     from kvq.models.footprint import planned_activations, planned_weights
     from kvq.sizing.pools import bytes_of
 
     layout = prepared.layout(prepared.recipe(kv))
     free = available_bytes(prepared.device)
     weights = sum(term.nbytes for term in planned_weights(prepared))
-    blocks = planned_blocks(
+    pools = planned_pools(
         layout,
         engine,
         on_gpu=prepared.device.type == "cuda",
@@ -125,7 +125,7 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
         free_bytes=None if free is None else free - weights,
         activation_bytes=planned_activations(prepared, engine.max_num_batched_tokens).nbytes,
     )
-    return bytes_of(layout, blocks)
+    return bytes_of(layout, pools.num_blocks)
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

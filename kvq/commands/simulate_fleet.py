@@ -82,14 +82,6 @@ class Study:
             ConfigError: the model doesn't fit, or no number of replicas keeps the goals.
         """
         asked, sizing, gpu = self._asked, self._sizing, self._gpu
-        config = SchedulerConfig(
-            max_num_seqs=self._seats,
-            max_num_batched_tokens=case.chunk,
-            max_context=self._context,
-            prefix_caching=asked.prefix_caching,
-            itl_slo_s=self._slo.itl_s,
-            ttft_slo_s=self._slo.ttft_s,
-        )
         plan = make_plan(
             self._target,
             gpu,
@@ -97,6 +89,14 @@ class Study:
             Demand(lengths=[Length(self._context - 1, 1)]),
             engine=sizing.engine(case.chunk, sequences=self._seats),
             efficiency=sizing.efficiency(gpu, case.kv),
+        )
+        config = SchedulerConfig(
+            max_num_seqs=self._seats,
+            max_num_batched_tokens=plan.step_tokens,
+            max_context=self._context,
+            prefix_caching=asked.prefix_caching,
+            itl_slo_s=self._slo.itl_s,
+            ttft_slo_s=self._slo.ttft_s,
         )
         assert plan.time is not None, "the model's parameters are known"
         spec = EngineSpec(

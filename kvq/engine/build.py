@@ -9,7 +9,7 @@ from kvq.blockmgr import BlockManager
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
-from kvq.engine.memory import planned_blocks, swap_slots
+from kvq.engine.memory import planned_pools, swap_slots
 from kvq.engine.runner import Runner
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
@@ -77,7 +77,7 @@ def check_engine(
     recipe = prepared.recipe(kv, scales)
     prepared.check_scales(recipe)
     prepared.check_kernels(recipe)
-    planned_blocks(
+    planned_pools(
         prepared.layout(recipe),
         config,
         on_gpu=prepared.device.type == "cuda",
@@ -120,7 +120,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         _log.info("measuring a step of %d tokens", config.max_num_batched_tokens)
         tried = dry_run(model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=max_context)
         costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
-    num_blocks = planned_blocks(
+    pools = planned_pools(
         layout,
         config,
         on_gpu=device.type == "cuda",
@@ -128,6 +128,9 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         free_bytes=available_bytes(device),
         activation_bytes=activation_bytes,
     )
+    num_blocks, step_tokens = pools.num_blocks, pools.step_tokens
+    if step_tokens < config.max_num_batched_tokens:
+        _log.info("steps take %d tokens at most, since they wait in the staging area", step_tokens)
     host_slots = swap_slots(layout, config, num_blocks)
     _log.info("making the KV pool, %s", decimal(bytes_of(layout, num_blocks)))
     runner = Runner(
@@ -149,7 +152,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         manager,
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+            max_num_batched_tokens=max(step_tokens, config.max_num_seqs),
             max_context=max_context,
             prefix_caching=config.prefix_caching,
             max_step_stretch=config.max_step_stretch,

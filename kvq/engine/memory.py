@@ -6,10 +6,10 @@ from kvq.engine.config import EngineConfig
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
 from kvq.sizes import binary, parse_bytes
-from kvq.sizing.pools import pool_budget, share_blocks, wanted_blocks
+from kvq.sizing.pools import PoolPlan, plan_pools, pool_budget
 
 
-def planned_blocks(
+def planned_pools(
     layout: KVLayout,
     config: EngineConfig,
     *,
@@ -17,8 +17,8 @@ def planned_blocks(
     max_context: int,
     free_bytes: int | None,
     activation_bytes: int,
-) -> list[int]:
-    """Blocks per layer group: as configured, or as many as free memory holds and could ever be used.
+) -> PoolPlan:
+    """Blocks as configured, or as many as free memory holds and could ever be used.
 
     `free_bytes`: once the weights are loaded; None: nobody knows. `activation_bytes`: what the largest step
     needs beside weights and pools.
@@ -28,30 +28,30 @@ def planned_blocks(
         OutOfMemory: not one block fits.
     """
     if config.num_blocks is not None:
-        return [config.num_blocks] * len(layout.groups)
-    wanted = wanted_blocks(
+        blocks = [config.num_blocks] * len(layout.groups)
+        return PoolPlan(num_blocks=blocks, step_tokens=config.max_num_batched_tokens)
+    budget = None
+    if config.kv_memory is not None:
+        budget = parse_bytes(config.kv_memory, "kv_memory")
+    elif free_bytes is not None:
+        budget = pool_budget(
+            free_bytes, activation_bytes=activation_bytes, on_gpu=on_gpu, fraction=config.memory_fraction
+        )
+    pools = plan_pools(
         layout,
+        budget,
         sequences=config.max_num_seqs,
         max_context=max_context,
         step_tokens=config.max_num_batched_tokens,
     )
-    if config.kv_memory is not None:
-        budget = parse_bytes(config.kv_memory, "kv_memory")
-    elif free_bytes is None:
-        return wanted
-    else:
-        budget = pool_budget(
-            free_bytes, activation_bytes=activation_bytes, on_gpu=on_gpu, fraction=config.memory_fraction
-        )
-    blocks = share_blocks(layout, wanted, budget)
-    if min(blocks) < 1:
+    if min(pools.num_blocks) < 1:
         smallest = sum(group.block_bytes for group in layout.groups)
         raise OutOfMemory(
-            f"the KV pool may take {binary(max(0, budget))}, one block of every layer group takes "
+            f"the KV pool may take {binary(max(0, budget or 0))}, one block of every layer group takes "
             f"{binary(smallest)}; raise kv_memory (--kv-memory) or memory_fraction "
             f"(--gpu-memory-utilization), or use a smaller format"
         )
-    return blocks
+    return pools
 
 
 def swap_slots(layout: KVLayout, config: EngineConfig, num_blocks: list[int]) -> list[int] | None:

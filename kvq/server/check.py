@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.memory import planned_blocks
+from kvq.engine.memory import planned_pools
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.prepared import PreparedModel
 from kvq.models.skeleton import build_skeleton
@@ -112,7 +112,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
         return
     context = model.max_context
     try:  # free memory is before the weights are loaded, so they are taken off with the activations
-        blocks = planned_blocks(
+        pools = planned_pools(
             layout,
             config,
             on_gpu=model.device.type == "cuda",
@@ -123,7 +123,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
     except KVQError as error:
         yield _error(f"memory: {error}")
         return
-    pool = bytes_of(layout, blocks)
+    pool = bytes_of(layout, pools.num_blocks)
     total = f"weights {binary(weights)}, KV pool {binary(pool)}"
     if free is not None and needed + pool > free:
         yield _error(f"memory: {total} are more than the {binary(free)} that are free")
@@ -132,7 +132,8 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
     asked, seqs = config.kv_memory, config.max_num_seqs
     if asked is not None and pool < 0.9 * parse_bytes(asked, "kv_memory"):
         yield _ok(f"memory: of --kv-memory {asked} no more could be used by {seqs} sequences")
-    tokens = min(blocks) * layout.block_size
+    blocks = min(n for n, group in zip(pools.num_blocks, layout.groups, strict=True) if group.holds_all)
+    tokens = blocks * layout.block_size
     if tokens < context:
         yield _warning(
             f"context: the pool holds {tokens} tokens, the context is {context}: longer requests are "
@@ -140,10 +141,10 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
         )
     else:
         yield _ok(f"context: {tokens // context} requests of {context} tokens fit at once")
-    if min(blocks) < seqs:
+    if blocks < seqs:
         yield _warning(
-            f"memory: {min(blocks)} blocks for --max-num-seqs {seqs}: requests will take "
-            f"blocks from one another; lower it to {max(1, min(blocks) // 2)}"
+            f"memory: {blocks} blocks for --max-num-seqs {seqs}: requests will take "
+            f"blocks from one another; lower it to {max(1, blocks // 2)}"
         )
 
 

@@ -19,7 +19,7 @@ from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.plan.target import find_model, make_target
 from kvq.commands.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
-from kvq.engine.memory import planned_blocks
+from kvq.engine.memory import planned_pools
 from kvq.geometry import parse_geometry
 from kvq.models.footprint import planned_activations, planned_weights
 from kvq.models.prepared import prepare
@@ -68,7 +68,7 @@ def test_a_default_engine_on_that_gpu_has_the_pools_that_were_planned(record, na
     plan = make_plan(target, find_gpu(gpu), kv, Demand(lengths=fixed(1024)), engine=Engine(sequences=128))
     [activations] = [term.nbytes for term in plan.terms if term.name == ACTIVATION_TERM]
     record(gpu, sum(term.nbytes for term in target.terms()))
-    found = planned_blocks(
+    found = planned_pools(
         kv_layout(target.geometry, kv),
         EngineConfig(),
         on_gpu=True,
@@ -76,7 +76,7 @@ def test_a_default_engine_on_that_gpu_has_the_pools_that_were_planned(record, na
         max_context=target.geometry.max_context,
         activation_bytes=activations,
     )
-    assert found == list(plan.num_blocks)
+    assert found.num_blocks == list(plan.num_blocks)
     assert sum(term.nbytes for term in plan.terms) == find_gpu(gpu).memory_bytes
 
 
@@ -92,7 +92,7 @@ def test_verify_predicts_the_pool_from_what_is_free_before_the_weights_load(reco
     free = available_bytes(CUDA)
     record("h100", weights)
     assert available_bytes(CUDA) == free - weights
-    found = planned_blocks(
+    found = planned_pools(
         layout,
         engine,
         on_gpu=True,
@@ -100,7 +100,7 @@ def test_verify_predicts_the_pool_from_what_is_free_before_the_weights_load(reco
         max_context=model.max_context,
         activation_bytes=planned_activations(model, engine.max_num_batched_tokens).nbytes,
     )
-    assert bytes_of(layout, found) == predicted > 0
+    assert bytes_of(layout, found.num_blocks) == predicted > 0
 
 
 class _Live(TorchDispatchMode):

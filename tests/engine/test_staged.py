@@ -3,9 +3,11 @@
 import pytest
 
 from kvq.engine import SamplingParams
-from kvq.layout import Role
+from kvq.layout import BLOCK_SIZE, Role
+from kvq.models import load
 from tests.engine.kit import assert_balanced, engine, mixed_prompts, pair, tokens_of
 from tests.engine.test_equality import QUANTIZED_GAP, check_near_ties
+from tests.helpers_models import random_tokens
 
 STAGED = [
     *("int4_mean", "int3_mean+recent=20"),
@@ -76,3 +78,15 @@ def test_the_pools_are_accounted_for_group_by_group():
     counts = llm.core.runner.cache.num_blocks
     total = sum(group.pool_bytes(count) for group, count in zip(layout.groups, counts, strict=True))
     assert llm.core.runner.cache.nbytes == total
+
+
+@pytest.mark.parametrize("kv", ["int4_mean", "int3+sinks=4+recent=128"])
+def test_a_small_pool_takes_prompts_that_are_longer_than_its_staging_area(kv):
+    model = load("tiny", kv)
+    llm = engine(model, kv_memory="4MiB", max_context=2048)
+    sealed, recent = llm.core.runner.cache.num_blocks[:2]
+    assert recent * BLOCK_SIZE < 1000 < sealed * BLOCK_SIZE
+    prompt = random_tokens(1500, seed=8)
+    results = [x.generate([prompt], NEW) for x in (llm, engine(model, kv_memory="256MiB"))]
+    check_near_ties(*results, gap=QUANTIZED_GAP)
+    assert_balanced(llm)

@@ -2,23 +2,23 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.room import FRAGMENTS, Pools, Room, does_not_fit
 from kvq.capacity.plan.target import Target
-from kvq.capacity.plan.users import count_users
+from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE, KVLayout
 from kvq.sizing.memory import Term
 from kvq.sizing.pools import (
     GPU_FRACTION,
     MAX_NUM_BATCHED_TOKENS,
+    PoolPlan,
     bytes_of,
+    plan_pools,
     pool_budget,
-    share_blocks,
     wanted_blocks,
 )
 
@@ -56,43 +56,48 @@ class Engine:
         """
         room = Room.of(target, gpu, self)
         block_bytes = sum(group.block_bytes for group in layout.groups)
-        num_blocks = self._blocks(layout, target, room.pool_bytes, demand)
-        if min(num_blocks) < 1:
+        shared = self._shared(layout, target, room.pool_bytes, demand)
+        if min(shared.num_blocks) < 1:
             raise ConfigError(does_not_fit(target, gpu, self, room, block_bytes))
-        pool = _pool_term(layout, num_blocks)
+        pool = _pool_term(layout, shared.num_blocks)
         return Pools(
             terms=room.with_pool(pool, self._why_free(room, pool)),
             block_bytes=block_bytes,
-            num_blocks=tuple(num_blocks),
-            users=count_users(layout, num_blocks, demand, step_tokens=self.step_tokens, seats=self.sequences),
+            num_blocks=tuple(shared.num_blocks),
+            step_tokens=shared.step_tokens,
+            users=_users(layout, shared, demand, self.sequences),
         )
 
-    def _blocks(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> list[int]:
-        """Of each layer group, shared out as an engine does for as many sequences, or for more than fit.
+    def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
+        """What each layer group gets, as in an engine for as many sequences, or for more than fit.
 
         A staging area takes memory for each sequence that may run: then for as many as fit.
         """
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)
-        wanted = partial(wanted_blocks, layout, max_context=longest, step_tokens=self.step_tokens)
+        limits = {"max_context": longest, "step_tokens": self.step_tokens}
 
-        def shared(sequences: int) -> list[int]:
-            return share_blocks(layout, wanted(sequences=sequences), budget)
+        def shared(sequences: int) -> PoolPlan:
+            return plan_pools(layout, budget, sequences=sequences, **limits)
 
-        def users(sequences: int) -> int:
-            count = partial(count_users, step_tokens=self.step_tokens, seats=sequences)
-            return count(layout, shared(sequences), demand).paged
+        def is_too_many(sequences: int) -> bool:
+            return _users(layout, shared(sequences), demand, sequences).paged < sequences
 
         if self.sequences is None and layout.recipe.is_staged:
-            too_many = bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda count: users(count) < count)
+            too_many = bisect_left(range(1, _MOST_SEQUENCES), True, key=is_too_many)
             return shared(max(1, too_many))
-        return shared(self.sequences or max(0, budget) // bytes_of(layout, wanted(sequences=1)) + 1)
+        one = bytes_of(layout, wanted_blocks(layout, sequences=1, **limits))
+        return shared(self.sequences or max(0, budget) // one + 1)
 
     def _why_free(self, room: Room, pool: Term) -> str:
         formula = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"
         if room.pool_bytes > pool.nbytes + FRAGMENTS * room.free_bytes:
             formula += "; and what so many sequences can't use"
         return formula
+
+
+def _users(layout: KVLayout, shared: PoolPlan, demand: Demand, seats: int | None) -> Users:
+    return count_users(layout, shared.num_blocks, demand, step_tokens=shared.step_tokens, seats=seats)
 
 
 def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:

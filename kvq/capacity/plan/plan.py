@@ -39,6 +39,7 @@ class CapacityPlan:
     kv_bytes_per_token: float  # on it
     block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
     num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
+    step_tokens: int  # most new tokens of a step, fewer than asked for where they fill a small staging area
     users: Users
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
     latent: LatentKV | None  # the same in latent vectors, which kvq's engine does not keep
@@ -95,6 +96,7 @@ def make_plan(
         kv_bytes_per_token=layout.kv_bytes_per_token,
         block_bytes=pools.block_bytes,
         num_blocks=pools.num_blocks,
+        step_tokens=pools.step_tokens,
         users=users,
         serving=served,
         latent=latent_kv(target.latent_values, layout, kv, pools.terms[-1].nbytes, demand),

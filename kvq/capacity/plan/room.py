@@ -50,6 +50,7 @@ class Pools:
     terms: tuple[Term, ...]  # the pool last
     block_bytes: int
     num_blocks: tuple[int, ...]  # of each pool
+    step_tokens: int  # most new tokens of a step
     users: Users
     vllm: VllmCache | None = None  # where it is vLLM
 

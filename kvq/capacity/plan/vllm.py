@@ -93,6 +93,7 @@ class VllmEngine:
             terms=room.with_pool(pool, self._why_free(room)),
             block_bytes=blocks.block_bytes,
             num_blocks=(count,),
+            step_tokens=self.step_tokens,
             users=self._users(blocks, count, layout, demand),
             vllm=self._cache(blocks, count, target),
         )
