@@ -212,20 +212,14 @@ def quality_table(result: dict) -> str:
         spans = {"kl": row["intervals"]["kl_mean"], "ppl": row["intervals"]["perplexity_change"]}
         lines.append(f"| {' | '.join(form.format(**row, **spans) for form in columns.values())} |")
     first = result["rows"][0]
-    text = (
-        f"Against {first['kv']}. Model: {result['model']}. Text: {result['text']}, {first['tokens']:,} "
-        f"tokens in {first['documents']} windows of {result['context']}{_took(result)}. "
-    )
-    return "\n".join(lines) + "\n\n" + text + _measured(result)
-
-
-def _took(result: dict) -> str:
-    """Time and memory of a run, or that it was stopped before its end."""
-    if result.get("complete") is False:
-        return ", where the run was stopped"
     took = sum(task["seconds"] for task in result["tasks"])
     peak = max(task["peak_bytes"] for task in result["tasks"])
-    return f"; {took:,.0f} s, peak memory {peak / 2**20:,.0f} MiB"
+    text = (
+        f"Against {first['kv']}. Model: {result['model']}. Text: {result['text']}, {first['tokens']:,} "
+        f"tokens in {first['documents']} windows of {result['context']}; {took:,.0f} s, peak memory "
+        f"{peak / 2**20:,.0f} MiB. "
+    )
+    return "\n".join(lines) + "\n\n" + text + _measured(result)
 
 
 def needle_table(result: dict) -> str:
