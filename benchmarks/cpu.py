@@ -28,6 +28,11 @@ CPU = torch.device("cpu")
 DEPTHS = (512, 2048, 8192, 32_768, 131_072)
 BATCHES = (1, 4, 16, 64)
 MOST_TOKENS = 1 << 20
+# Two of them staged, with means of blocks and without.
+DECODED = [
+    *("bf16", "fp8", "int8", "int8_per_head", "int6", "int5", "int4", "int4_g64_rot", "int3", "int2"),
+    *("int4+recent=1", "int4_mean"),
+]
 
 
 def workload(contexts: tuple[int, ...], group: int, new: int = 1) -> Workload:
@@ -62,7 +67,7 @@ def decode() -> list[dict[str, Any]]:
         rows += attention(
             f"decode 1 x 32768, GQA {group}",
             workload((32_768,), group),
-            ["bf16", "fp8", "int8", "int8_per_head", "int4", "int4_g32_rot"],
+            DECODED,
             31,
         )
     return rows
@@ -71,7 +76,7 @@ def decode() -> list[dict[str, Any]]:
 def extend() -> list[dict[str, Any]]:
     """A prefill chunk over cached context."""
     shape = workload((8704,), 4, new=512)
-    return attention("extend 512 over 8192", shape, ["bf16", "fp8", "int8", "int4"], 7)
+    return attention("extend 512 over 8192", shape, ["bf16", "fp8", "int8", "int4", "int3"], 7)
 
 
 def depths() -> list[dict[str, Any]]:
