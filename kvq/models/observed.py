@@ -107,9 +107,11 @@ def _refusal(model: Any, why: str) -> str:
 
 def _geometry_of(model: Any, calls: list[_Call]) -> ModelGeometry:
     about = model.config.get_text_config(decoder=True)
-    layers, found = about.num_hidden_layers, [call.layer for call in calls]
+    found = [call.layer for call in calls]
+    layers = getattr(about, "num_hidden_layers", len(set(found)))
     if sorted(found) != list(range(layers)):
-        raise ModelError(_refusal(model, f"its {layers} layers call attention for {found}, not once each"))
+        calls_of = f"for {found}" if len(found) <= 2 * layers else f"{len(found)} times"
+        raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
     if len(shapes := {(call.q_heads, call.softcap, call.has_sinks) for call in calls}) > 1:
         raise ModelError(
             _refusal(model, f"its layers differ in query heads, caps or sinks: {sorted(shapes)}")

@@ -49,8 +49,8 @@ def prove(prepared: PreparedModel) -> None:
             "its own attention differs" if not whole <= TOLERANCE else "how it is cut and packed changes it"
         )
         raise ModelError(
-            f"kvq does not run {family}: it is not among the families that were checked, and in a small one of "
-            f"{len(ids[0])} tokens {what} (relative error {error:.1e}, allowed {TOLERANCE:.0e})"
+            f"kvq does not run {family}: it is not among the families that were checked, and in a small one, "
+            f"over {len(ids[0])} tokens, {what} (relative error {error:.1e}, allowed {TOLERANCE:.0e})"
         )
     _log.info("%s is not among the checked families; it agrees with its own attention to %.0e", family, error)
 

@@ -47,6 +47,8 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None, folde
         raise refuse("it has an encoder and cross-attention; kvq runs decoders")
     if model_type in _REFUSED:
         raise refuse(_REFUSED[model_type])
+    if parts := [name for name, part in config.items() if isinstance(part, Mapping) and "model_type" in part]:
+        raise refuse(f"it is made of several models ({', '.join(sorted(parts))}); kvq runs text decoders")
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         raise refuse("its attention adds ALiBi biases")
     if config.get("reorder_and_upcast_attn"):

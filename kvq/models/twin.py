@@ -6,23 +6,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvq.cache.attention import PACKED_NAME
 from kvq.errors import ModelError, first_lines
 from kvq.models.modules import build_random, config_of
 
 CONTEXT = 256  # tokens
 WINDOW = 16  # tokens, and of chunks
+_LAYERS = ("num_hidden_layers", "num_layers")  # what configurations call their number
 _MOST_LAYERS = 12
 _SPREAD = 0.15  # of matrices, so large that attention is far from even
+_MOST_VALUES = 50_000_000
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 12, "qk_head_dim": 24}
 _SIZES = {
     "vocab_size": 199,
+    "vocab_size_per_layer_input": 199,
+    "hidden_size_per_layer_input": 8,
     "max_position_embeddings": CONTEXT,
     "moe_intermediate_size": 32,
+    "ffn_hidden_size": 80,
+    "expert_ffn_hidden_size": 32,
     "shared_expert_intermediate_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
@@ -39,35 +49,55 @@ def build_twin(config: Mapping[str, Any]) -> Any:
         ModelError: none can be made.
     """
     errors = []
-    for small in _smaller(config_of(config)):
-        try:
-            torch.manual_seed(0)
-            model = build_random(small, torch.float32, torch.device("cpu")).eval()
-        except Exception as error:  # noqa: BLE001 - whatever numbers that don't fit make the code raise
-            errors.append(first_lines(error))
-        else:
-            _draw(model)
-            return model
+    try:
+        for small in _smaller(config_of(config)):
+            try:
+                model = _made(small)
+            except Exception as error:  # noqa: BLE001 - whatever numbers that don't fit make the code raise
+                errors.append(first_lines(error))
+            else:
+                return model
+    except Exception as error:  # noqa: BLE001 - configurations that won't tell one number for all layers
+        errors.append(first_lines(error))
     raise ModelError(
         f"kvq does not run {config['model_type']}: it is not among the families that were checked, and no "
         f"small one can be made to check it ({errors[0]})"
     )
 
 
+def _made(config: Mapping[str, Any]) -> Any:
+    """A model of random numbers, which was seen to run."""
+    bare = build_random(config, torch.float32, torch.device("meta"))
+    count = sum(parameter.numel() for parameter in bare.parameters())
+    if count > _MOST_VALUES:
+        raise ValueError(f"{count:,} parameters")
+    torch.manual_seed(0)
+    model = build_random(config, torch.float32, torch.device("cpu")).eval()
+    _draw(model)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+    model.set_attn_implementation(PACKED_NAME)
+    return model
+
+
 def _smaller(about: Any) -> Iterator[dict[str, Any]]:
-    """Changes of a config.json's dict, first those that make most of it small; not every family takes them."""
+    """Configs of less and less that is small, since not every family takes every size."""
     config, names = about.to_dict(), about.attribute_map
 
     def known(sizes: Mapping[str, int]) -> dict[str, int]:
         own = {names.get(name, name): size for name, size in sizes.items()}
         return {name: size for name, size in own.items() if type(config.get(name)) is int}
 
-    short = _shorter(config, names.get("num_hidden_layers", "num_hidden_layers"))
+    short = _shorter(config, next(name for name in (names.get(_LAYERS[0]), *_LAYERS) if name in config))
     short |= {name: WINDOW for name, value in config.items() if _is_reach(name, value)}
     small, narrow = short | known(_SIZES), known(_WIDTHS)
-    if getattr(about, "num_key_value_heads", None) == about.num_attention_heads:
+    if getattr(about, "num_key_value_heads", None) == getattr(about, "num_attention_heads", 0):
         narrow |= known({"num_key_value_heads": 4})
-    yield {**config, **small, **narrow, **known({"head_dim": 16})}
+    if "kv_lora_rank" in config:
+        narrow |= known(_LATENT) | known({"qk_rope_head_dim": 8, "head_dim": 8})
+    else:
+        yield {**config, **small, **narrow, **known({"head_dim": 16})}
     yield {**config, **small, **narrow}
     yield {**config, **small}
     yield {**config, **short}
@@ -86,7 +116,22 @@ def _shorter(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     count = max([2, *(_until_all_kinds(value) for value in lists.values())])
     if count > _MOST_LAYERS:
         return {}
-    return {name: min(count, layers)} | {key: value[:count] for key, value in lists.items()}
+    tables = {key: _below(value, count) for key, value in config.items() if _is_by_layer(value)}
+    return {name: min(count, layers)} | {key: value[:count] for key, value in lists.items()} | tables
+
+
+def _is_by_layer(value: object) -> bool:
+    """Whether a field names layers by their numbers."""
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(str(key).isdigit() for key in value)
+        and all(isinstance(own, Mapping) for own in value.values())
+    )
+
+
+def _below(table: Mapping[Any, Any], count: int) -> dict[Any, Any]:
+    return {key: value for key, value in table.items() if int(key) < count}
 
 
 def _until_all_kinds(values: list[Any]) -> int:
