@@ -21,6 +21,7 @@ DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that ten
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 _MOST_BLOCK = 64  # tokens: larger blocks are as these
+_MOST_RUN = 32  # bytes of codes in two planes: words of two, as many as a product sums over
 ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in what was compiled without one
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
 # Warps of all programs of a step per multiprocessor: 12 fit at once with so many registers, and one round was
@@ -243,12 +244,26 @@ def _shortest_run(formats: LayerFormats, block_size: int) -> int:
 
 
 def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
+    # Tiles of rows with means are read so if they are INT4 and each lies in one block.
+    is_read = not fmt.mean or (fmt.code.bits == 4 and block_size % _MOST_BLOCK == 0)
+    return run_bytes(fmt, dim) if is_read else 0
+
+
+def run_bytes(fmt: KVFormat, dim: int) -> int:
+    """Bytes of a row that attention reads together as words: all, or of grouped codes those of one group in
+    every part of the first plane; 0: they can't be read so.
+
+    A place in the second plane's bytes has bits of as many bytes of the first: `piece`.
+    """
     if not isinstance(fmt.scale, Grouped):
         return dim * fmt.code.bits // 8
-    # Tiles of rows with means are read so if each lies in one block.
-    is_read = fmt.code.bits == 4 and (not fmt.mean or block_size % _MOST_BLOCK == 0)
-    is_read |= fmt.code.bits == 2 and not fmt.mean
-    return min(fmt.scale.group_size, dim * fmt.code.bits // 8) if is_read else 0
+    first, *others = fmt.code.planes
+    row, group = dim * first // 8, fmt.scale.group_size
+    run = min(group, row, *(_MOST_RUN for _ in others))
+    piece = dim * others[0] // 8 if others else row
+    has_words = first <= 4 and len(others) <= 1 and run % 2 == 0 and piece % 2 == 0
+    fits = row % run == 0 and (group % run == 0 or run == row) and (piece % run == 0 or run % piece == 0)
+    return run if has_words and fits else 0
 
 
 def target(x: Tensor) -> str:
