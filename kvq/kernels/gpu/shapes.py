@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.formats import Code, Grouped, KVFormat
+from kvq.formats import CODES, Grouped, KVFormat
 from kvq.formats.recipe import LayerFormats
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.spec import Device
@@ -144,9 +144,9 @@ def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) ->
 
 
 def _extends_wrongly(formats: LayerFormats) -> bool:
-    """Whether tiles of 64 rows gave NaN on an H200 (Triton 3.6.0), where those of 16 are right; why is not
-    known. K of INT8 and FP8 was seen."""
-    return formats.v.code is Code.INT4 and formats.k.code is not Code.INT4
+    """Whether tiles of 64 rows may give NaN, as they did on an H200 (Triton 3.6.0), where those of 16 are
+    right; why is not known. V of INT4 beside K of INT8 and FP8 was seen; all grouped V is read as INT4 is."""
+    return formats.v.code.is_grouped and formats.k.code is not formats.v.code
 
 
 def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size: int) -> TileShape:
@@ -163,11 +163,17 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
     shape = _nvidia_shape(kind, head_dim, run, block_size)
-    if "_mean" in fmt:  # products of means take registers; in 168 a tenth of the loop would be spills
+    if _fills_registers(fmt):
         shape = replace(shape, registers=None)
     if kind == "extend" and device.startswith("sm10"):  # products go to tensor memory: nothing is pipelined
         shape = replace(shape, stages=1)
     return shape
+
+
+def _fills_registers(fmt: str) -> bool:
+    """Whether products of means, or words of two planes, take so many that in 168 some would be spilled."""
+    codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
+    return "_mean" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:

@@ -32,7 +32,7 @@ from kvq.kernels.gpu.rows import (
 # Powers of two by which probabilities are enlarged where they are fp16, before V's scales multiply them:
 # these are small numbers, but nothing may overflow with the largest that rows of fp16 have.
 _ENLARGEMENT = {
-    **{INT2.value: 4.0, INT3.value: 2.0, INT4.value: 4.0, INT5.value: 5.0, INT6.value: 6.0},
+    **{INT2.value: 1.0, INT3.value: 2.0, INT4.value: 4.0, INT5.value: 5.0, INT6.value: 6.0},
     **{INT8.value: 7.0, FP8.value: 8.0},
 }
 # Of packed codes: bits in the first plane, and in the second one.
