@@ -163,10 +163,11 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
     shape = _nvidia_shape(kind, head_dim, run, block_size)
-    if _fills_registers(fmt):
+    is_crowded = _fills_registers(fmt)
+    if is_crowded:
         shape = replace(shape, registers=None)
     if kind == "extend" and device.startswith("sm10"):  # products go to tensor memory: nothing is pipelined
-        shape = replace(shape, stages=1)
+        shape = replace(shape, stages=1, keys=min(shape.keys, 32 if is_crowded else shape.keys))
     return shape
 
 
@@ -244,7 +245,7 @@ def format_name(formats: LayerFormats) -> str:
 
 
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
-    """Bytes of K's or V's rows that attention reads together, whichever are fewer; 0 if not as they lie."""
+    """Bytes of K's or V's rows of one scale, whichever are fewer; 0 if they aren't read as they lie."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     return min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
@@ -252,23 +253,30 @@ def _shortest_run(formats: LayerFormats, block_size: int) -> int:
 def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
     # Tiles of rows with means are read so if they are INT4 and each lies in one block.
     is_read = not fmt.mean or (fmt.code.bits == 4 and block_size % _MOST_BLOCK == 0)
-    return run_bytes(fmt, dim) if is_read else 0
+    return _scaled_bytes(fmt, dim) if is_read and run_bytes(fmt, dim) else 0
+
+
+def _scaled_bytes(fmt: KVFormat, dim: int) -> int:
+    """Of a row, or of its first plane, the bytes of one scale in every part."""
+    row = dim * fmt.code.planes[0] // 8
+    return min(fmt.scale.group_size, row) if isinstance(fmt.scale, Grouped) else row
 
 
 def run_bytes(fmt: KVFormat, dim: int) -> int:
     """Bytes of a row that attention reads together as words: all, or of grouped codes those of one group in
-    every part of the first plane; 0: they can't be read so.
+    every part of the first plane, if there are two some of these; 0: they can't be read so.
 
     A place in the second plane's bytes has bits of as many bytes of the first: `piece`.
     """
+    scaled = _scaled_bytes(fmt, dim)
     if not isinstance(fmt.scale, Grouped):
-        return dim * fmt.code.bits // 8
+        return scaled
     first, *others = fmt.code.planes
-    row, group = dim * first // 8, fmt.scale.group_size
-    run = min(group, row, *(_MOST_RUN for _ in others))
+    row = dim * first // 8
+    run = min(scaled, _MOST_RUN) if others else scaled
     piece = dim * others[0] // 8 if others else row
     has_words = first <= 4 and len(others) <= 1 and run % 2 == 0 and piece % 2 == 0
-    fits = row % run == 0 and (group % run == 0 or run == row) and (piece % run == 0 or run % piece == 0)
+    fits = row % run == 0 and scaled % run == 0 and (piece % run == 0 or run % piece == 0)
     return run if has_words and fits else 0
 
 
