@@ -127,10 +127,10 @@ def parts_assembly(kind: Any, place: Any, pieces: Any, _semantic: Any = None) ->
     low, high = _PLANES[plain(kind)]
     places = 8 // low
     words, first = f"${2 * places}", 2 * places + 1
-    lines = [".reg .b32 odd, bits, up, down, more;", f"shr.u32 odd, {words}, 8;"]
+    lines = [".reg .b32 odd;", f"shr.u32 odd, {words}, 8;"]
     if high:
         at = plain(place)
-        lines.append(f"mov.b32 bits, ${first};")
+        lines += [".reg .b32 bits, up, down, more;", f"mov.b32 bits, ${first};"]
         for piece in range(1, plain(pieces)):
             lines += [f"shr.u32 more, ${first + piece}, {high * piece};", "or.b32 bits, bits, more;"]
         lines += [f"shl.b32 up, bits, {low - at};", f"shr.u32 down, bits, {8 - low + at};"]
