@@ -167,7 +167,7 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_and_no_other() -> None:
 
 
 def flash_keeps_nan() -> bool:
-    """False on CPUs with AVX-512, where torch's flash attention takes a row of NaN for one that sees nothing."""
+    """False with AVX-512, where torch's flash attention takes a row of NaN for one that sees nothing."""
     q = torch.full((1, 1, 2, 8), math.nan)
     out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q.nan_to_num(), q.nan_to_num())[0]
     return bool(out.isnan().all())
