@@ -15,8 +15,15 @@ from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
-from kvq.kernels.gpu.rows import FP8, INT2, INT4, INT8
-from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, decode_shape, extend_shape, target
+from kvq.kernels.gpu.rows import PACKED
+from kvq.kernels.gpu.shapes import (
+    MOST_DECODE_ROWS,
+    TileShape,
+    decode_shape,
+    extend_shape,
+    run_bytes,
+    target,
+)
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _LEAST_PAD = 32  # columns of an 8-bit product
@@ -86,18 +93,15 @@ def _part(name: str, q: Tensor, kv: PagedKV, whole: bool) -> dict[str, Any]:
     so that they can be, and numbers to compute in. `whole`: whether tiles of keys lie in one block each."""
     part, upper = part_arguments(name, kv), name.upper()
     rows, code = getattr(kv, name), getattr(kv.formats, name).code
-    is_int4 = part[f"{upper}_KIND"] == INT4.value
-    row = rows.codes.shape[-1] * rows.codes.element_size()  # bytes
-    run = min(part[f"{upper}_GROUP"], row) if code.is_grouped else row
-    is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value) or code.bits == 2
-    words = is_packed and run % 2 == 0 and row % run == 0 and _as_pairs(rows.codes)
+    run = run_bytes(getattr(kv.formats, name), part[f"{upper}_DIM"])
+    words = not code.is_float and run > 0 and _as_pairs(rows.codes)
     means = mean_arguments(name, kv)
     if rows.means is not None:
-        words = words and whole and is_int4 and _has_mean_words(name, kv, run)
+        words = words and whole and code.bits == 4 and _has_mean_words(name, kv, run)
         if words:
             means |= _strided(f"{name}_means", f"{name}m", rows.means.view(torch.uint32))
-    if words and code.bits == 2:
-        part[f"{upper}_KIND"] = INT2.value
+    if words and code.is_grouped:
+        part[f"{upper}_KIND"] = PACKED[code.bits].value
     if words:
         part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.

@@ -11,22 +11,19 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
+from kvq.kernels.attend.triton_means import mean_scores
 from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
 from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
 from kvq.kernels.attend.triton_scales import is_narrow, row_scales, scaled
+from kvq.kernels.attend.triton_values import add_byte_values, add_packed_values, joined, word_outputs
 from kvq.kernels.attend.triton_words import (
     LEAST_COLUMNS,
     LEAST_KEYS,
-    add_byte_values,
-    add_packed_values,
     added_dot,
     byte_scores,
     dot,
     folded,
-    joined,
-    mean_scores,
     packed_scores,
-    word_outputs,
     word_queries,
 )
 from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, stored_rows

@@ -14,24 +14,6 @@ import triton.language as tl
 from kvq.kernels.gpu.rows import narrow_scale, scale_and_minimum, takes_ptx
 from kvq.kernels.gpu.words import plain
 
-# Words of two bytes, two of a token, become the minimums of two groups as fp16, without a loss: 1024 + 128 +
-# the signed byte, less 1152, over 256, times the scale that is 32 times as large.
-_NARROW_MINIMUMS = tl.constexpr("""
-{
-.reg .b32 scale, part, minus;
-mov.b32 part, 0x1c001c00;
-mov.b32 minus, 0xc480c480;
-shl.b32 scale, $1, 7;
-and.b32 scale, scale, 0x7f807f80;
-xor.b32 $0, $1, 0x80008000;
-prmt.b32 $0, $0, 0x64646464, 0x4341;
-fma.rn.f16x2 $0, $0, part, minus;
-mul.rn.f16x2 $0, $0, scale;
-}
-""")
-_NARROW_MINIMUMS_OF_2 = tl.constexpr(  # over 1024
-    _NARROW_MINIMUMS.value.replace("0x1c001c00", "0x14001400").replace("0xc480c480", "0xbc80bc80")
-)
 # Two tokens' words become their scales times 32.
 _NARROW_SCALES = tl.constexpr("""
 {{
@@ -57,13 +39,35 @@ mad.lo.u32 $0, byte, {factor}, {added};
 """)
 
 
+def minimums_assembly(bits: Any, _semantic: Any = None) -> tl.constexpr:
+    """Words of two bytes, two of a token, as the minimums of two groups in fp16, without a loss.
+
+    1024 + 128 + the signed byte, less 1152, times 2^(bits - 12), times the scale that is 32 times as large;
+    bits: of a code.
+    """
+    part, minus = 3 + plain(bits) << 10, 0xC480 + (plain(bits) - 4 << 10)
+    return tl.constexpr(f"""
+{{
+.reg .b32 scale, part, minus;
+mov.b32 part, 0x{part:04x}{part:04x};
+mov.b32 minus, 0x{minus:04x}{minus:04x};
+shl.b32 scale, $1, 7;
+and.b32 scale, scale, 0x7f807f80;
+xor.b32 $0, $1, 0x80008000;
+prmt.b32 $0, $0, 0x64646464, 0x4341;
+fma.rn.f16x2 $0, $0, part, minus;
+mul.rn.f16x2 $0, $0, scale;
+}}
+""")
+
+
 def is_narrow(scales: Any, _semantic: Any = None) -> tl.constexpr:
     """Whether a pointer's words hold pairs of bytes: they are unsigned then, of two groups or, where rows
     have an odd number of them, of one."""
     return tl.constexpr(scales.dtype.element_ty.is_int_unsigned())
 
 
-for _function in (wide_assembly, is_narrow):  # device code calls them with the compilation
+for _function in (wide_assembly, minimums_assembly, is_narrow):  # device code calls them with the compilation
     _function.__triton_builtin__ = True
 
 
@@ -142,12 +146,7 @@ def group_minimums(
         pairs = tl.load(words + ((PER * at)[:, None] + col[None, :]), mask=mask, other=0)
         if COMPUTE == tl.float16 and takes_ptx():
             pairs = tl.inline_asm_elementwise(
-                _NARROW_MINIMUMS if BITS == 4 else _NARROW_MINIMUMS_OF_2,
-                "=&r,r",
-                [pairs],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
+                minimums_assembly(BITS), "=&r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2
             )
         else:
             _, pairs = scale_and_minimum(pairs, BITS)

@@ -12,10 +12,8 @@ from kvq.kernels.attend.triton_kernel import VARYING, dense_rows, power_of_two, 
 from kvq.kernels.attend.triton_list import ITEM_WORDS
 from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
 from kvq.kernels.attend.triton_scales import row_scales, runs_of, scaled
-from kvq.kernels.attend.triton_words import (
-    added_dot,
-    all_side_by_side,
-)
+from kvq.kernels.attend.triton_values import all_side_by_side
+from kvq.kernels.attend.triton_words import added_dot
 from kvq.kernels.gpu.rows import FP8, int8_codes, nibbles, scale_and_minimum
 from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 

@@ -14,7 +14,8 @@ from kvq.formats import Code
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # How a format's codes lie in memory: what the kernels are specialized by.
-FLOAT, FP8, INT8, INT4, GROUPED, INT2 = (tl.constexpr(kind) for kind in range(6))
+FLOAT, FP8, INT8, INT4, GROUPED, INT2, INT3, INT5, INT6 = (tl.constexpr(kind) for kind in range(9))
+PACKED = {2: INT2, 3: INT3, 4: INT4, 5: INT5, 6: INT6}  # grouped codes that attention reads as words, by bits
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
@@ -127,7 +128,7 @@ takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 def kind_of(code: Code) -> int:
     """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one, but
-    that attention reads 2 bits as words: INT2."""
+    where attention reads them as words: PACKED."""
     grouped = INT4 if code.bits == 4 else GROUPED
     kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: INT8}.get(code, FLOAT)
     return int(kind.value)
@@ -255,7 +256,7 @@ def stored_rows(
 ):
     """Rows of any format, fp32 [rows, columns], still rotated."""
     mask = inside[:, None] & (col < DIM)[None, :]
-    if KIND >= INT4:  # or GROUPED
+    if KIND >= INT4:  # any grouped code
         x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
     else:
         stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.formats import Code, Grouped, KVFormat
+from kvq.formats import CODES, Grouped, KVFormat
 from kvq.formats.recipe import LayerFormats
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.spec import Device
@@ -21,6 +21,7 @@ DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that ten
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 _MOST_BLOCK = 64  # tokens: larger blocks are as these
+_MOST_RUN = 32  # bytes of codes in two planes: words of two, as many as a product sums over
 ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in what was compiled without one
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
 # Warps of all programs of a step per multiprocessor: 12 fit at once with so many registers, and one round was
@@ -143,9 +144,9 @@ def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) ->
 
 
 def _extends_wrongly(formats: LayerFormats) -> bool:
-    """Whether tiles of 64 rows gave NaN on an H200 (Triton 3.6.0), where those of 16 are right; why is not
-    known. K of INT8 and FP8 was seen."""
-    return formats.v.code is Code.INT4 and formats.k.code is not Code.INT4
+    """Whether tiles of 64 rows may give NaN, as they did on an H200 (Triton 3.6.0), where those of 16 are
+    right; why is not known. V of INT4 beside K of INT8 and FP8 was seen; all grouped V is read as INT4 is."""
+    return formats.v.code.is_grouped and formats.k.code is not formats.v.code
 
 
 def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size: int) -> TileShape:
@@ -162,11 +163,18 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
     shape = _nvidia_shape(kind, head_dim, run, block_size)
-    if "_mean" in fmt:  # products of means take registers; in 168 a tenth of the loop would be spills
+    is_crowded = _fills_registers(fmt)
+    if is_crowded:
         shape = replace(shape, registers=None)
     if kind == "extend" and device.startswith("sm10"):  # products go to tensor memory: nothing is pipelined
-        shape = replace(shape, stages=1)
+        shape = replace(shape, stages=1, keys=min(shape.keys, 32 if is_crowded else shape.keys))
     return shape
+
+
+def _fills_registers(fmt: str) -> bool:
+    """Whether products of means, or words of two planes, take so many that in 168 some would be spilled."""
+    codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
+    return "_mean" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:
@@ -237,18 +245,39 @@ def format_name(formats: LayerFormats) -> str:
 
 
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
-    """Bytes of K's or V's rows that attention reads together, whichever are fewer; 0 if not as they lie."""
+    """Bytes of K's or V's rows of one scale, whichever are fewer; 0 if they aren't read as they lie."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     return min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
 
 def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
+    # Tiles of rows with means are read so if they are INT4 and each lies in one block.
+    is_read = not fmt.mean or (fmt.code.bits == 4 and block_size % _MOST_BLOCK == 0)
+    return _scaled_bytes(fmt, dim) if is_read and run_bytes(fmt, dim) else 0
+
+
+def _scaled_bytes(fmt: KVFormat, dim: int) -> int:
+    """Of a row, or of its first plane, the bytes of one scale in every part."""
+    row = dim * fmt.code.planes[0] // 8
+    return min(fmt.scale.group_size, row) if isinstance(fmt.scale, Grouped) else row
+
+
+def run_bytes(fmt: KVFormat, dim: int) -> int:
+    """Bytes of a row that attention reads together as words: all, or of grouped codes those of one group in
+    every part of the first plane, if there are two some of these; 0: they can't be read so.
+
+    A place in the second plane's bytes has bits of as many bytes of the first: `piece`.
+    """
+    scaled = _scaled_bytes(fmt, dim)
     if not isinstance(fmt.scale, Grouped):
-        return dim * fmt.code.bits // 8
-    # Tiles of rows with means are read so if each lies in one block.
-    is_read = fmt.code.bits == 4 and (not fmt.mean or block_size % _MOST_BLOCK == 0)
-    is_read |= fmt.code.bits == 2 and not fmt.mean
-    return min(fmt.scale.group_size, dim * fmt.code.bits // 8) if is_read else 0
+        return scaled
+    first, *others = fmt.code.planes
+    row = dim * first // 8
+    run = min(scaled, _MOST_RUN) if others else scaled
+    piece = dim * others[0] // 8 if others else row
+    has_words = first <= 4 and len(others) <= 1 and run % 2 == 0 and piece % 2 == 0
+    fits = row % run == 0 and scaled % run == 0 and (piece % run == 0 or run % piece == 0)
+    return run if has_words and fits else 0
 
 
 def target(x: Tensor) -> str:

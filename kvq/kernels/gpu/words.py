@@ -4,6 +4,9 @@ Tensor cores take 16-bit numbers, and `ldmatrix` brings 16-bit elements from sha
 registers where a product wants them. So packed bytes travel as words, and become numbers behind it, in
 registers: a word's even byte gives one operand, its odd byte another, of products that are summed or that
 make every other column of the output. The assembly is pure, so that the compiler may move it there.
+
+Packed codes lie in planes (see codec/reference.py). Words are those of the first one; codes of 3, 5 and 6
+bits take their high bits from words of a second one, where they lie at a place that all words of a run share.
 """
 
 import math
@@ -12,11 +15,30 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import FP8, INT2, INT4, INT8, SPREAD_E4M3, SPREAD_INT8, fp8_codes, takes_ptx
+from kvq.kernels.gpu.rows import (
+    FP8,
+    INT2,
+    INT3,
+    INT4,
+    INT5,
+    INT6,
+    INT8,
+    SPREAD_E4M3,
+    SPREAD_INT8,
+    fp8_codes,
+    takes_ptx,
+)
 
 # Powers of two by which probabilities are enlarged where they are fp16, before V's scales multiply them:
 # these are small numbers, but nothing may overflow with the largest that rows of fp16 have.
-_ENLARGEMENT = {INT4.value: 4.0, INT2.value: 4.0, INT8.value: 7.0, FP8.value: 8.0}
+_ENLARGEMENT = {
+    **{INT2.value: 1.0, INT3.value: 2.0, INT4.value: 4.0, INT5.value: 5.0, INT6.value: 6.0},
+    **{INT8.value: 7.0, FP8.value: 8.0},
+}
+# Of packed codes: bits in the first plane, and in the second one.
+_PLANES = {
+    **{INT2.value: (2, 0), INT3.value: (2, 1), INT4.value: (4, 0), INT5.value: (4, 1), INT6.value: (4, 2)},
+}
 _LEAST_WITH_E4M3 = 89  # the first capability that converts FP8 by an instruction
 
 # Inputs are two neighbouring words, of bytes 0 to 3; outputs are fp16 numbers of both words.
@@ -40,34 +62,6 @@ cvt.rn.f16x2.e4m3x2 $1, second;
 }
 """)
 _E4M3_BY_BITS = tl.constexpr(SPREAD_E4M3.format(first="0x2404", second="0x3414"))  # the value over 256
-# INT4: a nibble at the low end of fp16's mantissa is the subnormal number code * 2^-24, one 4 bits further up
-# 16 times that. Tensor cores multiply subnormal fp16 numbers exactly (Fasi et al., "Numerical behavior of
-# NVIDIA tensor cores", 2021, section 4).
-_INT4 = tl.constexpr("""
-{
-.reg .b32 odd;
-shr.u32 odd, $4, 8;
-and.b32 $0, $4, 0x000f000f;
-and.b32 $1, $4, 0x00f000f0;
-and.b32 $2, odd, 0x000f000f;
-and.b32 $3, odd, 0x00f000f0;
-}
-""")
-# INT2 likewise: numbers at four places.
-_INT2 = tl.constexpr("""
-{
-.reg .b32 odd;
-shr.u32 odd, $8, 8;
-and.b32 $0, $8, 0x00030003;
-and.b32 $1, $8, 0x000c000c;
-and.b32 $2, $8, 0x00300030;
-and.b32 $3, $8, 0x00c000c0;
-and.b32 $4, odd, 0x00030003;
-and.b32 $5, odd, 0x000c000c;
-and.b32 $6, odd, 0x00300030;
-and.b32 $7, odd, 0x00c000c0;
-}
-""")
 
 
 def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
@@ -82,7 +76,7 @@ def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     by_bits = plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
     if plain(kind) == FP8.value:
         return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
-    return tl.constexpr(2.0**24 if by_bits and plain(kind) in (INT4.value, INT2.value) else 1.0)
+    return tl.constexpr(2.0**24 if by_bits and plain(kind) in _PLANES else 1.0)
 
 
 def unit(kind: Any, compute: Any, place: Any, _semantic: Any = None) -> tl.constexpr:
@@ -93,8 +87,73 @@ def unit(kind: Any, compute: Any, place: Any, _semantic: Any = None) -> tl.const
 
 
 def codes_a_byte(kind: Any, _semantic: Any = None) -> tl.constexpr:
-    """Of rows that are read as words."""
-    return tl.constexpr({INT4.value: 2, INT2.value: 4}.get(plain(kind), 1))
+    """Of rows that are read as words, in their first plane."""
+    return tl.constexpr(8 // _PLANES[plain(kind)][0] if plain(kind) in _PLANES else 1)
+
+
+def code_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:
+    """Of packed codes."""
+    return tl.constexpr(sum(_PLANES[plain(kind)]))
+
+
+def high_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:
+    """Of a packed code in the second plane."""
+    return tl.constexpr(_PLANES[plain(kind)][1])
+
+
+def high_bytes(kind: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
+    """Of a row's second plane, each of which has at every place the bits for one byte of the first."""
+    return tl.constexpr(plain(dim) * high_bits(kind).value // 8)
+
+
+def high_start(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
+    """Bytes of a row before those with the bits for byte `start` of the first plane."""
+    return tl.constexpr(plain(dim) // codes_a_byte(kind).value + plain(start) % high_bytes(kind, dim).value)
+
+
+def high_place(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
+    """Where they have the bits for that byte's lowest code; 0 without a second plane."""
+    high = high_bits(kind).value
+    return tl.constexpr(high * (plain(start) // high_bytes(kind, dim).value) if high else 0)
+
+
+def parts_assembly(kind: Any, place: Any, pieces: Any, _semantic: Any = None) -> tl.constexpr:
+    """Two neighbouring words of packed codes, and words with their high bits, as fp16 numbers at every place.
+
+    A code at the low end of fp16's mantissa is the subnormal number code * 2^-24, one further up a power of
+    two times that; all ten bits are 1,023 at most. Tensor cores multiply subnormal fp16 numbers exactly (Fasi
+    et al., "Numerical behavior of NVIDIA tensor cores", 2021, section 4). `place`, `pieces`: of `word_parts`.
+    """
+    low, high = _PLANES[plain(kind)]
+    places = 8 // low
+    words, first = f"${2 * places}", 2 * places + 1
+    lines = [".reg .b32 odd;", f"shr.u32 odd, {words}, 8;"]
+    if high:
+        at = plain(place)
+        lines += [".reg .b32 bits, up, down, more;", f"mov.b32 bits, ${first};"]
+        for piece in range(1, plain(pieces)):
+            lines += [f"shr.u32 more, ${first + piece}, {high * piece};", "or.b32 bits, bits, more;"]
+        lines += [f"shl.b32 up, bits, {low - at};", f"shr.u32 down, bits, {8 - low + at};"]
+    for byte, (own, bits) in enumerate(((words, "up"), ("odd", "down"))):
+        for i in range(places):
+            part = f"${byte * places + i}"
+            lines.append(f"and.b32 {part}, {own}, {_in_both((1 << low) - 1 << low * i)};")
+            if high:
+                lines += [
+                    f"and.b32 more, {bits}, {_in_both((1 << high) - 1 << low * (i + 1))};",
+                    f"or.b32 {part}, {part}, more;",
+                ]
+    return tl.constexpr("\n".join(("{", *lines, "}")))
+
+
+def parts_constraints(kind: Any, pieces: Any, _semantic: Any = None) -> tl.constexpr:
+    """Registers of `parts_assembly`."""
+    return tl.constexpr("=&r," * (2 * codes_a_byte(kind).value) + ",".join(["r"] * (1 + plain(pieces))))
+
+
+def _in_both(half: int) -> str:
+    """A mask of 16 bits for both halves of a register."""
+    return f"0x{half:04x}{half:04x}"
 
 
 def exponent(unit: Any, _semantic: Any = None) -> tl.constexpr:
@@ -117,6 +176,13 @@ for _function in (
     low_unit,
     unit,
     codes_a_byte,
+    code_bits,
+    high_bits,
+    high_bytes,
+    high_start,
+    high_place,
+    parts_assembly,
+    parts_constraints,
     exponent,
     enlargement,
 ):  # device code calls them with the compilation
@@ -125,57 +191,62 @@ for _function in (
 
 @triton.jit
 def _bytes_apart(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Even and odd bytes of words int16 as numbers, by shifts and exact conversions."""
+    """Even and odd bytes of words int16 of FP8 or INT8 as numbers, by shifts and exact conversions."""
     wide = words.to(tl.int32)
     even, odd = (wide & 255).to(tl.uint8), ((wide >> 8) & 255).to(tl.uint8)
     if KIND == FP8:
         parts = (fp8_codes(even, tl.float32).to(COMPUTE), fp8_codes(odd, tl.float32).to(COMPUTE))
-    elif KIND == INT8:
+    else:
         even, odd = even.to(tl.int8, bitcast=True), odd.to(tl.int8, bitcast=True)
         parts = (even.to(tl.float32).to(COMPUTE), odd.to(tl.float32).to(COMPUTE))
-    elif KIND == INT2:
-        parts = (
-            (even & 3).to(tl.float32).to(COMPUTE), ((even >> 2) & 3).to(tl.float32).to(COMPUTE),
-            ((even >> 4) & 3).to(tl.float32).to(COMPUTE), (even >> 6).to(tl.float32).to(COMPUTE),
-            (odd & 3).to(tl.float32).to(COMPUTE), ((odd >> 2) & 3).to(tl.float32).to(COMPUTE),
-            ((odd >> 4) & 3).to(tl.float32).to(COMPUTE), (odd >> 6).to(tl.float32).to(COMPUTE),
-        )  # fmt: skip
-    else:
-        parts = (
-            (even & 15).to(tl.float32).to(COMPUTE), (even >> 4).to(tl.float32).to(COMPUTE),
-            (odd & 15).to(tl.float32).to(COMPUTE), (odd >> 4).to(tl.float32).to(COMPUTE),
-        )  # fmt: skip
     return parts
 
 
 @triton.jit
-def word_parts(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Words int16 of FP8, INT8, INT4 or INT2 codes -> COMPUTE numbers times `unit`, of each word: its even
-    and its odd byte; of INT4 and INT2 the even byte's codes, the lowest first, then the odd one's.
+def _codes_apart(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl.constexpr):
+    """Packed codes of words as numbers, by shifts and exact conversions; arguments as of `word_parts`."""
+    HIGH: tl.constexpr = high_bits(KIND)
+    PER: tl.constexpr = codes_a_byte(KIND)
+    LOW: tl.constexpr = 8 // PER
+    wide = words.to(tl.int32)
+    bits = tl.zeros(words.shape, tl.int32)
+    for i in tl.static_range(len(high)):
+        bits = bits | ((high[i].to(tl.int32) & 0xFFFF) >> HIGH * i)
+    parts = ()
+    for at in tl.static_range(0, 16, LOW):  # of a word's bits
+        code = (wide >> at) & (2**LOW - 1)
+        if HIGH > 0:
+            code = code | (((bits >> PLACE + at) & (2**HIGH - 1)) << LOW)
+        parts = parts + (code.to(tl.float32).to(COMPUTE),)
+    return parts
+
+
+@triton.jit
+def word_parts(words, high, KIND: tl.constexpr, COMPUTE: tl.constexpr, PLACE: tl.constexpr):
+    """Words int16 of FP8, INT8 or packed codes -> COMPUTE numbers times `unit`, of each word: its even and
+    its odd byte; of packed codes the even byte's, the lowest first, then the odd one's.
+
+    high: words int16 of the second plane, a tuple that is empty where there is none. The lowest codes' bits
+    lie from PLACE on in the first of them, a place further up in every other; a word is zero in all but one.
     """
-    if COMPUTE == tl.float32 or not takes_ptx():
-        parts = _bytes_apart(words, KIND, COMPUTE)
-    elif KIND == INT8:
-        parts = tl.inline_asm_elementwise(
-            _INT8, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    elif KIND == FP8:
-        parts = tl.inline_asm_elementwise(
-            _E4M3 if converts_e4m3() else _E4M3_BY_BITS,
-            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif KIND == INT2:
-        parts = tl.inline_asm_elementwise(
-            _INT2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words],
-            dtype=(
-                tl.float16, tl.float16, tl.float16, tl.float16,
-                tl.float16, tl.float16, tl.float16, tl.float16,
-            ), is_pure=True, pack=2,
-        )  # fmt: skip
+    if KIND < INT4:
+        if COMPUTE == tl.float32 or not takes_ptx():
+            parts = _bytes_apart(words, KIND, COMPUTE)
+        elif KIND == INT8:
+            parts = tl.inline_asm_elementwise(
+                _INT8, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+        else:
+            parts = tl.inline_asm_elementwise(
+                _E4M3 if converts_e4m3() else _E4M3_BY_BITS,
+                "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+    elif COMPUTE == tl.float32 or not takes_ptx():
+        parts = _codes_apart(words, high, KIND, COMPUTE, PLACE)
     else:
         parts = tl.inline_asm_elementwise(
-            _INT4, "=&r,=&r,=&r,=&r,r", [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            parts_assembly(KIND, PLACE, len(high)), parts_constraints(KIND, len(high)), (words,) + high,
+            dtype=(tl.float16,) * (2 * codes_a_byte(KIND)), is_pure=True, pack=2,
         )  # fmt: skip
     return parts
 

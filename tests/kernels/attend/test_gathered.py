@@ -153,12 +153,24 @@ def test_rows_and_results_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_query_that_is_not_finite_spoils_its_own_row_and_no_other() -> None:
     cache, batch, q = case("int8")
+    options = AttentionOptions(scale=0.125)
+    clean, clean_lse = kernel.attend(q, cache.layer(1), batch, options)
     q[7, 1, 5], q[8, 2, 0] = math.nan, math.inf
-    out, lse = kernel.attend(q, cache.layer(1), batch, AttentionOptions(scale=0.125))
+    out, lse = kernel.attend(q, cache.layer(1), batch, options)
     spoilt = torch.zeros(q.shape[:2], dtype=torch.bool)
     spoilt[7, 1] = spoilt[8, 2] = True
-    assert torch.equal(out.isnan().all(dim=2), spoilt)
-    assert torch.equal(~lse.isfinite(), spoilt)
+    assert torch.equal(out[~spoilt], clean[~spoilt])
+    assert torch.equal(lse[~spoilt], clean_lse[~spoilt])
+    if flash_keeps_nan():
+        assert torch.equal(out.isnan().all(dim=2), spoilt)
+        assert torch.equal(~lse.isfinite(), spoilt)
+
+
+def flash_keeps_nan() -> bool:
+    """False with AVX-512, where torch's flash attention takes a row of NaN for one that sees nothing."""
+    q = torch.full((1, 1, 2, 8), math.nan)
+    out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q.nan_to_num(), q.nan_to_num())[0]
+    return bool(out.isnan().all())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.rows import PACKED
 from kvq.layout import BlockOrder
 from tests.kernels.kit import Tables, poisoned_cache, poisoned_memory, rows_like_kv, write_sequence
 
@@ -130,6 +131,54 @@ def test_tiles_of_fewer_keys_than_threads_read_their_scales_at_once(
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("compute", [None, tl.float16])
+@pytest.mark.parametrize(
+    ("kv", "dims"),
+    [
+        ("int3", (128, 64)),  # two and two places of the second plane in a run
+        ("int3_g32_rot", (256, 128)),
+        ("int5", (64, 128)),  # four, and two
+        ("int5_g64/int5_g64_s8_rot", (128, 128)),
+        ("int5_g16", (32, 256)),
+        ("int6", (128, 64)),
+        ("int6_g64_rot/int3_g64_s8", (256, 128)),
+        ("int6_g24", (96, 96)),  # rows and runs that are no power of two
+        ("int5_g24/int3_g24", (96, 96)),
+    ],
+)
+def test_codes_in_two_planes_are_read_as_words(
+    kv: str, dims: tuple[int, int], compute: tl.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode with query heads that don't fill a tile, drafts and a chunk; a sequence of one key."""
+    if compute is not None:
+        monkeypatch.setattr(kernel, "compute_dtype", lambda code, q, words: compute)
+    cache, tables = filled(kv, dims, [41, 7, 1, 70])
+    poisoned_memory(monkeypatch)
+    q = rows_like_kv(11, 6, dims[0], 9)
+    for part in "kv":
+        found = kernel._part(part, q, cache.layer(1), whole=True)
+        bits = getattr(cache.layer(1).formats, part).code.bits
+        assert (found[f"{part.upper()}_WORDS"], found[f"{part.upper()}_KIND"]) == (True, PACKED[bits].value)
+    batch = tables.batch([3, 1, 1, 6], [41, 7, 1, 70])
+    compare(q, cache, batch, allowed=5e-6 if compute is None else 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("kv", "dims"),
+    [
+        ("int5_g40", (80, 80)),  # 40 bytes of nibbles, 10 of bits
+        ("int6_g6", (60, 60)),  # 15 words of pairs
+    ],
+)
+def test_runs_that_do_not_fit_the_second_plane_are_unpacked_one_by_one(
+    kv: str, dims: tuple[int, int]
+) -> None:
+    cache, tables = filled(kv, dims, [41], block_size=64)
+    q = rows_like_kv(3, 6, dims[0], 9)
+    assert not kernel._part("k", q, cache.layer(1), whole=True)["K_WORDS"]
+    compare(q, cache, tables.batch([3], [41]))
+
+
 def test_sequences_may_share_blocks() -> None:
     cache, tables = filled("int4", (64, 64), [40, 40])
     shared = Tables([tables.blocks[0], tables.blocks[0][:2] + tables.blocks[1][2:]], 16)
@@ -137,7 +186,11 @@ def test_sequences_may_share_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "kv", ["int4", "int4_g16_rot", "int2", "int2_g16/int4", "fp8", "int8", "fp8/int4", "fp16"]
+    "kv",
+    [
+        *("int4", "int4_g16_rot", "int2", "int2_g16/int4", "fp8", "int8", "fp8/int4", "fp16"),
+        *("int3", "int5_g16/int3_g64", "int6_g64_s8_rot", "int8/int5", "int6/bf16"),
+    ],
 )
 def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
     kv: str, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +203,9 @@ def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
 
 
 @pytest.mark.parametrize("size", [1e-3, 3e4])
-@pytest.mark.parametrize("kv", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv", ["int2_g32", "int3_g32", "int4_g32", "int4", "int5_g32", "int6_g32", "int8", "fp8"]
+)
 def test_weights_in_fp16_hold_values_of_any_size(
     kv: str, size: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

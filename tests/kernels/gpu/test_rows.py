@@ -1,7 +1,9 @@
 """Packed bytes to 16-bit floats: what the assembly's bit operations give for every byte."""
 
+import itertools
 import re
 
+import pytest
 import torch
 
 from kvq.kernels.attend import triton_scales
@@ -90,23 +92,27 @@ def test_the_instruction_that_converts_fp8_takes_even_bytes_then_odd_ones() -> N
     assert found == joined([1, 3, 2, 4])
 
 
-def test_words_of_int4_become_subnormal_numbers() -> None:
-    for byte in range(256):
-        packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
-        low, high, odd_low, odd_high = (
-            halves([x], torch.float16) for x in run(words._INT4.value, joined(packed), 4)
-        )
-        for even, at, nibbles in ((low, 0, high), (odd_low, 1, odd_high)):
-            assert even == [(x & 15) * 2.0**-24 for x in packed[at::2]]
-            assert nibbles == [(x >> 4) * 2.0**-20 for x in packed[at::2]]
-
-
-def test_words_of_int2_become_subnormal_numbers() -> None:
-    for byte in range(256):
-        packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
-        parts = [halves([x], torch.float16) for x in run(words._INT2.value, joined(packed), 8)]
-        for i, part in enumerate(parts):
-            assert part == [(x >> 2 * (i % 4) & 3) * 2.0 ** (2 * (i % 4) - 24) for x in packed[i // 4 :: 2]]
+@pytest.mark.parametrize("kind", words._PLANES, ids=str)
+def test_words_of_packed_codes_become_subnormal_numbers(kind: int) -> None:
+    """With the bits of a second plane at every place, and of every number of tiles that it may come in."""
+    low, high = words._PLANES[kind]
+    places = range(0, low, high) if high else [0]
+    for place, pieces, piece in itertools.product(places, (1, 2, 4), range(4)):
+        if piece >= pieces or (high == 0 and pieces > 1) or place + high * pieces > low:
+            continue
+        program = words.parts_assembly(kind, place, pieces if high else 0).value
+        for byte in range(256):
+            packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
+            more = [(byte * 11 + 5) & 0xFF, byte ^ 0x5A, (byte * 3) & 0xFF, byte]
+            tiles = [joined(more) if i == piece else 0 for i in range(pieces)] if high else []
+            count = 16 // low
+            parts = [halves([x], torch.float16) for x in run(program, [joined(packed), *tiles], count)]
+            for i, part in enumerate(parts):
+                at = low * (i % (8 // low))
+                codes = [x >> at & (1 << low) - 1 for x in packed[i // (8 // low) :: 2]]
+                bits = [x >> place + high * piece + at for x in more[i // (8 // low) :: 2]]
+                codes = [x | (y & (1 << high) - 1) << low for x, y in zip(codes, bits, strict=True)]
+                assert part == [x * 2.0 ** (at - 24) for x in codes]
 
 
 def test_words_of_narrow_scales_become_32_times_the_scales_and_the_minimums() -> None:
@@ -115,10 +121,9 @@ def test_words_of_narrow_scales_become_32_times_the_scales_and_the_minimums() ->
         packed = [scale, (scale * 37) & 0xFF, 255 - scale, (scale * 11 + 128) & 0xFF]
         want = narrow.decode(torch.tensor(packed, dtype=torch.uint8).view(2, 2), 4)
         word, other = joined(packed), joined(packed[2:] + packed[:2])
-        (minimums,) = run(triton_scales._NARROW_MINIMUMS.value, word, 1)
-        assert halves([minimums], torch.float16) == want[:, 1].half().tolist()
-        (minimums,) = run(triton_scales._NARROW_MINIMUMS_OF_2.value, word, 1)
-        assert halves([minimums], torch.float16) == (want[:, 1] / 4).half().tolist()
+        for bits in range(2, 7):
+            (minimums,) = run(triton_scales.minimums_assembly(bits).value, word, 1)
+            assert halves([minimums], torch.float16) == (want[:, 1] * 2.0 ** (bits - 4)).half().tolist()
         for place, program in enumerate((triton_scales._LOW_SCALES, triton_scales._HIGH_SCALES)):
             (scales,) = run(program.value, [word, other], 1)
             both = [want[place, 0], want[1 - place, 0]]

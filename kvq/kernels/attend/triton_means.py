@@ -1,0 +1,67 @@
+"""Means of blocks in attention in Triton, read as INT4 rows are.
+
+A block's mean is one more key, seen by all columns of its tile, and one more value, times the sum of the
+weights.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.attend.triton_scales import group_minimums, group_words, half_scale, scaled, side_by_side
+from kvq.kernels.attend.triton_words import LEAST_COLUMNS, LEAST_KEYS, dot, folded, packed_scores, run_parts
+from kvq.kernels.gpu.rows import INT4
+
+
+@triton.jit
+def mean_scores(
+    q, sums, means, at, KEYS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: words before its row."""
+    none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
+    codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
+    scores = packed_scores(
+        q, sums, none, codes, means + DIM // 8, 2 * at, at, tl.arange(0, 1) == 0,
+        INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
+    )  # fmt: skip
+    shape: tl.constexpr = (q[0].shape[0], KEYS // LEAST_COLUMNS, LEAST_COLUMNS)
+    return tl.reshape(tl.broadcast_to(scores[:, None, :], shape), (q[0].shape[0], KEYS))
+
+
+@triton.jit
+def _rows(x):
+    """The only row of x again and again, as many as products sum over."""
+    return tl.broadcast_to(x, (LEAST_KEYS, x.shape[1]))
+
+
+@triton.jit
+def mean_of_values(
+    p, means, at, DIM: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Sums of weights p fp32 [rows, keys] over every LEAST_KEYS-th key, a mean's minimums in the second half
+    of the columns of minimums, and words of its scales; nothing without means."""
+    mean = ()
+    if GROUP > 0:
+        weights = folded(p, LEAST_KEYS).to(COMPUTE)
+        inside = tl.arange(0, 1) == 0
+        pairs = group_minimums(means + DIM // 8, at, inside, DIM // GROUP, PAIRS // 2, COMPUTE, 4)
+        pairs = side_by_side(tl.zeros(pairs.shape, COMPUTE), pairs)
+        mean = (weights, _rows(pairs), group_words(means + DIM // 8, at, inside, DIM // GROUP, 1))
+    return mean
+
+
+@triton.jit
+def mean_run(
+    mean, means, at, J: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Products of one run of a mean, as INT4 rows have them."""
+    codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
+    inside = tl.arange(0, 1) == 0
+    parts = run_parts(codes, 2 * at, inside, INT4, J * RUN, DIM, RUN, WIDTH, COMPUTE)
+    low = scaled(mean[0], half_scale(mean[2], J * RUN // GROUP, COMPUTE))
+    high = scaled(mean[0], half_scale(mean[2], (DIM // 2 + J * RUN) // GROUP, COMPUTE))
+    return (
+        dot(low, _rows(parts[0])), dot(high, _rows(parts[1])),
+        dot(low, _rows(parts[2])), dot(high, _rows(parts[3])),
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Attention's values of FP8, INT8 and packed rows in Triton, read as words of two bytes.
+
+The parts of a run (see triton_words.py) are columns of the output that lie apart until the end. Codes are
+never scaled, but probabilities.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.attend.triton_means import mean_of_values, mean_run
+from kvq.kernels.attend.triton_scales import group_minimums, group_words, half_scale, scaled, side_by_side
+from kvq.kernels.attend.triton_words import added_dot, dot, run_of_words, run_parts
+from kvq.kernels.gpu.rows import INT4
+from kvq.kernels.gpu.words import code_bits, codes_a_byte, unit, word_parts
+
+
+@triton.jit
+def _interleaved(even, odd):
+    """The columns of two, taking turns."""
+    return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+
+
+@triton.jit
+def word_outputs(
+    ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The parts of an output of zeros, [ROWS, WIDTH] each; packed ones have before them one [ROWS,
+    PAIRS] for what minimums add, in the columns where the minimums are.
+    """
+    run = tl.zeros((ROWS, WIDTH), tl.float32)
+    outs = (run, run)
+    if KIND >= INT4:
+        outs = (tl.zeros((ROWS, PAIRS), tl.float32),)
+        for _ in tl.static_range(2 * (DIM // RUN)):
+            outs = outs + (run,)
+    return outs
+
+
+@triton.jit
+def _taken_in(out, decay, weights, values, more):
+    """What came before, times `decay`, and `more` and the products of one tile, rounded to nearest.
+
+    Tensor cores cut off what they add to a sum. Packed codes are never negative, so a product that took in
+    the sum as well would fall short by as much in every column: over 34,816 keys by 1.5% of a result, all of
+    it in one column if V was rotated.
+    """
+    return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), added_dot(weights, values, more))
+
+
+@triton.jit
+def add_packed_values(
+    outs, p, decay, codes, scales, codes_at, scales_at, inside,
+    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr, means, means_at,
+    MEAN_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Let the parts of the output take in one tile of packed rows, and with means the mean of their block."""
+    PER: tl.constexpr = codes_a_byte(KIND)
+    pairs = group_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE, code_bits(KIND))
+    weights = p.to(COMPUTE)
+    mean = mean_of_values(p, means, means_at, DIM, MEAN_GROUP, PAIRS, COMPUTE)
+    more = tl.zeros(outs[0].shape, tl.float32) if MEAN_GROUP == 0 else dot(mean[0], mean[1])
+    new = (_taken_in(outs[0], decay, weights, pairs, more),)
+    groups = group_words(scales, scales_at, inside, DIM // GROUP, SPREAD)
+    for j in tl.static_range(DIM // PER // RUN):
+        parts = run_parts(codes, codes_at, inside, KIND, j * RUN, DIM, RUN, WIDTH, COMPUTE)
+        more = ()
+        if MEAN_GROUP == 0:
+            for _ in tl.static_range(2 * PER):
+                more = more + (tl.zeros(outs[1].shape, tl.float32),)
+        else:
+            more = mean_run(mean, means, means_at, j, DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE)
+        own = ()
+        for i in tl.static_range(PER):
+            scale = half_scale(groups, (i * (DIM // PER) + j * RUN) // GROUP, COMPUTE)
+            own = own + (scaled(weights, scale),)
+        own = own + own  # for even bytes and odd ones
+        for i in tl.static_range(2 * PER):
+            new = new + (_taken_in(outs[2 * PER * j + i + 1], decay, own[i], parts[i], more[i]),)
+    return new
+
+
+@triton.jit
+def add_byte_values(
+    outs, weights, decay, codes, codes_at, inside,
+    KIND: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Let the parts of the output take in one tile of FP8 or INT8 rows."""
+    parts = word_parts(run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), (), KIND, COMPUTE, 0)
+    even = added_dot(weights, parts[0], outs[0] * decay[:, None])
+    odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
+    return even, odd
+
+
+@triton.jit
+def _column(x, COLUMN: tl.constexpr):
+    """One column of x [ROWS, PAIRS], [ROWS, 1]."""
+    own = tl.arange(0, x.shape[1])[None, :] == COLUMN
+    return tl.sum(tl.where(own, x, 0.0), axis=1)[:, None]
+
+
+@triton.jit
+def _minimum(x, AT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr):
+    """What minimums add to the run of elements that begins AT, of rows and of means, [ROWS, 1]."""
+    added = _column(x, STEP * (AT // GROUP) + STEP - 1)
+    if MEAN_GROUP > 0:
+        added += _column(x, x.shape[1] // 2 + AT // MEAN_GROUP)
+    return added
+
+
+@triton.jit
+def joined(
+    outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    COMPUTE: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr,
+):  # fmt: skip
+    """The output [ROWS, PAD] of its parts. MEAN_GROUP: of means; 0: none."""
+    SHARE: tl.constexpr = 1 / 32 if KIND >= INT4 and STEP == 1 else 1.0
+    PER: tl.constexpr = codes_a_byte(KIND)
+    RUNS: tl.constexpr = DIM // PER // RUN
+    runs = ()  # as [ROWS, 2 * WIDTH], those of the lowest codes of bytes first
+    if KIND >= INT4:
+        for i in tl.static_range(PER):
+            for j in tl.static_range(RUNS):
+                added = _minimum(outs[0], i * (DIM // PER) + j * RUN, GROUP, STEP, MEAN_GROUP)
+                even = outs[2 * PER * j + i + 1] * (unit(KIND, COMPUTE, i) * SHARE)
+                odd = outs[2 * PER * j + PER + i + 1] * (unit(KIND, COMPUTE, i) * SHARE)
+                runs = runs + (_interleaved(even + added, odd + added),)
+    else:
+        runs = (_interleaved(outs[0] * unit(KIND, COMPUTE, 0), outs[1] * unit(KIND, COMPUTE, 0)),)
+    return _runs_together(runs, PER * RUNS, PAD, RUN)
+
+
+@triton.jit
+def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr):
+    """The first RUN columns of COUNT runs as [ROWS, PAD]."""
+    ROWS: tl.constexpr = runs[0].shape[0]
+    if runs[0].shape[1] == RUN and COUNT * RUN == PAD:
+        out = all_side_by_side(runs, 0, COUNT)
+    else:
+        col = tl.arange(0, PAD)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+        out = tl.zeros((ROWS, PAD), tl.float32)
+        for i in tl.static_range(COUNT):
+            own = (col >= i * RUN) & (col < (i + 1) * RUN)
+            at = tl.minimum(tl.maximum(col - i * RUN, 0), runs[i].shape[1] - 1)
+            out = tl.where(own, tl.gather(runs[i], at, axis=1), out)
+    return out
+
+
+@triton.jit
+def all_side_by_side(runs, START: tl.constexpr, COUNT: tl.constexpr):
+    """The columns of COUNT runs, a power of two."""
+    if COUNT == 1:
+        out = runs[START]
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        out = side_by_side(all_side_by_side(runs, START, HALF), all_side_by_side(runs, START + HALF, HALF))
+    return out
