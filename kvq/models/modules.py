@@ -80,6 +80,11 @@ def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.de
         )
 
 
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json's dict without what makes transformers look for codes."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
 def config_of(given: Mapping[str, Any]) -> Any:
     """transformers' configuration of a config.json's dict."""
     from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""The geometry of a family that is on no list: its own code is run without numbers, and its attention watched.
+"""The geometry of a family that is on no list: its code is run without numbers, and its attention watched.
 
 Nothing is guessed from names of fields: what a layer hands to attention is what it would hand to kvq.
 """
@@ -15,7 +15,7 @@ from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.geometry.parse import MAX_CONTEXT
 from kvq.models.config_values import check_values
-from kvq.models.modules import build_on_meta, config_of, quiet_logs
+from kvq.models.modules import build_on_meta, config_of, quiet_logs, unquantized
 
 _NAME = "kvq_observed"
 _TOKENS = 7
@@ -62,13 +62,13 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
     """
     check_values(folder, config, MAX_CONTEXT)
     try:
-        config_of(config)
+        config_of(unquantized(config))
     except (KeyError, ValueError) as error:
         raise ModelError(
             f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
             f"were checked, and transformers has no code for it to check (by its config.json)"
         ) from error
-    return observe(build_on_meta(folder, config).to(torch.bfloat16))  # in which all experts run
+    return observe(build_on_meta(folder, unquantized(config)).to(torch.bfloat16))  # in which all experts run
 
 
 def observe(model: Any) -> ModelGeometry:

@@ -16,7 +16,7 @@ from kvq.errors import ModelError, first_lines
 from kvq.geometry import parse_geometry
 from kvq.models.agreement import check_shapes
 from kvq.models.checkpoint import weight_files
-from kvq.models.modules import build_on_meta, load_config, load_module_from
+from kvq.models.modules import build_on_meta, load_config, load_module_from, unquantized
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
 from kvq.models.stored import StoredTensors
@@ -50,7 +50,7 @@ def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
     tensors = _stand_ins(prepared, config)
     check_shapes(
         prepared.folder,
-        {name: value for name, value in prepared.config.items() if name != "quantization_config"},
+        unquantized(prepared.config),
         partial(build_on_meta, prepared.folder),
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         prepared.stored_bytes,

@@ -8,7 +8,7 @@ from torch import nn
 
 from kvq.cache.attention import PACKED_NAME
 from kvq.errors import ModelError, first_lines
-from kvq.models.modules import build_random, config_of
+from kvq.models.modules import build_random, config_of, unquantized
 
 CONTEXT = 256  # tokens
 WINDOW = 16  # tokens, and of chunks
@@ -50,7 +50,7 @@ def build_twin(config: Mapping[str, Any]) -> Any:
     """
     errors = []
     try:
-        for small in _smaller(config_of(config)):
+        for small in _smaller(config_of(unquantized(config))):
             try:
                 model = _made(small)
             except Exception as error:  # noqa: BLE001 - whatever numbers that don't fit make the code raise
@@ -71,9 +71,10 @@ def _made(config: Mapping[str, Any]) -> Any:
     count = sum(parameter.numel() for parameter in bare.parameters())
     if count > _MOST_VALUES:
         raise ValueError(f"{count:,} parameters")
-    torch.manual_seed(0)
-    model = build_random(config, torch.float32, torch.device("cpu")).eval()
-    _draw(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build_random(config, torch.float32, torch.device("cpu")).eval()
+        _draw(model)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)

@@ -4,12 +4,61 @@ import logging
 import re
 
 import pytest
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvq.errors import ModelError
+from kvq.geometry import FAMILIES
 from kvq.models import load
+from kvq.models.prepared import prepare
+from kvq.models.probe import relative_error
 from kvq.models.proof import TOLERANCE
+from kvq.models.twin import build_twin
+from tests.helpers_models import eager_logits, load_eager, random_tokens
 from tests.models.test_families import check_against_transformers
 from tests.models.wrong_models import PLAIN, WRONG, plainly, save_wrong
+from tools.model_table import apart
+
+# Experts, windows beside full layers, sinks, latent attention, heads of two sizes, gates.
+SAMPLE = ["olmoe", "cohere2_moe", "flint", "minicpm3", "gemma4_text", "afmoe"]
+
+
+def save_twin(folder, name):
+    config = AutoConfig.for_model(name).to_dict()
+    build_twin(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_family_on_no_list_equals_transformers_alone_and_packed(name, tmp_path):
+    folder = save_twin(tmp_path, name)
+    assert name not in FAMILIES
+    check_against_transformers(folder, decoded=24)
+
+
+def test_layers_of_several_kinds_are_told_apart(tmp_path):
+    geometry = prepare(save_twin(tmp_path, "gemma4_text")).geometry
+    assert [layer.window for layer in geometry.layers] == [16] * 5 + [None]
+    assert {layer.k_head_dim for layer in geometry.layers} == {16, 512}
+    assert prepare(save_twin(tmp_path / "sinks", "flint")).geometry.has_sinks
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_its_blocks_may_have_any_format(kv, tmp_path):
+    folder = save_twin(tmp_path, "olmoe")
+    ids = random_tokens(60, seed=2)
+    want = eager_logits(load_eager(folder), ids)
+    session = load(folder, kv, dtype="fp32").session(max_tokens=60)
+    [result] = session.forward([(session.new_sequence(), ids)], all_rows=True)
+    assert 1e-5 < relative_error(result.logits, want) < {"int8": 0.05, "int4": 0.5}[kv]
+
+
+@pytest.mark.long
+def test_every_causal_model_of_transformers_is_served_rightly_or_refused():
+    found = {name: apart(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    assert [name for name, (end, _) in found.items() if end == "WRONG"] == []
+    assert sum(end in ("list", "proof") for end, _ in found.values()) >= 60
+    assert {name for name, (end, _) in found.items() if end == "list"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", sorted(WRONG))
