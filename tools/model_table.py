@@ -37,6 +37,8 @@ PROMPT, NEW = 70, 64  # tokens
 GIVEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
 }
@@ -60,6 +62,9 @@ def tried(name: str) -> Found:
         model.save_pretrained(folder)
         config = json.loads((Path(folder) / "config.json").read_text())
         (Path(folder) / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+        (Path(folder) / "generation_config.json").unlink(
+            missing_ok=True
+        )  # which names the large one's tokens
         try:
             served = load(folder, "fp32", device="cpu", dtype="fp32", block_size=16)
         except ModelError as error:

@@ -100,11 +100,12 @@ def _blamed(
 ) -> ModelError:
     """The error that names the field without which something can be made of a config.json."""
     kind = {"model_type": config["model_type"]}
+    can_be_told = _works(make, kind)
     for name, value in config.items():
         if name in kind:
             continue
         rest = {key: other for key, other in config.items() if key != name}
-        if _works(make, rest) or not _works(make, {**kind, name: value}):
+        if _works(make, rest) or (can_be_told and not _works(make, {**kind, name: value})):
             default = getattr(config_of(kind), name, None)
             hint = "" if default is None else f", which leaves it at {shown(default)}"
             return ModelError(

@@ -110,7 +110,7 @@ def _geometry_of(model: Any, calls: list[_Call]) -> ModelGeometry:
     found = [call.layer for call in calls]
     layers = getattr(about, "num_hidden_layers", len(set(found)))
     if sorted(found) != list(range(layers)):
-        calls_of = f"for {found}" if len(found) <= 2 * layers else f"{len(found)} times"
+        calls_of = f"for {found}" if len(found) <= _TOKENS else f"{len(found)} times"
         raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
     if len(shapes := {(call.q_heads, call.softcap, call.has_sinks) for call in calls}) > 1:
         raise ModelError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvq.errors import ModelError
+from kvq.errors import KVQError, ModelError, first_lines
 from kvq.formats import KVRecipe
 from kvq.layout import plan_layout
 from kvq.models.observed import observe
@@ -31,28 +31,48 @@ def prove(prepared: PreparedModel) -> None:
     """Check the code of a model that was prepared.
 
     Raises:
-        ModelError: its own attention gives something else, or no twin can be made.
+        ModelError: its own attention gives something else, or no twin can be made or run.
     """
-    weights = _twin(prepared)
     family = prepared.geometry.model_type
+    try:
+        found = _error_of(_twin(prepared))
+    except _Unproven as why:
+        raise ModelError(
+            f"kvq does not run {family}: it is not among the families that were checked, and {why}"
+        ) from why
+    except KVQError:
+        raise
+    except Exception as error:  # whatever code raises that nobody tried before
+        raise ModelError(
+            f"kvq does not run {family}: it is not among the families that were checked, and a small one "
+            f"can't be run ({first_lines(error)})"
+        ) from error
+    _log.info("%s is not among the checked families; it agrees with its own attention to %.0e", family, found)
+
+
+class _Unproven(Exception):
+    """Why a twin proves nothing."""
+
+
+def _error_of(weights: LoadedWeights) -> float:
+    """The largest relative error of a twin's logits.
+
+    Raises:
+        _Unproven: it is too large, or could not be seen.
+    """
     ids = [_tokens(s, sum(step[s] for step in _STEPS), weights.geometry.vocab_size) for s in (0, 1)]
     wanted = [eager_logits(weights, own) for own in ids]
     if not _shows_context(weights, ids[0], wanted[0]):
-        raise ModelError(
-            f"kvq does not run {family}: a small one doesn't look at its context, so it shows nothing"
-        )
+        raise _Unproven("a small one doesn't look at its context, so it shows nothing")
     cut = max(map(relative_error, _in_steps(weights, ids), wanted))
     whole = relative_error(_in_steps(weights, ids[:1], ((len(ids[0]),),))[0], wanted[0])
-    error = max(cut, whole)
-    if not error <= TOLERANCE:
-        what = (
-            "its own attention differs" if not whole <= TOLERANCE else "how it is cut and packed changes it"
-        )
-        raise ModelError(
-            f"kvq does not run {family}: it is not among the families that were checked, and in a small one, "
-            f"over {len(ids[0])} tokens, {what} (relative error {error:.1e}, allowed {TOLERANCE:.0e})"
-        )
-    _log.info("%s is not among the checked families; it agrees with its own attention to %.0e", family, error)
+    if max(cut, whole) <= TOLERANCE:
+        return max(cut, whole)
+    what = "how it is cut and packed changes it" if whole <= TOLERANCE else "its own attention differs"
+    raise _Unproven(
+        f"in a small one, over {len(ids[0])} tokens, {what} (relative error {max(cut, whole):.1e}, allowed "
+        f"{TOLERANCE:.0e})"
+    )
 
 
 def _twin(prepared: PreparedModel) -> LoadedWeights:

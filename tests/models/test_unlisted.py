@@ -43,14 +43,13 @@ def test_layers_of_several_kinds_are_told_apart(tmp_path):
     assert prepare(save_twin(tmp_path / "sinks", "flint")).geometry.has_sinks
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_its_blocks_may_have_any_format(kv, tmp_path):
+def test_its_blocks_may_have_any_format(tmp_path):
     folder = save_twin(tmp_path, "olmoe")
     ids = random_tokens(60, seed=2)
     want = eager_logits(load_eager(folder), ids)
-    session = load(folder, kv, dtype="fp32").session(max_tokens=60)
+    session = load(folder, "int8", dtype="fp32").session(max_tokens=60)
     [result] = session.forward([(session.new_sequence(), ids)], all_rows=True)
-    assert 1e-5 < relative_error(result.logits, want) < {"int8": 0.05, "int4": 0.5}[kv]
+    assert 1e-5 < relative_error(result.logits, want) < 0.05
 
 
 @pytest.mark.long
