@@ -19,7 +19,7 @@ from kvq.models.twin import CONTEXT, WINDOW, build_twin
 from kvq.models.weights import LoadedWeights, place
 
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
-_SHOWS = 1e-2  # what the first token has to change in the last one's logits, in the same measure
+_SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
 # Tokens of two sequences in every step: pieces that end within blocks and windows, and one by one.
 _STEPS = ((WINDOW - 3, 1), (1, 1), (WINDOW + 5, 2 * WINDOW), (1, 1), (1, 1), (WINDOW + 9, 1), (1, 1))
 _BLOCK = 8  # tokens
