@@ -50,7 +50,7 @@ def random_model(
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     for name in _TOKENIZER:
         shutil.copy(EMBEDDED["tiny"] / name, folder / name)
-    geometry = check_supported(config, max_context=None)
+    geometry = check_supported(config, max_context=None, folder=folder)
     prepared = PreparedModel(
         source=ModelSource(folder=folder.resolve(), name=folder.name),
         config=config,

@@ -47,7 +47,9 @@ def command(
         fileio.check_writable(json_path)
     source = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_json(source.folder / "config.json")
-    geometry = check_supported(config, max_context=1)  # RoPE need not be pinned to count bytes
+    geometry = check_supported(
+        config, max_context=1, folder=source.folder
+    )  # RoPE need not be pinned to count bytes
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
     layout = plan_layout(geometry, chosen, block_size=block_size)

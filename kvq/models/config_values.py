@@ -14,6 +14,8 @@ from kvq.weights.files.fields import shown
 _LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # of which modules are made, one by one
 _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
+_MAY_BE_ZERO = "loss"  # in names, which nothing but training reads
+_MAY_BE_INFINITE = "_limit"  # ends of names
 
 
 def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
@@ -29,9 +31,10 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
             if name.endswith(_POSITIVE) and value is not None:
                 raise ModelError(f"{where}: {name} must be a number above 0, got {shown(value)}; correct it")
             continue
-        if not math.isfinite(value) or (abs(value) > _LARGEST and isinstance(value, int)):
+        is_possible = math.isfinite(value) or (name.endswith(_MAY_BE_INFINITE) and value > 0)
+        if not is_possible or (abs(value) > _LARGEST and isinstance(value, int)):
             raise ModelError(f"{where}: {name} is {shown(value)}, which no model's can be; correct it")
-        if name.endswith(_POSITIVE) and value <= 0:
+        if name.endswith(_POSITIVE) and value <= 0 and _MAY_BE_ZERO not in name:
             raise ModelError(f"{where}: {name} must be above 0, got {shown(value)}; correct it")
         if "experts" in name and value > _MOST_EXPERTS:
             raise ModelError(f"{where}: {name} may be up to {_MOST_EXPERTS}, got {shown(value)}")

@@ -161,9 +161,18 @@ def _fewest(layers: list[nn.Linear | PackedLinear]) -> int:
         is_exact = dtype == torch.float32
         for _ in range(1 if is_exact else min(_MAX_TIMES, -(-_VALUES // layer.out_features))):
             x = torch.randn(_MANY, layer.in_features, generator=generator).to(dtype)
-            many = layer(x)
-            same = {n for n in same if torch.equal(layer(x[:n]), many[:n])}
+            many = _product(layer, x)
+            same = {n for n in same if torch.equal(_product(layer, x[:n]), many[:n])}
         fits = [n for n in _CANDIDATES if same.issuperset(m for m in tried if m >= n)]
         if fits:
             fewest = max(fewest, fits[0])
     return fewest
+
+
+def _product(layer: nn.Linear | PackedLinear, x: Tensor) -> Tensor:
+    """What a layer multiplies; some routers are Linear layers that give more."""
+    out = layer(x)
+    if isinstance(out, Tensor):
+        return out
+    assert isinstance(layer, nn.Linear), "packed layers give what they multiply"
+    return nn.Linear.forward(layer, x)

@@ -17,9 +17,11 @@ from kvq.models.fused_layers import fuse_layers, unfuse_layers
 from kvq.models.inputs import check_token_ids
 from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.probe import probe
+from kvq.models.proof import prove
 from kvq.models.resolve import ModelSource
 from kvq.models.session import Session
 from kvq.models.stays_here import StaysHere
+from kvq.models.support import is_listed
 from kvq.models.weights import LoadedWeights, load_weights
 from kvq.sizes import count
 from kvq.weights import quantized_layers, weight_count
@@ -183,6 +185,8 @@ def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScale
     prepared.layout(recipe)
     if not recipe.is_static or recipe.static_scales is not None:
         prepared.check_kernels(recipe)
+    if not is_listed(prepared.geometry):
+        prove(prepared)
     weights = load_weights(prepared)
     _log.info("checking the model against its own attention")
     probe_layers(weights)

@@ -15,7 +15,7 @@ from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.models.checkpoint import read_json
-from kvq.models.support import BATCH_DEPENDENT_ROPE
+from kvq.models.rope import BATCH_DEPENDENT_ROPE
 from kvq.weights.files.fields import shown
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
@@ -42,7 +42,7 @@ def load_config(folder: Path) -> Any:
         with quiet_logs("transformers"):
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes transformers raise
-        raise _blamed(folder, read_json(folder / "config.json"), _config_of, error) from error
+        raise _blamed(folder, read_json(folder / "config.json"), config_of, error) from error
 
 
 def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
@@ -56,7 +56,7 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         with _loading, quiet_logs("transformers"), torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(_config_of(given))
+            model: nn.Module = AutoModelForCausalLM.from_config(config_of(given))
             return model
 
     _prepare_process()
@@ -76,11 +76,17 @@ def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.de
     _prepare_process()
     with _loading, quiet_logs("transformers"), device:
         return AutoModelForCausalLM.from_config(
-            _config_of(config), dtype=dtype, attn_implementation=PACKED_NAME
+            config_of(config), dtype=dtype, attn_implementation=PACKED_NAME
         )
 
 
-def _config_of(given: Mapping[str, Any]) -> Any:
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json's dict without what makes transformers look for codes."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def config_of(given: Mapping[str, Any]) -> Any:
+    """transformers' configuration of a config.json's dict."""
     from transformers import AutoConfig
 
     return type(AutoConfig.for_model(given["model_type"])).from_dict(copy.deepcopy(dict(given)))
@@ -94,12 +100,13 @@ def _blamed(
 ) -> ModelError:
     """The error that names the field without which something can be made of a config.json."""
     kind = {"model_type": config["model_type"]}
+    can_be_told = _works(make, kind)
     for name, value in config.items():
         if name in kind:
             continue
         rest = {key: other for key, other in config.items() if key != name}
-        if _works(make, rest) or not _works(make, {**kind, name: value}):
-            default = getattr(_config_of(kind), name, None)
+        if _works(make, rest) or (can_be_told and not _works(make, {**kind, name: value})):
+            default = getattr(config_of(kind), name, None)
             hint = "" if default is None else f", which leaves it at {shown(default)}"
             return ModelError(
                 f"{folder}/config.json: {name} can't be {shown(value)} in a {kind['model_type']} model; "

@@ -26,7 +26,8 @@ from kvq.models.config_values import check_values
 from kvq.models.device import DTYPE_NAMES, pick_device, pick_dtype
 from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
-from kvq.models.support import check_supported, rope_types
+from kvq.models.rope import rope_types
+from kvq.models.support import check_supported
 from kvq.models.tokenizer import check_vocabulary, load_tokenizer
 from kvq.weights.manifest import check_manifest
 
@@ -218,7 +219,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     source = resolve_model(model, revision=options["revision"], token=options["token"])
     check_manifest(source.folder)
     config = read_json(source.folder / "config.json")
-    geometry = check_supported(config, max_context=max_context)
+    geometry = check_supported(config, max_context=max_context, folder=source.folder)
     check_values(source.folder, config, geometry.vocab_size)
     dtype = pick_dtype(options["dtype"], device, config)
     if config.get("quantization_config") is not None:

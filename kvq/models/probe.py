@@ -51,7 +51,7 @@ def probe(weights: LoadedWeights) -> None:
             f"registered attention for {sorted(layers)}, not once each"
         )
     alone = [_run(session, [ids])[0] for ids in tokens]
-    own = [_eager(weights, ids) for ids in tokens]
+    own = [eager_logits(weights, ids) for ids in tokens]
     limit = _TOLERANCE.get(next(weights.model.parameters()).dtype, 1e-1)
     for layer in quantized_layers(weights.model).values():
         limit = max(limit, _SIXTEEN_BITS if layer.fmt.inputs is Inputs.FULL else _ROUNDED_INPUTS)
@@ -85,7 +85,8 @@ def _run(session: Session, tokens: list[list[int]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def _eager(weights: LoadedWeights, ids: list[int]) -> Tensor:
+def eager_logits(weights: LoadedWeights, ids: list[int]) -> Tensor:
+    """fp32 [tokens, vocab] of the model's own attention over a whole sequence."""
     model = weights.model
     model.set_attn_implementation("eager")
     try:

@@ -16,10 +16,11 @@ from kvq.errors import ModelError, first_lines
 from kvq.geometry import parse_geometry
 from kvq.models.agreement import check_shapes
 from kvq.models.checkpoint import weight_files
-from kvq.models.modules import build_on_meta, load_config, load_module_from
+from kvq.models.modules import build_on_meta, load_config, load_module_from, unquantized
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
 from kvq.models.stored import StoredTensors
+from kvq.models.support import is_listed
 from kvq.weights.files import parse_config, stored_shape
 from kvq.weights.files.fields import shown
 
@@ -49,7 +50,7 @@ def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
     tensors = _stand_ins(prepared, config)
     check_shapes(
         prepared.folder,
-        {name: value for name, value in prepared.config.items() if name != "quantization_config"},
+        unquantized(prepared.config),
         partial(build_on_meta, prepared.folder),
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         prepared.stored_bytes,
@@ -73,6 +74,8 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
     """Raise ModelError unless a model's attention can be replaced, and its shape is the one read here."""
     if not type(model)._supports_attention_backend:
         raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
+    if not is_listed(prepared.geometry):
+        return  # read off transformers' own code
     if (live := parse_geometry(model.config.to_dict())) != prepared.geometry:
         ours = prepared.geometry
         name = next(

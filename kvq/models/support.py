@@ -1,10 +1,13 @@
-"""Which models kvq runs, and why it refuses the others, decided from config.json alone."""
+"""Which models kvq runs, and why it refuses others, decided from config.json and transformers' code alone."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import FAMILIES, ModelGeometry, parse_geometry
+from kvq.models.observed import observed_geometry
+from kvq.models.rope import BATCH_DEPENDENT_ROPE, rope_types
 
 # Families that people will try and that would be wrong, not merely slow.
 _REFUSED = {
@@ -20,12 +23,15 @@ _REFUSED = {
     "mamba2": "it has no KV cache",
     "qwen3_next": "most of its layers are linear attention, which has no KV cache",
 }
-# RoPE types whose frequencies depend on the longest position in the batch.
-BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 
-def check_supported(config: Mapping[str, Any], *, max_context: int | None) -> ModelGeometry:
-    """Return the geometry of a config.json's dict if kvq can run the model rightly.
+def is_listed(geometry: ModelGeometry) -> bool:
+    """Whether a model's family is among those that were checked; others have to be proven."""
+    return geometry.model_type in FAMILIES
+
+
+def check_supported(config: Mapping[str, Any], *, max_context: int | None, folder: Path) -> ModelGeometry:
+    """Return the geometry of a config.json's dict if kvq may run the model rightly; `folder`: where it lies.
 
     Raises:
         ModelError: the model is refused; the message names it and says why.
@@ -41,8 +47,8 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None) -> Mo
         raise refuse("it has an encoder and cross-attention; kvq runs decoders")
     if model_type in _REFUSED:
         raise refuse(_REFUSED[model_type])
-    if model_type not in FAMILIES:
-        raise refuse(f"it is not among the families that were checked: {', '.join(FAMILIES)}")
+    if parts := [name for name, part in config.items() if isinstance(part, Mapping) and "model_type" in part]:
+        raise refuse(f"it is made of several models ({', '.join(sorted(parts))}); kvq runs text decoders")
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         raise refuse("its attention adds ALiBi biases")
     if config.get("reorder_and_upcast_attn"):
@@ -55,20 +61,9 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None) -> Mo
                 f"{rope} RoPE changes a token's frequencies with its batch neighbours; pin them with "
                 f"--max-model-len N (load(max_context=N)), the longest context you will use"
             )
+    if model_type not in FAMILIES:
+        return observed_geometry(config, folder)
     try:
         return parse_geometry(config)
     except ConfigError as error:
         raise refuse(str(error)) from error
-
-
-def rope_types(config: Mapping[str, Any]) -> set[str]:
-    """The RoPE types named in a config, for all layer types."""
-    found = set()
-    for key in ("rope_parameters", "rope_scaling"):
-        value = config.get(key)
-        if isinstance(value, Mapping):
-            for part in (value, *(x for x in value.values() if isinstance(x, Mapping))):
-                name = part.get("rope_type", part.get("type"))
-                if name is not None:
-                    found.add("longrope" if name == "su" else str(name))
-    return found

@@ -1,6 +1,7 @@
 """Models that kvq would run wrongly are refused by name; pinning makes longrope and dynamic RoPE safe."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,9 +113,9 @@ def test_a_refused_model_is_refused_before_its_weights_are_looked_for(tmp_path):
 
 def test_a_pinned_context_lifts_the_refusal_of_rope_and_no_other():
     longrope = small_config("phi3", rope_parameters=LONGROPE).to_dict()
-    assert check_supported(longrope, max_context=ORIGINAL).model_type == "phi3"
+    assert check_supported(longrope, max_context=ORIGINAL, folder=Path()).model_type == "phi3"
     with pytest.raises(ModelError, match="auto_map"):
-        check_supported(longrope | {"auto_map": {"AutoConfig": "x.Y"}}, max_context=ORIGINAL)
+        check_supported(longrope | {"auto_map": {"AutoConfig": "x.Y"}}, max_context=ORIGINAL, folder=Path())
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def load(folder: Path) -> dict[str, QuantizedWeight]:
     """What the loader does before transformers is asked; then, in its place, all names and shapes."""
     verify_manifest(folder)
     config = read_json(folder / "config.json")
-    check_supported(config, max_context=None)
+    check_supported(config, max_context=None, folder=Path())
     files = weight_files(folder)
     for path in files:
         read_header(path)

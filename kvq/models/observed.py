@@ -1,0 +1,186 @@
+"""The geometry of a family that is on no list: its code is run without numbers, and its attention watched.
+
+Nothing is guessed from names of fields: what a layer hands to attention is what it would hand to kvq.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from kvq.errors import ConfigError, ModelError, first_lines
+from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry.parse import MAX_CONTEXT
+from kvq.models.config_values import check_values
+from kvq.models.modules import build_on_meta, config_of, quiet_logs, unquantized
+
+_NAME = "kvq_observed"
+_TOKENS = 7
+_TAKEN = {"scaling", "softcap", "s_aux", "sliding_window", "kvq_step"}  # by kvq's attention
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "dropout", "output_router_logits"}
+
+
+class _Passed(TypedDict, total=False):
+    """What the model code says beside Q, K and V, as far as kvq knows it."""
+
+    softcap: float | None
+    s_aux: Tensor | None
+    sliding_window: int | None
+    is_causal: bool | None
+    kvq_step: "_Watch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """One call of attention."""
+
+    layer: int
+    q_heads: int
+    kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """What attention was called with, in order."""
+
+    calls: list[_Call] = field(default_factory=list)
+
+
+def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
+    """The geometry of the model that a config.json's dict describes, by transformers' own code for it.
+
+    Raises:
+        ModelError: it can't be made or run so, or attends in a way that kvq doesn't; the message says how.
+    """
+    check_values(folder, config, MAX_CONTEXT)
+    try:
+        config_of(unquantized(config))
+    except (KeyError, ValueError) as error:
+        raise ModelError(
+            f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
+            f"were checked, and transformers has no code for it to check (by its config.json)"
+        ) from error
+    return observe(build_on_meta(folder, unquantized(config)).to(torch.bfloat16))  # in which all experts run
+
+
+def observe(model: Any) -> ModelGeometry:
+    """The same of a module, which is run on the device that it lies on.
+
+    Raises:
+        ModelError: it attends in a way that kvq doesn't.
+    """
+    from transformers import AttentionInterface
+
+    about = model.config
+    if not type(model)._supports_attention_backend:
+        raise ModelError(_refusal(model, "its attention can't be replaced"))
+    AttentionInterface.register(_NAME, _observed)
+    watch, device, before = _Watch(), next(model.parameters()).device, about._attn_implementation
+    positions = torch.arange(_TOKENS, device=device)[None]
+    model.set_attn_implementation(_NAME)
+    try:
+        with torch.inference_mode(), quiet_logs("transformers"), device:
+            model(
+                input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, kvq_step=watch
+            )
+    except ModelError as error:
+        raise ModelError(_refusal(model, str(error))) from error
+    except Exception as error:  # whatever code raises that computes with numbers
+        why = f"its code can't be watched without numbers ({first_lines(error)})"
+        raise ModelError(_refusal(model, why)) from error
+    finally:
+        model.set_attn_implementation(before)
+    return _geometry_of(model, watch.calls)
+
+
+def _refusal(model: Any, why: str) -> str:
+    return f"kvq does not run {model.config.model_type}: {why} (by its config.json)"
+
+
+def _geometry_of(model: Any, calls: list[_Call]) -> ModelGeometry:
+    about = model.config.get_text_config(decoder=True)
+    found = [call.layer for call in calls]
+    layers = getattr(about, "num_hidden_layers", len(set(found)))
+    if sorted(found) != list(range(layers)):
+        calls_of = f"for {found}" if len(found) <= _TOKENS else f"{len(found)} times"
+        raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
+    if len(shapes := {(call.q_heads, call.softcap, call.has_sinks) for call in calls}) > 1:
+        raise ModelError(
+            _refusal(model, f"its layers differ in query heads, caps or sinks: {sorted(shapes)}")
+        )
+    context = getattr(about, "max_position_embeddings", None)
+    if type(context) is not int or not 1 <= context <= MAX_CONTEXT:
+        raise ModelError(_refusal(model, f"its longest context is {context!r}"))
+    try:
+        return ModelGeometry(
+            model_type=about.model_type,
+            layers=tuple(
+                LayerGeometry(
+                    index=call.layer,
+                    kv_heads=call.kv_heads,
+                    k_head_dim=call.k_head_dim,
+                    v_head_dim=call.v_head_dim,
+                    window=call.window,
+                )
+                for call in sorted(calls, key=lambda call: call.layer)
+            ),
+            q_heads=calls[0].q_heads,
+            hidden_size=about.hidden_size,
+            vocab_size=about.vocab_size,
+            max_context=context,
+            softcap=calls[0].softcap,
+            has_sinks=calls[0].has_sinks,
+        )
+    except ConfigError as error:
+        raise ModelError(_refusal(model, str(error))) from error
+
+
+def _observed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **passed: Unpack[_Passed],
+) -> tuple[Tensor, None]:
+    """Zeros of the right shape, [batch, tokens, heads, dim], for [batch, heads, tokens, dim].
+
+    Raises:
+        ModelError: what kvq's attention would leave out.
+    """
+    watch, layer = passed.get("kvq_step"), getattr(module, "layer_idx", None)
+    if watch is None:
+        raise ModelError("its code doesn't hand keywords on to attention, so kvq's finds no blocks")
+    if type(layer) is not int:
+        raise ModelError(f"{type(module).__name__} has no layer_idx")
+    if attention_mask is not None:
+        raise ModelError(f"layer {layer} masks attention by itself")
+    if passed.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"layer {layer} is not causal")
+    left = {name for name, given in passed.items() if given is not None and given is not False}
+    if unknown := sorted(left - _TAKEN - _HARMLESS - {"is_causal"}):
+        raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq's doesn't take")
+    window = passed.get("sliding_window")
+    watch.calls.append(
+        _Call(
+            layer=layer,
+            q_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            k_head_dim=key.shape[3],
+            v_head_dim=value.shape[3],
+            window=window or None,
+            softcap=passed.get("softcap"),
+            has_sinks=passed.get("s_aux") is not None,
+        )
+    )
+    if key.shape[2] != query.shape[2]:
+        raise ModelError(f"layer {layer} attends from {query.shape[2]} tokens to {key.shape[2]} new keys")
+    return value.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None

@@ -1,0 +1,119 @@
+"""Whether a family that is on no list may be served: a small twin of it has to compute over kvq's blocks, cut
+and packed in many ways, what its own attention computes.
+"""
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvq.errors import KVQError, ModelError, first_lines
+from kvq.formats import KVRecipe
+from kvq.layout import plan_layout
+from kvq.models.observed import observe
+from kvq.models.prepared import PreparedModel
+from kvq.models.probe import eager_logits, relative_error
+from kvq.models.session import Session
+from kvq.models.twin import CONTEXT, WINDOW, build_twin
+from kvq.models.weights import LoadedWeights, place
+
+TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
+_SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
+# Tokens of two sequences in every step: pieces that end within blocks and windows, and one by one.
+_STEPS = ((WINDOW - 3, 1), (1, 1), (WINDOW + 5, 2 * WINDOW), (1, 1), (1, 1), (WINDOW + 9, 1), (1, 1))
+_BLOCK = 8  # tokens
+
+_log = logging.getLogger("kvq")
+
+
+def prove(prepared: PreparedModel) -> None:
+    """Check the code of a model that was prepared.
+
+    Raises:
+        ModelError: its own attention gives something else, or no twin can be made or run.
+    """
+    family = prepared.geometry.model_type
+    try:
+        found = _error_of(_twin(prepared))
+    except _Unproven as why:
+        raise ModelError(
+            f"kvq does not run {family}: it is not among the families that were checked, and {why}"
+        ) from why
+    except KVQError:
+        raise
+    except Exception as error:  # whatever code raises that nobody tried before
+        raise ModelError(
+            f"kvq does not run {family}: it is not among the families that were checked, and a small one "
+            f"can't be run ({first_lines(error)})"
+        ) from error
+    _log.info("%s is not among the checked families; it agrees with its own attention to %.0e", family, found)
+
+
+class _Unproven(Exception):
+    """Why a twin proves nothing."""
+
+
+def _error_of(weights: LoadedWeights) -> float:
+    """The largest relative error of a twin's logits.
+
+    Raises:
+        _Unproven: it is too large, or could not be seen.
+    """
+    ids = [_tokens(s, sum(step[s] for step in _STEPS), weights.geometry.vocab_size) for s in (0, 1)]
+    wanted = [eager_logits(weights, own) for own in ids]
+    if not _shows_context(weights, ids[0], wanted[0]):
+        raise _Unproven("a small one doesn't look at its context, so it shows nothing")
+    cut = max(map(relative_error, _in_steps(weights, ids), wanted))
+    whole = relative_error(_in_steps(weights, ids[:1], ((len(ids[0]),),))[0], wanted[0])
+    if max(cut, whole) <= TOLERANCE:
+        return max(cut, whole)
+    what = "how it is cut and packed changes it" if whole <= TOLERANCE else "its own attention differs"
+    raise _Unproven(
+        f"in a small one, over {len(ids[0])} tokens, {what} (relative error {max(cut, whole):.1e}, allowed "
+        f"{TOLERANCE:.0e})"
+    )
+
+
+def _twin(prepared: PreparedModel) -> LoadedWeights:
+    model = build_twin(prepared.config)
+    small = replace(
+        prepared,
+        geometry=observe(model),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        rounded_to=None,
+        max_context=CONTEXT,
+        block_size=_BLOCK,
+        backend="auto",
+        cache="kvq",
+    )
+    return LoadedWeights(small, place(model, small))
+
+
+def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    return torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _shows_context(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
+    """Whether what came before the last few tokens changes the last one's logits."""
+    return relative_error(eager_logits(weights, ids[-3:])[-1], wanted[-1]) >= _SHOWS
+
+
+def _in_steps(
+    weights: LoadedWeights, ids: list[list[int]], steps: tuple[tuple[int, ...], ...] = _STEPS
+) -> list[Tensor]:
+    """fp32 [tokens, vocab] of each sequence, run together, so many tokens of each a step."""
+    geometry = weights.geometry
+    layout = plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=_BLOCK)
+    session = Session(weights, layout, max_tokens=CONTEXT, max_sequences=len(ids))
+    sequences, done = [session.new_sequence() for _ in ids], [0] * len(ids)
+    rows: list[list[Tensor]] = [[] for _ in ids]
+    for counts in steps:
+        work = []
+        for i, count in enumerate(counts):
+            work.append((sequences[i], ids[i][done[i] : done[i] + count]))
+            done[i] += count
+        for own, result in zip(rows, session.forward(work, all_rows=True), strict=True):
+            own.append(result.logits)
+    return [torch.cat(own) for own in rows]

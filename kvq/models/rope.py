@@ -1,0 +1,20 @@
+"""The RoPE types that a config.json names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Whose frequencies depend on the longest position in the batch.
+BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
+
+
+def rope_types(config: Mapping[str, Any]) -> set[str]:
+    """The RoPE types named in a config, for all layer types."""
+    found = set()
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if isinstance(value, Mapping):
+            for part in (value, *(x for x in value.values() if isinstance(x, Mapping))):
+                name = part.get("rope_type", part.get("type"))
+                if name is not None:
+                    found.add("longrope" if name == "su" else str(name))
+    return found

@@ -1,0 +1,80 @@
+"""Families on no list are served if a small twin proves them, and refused with what is wrong if not."""
+
+import logging
+import re
+
+import pytest
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvq.errors import ModelError
+from kvq.geometry import FAMILIES
+from kvq.models import load
+from kvq.models.prepared import prepare
+from kvq.models.probe import relative_error
+from kvq.models.proof import TOLERANCE
+from kvq.models.twin import build_twin
+from tests.helpers_models import eager_logits, load_eager, random_tokens
+from tests.models.test_families import check_against_transformers
+from tests.models.wrong_models import PLAIN, WRONG, plainly, save_wrong
+from tools.model_table import apart
+
+# Experts, windows beside full layers, sinks, latent attention, heads of two sizes, gates.
+SAMPLE = ["olmoe", "cohere2_moe", "flint", "minicpm3", "gemma4_text", "afmoe"]
+
+
+def save_twin(folder, name):
+    config = AutoConfig.for_model(name).to_dict()
+    build_twin(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_family_on_no_list_equals_transformers_alone_and_packed(name, tmp_path):
+    folder = save_twin(tmp_path, name)
+    assert name not in FAMILIES
+    check_against_transformers(folder, decoded=24)
+
+
+def test_layers_of_several_kinds_are_told_apart(tmp_path):
+    geometry = prepare(save_twin(tmp_path, "gemma4_text")).geometry
+    assert [layer.window for layer in geometry.layers] == [16] * 5 + [None]
+    assert {layer.k_head_dim for layer in geometry.layers} == {16, 512}
+    assert prepare(save_twin(tmp_path / "sinks", "flint")).geometry.has_sinks
+
+
+def test_its_blocks_may_have_any_format(tmp_path):
+    folder = save_twin(tmp_path, "olmoe")
+    ids = random_tokens(60, seed=2)
+    want = eager_logits(load_eager(folder), ids)
+    session = load(folder, "int8", dtype="fp32").session(max_tokens=60)
+    [result] = session.forward([(session.new_sequence(), ids)], all_rows=True)
+    assert 1e-5 < relative_error(result.logits, want) < 0.05
+
+
+@pytest.mark.long
+def test_every_causal_model_of_transformers_is_served_rightly_or_refused():
+    found = {name: apart(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    assert [name for name, (end, _) in found.items() if end == "WRONG"] == []
+    assert sum(end in ("list", "proof") for end, _ in found.values()) >= 60
+    assert {name for name, (end, _) in found.items() if end == "list"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_a_model_that_attends_otherwise_is_refused_with_what_is_wrong(name, tmp_path):
+    eager, attend, says = WRONG[name]
+    folder = save_wrong(tmp_path, name, eager, attend)
+    with pytest.raises(ModelError, match=f"wrong_{name}: .*{says}"):
+        load(folder, "fp32", dtype="fp32")
+
+
+def test_what_the_wrong_models_change_is_all_that_is_wrong_with_them(tmp_path, caplog):
+    folder = save_wrong(tmp_path, "nothing", PLAIN, plainly)
+    with caplog.at_level(logging.INFO, logger="kvq"):
+        check_against_transformers(folder, decoded=24)
+    [line] = [text for text in caplog.messages if "checked families" in text]
+    found = re.fullmatch(
+        r"wrong_nothing is not among the checked families; it agrees with its own attention to (\d+e-\d+)",
+        line,
+    )
+    assert 0 < float(found[1]) <= TOLERANCE

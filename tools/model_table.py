@@ -1,0 +1,185 @@
+"""Try every causal language model that transformers knows, small and random, and write docs/models.md.
+
+python tools/model_table.py            # all, into docs/models.md
+python tools/model_table.py olmoe glm  # some, onto the screen
+
+A model is served if its logits equal those of its own eager attention and 64 greedy tokens are the same,
+alone and packed among others. Each is tried in a process of its own.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvq.errors import ModelError, first_lines
+from kvq.geometry import FAMILIES, ModelGeometry
+from kvq.models import Model, load
+from kvq.models.probe import relative_error
+from kvq.models.proof import TOLERANCE
+from kvq.models.support import check_supported
+from kvq.models.twin import CONTEXT, build_twin
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "models.md"
+MARK = "<!-- models -->\n"
+SECONDS = 120  # a model may take
+PROMPT, NEW = 70, 64  # tokens
+# What configurations leave open that their code needs.
+GIVEN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+}
+Found = tuple[str, str]  # how it ends, and a text
+
+
+def tried(name: str) -> Found:
+    """One family: "list", "proof" or "refused" with layers or the reason, or "not built" with the reason."""
+    try:
+        config = AutoConfig.for_model(name, **GIVEN.get(name, {})).to_dict()
+        check_supported(json.loads(json.dumps(config)), max_context=CONTEXT, folder=Path(name))
+    except ModelError as error:
+        return "refused", _why(error)
+    except Exception as error:  # noqa: BLE001 - whatever a family's code raises
+        return "not built", first_lines(error)
+    try:
+        model = build_twin(config)
+    except Exception as error:  # noqa: BLE001 - whatever a family's code raises
+        return "not built", first_lines(error.__cause__ or error)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        (Path(folder) / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+        (Path(folder) / "generation_config.json").unlink(
+            missing_ok=True
+        )  # which names the large one's tokens
+        try:
+            served = load(folder, "fp32", device="cpu", dtype="fp32", block_size=16)
+        except ModelError as error:
+            return "refused", _why(error)
+        own = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        error = difference(served, own)
+    if error is None or error > TOLERANCE:
+        return "WRONG", f"{error}"
+    return "list" if name in FAMILIES else "proof", f"{error:.0e}; {layers_of(served.geometry)}"
+
+
+def _why(error: ModelError) -> str:
+    return str(error).partition(": ")[2].removesuffix(" (by its config.json)")
+
+
+def difference(served: Model, own: Any) -> float | None:
+    """Largest relative error of logits, alone and packed; None if greedy tokens differ."""
+    generator = torch.Generator().manual_seed(1)
+    prompt, other = (torch.randint(3, 199, (n,), generator=generator).tolist() for n in (PROMPT, PROMPT // 2))
+    errors = []
+    for packed in (False, True):
+        session = served.session(max_tokens=CONTEXT - 1, max_sequences=2)
+        sequence, neighbour = session.new_sequence(), session.new_sequence()
+        tokens, beside, rows = list(prompt), list(other), []
+        work = prompt
+        while len(tokens) < PROMPT + NEW:
+            pieces = [(sequence, work)] + ([(neighbour, beside)] if packed else [])
+            results = session.forward(pieces, all_rows=True)
+            rows.append(results[0].logits)
+            work = [int(rows[-1][-1].argmax())]
+            tokens += work
+            beside = [tokens[-1]]
+        logits = torch.cat(rows)
+        with torch.inference_mode():
+            wanted = own(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
+        if tokens[PROMPT:] != wanted[PROMPT - 1 :].argmax(-1).tolist():
+            return None
+        errors.append(relative_error(logits, wanted))
+    return max(errors)
+
+
+def layers_of(geometry: ModelGeometry) -> str:
+    """The kinds of layers, in words."""
+    kinds = {f"windows of {x.window}" if x.window else "full" for x in geometry.layers}
+    dims = {f"{x.k_head_dim}/{x.v_head_dim}" for x in geometry.layers if x.k_head_dim != x.v_head_dim}
+    extras = [f"K/V dimensions {', '.join(sorted(dims))}"] if dims else []
+    extras += ["sinks"] if geometry.has_sinks else []
+    extras += ["capped scores"] if geometry.softcap else []
+    return ", ".join([*sorted(kinds), *extras])
+
+
+def _run(name: str, queue: Any) -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    queue.put(tried(name))
+
+
+def apart(name: str) -> Found:
+    """`tried` in a process of its own, which may crash or hang."""
+    context = get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_run, args=(name, queue), daemon=True)
+    process.start()
+    try:
+        found: Found = queue.get(timeout=SECONDS)
+    except Exception:  # noqa: BLE001 - queue.Empty
+        found = ("not built", f"it took more than {SECONDS} s or ended its process")
+    process.terminate()
+    process.join()
+    return found
+
+
+def page(found: dict[str, Found]) -> str:
+    """The tables of docs/models.md."""
+    parts = {kind: {n: text for n, (end, text) in found.items() if end == kind} for kind in ENDS}
+    lines = [
+        f"transformers {transformers.__version__} knows {len(found)} causal language models. "
+        f"{len(parts['list'])} of kvq's list are served, {len(parts['proof'])} more by proof, "
+        f"{len(parts['refused'])} are refused and {len(parts['not built'])} could not be built small. "
+        f"{len(parts['WRONG'])} gave anything else than their own attention."
+    ]
+    for kind, (title, column) in ENDS.items():
+        if parts[kind]:
+            lines += ["", f"### {title}", "", f"| family | {column} |", "|---|---|"]
+            lines += [
+                f"| `{name}` | {text.replace('|', '/')[:160]} |" for name, text in sorted(parts[kind].items())
+            ]
+    return "\n".join(lines) + "\n"
+
+
+ENDS = {
+    "WRONG": ("Wrong", "relative error"),
+    "list": ("Served, of the list", "relative error; layers"),
+    "proof": ("Served by proof", "relative error; layers"),
+    "refused": ("Refused", "why"),
+    "not built": ("Not built small", "why"),
+}
+
+
+def main() -> int:
+    """Try them all, or those that are named."""
+    names = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = {}
+    for name in names:
+        found[name] = apart(name)
+        print(name, *found[name], flush=True)
+    if not sys.argv[1:]:
+        head, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
+        PAGE.write_text(head + mark + page(found), encoding="utf-8")
+    return any(end == "WRONG" for end, _ in found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
