@@ -15,6 +15,7 @@ from kvq.models.device import pick_dtype
 from kvq.models.model import probe_layers
 from kvq.models.modules import build_random, quiet_logs
 from kvq.models.prepared import PreparedModel
+from kvq.models.proof import prove
 from kvq.models.resolve import EMBEDDED, ModelSource
 from kvq.models.support import check_supported
 from kvq.models.weights import settle
@@ -65,6 +66,7 @@ def random_model(
         backend=backend,
         cache="kvq",
     )
+    prove(prepared)
     weights = settle(prepared, module, before)
     probe_layers(weights)
     return Model(weights, prepared.recipe("auto"))

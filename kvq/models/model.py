@@ -21,7 +21,6 @@ from kvq.models.proof import prove
 from kvq.models.resolve import ModelSource
 from kvq.models.session import Session
 from kvq.models.stays_here import StaysHere
-from kvq.models.support import is_listed
 from kvq.models.weights import LoadedWeights, load_weights
 from kvq.sizes import count
 from kvq.weights import quantized_layers, weight_count
@@ -185,8 +184,7 @@ def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScale
     prepared.layout(recipe)
     if not recipe.is_static or recipe.static_scales is not None:
         prepared.check_kernels(recipe)
-    if not is_listed(prepared.geometry):
-        prove(prepared)
+    prove(prepared)
     weights = load_weights(prepared)
     _log.info("checking the model against its own attention")
     probe_layers(weights)

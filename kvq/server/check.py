@@ -10,6 +10,7 @@ from kvq.engine.build import CheckedEngine, check_engine
 from kvq.engine.memory import planned_pools
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.prepared import PreparedModel
+from kvq.models.proof import prove
 from kvq.models.skeleton import build_skeleton
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.problems import Problem
@@ -59,6 +60,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         engine = check_engine(config.model, config.kv, config.engine)
         verify_manifest(engine.model.folder)
         build_skeleton(engine.model)
+        prove(engine.model)
         tools = ToolCalling.of(engine.model.tokenizer, config.tool_call_parser)
     except KVQError as error:
         what = "memory" if isinstance(error, OutOfMemory) else "model"

@@ -14,6 +14,8 @@ from kvq.models.prepared import prepare
 from kvq.models.probe import relative_error
 from kvq.models.proof import TOLERANCE
 from kvq.models.twin import build_twin
+from kvq.server.check import check_config
+from kvq.server.config import ServerConfig
 from tests.helpers_models import eager_logits, load_eager, random_tokens
 from tests.models.test_families import check_against_transformers
 from tests.models.wrong_models import PLAIN, WRONG, plainly, save_wrong
@@ -66,6 +68,13 @@ def test_a_model_that_attends_otherwise_is_refused_with_what_is_wrong(name, tmp_
     folder = save_wrong(tmp_path, name, eager, attend)
     with pytest.raises(ModelError, match=f"wrong_{name}: .*{says}"):
         load(folder, "fp32", dtype="fp32")
+
+
+def test_a_server_that_is_only_checked_refuses_it_too(tmp_path):
+    eager, attend, says = WRONG["clipped"]
+    folder = save_wrong(tmp_path, "clipped", eager, attend)
+    [finding] = [one for one in check_config(ServerConfig(model=folder, kv="int8", port=0)) if one.is_error]
+    assert says in finding.text
 
 
 def test_what_the_wrong_models_change_is_all_that_is_wrong_with_them(tmp_path, caplog):
