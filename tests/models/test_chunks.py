@@ -67,16 +67,27 @@ def test_two_threads_agree_too(tiny, ids):
         torch.set_num_threads(threads)
 
 
-def test_staged_layers_in_cpp_are_those_of_the_reference(tiny, ids, whole):
-    """Last bits differ, and flip a code now and then: far less than what the format itself changes."""
+def test_staged_layers_in_cpp_are_those_of_the_reference(tiny, ids):
+    """Last bits differ and flip codes: no more than the last bits of the embeddings do in the reference."""
     model = tiny.with_kv(STAGED)
-    found = []
-    for backend in ("cpu", "cpu-fp32", "reference"):
+    table = model.weights.model.get_input_embeddings().weight
+
+    def run(backend):
         session = Session(model.weights, model.layout, max_tokens=TOKENS, backend=backend)
         sequence = session.new_sequence()
         steps = [ids[:190], *([token] for token in ids[190:])]
-        found.append(
-            torch.cat([session.forward([(sequence, step)], all_rows=True)[0].logits for step in steps])
-        )
-    for logits in found[:2]:
-        assert relative_error(logits, found[2]) <= 0.2 * relative_error(whole[STAGED], whole["fp32"])
+        return torch.cat([session.forward([(sequence, step)], all_rows=True)[0].logits for step in steps])
+
+    def moved(seed):
+        noise = 1e-7 * torch.randn(table.shape, generator=torch.Generator().manual_seed(seed))
+        before = table.data
+        table.data = before * (1 + noise)
+        try:
+            return run("reference")
+        finally:
+            table.data = before
+
+    want = run("reference")
+    by_itself = max(float((moved(seed) - want).square().mean()) for seed in range(3))
+    for backend in ("cpu", "cpu-fp32"):
+        assert float((run(backend) - want).square().mean()) <= 4 * by_itself, backend
