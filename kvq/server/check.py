@@ -19,7 +19,7 @@ from kvq.server.reading import Readers, Setup
 from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
-from kvq.sizing.pools import bytes_of
+from kvq.sizing.pools import PoolPlan, bytes_of
 from kvq.weights.manifest import verify_manifest
 
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
@@ -103,25 +103,44 @@ def _events(config: ServerConfig) -> Iterator[Finding]:
         yield _warning(f"block events: {config.kv_events.warning}")
 
 
+def _weights(model: PreparedModel) -> int:
+    """Bytes once they are loaded."""
+    return model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
+
+
+def _taken(checked: CheckedEngine) -> int:
+    """Bytes of weights and of a step's activations, roughly."""
+    model, config = checked.model, checked.config
+    live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
+    return _weights(model) + live_values * model.dtype.itemsize
+
+
+def _pools(checked: CheckedEngine, free: int | None) -> PoolPlan:
+    """`free` memory is before the weights are loaded, so they are taken off with the activations.
+
+    Raises:
+        KVQError: the pools don't fit.
+    """
+    model = checked.model
+    return planned_pools(
+        checked.layout,
+        checked.config,
+        on_gpu=model.device.type == "cuda",
+        max_context=model.max_context,
+        free_bytes=free,
+        activation_bytes=_taken(checked),
+    )
+
+
 def _memory(checked: CheckedEngine) -> Iterator[Finding]:
     model, config, layout = checked.model, checked.config, checked.layout
-    weights = model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
-    live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
-    needed = weights + live_values * model.dtype.itemsize
-    free = available_bytes(model.device)
+    weights = _weights(model)
+    needed, free, context = _taken(checked), available_bytes(model.device), model.max_context
     if free is not None and needed > free:
         yield _error(f"memory: weights and activations take about {binary(needed)}, {binary(free)} are free")
         return
-    context = model.max_context
-    try:  # free memory is before the weights are loaded, so they are taken off with the activations
-        pools = planned_pools(
-            layout,
-            config,
-            on_gpu=model.device.type == "cuda",
-            max_context=context,
-            free_bytes=free,
-            activation_bytes=needed,
-        )
+    try:
+        pools = _pools(checked, free)
     except KVQError as error:
         yield _error(f"memory: {error}")
         return
@@ -152,14 +171,21 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
 
 def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
     budget, rows = checked.config.max_num_batched_tokens, checked.config.max_num_seqs
+    try:
+        staged = _pools(checked, available_bytes(checked.model.device)).step_tokens
+    except KVQError:  # told above
+        return
+    remedy = f"raise --max-num-batched-tokens to {rows + 512}"
+    if staged < budget:
+        yield _ok(f"prefill: steps take {staged} tokens, since those wait in the staging area")
+        budget, remedy = staged, "lower --max-num-seqs, or raise --kv-memory"
     if budget < rows:
         yield _warning(
             f"prefill: --max-num-batched-tokens {budget} is below --max-num-seqs and counts as {rows}"
         )
     elif budget < rows + 64:
         yield _warning(
-            f"prefill: beside {rows} streams a step has {budget - rows} tokens left for new prompts; "
-            f"raise --max-num-batched-tokens to {rows + 512}"
+            f"prefill: beside {rows} streams a step has {budget - rows} tokens left for new prompts; {remedy}"
         )
     else:
         steps = -(-checked.model.max_context // budget)

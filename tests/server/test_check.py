@@ -58,3 +58,14 @@ def test_a_template_that_can_not_be_tried_is_not_called_good(told_of, monkeypatc
     found = told_of("{{ messages[0].content }}")
     assert found.is_error
     assert "could not be tried: prompts can't be read now" in found.text
+
+
+def test_steps_that_a_small_staging_area_shortens_are_told():
+    def told(memory):
+        engine = {"kv_memory": memory}
+        findings = check_config(ServerConfig(model="tiny", kv="int3_mean+recent=64", port=0, engine=engine))
+        assert not any(one.is_error for one in findings)
+        return [one.text for one in findings if one.text.startswith("prefill: ")]
+
+    assert told("8MiB")[0] == "prefill: steps take 160 tokens, since those wait in the staging area"
+    assert told("1GiB") == ["prefill: a prompt of full context takes 2 steps at least"]
