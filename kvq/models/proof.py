@@ -50,7 +50,9 @@ def prove(prepared: PreparedModel) -> None:
             f"kvq does not run {family}: it is not among the families that were checked, and a small one "
             f"can't be run ({first_lines(error)})"
         ) from error
-    _log.info("%s is not among the checked families; it agrees with its own attention to %.0e", family, found)
+    _log.warning(
+        "%s is not among the checked families; it agrees with its own attention to %.0e", family, found
+    )
 
 
 class _Unproven(Exception):
