@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.prepared import PreparedModel
 from kvq.models.proof import prove
 from kvq.models.skeleton import build_skeleton
+from kvq.scheduler.fit import most_blocks
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
@@ -153,19 +155,26 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
     asked, seqs = config.kv_memory, config.max_num_seqs
     if asked is not None and pool < 0.9 * parse_bytes(asked, "kv_memory"):
         yield _ok(f"memory: of --kv-memory {asked} no more could be used by {seqs} sequences")
-    blocks = min(n for n, group in zip(pools.num_blocks, layout.groups, strict=True) if group.holds_all)
-    tokens = blocks * layout.block_size
-    if tokens < context:
+
+    def need(tokens: int) -> list[int]:  # what decides whether a request is refused
+        reaches = [(group.group.window, group.limit) for group in layout.groups]
+        return most_blocks(tokens, 1, reaches, layout.block_size, max(pools.step_tokens, seqs))
+
+    def at_once(tokens: int) -> int:
+        return min(n // own for n, own in zip(pools.num_blocks, need(tokens), strict=True))
+
+    longest = bisect_left(range(1, context + 1), True, key=lambda tokens: at_once(tokens) < 1)
+    if longest < context:
         yield _warning(
-            f"context: the pool holds {tokens} tokens, the context is {context}: longer requests are "
-            f"refused; raise --kv-memory, take a smaller --kv format, or set --max-model-len {tokens}"
+            f"context: the pool holds {longest} tokens, the context is {context}: longer requests are "
+            f"refused; raise --kv-memory, take a smaller --kv format, or set --max-model-len {longest}"
         )
     else:
-        yield _ok(f"context: {tokens // context} requests of {context} tokens fit at once")
-    if blocks < seqs:
+        yield _ok(f"context: {at_once(context)} requests of {context} tokens fit at once")
+    if (short := at_once(1)) < seqs:
         yield _warning(
-            f"memory: {blocks} blocks for --max-num-seqs {seqs}: requests will take "
-            f"blocks from one another; lower it to {max(1, blocks // 2)}"
+            f"memory: {short} of --max-num-seqs {seqs} sequences find a block each: requests will take "
+            f"blocks from one another; lower it to {max(1, short // 2)}"
         )
 
 

@@ -1,9 +1,12 @@
 """`kvq serve --check` tries the chat template as the server would, and outlives it."""
 
+import re
 import shutil
 
 import pytest
 
+from kvq.engine import LLM, SamplingParams
+from kvq.errors import RequestError
 from kvq.models.resolve import EMBEDDED
 from kvq.server.check import check_config
 from kvq.server.config import ServerConfig
@@ -69,3 +72,24 @@ def test_steps_that_a_small_staging_area_shortens_are_told():
 
     assert told("8MiB")[0] == "prefill: steps take 160 tokens, since those wait in the staging area"
     assert told("1GiB") == ["prefill: a prompt of full context takes 2 steps at least"]
+
+
+@pytest.mark.parametrize(
+    ("kv", "memory"),
+    [
+        ("int3+sinks=2048", "8MiB"),
+        ("int4_mean", "1MiB"),
+        ("int3_mean+recent=4000", "8MiB"),
+        ("int4", "512KiB"),
+    ],
+)
+def test_the_context_that_is_told_is_the_longest_that_is_not_refused(kv, memory):
+    engine = {"kv_memory": memory}
+    findings = check_config(ServerConfig(model="tiny", kv=kv, port=0, engine=engine))
+    [told] = [one.text for one in findings if one.text.startswith("context: ")]
+    longest = int(re.match(r"context: the pool holds (\d+) tokens", told)[1])
+    with LLM("tiny", kv, **engine) as llm:
+        params = SamplingParams(max_tokens=1)
+        assert len(llm.generate([[5] * longest], params)) == 1
+        with pytest.raises(RequestError, match="can never fit"):
+            llm.generate([[5] * (longest + 1)], params)
