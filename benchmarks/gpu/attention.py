@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.gpu.case import Case, Rows, Target
 
 FORMATS = ("bf16", "fp8", "int8", "int4", "int4_g64", "int4_g64_rot", "int4_g32", "int4_g32_rot")
+BY_WIDTH = ("int4_mean", "int6", "int5", "int3", "int3_mean", "int2")
 _WRITE = "write 256 at 4096"
 DENSE = "dense"  # stands for torch's attention alone
 
@@ -48,7 +49,7 @@ def decode_shapes(target: Target) -> list[Shape]:
     """Batch 64 at depth 8,192, blocks of 64 and 16."""
     contexts = target.pick((8192,) * 64, (130,) * 3)
     return [
-        Shape(name="decode 64 x 8192", contexts=contexts, has_rivals=True),
+        Shape(name="decode 64 x 8192", contexts=contexts, formats=(*FORMATS, *BY_WIDTH), has_rivals=True),
         Shape(name="decode 64 x 8192, blocks of 16", contexts=contexts, block_size=16),
     ]
 

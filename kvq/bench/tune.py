@@ -12,7 +12,7 @@ from kvq.bench.measure import Contender, Stopwatch, interleaved
 from kvq.bench.tiles import Cost, axes, search
 from kvq.bench.timing import percentile
 from kvq.bench.workload import Workload
-from kvq.errors import ConfigError, KVQError
+from kvq.errors import KVQError
 from kvq.kernels import StagedBatch
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.launch import compiled_meanwhile
@@ -39,16 +39,17 @@ def tune(
     """Time shapes of attention; returns their key, the best shape, and the rows of those timed in turn.
 
     A first look, each alone, finds which compile and are right. What spills no registers comes before what
-    does; of the fastest `_TIMED_IN_TURN` the best is found.
+    does; of the fastest `_TIMED_IN_TURN` the best is found. Of a staged format those of its sealed blocks are
+    found, timed with all that its steps read.
 
     Raises:
         KVQError: none compiles and is right.
     """
     kind = kind_of(workload)
     own, cache, batch = over_blocks(workload, kv)
-    if isinstance(batch, StagedBatch):
-        raise ConfigError(f"tiles are timed over sealed blocks; leave out what {kv} keeps unquantized")
-    own = replace(fused(workload, own, cache, batch), allowed=_ALLOWED)
+    if not isinstance(batch, StagedBatch):
+        own = fused(workload, own, cache, batch)
+    own = replace(own, allowed=_ALLOWED)
     formats, device = cache.layer(0).formats, shapes.device_name(workload.device)
     name, size = shapes.format_name(formats), workload.block_size
     key = shapes.table_key(kind, name, workload.head_dim, device, size)

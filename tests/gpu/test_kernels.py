@@ -18,11 +18,11 @@ from kvq.bench.measure import exact_attention, relative_error
 from kvq.bench.workload import Workload, filled_cache, queries
 from kvq.cache import KVCache
 from kvq.formats import Code
-from kvq.kernels import AttentionOptions, PagedKV, PagedRows, SequenceBatch, registry
+from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, registry
 from kvq.kernels.attend.reference import attend as reference_attend
 from kvq.kernels.attend.rounding import rounded_queries
 from kvq.layout import BlockOrder
-from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv
+from tests.kernels.kit import KINDS, MEANS, POISON, Tables, poisoned_cache, rows_like_kv, write_sequence
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
@@ -38,7 +38,7 @@ from kvq.kernels.merge_partials.triton import merge_partials
 from kvq.kernels.write_kv.triton import write_kv
 
 GPU = torch.device("cuda")
-FORMATS = [kv for kv in KINDS if "int2" not in kv]
+PLANES = ["int5", "int3", "int6_g16/int5_g8", "int3/int4_mean"]  # these fit head_dim 64 and 128
 DIMS = [(64, 64), (128, 128), (48, 60), (80, 96), (192, 128), (256, 256)]
 CONTEXTS = [130, 1, 63, 300, 17]
 NEW = [1, 1, 9, 2, 17]  # at two query heads a KV head, tiles of decode
@@ -46,25 +46,17 @@ MANY_NEW = [70, 1, 63, 120, 17]  # and of extend
 SINKS = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
 
 
+def on_gpu(cache: KVCache) -> KVCache:
+    """A CPU cache with all its bytes on the GPU."""
+    copy = KVCache(cache.layout, num_blocks=list(cache.num_blocks), device=GPU, backend="triton")
+    for group in range(len(cache.layout.groups)):
+        copy.pool(group).copy_(cache.pool(group))
+    return copy
+
+
 def layer_on_gpu(cache: KVCache, layer: int = 0) -> PagedKV:
-    """One layer of a CPU cache with all its bytes, strides included, on the GPU."""
-    pool = cache.pool(0).to(GPU)
-    kv = cache.layer(layer)
-
-    def rows(x: PagedRows) -> PagedRows:
-        parts = {}
-        for name in ("codes", "scales"):
-            view = getattr(x, name)
-            if view is not None:
-                size = view.element_size()
-                typed = pool.view(view.dtype)
-                offset = (view.data_ptr() - cache.pool(0).data_ptr()) // size
-                view = typed.as_strided(view.shape, view.stride(), offset)
-            parts[name] = view
-        static = None if x.static_scale is None else x.static_scale.to(GPU)
-        return PagedRows(codes=parts["codes"], scales=parts["scales"], static_scale=static)
-
-    return replace(kv, k=rows(kv.k), v=rows(kv.v))
+    """One layer of a CPU cache on the GPU."""
+    return on_gpu(cache).layer(layer)
 
 
 def bytes_of(kv: PagedKV) -> Tensor:
@@ -84,7 +76,7 @@ def filled(
     tables = Tables.scattered(CONTEXTS, block_size, need)
     for i, n in enumerate(CONTEXTS):
         k, v = rows_like_kv(n, 3, dims[0], i), rows_like_kv(n, 3, dims[1], i + 50)
-        cache.write(1, k, v, torch.tensor(tables.slots(i, 0, n)))
+        write_sequence(cache.layer(1), k, v, tables.blocks[i])
     return cache, tables, need
 
 
@@ -103,8 +95,8 @@ def check_attention(
     skip = options.pop("skip_last", 0)
     settings = AttentionOptions(scale=dims[0] ** -0.5, **options)
     want, want_lse = reference_attend(q.float(), cache.layer(1), batch, settings, skip_last=skip)
-    on_gpu = replace(settings, sinks=None if settings.sinks is None else settings.sinks.to(GPU))
-    out, lse = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), on_gpu, skip_last=skip)
+    moved_settings = replace(settings, sinks=None if settings.sinks is None else settings.sinks.to(GPU))
+    out, lse = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), moved_settings, skip_last=skip)
     assert out.dtype == dtype
     codes = {fmt.code for fmt in (cache.layer(1).formats.k, cache.layer(1).formats.v)}
     rounding = torch.bfloat16 if dtype is torch.float16 and Code.BF16 in codes else dtype
@@ -116,19 +108,19 @@ def check_attention(
 
 
 @pytest.mark.parametrize("dims", DIMS[:4])
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", KINDS)
 def test_written_bytes_are_the_references(kv: str, dims: tuple[int, int]) -> None:
     caches = [poisoned_cache(kv, [dims, dims], block_size=7, num_blocks=9) for _ in range(2)]
-    on_gpu = layer_on_gpu(caches[0], 1)
+    layer = layer_on_gpu(caches[0], 1)
     k, v = rows_like_kv(20, 3, dims[0], 1), rows_like_kv(20, 3, dims[1], 2)
     k[3], v[4], k[5] = 0.0, 1.5, k[5] * 1e-9
     k[6], v[7, 0, 3], k[8, 1, 2] = k[6] * 1e30, math.nan, math.inf
     slots = torch.randperm(63, generator=torch.Generator().manual_seed(0))[:20]
     for dtype in (torch.float32, torch.bfloat16):
-        bad = write_kv(k.to(GPU, dtype), v.to(GPU, dtype), on_gpu, slots.to(GPU))
+        bad = write_kv(k.to(GPU, dtype), v.to(GPU, dtype), layer, slots.to(GPU))
         want = caches[1].write(1, k.to(dtype), v.to(dtype), slots)
         assert torch.equal(bad.cpu(), want)
-        assert torch.equal(bytes_of(on_gpu), caches[1].pool(0))
+        assert torch.equal(bytes_of(layer), caches[1].pool(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -156,7 +148,7 @@ def test_attention_over_latents(kv: str, dtype: torch.dtype, heads: int, block_s
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kv", [*FORMATS, "int4_g32_rot", "int4_g16"])
+@pytest.mark.parametrize("kv", [*KINDS, *PLANES, *MEANS[:3], "int4_g32_rot", "int4_g16"])
 @pytest.mark.parametrize(
     ("new", "block_size"),
     [(NEW, 64), (MANY_NEW, 64), (NEW, 32), (NEW, 16)],
@@ -197,8 +189,7 @@ def test_products_of_8_bits(kv: str, dims: tuple[int, int], block_size: int, new
     q = rows_like_kv(sum(new), 6, dims[0], 77).half()
     want, _ = reference_attend(rounded_queries(q, layer.formats.k), layer, batch, settings)
     exact, _ = reference_attend(q.float(), layer, batch, settings)
-    on_gpu = layer_on_gpu(cache, 1)
-    out = attend(q.to(GPU), on_gpu, moved(batch), settings, rounded=True)[0].cpu()
+    out = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), settings, rounded=True)[0].cpu()
     assert relative_error(out, exact.double()) < 4e-3 + 2 * relative_error(want, exact.double())
     first = slice(None) if "fp8" not in kv else slice(0, new[0] if new is MANY_NEW else 0)
     torch.testing.assert_close(out[first].float(), want[first], atol=4e-3 * float(want.abs().max()), rtol=0)
@@ -306,7 +297,7 @@ def test_a_long_extend_errs_no_more_than_twice_what_torch_does(
     assert relative_error(out[:300], truth) <= allowed
 
 
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv", KINDS)
 def test_gathered_rows_have_the_references_bits(kv: str) -> None:
     cache, tables, _ = filled(kv, (64, 48))
     table = tables.batch(NEW, CONTEXTS, unused=0).tables[3:4]
@@ -348,9 +339,9 @@ def test_blocks_are_copied_and_partials_merged() -> None:
 def test_reduced(kv: str) -> None:
     """Write, attend in both kernels, gather: what a memory checker can watch in a minute."""
     cache, tables, _ = filled(kv, (64, 64))
-    on_gpu = layer_on_gpu(cache, 1)
+    moved_layer = layer_on_gpu(cache, 1)
     k, v = (rows_like_kv(3, 3, 64, i).to(GPU, torch.bfloat16) for i in (1, 2))
-    write_kv(k, v, on_gpu, torch.tensor([0, 1, 2], device=GPU))
+    write_kv(k, v, moved_layer, torch.tensor([0, 1, 2], device=GPU))
     check_attention(cache, tables.batch(NEW, CONTEXTS), (64, 64), torch.bfloat16)
-    gather_dense(on_gpu, tables.batch(NEW, CONTEXTS, unused=0).tables[:1].to(GPU), 0, 130)
-    assert POISON in bytes_of(on_gpu)
+    gather_dense(moved_layer, tables.batch(NEW, CONTEXTS, unused=0).tables[:1].to(GPU), 0, 130)
+    assert POISON in bytes_of(moved_layer)
