@@ -19,6 +19,7 @@ from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu.arguments import dense_strides, mean_arguments, part_arguments
 from kvq.kernels.paged import PagedKV
+from kvq.kernels.seal import triton as seal
 from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
 from tests.kernels.kit import poisoned_cache
 
@@ -53,7 +54,7 @@ def _on_gpu(q: torch.Tensor) -> Any:
 def _given(q: torch.Tensor) -> dict[str, Any]:
     """What varies from step to step."""
     return {
-        **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr"), torch.zeros(16)),
+        **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr", "room_ptr"), torch.zeros(16)),
         **dict.fromkeys(
             ("items_ptr", "merged_ptr", "tables_ptr", "lens_ptr"), torch.zeros(16, dtype=torch.int32)
         ),
@@ -102,6 +103,11 @@ def kernels(
     counts = dict.fromkeys(list_kernel.arg_names[3:18], 100)
     listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "AGE": 0, "AGE_BLOCK": 1, "BLOCK": 256}
     found["list"] = (list_kernel, {**common, **counts, **listed}, {"num_warps": 4})
+    if cache.layout.recipe.is_staged:
+        tables = dict.fromkeys(("recent_tables", "sealed_tables", "sinks_tables"), ints)
+        strides = dict.fromkeys(("lens_row", "recent_stride", "sealed_stride", "sinks_stride"), 100)
+        sealed = {**common, **tables, **strides, **seal._arguments("k", cache.staged(0))}
+        found["seal"] = (seal._seal_kernel, sealed, {"num_warps": 4, "enable_fp_fusion": False})
     written = {
         **stored_as_bits(part_arguments("k", layer), "k"),
         **stored_as_bits(part_arguments("v", layer), "v"),

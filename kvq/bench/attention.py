@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvq.bench.latent import latent_contenders
 from kvq.bench.measure import Contender, Run, compete, copies_for, exact_attention, relative_error
-from kvq.bench.staged import filled_staged, read_bytes, seen
+from kvq.bench.staged import filled_staged, read_bytes, seen, steps_of_staged
 from kvq.bench.workload import Workload, dense_kv, filled_cache, layout_of, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
@@ -64,10 +64,13 @@ def bench_attention(
 def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) -> Iterator[Contender]:
     dense_rivals = dense_rivals and workload.is_even
     for kv in formats:
+        if layout_of(workload, kv).recipe.is_staged:
+            for name, step in steps_of_staged(workload, kv).items():
+                yield replace(over_blocks(step, kv)[0], name=name)
+            continue
         own, cache, batch = over_blocks(workload, kv)
         yield own
-        if isinstance(batch, StagedBatch):
-            continue
+        assert isinstance(batch, SequenceBatch), "of what is not staged"
         if own.backend == "triton" and workload.new > 1:
             yield fused(workload, own, cache, batch)
         if own.backend == "triton" and _multiplies_8_bits(workload, cache):

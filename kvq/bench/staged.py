@@ -49,6 +49,20 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
     return cache, batch, len(layers)
 
 
+def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
+    """By what its rows are called: as many tokens or a few less, of which the youngest seals no sequence's
+    block; and up to a block less, of which it seals one of each. A sequence does once in `block_size` steps.
+    """
+    recent, size = layout_of(workload, kv).exact.recent, workload.block_size
+    late = [(n - recent) % size for n in workload.contexts]  # tokens since it sealed one
+    quiet = tuple(max(1, n - (over == 0)) for n, over in zip(workload.contexts, late, strict=True))
+    steps = {"kvq": replace(workload, contexts=quiet)}
+    sealing = tuple(n - over for n, over in zip(workload.contexts, late, strict=True))
+    if min(sealing) >= recent + size:
+        steps["kvq, sealing a block each"] = replace(workload, contexts=sealing)
+    return steps
+
+
 def _of_sequence(batch: StagedBatch, i: int, new: int, end: int) -> StagedBatch:
     """The step that adds `new` tokens to one sequence, up to `end`."""
     parts = {

@@ -15,7 +15,6 @@ from kvq.bench.workload import Workload
 from kvq.errors import KVQError
 from kvq.kernels import StagedBatch
 from kvq.kernels.gpu import shapes
-from kvq.kernels.gpu.launch import compiled_meanwhile
 from kvq.kernels.gpu.shapes import TileShape
 from kvq.kernels.linear.tiles import LinearTile
 
@@ -23,7 +22,6 @@ FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
 _TIMED_IN_TURN = 6  # shapes
 _LOOKS = 3  # samples of each before
-_FEW_SPILLED = 16  # registers: some wait outside of the loop over keys
 _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
@@ -38,8 +36,8 @@ def tune(
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
     """Time shapes of attention; returns their key, the best shape, and the rows of those timed in turn.
 
-    A first look, each alone, finds which compile and are right. What spills no registers comes before what
-    does; of the fastest `_TIMED_IN_TURN` the best is found. Of a staged format those of its sealed blocks are
+    A first look, each alone, finds which compile and are right; of the fastest `_TIMED_IN_TURN` the best is
+    found. Of a staged format those of its sealed blocks are
     found, timed with all that its steps read.
 
     Raises:
@@ -51,7 +49,8 @@ def tune(
         own = fused(workload, own, cache, batch)
     own = replace(own, allowed=_ALLOWED)
     formats, device = cache.layer(0).formats, shapes.device_name(workload.device)
-    name, size = shapes.format_name(formats), workload.block_size
+    size = workload.block_size
+    name = shapes.tiled_as(kind, formats, device, size)
     key = shapes.table_key(kind, name, workload.head_dim, device, size)
     present = shapes.shape_for(kind, formats, device, size)
 
@@ -66,13 +65,12 @@ def tune(
 
 
 def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
-    """Whether more than a few registers are spilled, and the time in ms; None if it can't run or is wrong."""
-    with shapes.using(key, tile), compiled_meanwhile() as seen:
+    """The time in ms; None if it can't run or is wrong."""
+    with shapes.using(key, tile):
         if not _is_right(own):
             return None
         watch = Stopwatch(own.run, own.copies, own.truth.device)
-        spilled = max((getattr(kernel, "n_spills", 0) or 0 for kernel in seen), default=0)
-        return float(spilled > _FEW_SPILLED), percentile([watch.sample() for _ in range(_LOOKS)], 50)
+        return (percentile([watch.sample() for _ in range(_LOOKS)], 50),)
 
 
 def fastest(

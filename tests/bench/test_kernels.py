@@ -12,7 +12,7 @@ from kvq import cli
 from kvq.bench import attention, measure
 from kvq.bench import tune as tuning
 from kvq.bench.measure import exact_attention, percentile
-from kvq.bench.staged import read_bytes
+from kvq.bench.staged import read_bytes, steps_of_staged
 from kvq.bench.tune import write_table
 from kvq.bench.workload import Workload, filled_cache, layout_of, lengths, queries
 from kvq.cache import KVCache
@@ -97,6 +97,20 @@ def test_staged_recipes_attend_to_what_steps_would_have_sealed(context: str, tmp
     rows = [row for row in json.loads(path.read_text())["rows"] if row["name"] == "kvq"]
     assert [row["kv"] for row in rows] == formats
     assert all(row["max_relative_error"] < 2e-3 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("kv", "contexts"), [("int4_mean", (96, 97, 200)), ("int3+recent=40", (104, 103, 73))]
+)
+def test_steps_of_staged_recipes_seal_nothing_or_a_block_of_each(kv: str, contexts: tuple[int, ...]) -> None:
+    workload = replace(small(), contexts=contexts, kv_heads=2, head_dim=64, block_size=32)
+    recent = layout_of(workload, kv).exact.recent
+    quiet, sealing = steps_of_staged(workload, kv).values()
+    for step, blocks in ((quiet, 0), (sealing, 1)):
+        for n, given in zip(step.contexts, contexts, strict=True):
+            assert 0 <= given - n <= 32
+            assert max(0, n - recent) // 32 - max(0, n - 1 - recent) // 32 == blocks
+    assert list(steps_of_staged(replace(workload, contexts=(20,)), kv)) == ["kvq"]
 
 
 def test_what_is_read_of_staged_tokens_is_their_own_forms() -> None:

@@ -22,6 +22,7 @@ from kvq.kernels.gpu.shapes import (
     decode_shape,
     extend_shape,
     run_bytes,
+    takes_means_apart,
     target,
 )
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -60,21 +61,17 @@ def attend(
 def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = decode_shape(kv, q), extend_shape(kv, q)
-    whole = all(kv.block_size % shape.keys == 0 for shape in (decode, extend))
-    k, v = (_part(x, q, kv, whole) for x in ("k", "v"))
-    fixed = {**options_of_layer(options, q_heads, kv_heads), **k, **v, "BLOCK_SIZE": kv.block_size}
-    own = [
-        {
-            "SPREAD": _spread(x),
-            "LOWER": _is_lower(options, x),
-            **(_rounded(q, kv, k) if rounded and _has_product(kv, q, x) else {}),
-        }
-        for x in (decode, extend)
-    ]
+    fixed = {**options_of_layer(options, q_heads, kv_heads), "BLOCK_SIZE": kv.block_size}
+    own = []
+    for shape in (decode, extend):
+        apart = shape is decode and _means_are_apart(kv, shape)
+        k, v = (_part(x, q, kv, shape, apart) for x in ("k", "v"))
+        given = {"SPREAD": _spread(shape), "LOWER": _is_lower(options, shape), "APART": apart}
+        own.append(k | v | given | (_rounded(q, kv, k) if rounded and _has_product(kv, q, shape) else {}))
     cutting = Cutting(
         share=q_heads // kv_heads,
         kv_heads=kv_heads,
-        v_pad=v["V_PAD"],
+        v_pad=own[0]["V_PAD"],
         window=options.window,
         part=options.part,
         may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
@@ -88,18 +85,18 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
 _planned_rounded = partial(_planned, rounded=True)
 
 
-def _part(name: str, q: Tensor, kv: PagedKV, whole: bool) -> dict[str, Any]:
+def _part(name: str, q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> dict[str, Any]:
     """K or V as the kernel takes it: codes as words of two bytes and scales by pairs of tokens where they lie
-    so that they can be, and numbers to compute in. `whole`: whether tiles of keys lie in one block each."""
+    so that they can be, and numbers to compute in. `apart`: means are, where there are any."""
     part, upper = part_arguments(name, kv), name.upper()
     rows, code = getattr(kv, name), getattr(kv.formats, name).code
     run = run_bytes(getattr(kv.formats, name), part[f"{upper}_DIM"])
     words = not code.is_float and run > 0 and _as_pairs(rows.codes)
     means = mean_arguments(name, kv)
     if rows.means is not None:
-        words = words and whole and code.bits == 4 and _has_mean_words(name, kv, run)
+        words = words and (apart or _means_in_runs(name, kv, shape))
         if words:
-            means |= _strided(f"{name}_means", f"{name}m", rows.means.view(torch.uint32))
+            means |= _strided(f"{name}_means", f"{name}m", _narrow_words(rows.means))
     if words and code.is_grouped:
         part[f"{upper}_KIND"] = PACKED[code.bits].value
     if words:
@@ -114,7 +111,7 @@ def _part(name: str, q: Tensor, kv: PagedKV, whole: bool) -> dict[str, Any]:
         part |= _strided(f"{name}_scales", f"{name}s", _narrow_words(rows.scales))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
     columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
-    columns *= 2 if name == "v" and rows.means is not None else 1
+    columns *= 2 if name == "v" and rows.means is not None and not apart else 1
     # Summed over by K's product, where narrow ones stand twice, and columns of V's.
     least = 16 if name == "k" and columns > groups else 8
     return (
@@ -132,14 +129,21 @@ def _part(name: str, q: Tensor, kv: PagedKV, whole: bool) -> dict[str, Any]:
     )
 
 
-def _has_mean_words(name: str, kv: PagedKV, run: int) -> bool:
-    """Whether means are read in the runs of their rows, as words of 32 bits: two narrow scales, or codes."""
+def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
+    """Whether the means of all blocks are taken in before and after the loop over keys."""
+    tensors = [tensor for x in (kv.k, kv.v) if x.means is not None for tensor in (x.codes, x.means)]
+    as_pairs = all(map(_as_pairs, tensors))
+    return as_pairs and takes_means_apart(kv.formats, shape, kv.block_size)
+
+
+def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
+    """Whether a tile's only mean is read in the runs of its rows, and two of its narrow scales at once."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
     scale, means = mean_format(dim).scale, getattr(kv, name).means
     assert isinstance(scale, Grouped), "means are grouped"
-    group = scale.group_size
-    is_run = group % run == 0 and fmt.scale.group_size <= group
-    return fmt.is_narrow and is_run and dim // group in (2, 4, 8) and _as_pairs(means.view(torch.int16))
+    is_run = scale.group_size % run_bytes(fmt, dim) == 0 and fmt.scale.group_size <= scale.group_size
+    is_whole = fmt.code.bits == 4 and fmt.is_narrow and kv.block_size % shape.keys == 0
+    return is_whole and is_run and dim // scale.group_size in (2, 4, 8) and _as_pairs(means.view(torch.int16))
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
@@ -183,7 +187,8 @@ def _as_pairs(x: Tensor) -> bool:
 
 
 def _narrow_words(scales: Tensor | None) -> Tensor:
-    """Scales and minimums of 8 bits as words of two groups, or of one where they can't be seen as that."""
+    """Scales and minimums of 8 bits as words of two groups, or of one where they can't be seen as that; so
+    are means, which end in them."""
     assert scales is not None, "narrow scales are stored"
     pairs = scales.view(torch.uint16)
     return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs

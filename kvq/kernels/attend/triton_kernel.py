@@ -11,11 +11,17 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
-from kvq.kernels.attend.triton_means import mean_scores
+from kvq.kernels.attend.triton_means import mean_scores, score_means
 from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
 from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
 from kvq.kernels.attend.triton_scales import is_narrow, row_scales, scaled
-from kvq.kernels.attend.triton_values import add_byte_values, add_packed_values, joined, word_outputs
+from kvq.kernels.attend.triton_values import (
+    add_byte_values,
+    add_packed_values,
+    joined,
+    values_of_means,
+    word_outputs,
+)
 from kvq.kernels.attend.triton_words import (
     LEAST_COLUMNS,
     LEAST_KEYS,
@@ -26,7 +32,7 @@ from kvq.kernels.attend.triton_words import (
     packed_scores,
     word_queries,
 )
-from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, stored_rows
+from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, stored_rows, takes_ptx
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 
@@ -52,13 +58,15 @@ def _scores(
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
     PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, ROUNDED: tl.constexpr,
-    means, means_at, MEAN_GROUP: tl.constexpr,
+    means, means_at, of_mean, MEAN_GROUP: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
-    queries as words of codes need them."""
+    queries as words of codes need them; `of_mean`: what the means of their block add, if they lie APART."""
     if WORDS and KIND >= INT4:
         before = tl.zeros((q.shape[0], inside.shape[0]), tl.float32)
-        if MEAN_GROUP > 0:
+        if APART and MEAN_GROUP > 0:
+            before += of_mean[:, None]
+        elif MEAN_GROUP > 0:
             before = mean_scores(
                 runs, sums[1:], means, means_at, inside.shape[0], DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE
             )  # fmt: skip
@@ -161,10 +169,10 @@ def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr
 
 @triton.jit
 def weighed(
-    scores, row_scale, top, totals, key, last, before, softcap,
+    scores, row_scale, top, key, last, before, softcap,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr, ENLARGED: tl.constexpr,
 ):  # fmt: skip
-    """Weights of one tile, what earlier outputs are to be multiplied by, and the new maxima and sums.
+    """Weights of one tile and their sums, what earlier ones are to be multiplied by, and the new maxima.
 
     `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two. ENLARGED: what
     is added to exponents of weights.
@@ -180,7 +188,19 @@ def weighed(
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(scores - (safe - ENLARGED)[:, None])
     decay = tl.exp2(top - safe)
-    return p, decay, higher, totals * decay[:, None] + folded(p, FOLDED)
+    return p, folded(p, FOLDED), decay, higher
+
+
+@triton.jit
+def _logarithm(x):
+    """log2 of what isn't negative, by one instruction where there is one: tl.log2 takes thirty."""
+    if takes_ptx():
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tl.log2(x)
+    return y
 
 
 @triton.jit
@@ -225,7 +245,7 @@ VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_las
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
-    q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr,
+    q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr, room_ptr,
     q_token, q_head, q_dim, table_stride, height,
     k_codes, k_scales, k_static, kc_block, kc_head, kc_slot: tl.constexpr,
     ks_block, ks_head, ks_slot: tl.constexpr,
@@ -245,7 +265,7 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr,
     WINDOW: tl.constexpr, LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
 
@@ -254,6 +274,10 @@ def attend_kernel(
 
     An item that is part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, V_PAD],
     still rotated, and to `part_lses_ptr`; one that is all of them stores the results.
+
+    APART: means are taken in before and after the loop over keys; in between lies what `room_ptr`, fp32
+    [1 + tokens * query heads, 1 + tiles of a block, table_stride], holds: the scores of all blocks' means,
+    then the sums of all tiles' weights. Its first row is for rows of a tile that are none.
     """
     KV_HEADS: tl.constexpr = Q_HEADS // SHARE
     item = items_ptr + tl.program_id(0) // KV_HEADS * ITEM_WORDS
@@ -278,10 +302,21 @@ def attend_kernel(
     )  # fmt: skip
     runs = ()
     sums = ()
+    table = tables_ptr + sequence.to(tl.int64) * table_stride
+    k_mean_at = kv_head.to(tl.int64) * km_head
+    v_mean_at = kv_head.to(tl.int64) * vm_head
+    if APART:
+        room_row = (1 + BLOCK_SIZE // KEYS) * table_stride
+        room_at = tl.where(valid, 1 + token.to(tl.int32) * Q_HEADS + head, 0) * room_row
+        if K_MEAN_GROUP > 0:
+            score_means(
+                q, room_ptr, room_at, table, begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                k_means + k_mean_at, km_block, K_DIM, K_MEAN_GROUP, K_COMPUTE,
+            )  # fmt: skip
     if K_WORDS:
         K_STEP: tl.constexpr = 1 if is_narrow(k_scales) else 2
         runs, sums = word_queries(q, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_STEP)
-        if K_MEAN_GROUP > 0:
+        if K_MEAN_GROUP > 0 and not APART:
             _, of_means = word_queries(q, K_KIND, K_DIM, K_MEAN_GROUP, K_RUN, K_WIDTH, LEAST_COLUMNS, 1)
             sums = sums + of_means
 
@@ -290,7 +325,6 @@ def attend_kernel(
     outs = (tl.zeros((ROWS, V_PAD), tl.float32),)
     if V_WORDS:
         outs = word_outputs(ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH, V_PAIRS)
-    table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if K_ROUNDED or (K_WORDS and K_KIND < INT4):
         if K_STATIC:
@@ -309,10 +343,13 @@ def attend_kernel(
     # Exponents of probabilities are raised by that, for weights in fp16; narrow scales are enlarged instead,
     # and means multiply sums of weights.
     IS_RAISED: tl.constexpr = V_WORDS and not is_narrow(v_scales)
-    SUMMED: tl.constexpr = KEYS // LEAST_KEYS if V_WORDS and V_MEAN_GROUP > 0 else 1
+    SUMMED: tl.constexpr = KEYS // LEAST_KEYS if V_WORDS and V_MEAN_GROUP > 0 and not APART else 1
     ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if IS_RAISED else -exponent(SUMMED)
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
+    of_mean = tl.zeros((ROWS,), tl.float32)
+    if APART and K_MEAN_GROUP > 0:
+        of_mean = tl.load(room_ptr + (room_at + begin // BLOCK_SIZE))
     for at in range(begin, end, KEYS):
         inside = own_key < end - at
         if LOWER:
@@ -333,12 +370,19 @@ def attend_kernel(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
             K_PAIRED, SPREAD, LOWER, K_ROUNDED,
-            k_means, blocks * km_block + kv_head.to(tl.int64) * km_head, K_MEAN_GROUP,
+            k_means, blocks * km_block + k_mean_at, of_mean, K_MEAN_GROUP, APART,
         )  # fmt: skip
-        p, decay, top, totals = weighed(
-            scores, row_scale, top, totals, own_key, last - at, before - at, softcap,
+        if APART and K_MEAN_GROUP > 0:  # the next tile's, so that nothing waits for it
+            coming = tl.minimum(at + KEYS, end - 1) // BLOCK_SIZE
+            of_mean = tl.load(room_ptr + (room_at + coming))
+        p, sums_of_p, decay, top = weighed(
+            scores, row_scale, top, own_key, last - at, before - at, softcap,
             SOFTCAP, LOWER, FOLDED, ENLARGED,
         )  # fmt: skip
+        totals = totals * decay[:, None] + sums_of_p
+        if APART and V_MEAN_GROUP > 0:
+            summed = top + _logarithm(tl.sum(sums_of_p, axis=1))
+            tl.store(room_ptr + (room_at + table_stride + at // KEYS), summed)
 
         codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
         scales, scales_at = rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1 + V_PAIRED, ONE)
@@ -346,15 +390,22 @@ def attend_kernel(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
             V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
             V_PAIRED, SPREAD, LOWER,
-            v_means, blocks * vm_block + kv_head.to(tl.int64) * vm_head, V_MEAN_GROUP,
+            v_means, blocks * vm_block + v_mean_at, 0 if APART else V_MEAN_GROUP,
         )  # fmt: skip
 
     out = outs[0]
     if V_WORDS:
         V_STEP: tl.constexpr = 1 if is_narrow(v_scales) else 2
-        out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE, V_STEP, V_MEAN_GROUP)
+        out = joined(
+            outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE, V_STEP, 0 if APART else V_MEAN_GROUP
+        )  # fmt: skip
         if V_STATIC:
             out = out * tl.load(v_static + kv_head)
+    if APART and V_MEAN_GROUP > 0:
+        out += values_of_means(
+            room_ptr, room_at + table_stride, top, table, begin, end, v_means + v_mean_at, vm_block,
+            ROWS, V_DIM, V_PAD, V_MEAN_GROUP, V_COMPUTE, KEYS, BLOCK_SIZE,
+        )  # fmt: skip
     store_results(
         out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item,
         kv_head, height, sink_ptr, ROWS, KV_HEADS, SHARE, V_DIM, V_PAD, V_ROTATED, SINKS,

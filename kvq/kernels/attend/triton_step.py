@@ -25,6 +25,7 @@ _ATTENDED = (
     *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
     *("items_ptr", "tables_ptr", "sink_ptr"),
 )
+_ROOM = "room_ptr"  # of kernels that take means in before and after their loop
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
@@ -52,6 +53,7 @@ class Plan:
     cutting: Cutting
     v_dim: int
     attend: tuple[Bound, Bound]  # of decode tiles, and of extend tiles
+    room: int | None  # numbers that means take for a query row and block; None: the kernel knows no means
     merge: tuple[Bound, Bound]
 
     @classmethod
@@ -68,13 +70,18 @@ class Plan:
         merges = (
             {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
         )
-        decode, extend = (Bound(kernel, _ATTENDED, _NUMBERS, **own) for own in attends)
+        room = None
+        if _ROOM in kernel.arg_names:
+            room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // cutting.decode.keys
+        tensors = _ATTENDED if room is None else (*_ATTENDED, _ROOM)
+        decode, extend = (Bound(kernel, tensors, _NUMBERS, **own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
         return cls(
             name=(*cutting[:7], *astuple(shapes[0]), *astuple(shapes[1])),
             cutting=cutting,
             v_dim=fixed[0]["V_DIM"],
             attend=(decode, extend),
+            room=room,
             merge=(one, more),
         )
 
@@ -118,7 +125,8 @@ def launched(
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
     step = _step(batch, plan, skip_last)
     for work in step.works:
-        _launch(plan, work, q, batch.tables, (out, lse), sinks)
+        room = _room(batch, (1 + tokens * q_heads) * plan.room) if plan.room and not work.is_extend else lse
+        _launch(plan, work, q, batch.tables, (out, lse), sinks, room)
     return (out, lse), step.gathered
 
 
@@ -192,6 +200,16 @@ def _with_room(batch: SequenceBatch, items: WorkList, cutting: Cutting, *, is_ex
     return _Work(items, is_extend, parts, lses, (len(items.items) * heads, 1, 1), merged)
 
 
+def _room(batch: SequenceBatch, numbers: int) -> Tensor:
+    """Room for so many numbers for every block that a sequence may have; all layers use the same."""
+    name = _room, numbers
+    if name not in batch.kept:
+        stride = batch.tables.stride(0)
+        batch.kept[name] = torch.empty(numbers * stride, dtype=torch.float32, device=batch.tables.device)
+    room: Tensor = batch.kept[name]
+    return room
+
+
 def _launch(
     plan: Plan,
     work: _Work,
@@ -199,11 +217,14 @@ def _launch(
     tables: Tensor,
     results: tuple[Tensor, Tensor],
     sinks: Tensor | None,
+    room: Tensor,
 ) -> None:
     out, lse = results
     parts, lses, items = work.parts, work.lses, work.items
     read = lse if sinks is None else sinks  # else a pointer that is not read
-    tensors = q, out, lse, parts, lses, items.items, tables, read
+    tensors: tuple[Tensor, ...] = q, out, lse, parts, lses, items.items, tables, read
+    if plan.room is not None:
+        tensors = *tensors, room
     plan.attend[work.is_extend](work.grid, tensors, (*q.stride(), tables.stride(0), items.height))
     if work.merge_grid is not None:
         assert items.merged is not None, "what is merged has a list"

@@ -7,9 +7,9 @@ never scaled, but probabilities.
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_means import mean_of_values, mean_run
+from kvq.kernels.attend.triton_means import MEANS_TOGETHER, mean_of_values, mean_run, means_at, words_of_means
 from kvq.kernels.attend.triton_scales import group_minimums, group_words, half_scale, scaled, side_by_side
-from kvq.kernels.attend.triton_words import added_dot, dot, run_of_words, run_parts
+from kvq.kernels.attend.triton_words import LEAST_COLUMNS, added_dot, dot, run_of_words, run_parts
 from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import code_bits, codes_a_byte, unit, word_parts
 
@@ -156,3 +156,36 @@ def all_side_by_side(runs, START: tl.constexpr, COUNT: tl.constexpr):
         HALF: tl.constexpr = COUNT // 2
         out = side_by_side(all_side_by_side(runs, START, HALF), all_side_by_side(runs, START + HALF, HALF))
     return out
+
+
+@triton.jit
+def values_of_means(
+    room, rows_at, top, table, begin, end, means, m_block,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Means of the blocks of keys [begin, end) times the sums of their weights, fp32 [ROWS, PAD].
+
+    `room`: of every tile behind each row's `rows_at` the sum as a power of two, which `top` is taken from.
+    """
+    RUN: tl.constexpr = min(GROUP, DIM // 2)  # bytes
+    WIDTH: tl.constexpr = RUN // 2
+    TILES: tl.constexpr = BLOCK_SIZE // KEYS
+    tl.debug_barrier()  # other threads have left them there
+    outs = word_outputs(ROWS, INT4, DIM, RUN, WIDTH, LEAST_COLUMNS)
+    codes, scales, WORDS = words_of_means(means, DIM)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    first, last = begin // BLOCK_SIZE, (end + BLOCK_SIZE - 1) // BLOCK_SIZE
+    for start in tl.range(first, last, MEANS_TOGETHER, num_stages=1):
+        block, inside, at = means_at(table, start, last, m_block)
+        weights = tl.zeros((ROWS, MEANS_TOGETHER), tl.float32)
+        for i in tl.static_range(TILES):
+            tile = block * TILES + i
+            own = inside & (tile * KEYS >= begin) & (tile * KEYS < end)
+            sums = tl.load(room + (rows_at[:, None] + tile[None, :]), mask=own[None, :], other=float("-inf"))
+            weights += tl.exp2(sums - safe[:, None])
+        outs = add_packed_values(
+            outs, weights, tl.full((ROWS,), 1.0, tl.float32), codes, scales, WORDS * at, at, inside,
+            INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1, means, at, 0,
+        )  # fmt: skip
+    return joined(outs, INT4, DIM, PAD, GROUP, RUN, COMPUTE, 1, 0)

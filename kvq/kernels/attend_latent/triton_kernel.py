@@ -176,10 +176,10 @@ def latent_kernel(
             K_KIND, K_BITS, K_DIM, K_GROUP, K_COMPUTE, K_STATIC,
         )  # fmt: skip
         scores = added_dot(rotary, tl.trans(k), scores)
-        p, decay, top, totals = weighed(
-            scores, row_scale, top, totals, key, last, position - window, softcap,
-            SOFTCAP, WINDOW, FOLDED, ENLARGED,
-        )  # fmt: skip
+        p, sums, decay, top = weighed(
+            scores, row_scale, top, key, last, position - window, softcap, SOFTCAP, WINDOW, FOLDED, ENLARGED
+        )
+        totals = totals * decay[:, None] + sums
         p = p.to(V_COMPUTE)
         if CODES and not V_STATIC:
             p = scaled(p, of_row)

@@ -5,8 +5,7 @@ long as a small kernel runs. Here it looks at the first launch of a kind; later 
 what was compiled for that.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
@@ -20,7 +19,6 @@ _DIVISOR = 16  # Triton compiles another kernel for addresses and numbers that i
 _LIMIT = 1 << 31  # and for numbers of 64 bits
 _MOST_KEPT = 4096  # combinations of numbers
 _OPTIONS = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}  # of the compiler
-_watching: list[list[Any]] = []
 
 
 class Bound:
@@ -65,10 +63,7 @@ class Bound:
         """Launch, and let Triton look at all arguments and compile where it must; what it compiled."""
         assert all(number < _LIMIT for number in numbers), "numbers have 32 bits"
         named = dict(zip(self._varying, (*tensors, *numbers), strict=True))
-        compiled = self._kernel[grid](**named, **self.fixed)
-        for seen in _watching:
-            seen.append(compiled)
-        return compiled
+        return self._kernel[grid](**named, **self.fixed)
 
     def _of_kind(self, numbers: tuple[int, ...]) -> tuple[Any, Any, Any, int] | None:
         found = self._compiled.get(_kinds(numbers))
@@ -77,17 +72,6 @@ class Bound:
                 self._known.clear()
             self._known[numbers] = found
         return found
-
-
-@contextmanager
-def compiled_meanwhile() -> Iterator[list[Any]]:
-    """What Triton compiled, or found compiled, for launches that it looks at meanwhile."""
-    seen: list[Any] = []
-    _watching.append(seen)
-    try:
-        yield seen
-    finally:
-        _watching[:] = [own for own in _watching if own is not seen]
 
 
 def launch(

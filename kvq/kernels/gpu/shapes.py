@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.formats import CODES, Grouped, KVFormat
+from kvq.formats import CODES, Grouped, KVFormat, mean_format
 from kvq.formats.recipe import LayerFormats
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.spec import Device
@@ -21,6 +21,7 @@ DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that ten
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 _MOST_BLOCK = 64  # tokens: larger blocks are as these
+_LEAST_WORDS = 16  # of two bytes that a product sums over
 _MOST_RUN = 32  # bytes of codes in two planes: words of two, as many as a product sums over
 ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in what was compiled without one
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
@@ -137,10 +138,36 @@ def _kept(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
 
 def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) -> TileShape:
     """The shape to "decode" or "extend" with on a device by that name."""
+    if kind == "decode" and (formats.k.mean or formats.v.mean):
+        shape = shape_for(kind, _without_means(formats), device, block_size)
+        if takes_means_apart(formats, shape, block_size):
+            return shape
     if kind == "extend" and device == "sm90" and _extends_wrongly(formats):
         kind = "decode"
     dim, run = max(formats.k_head_dim, formats.v_head_dim), _shortest_run(formats, block_size)
     return _shape(kind, format_name(formats), dim, device, run, block_size)
+
+
+def tiled_as(kind: str, formats: LayerFormats, device: str, block_size: int) -> str:
+    """The formats under whose name the table has their tiles."""
+    shape = shape_for(kind, formats, device, block_size)
+    is_apart = kind == "decode" and takes_means_apart(formats, shape, block_size)
+    return format_name(_without_means(formats) if is_apart else formats)
+
+
+def _without_means(formats: LayerFormats) -> LayerFormats:
+    return replace(formats, k=replace(formats.k, mean=False), v=replace(formats.v, mean=False))
+
+
+def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) -> bool:
+    """Whether a tile to decode with takes the means of all blocks in before and after its loop over keys: it
+    lies in one block, and rows with means are read as words, as are the means, in runs that fill columns."""
+    parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
+    found = [(fmt, dim) for fmt, dim in parts if fmt.mean]
+    means = [run_bytes(mean_format(dim), dim) // 2 for _, dim in found]
+    has_words = all(run_bytes(fmt, dim) for fmt, dim in found)
+    fills = all(words >= _LEAST_WORDS and words & (words - 1) == 0 for words in means)
+    return bool(found) and has_words and fills and block_size % shape.keys == 0
 
 
 def _extends_wrongly(formats: LayerFormats) -> bool:

@@ -18,7 +18,7 @@ from kvq.kernels.write_kv.triton import (
     write_rows,
 )
 
-_TOKENS = 16  # that are quantized together
+_TOKENS = 16  # of a block that a program quantizes: few blocks are sealed in a step, which others wait for
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
@@ -33,6 +33,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
     most = max((-(-new // size) for new in own.query_lens), default=0)  # blocks of a sequence
     if not most:
         return
+    most *= -(-size // _TOKENS)  # pieces
     lens = own.device_lens()
     sealed, sinks = batch.sealed.tables, own.tables if batch.sinks is None else batch.sinks.tables
     for name in ("k", "v"):
@@ -91,19 +92,32 @@ def _rows(x_ptr, stride, slot, slots, col, DIM: tl.constexpr, PAD: tl.constexpr,
 
 
 @triton.jit
-def _stored_mean(
-    x_ptr, x_slot, to, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+def _added_one_by_one(total, x, ROWS: tl.constexpr):
+    """`total` [PAD] and the rows of x [ROWS, PAD], a power of two, added from the first to the last."""
+    if ROWS == 1:
+        total += tl.reshape(x, (x.shape[1],))
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(x, (2, ROWS // 2, x.shape[1])), (1, 2, 0)))
+        total = _added_one_by_one(_added_one_by_one(total, low, ROWS // 2), high, ROWS // 2)
+    return total
+
+
+@triton.jit
+def _mean(
+    x_ptr, x_slot, to, is_stored, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store the mean of a block's rows; what it decodes to, fp32 [1, PAD]."""
-    total = tl.zeros((1, PAD), tl.float32)
-    own = tl.arange(0, 1)
-    for token in range(BLOCK_SIZE):  # one after the other, as the reference adds
-        total += _rows(x_ptr + token * x_slot, x_slot, own, 1, col, DIM, PAD, ROTATED)
+    """What the mean of a block's rows decodes to, fp32 [1, PAD]; one of the block's programs stores it."""
+    total = tl.zeros((PAD,), tl.float32)
+    for first in range(0, BLOCK_SIZE, TOKENS):
+        slot = first + tl.arange(0, TOKENS)
+        x = _rows(x_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
+        total = _added_one_by_one(total, x, TOKENS)  # in this order, as the reference adds
     scales = (to + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
-    mean, _ = finite_rows(tl.div_rn(total, float(BLOCK_SIZE)))  # sums may overflow
-    q, mean = quantize_groups(mean, scales, own, own == 0, col, DIM, GROUP, 4, 0.0)
-    store_codes(to + col[None, :], q, (col < DIM)[None, :], col, DIM, PAD, 4)
+    mean, _ = finite_rows(tl.div_rn(total[None, :], float(BLOCK_SIZE)))  # sums may overflow
+    own = tl.arange(0, 1)
+    q, mean = quantize_groups(mean, scales, own, (own == 0) & is_stored, col, DIM, GROUP, 4, 0.0)
+    store_codes(to + col[None, :], q, ((col < DIM) & is_stored)[None, :], col, DIM, PAD, 4)
     return mean
 
 
@@ -117,11 +131,14 @@ def _seal_kernel(
     ROTATED: tl.constexpr, STATIC: tl.constexpr, CUT: tl.constexpr, MEAN_GROUP: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks that a sequence's new tokens may make old enough, sequences, KV heads)."""
+    """Grid: (pieces of blocks that a sequence's new tokens may make old enough, sequences, KV heads)."""
+    PIECES: tl.constexpr = (BLOCK_SIZE + TOKENS - 1) // TOKENS
+    piece = tl.program_id(0) % PIECES
+    slot = piece * TOKENS + tl.arange(0, TOKENS)
     sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     new = tl.load(lens_ptr + lens_row + sequence)
     context = tl.load(lens_ptr + 2 * lens_row + sequence)
-    index = tl.maximum(context - new - recent, 0) // BLOCK_SIZE + tl.program_id(0)
+    index = tl.maximum(context - new - recent, 0) // BLOCK_SIZE + tl.program_id(0) // PIECES
     if index >= tl.maximum(context - recent, 0) // BLOCK_SIZE:
         return
     wide = sequence.to(tl.int64)
@@ -131,24 +148,21 @@ def _seal_kernel(
     if index * BLOCK_SIZE < SINKS:  # moved as they are
         target = tl.load(sinks_tables + wide * sinks_stride + index).to(tl.int64)
         to_ptr += target * y_block + head * y_head
-        for first in range(0, BLOCK_SIZE, TOKENS):
-            slot = first + tl.arange(0, TOKENS)
-            mask = (slot < BLOCK_SIZE)[:, None] & (col < DIM)[None, :]
-            x = tl.load(from_ptr + slot[:, None] * x_slot + col[None, :], mask=mask)
-            tl.store(to_ptr + slot[:, None] * y_slot + col[None, :], x, mask=mask)
+        mask = (slot < BLOCK_SIZE)[:, None] & (col < DIM)[None, :]
+        plain = tl.load(from_ptr + slot[:, None] * x_slot + col[None, :], mask=mask)
+        tl.store(to_ptr + slot[:, None] * y_slot + col[None, :], plain, mask=mask)
     else:
         target = tl.load(sealed_tables + wide * sealed_stride + index).to(tl.int64)
-        mean = tl.zeros((1, PAD), tl.float32)
+        x = _rows(from_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
         if MEAN_GROUP > 0:
             to = means + target * m_block + head * m_head
-            mean = _stored_mean(from_ptr, x_slot, to, col, DIM, PAD, ROTATED, MEAN_GROUP, BLOCK_SIZE)
-        for first in range(0, BLOCK_SIZE, TOKENS):
-            slot = first + tl.arange(0, TOKENS)
-            x = _rows(from_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
-            write_rows(
-                x - mean, codes, scales, static,
-                target * c_block + head * c_head + slot * c_slot,
-                target * s_block + head * s_head + slot * s_slot,
-                slot * 0 + head, col, slot < BLOCK_SIZE,
-                KIND, BITS, DIM, PAD, GROUP, 1, STATIC, CUT, TOKENS,
+            x -= _mean(
+                from_ptr, x_slot, to, piece == 0, col, DIM, PAD, ROTATED, MEAN_GROUP, BLOCK_SIZE, TOKENS
             )  # fmt: skip
+        write_rows(
+            x, codes, scales, static,
+            target * c_block + head * c_head + slot * c_slot,
+            target * s_block + head * s_head + slot * s_slot,
+            slot * 0 + head, col, slot < BLOCK_SIZE,
+            KIND, BITS, DIM, PAD, GROUP, 1, STATIC, CUT, TOKENS,
+        )  # fmt: skip

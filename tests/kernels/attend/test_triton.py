@@ -49,6 +49,11 @@ def filled(
     return cache, tables
 
 
+def _part(name: str, q: Tensor, cache: KVCache) -> dict[str, Any]:
+    """What the kernel to decode with is told of K or V."""
+    return kernel._part(name, q, cache.layer(1), shapes.decode_shape(cache.layer(1), q), apart=False)
+
+
 def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e-6, **options: Any) -> None:
     """Both kernels on one batch: outputs relative to the largest, log-sum-exps absolutely.
 
@@ -156,7 +161,7 @@ def test_codes_in_two_planes_are_read_as_words(
     poisoned_memory(monkeypatch)
     q = rows_like_kv(11, 6, dims[0], 9)
     for part in "kv":
-        found = kernel._part(part, q, cache.layer(1), whole=True)
+        found = _part(part, q, cache)
         bits = getattr(cache.layer(1).formats, part).code.bits
         assert (found[f"{part.upper()}_WORDS"], found[f"{part.upper()}_KIND"]) == (True, PACKED[bits].value)
     batch = tables.batch([3, 1, 1, 6], [41, 7, 1, 70])
@@ -175,7 +180,7 @@ def test_runs_that_do_not_fit_the_second_plane_are_unpacked_one_by_one(
 ) -> None:
     cache, tables = filled(kv, dims, [41], block_size=64)
     q = rows_like_kv(3, 6, dims[0], 9)
-    assert not kernel._part("k", q, cache.layer(1), whole=True)["K_WORDS"]
+    assert not _part("k", q, cache)["K_WORDS"]
     compare(q, cache, tables.batch([3], [41]))
 
 
@@ -219,22 +224,31 @@ def test_weights_in_fp16_hold_values_of_any_size(
 
 @pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 3.0}])
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-@pytest.mark.parametrize("kv", ["int4_mean", "int4_g16_s8_mean/int4_g64_s8_mean_rot", "int8/int4_mean"])
+@pytest.mark.parametrize("new", [[3, 1], [23, 2]], ids=["decode", "extend"])
+@pytest.mark.parametrize(
+    "kv", ["int4_mean", "int4_g16_s8_mean/int4_g64_s8_mean_rot", "int8/int4_mean", "int3_mean/int2_mean"]
+)
+@pytest.mark.parametrize("dim", [128, 64])
 def test_means_of_blocks_are_keys_and_values_of_tiles_that_lie_in_one(
-    kv: str, compute: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    dim: int, kv: str, new: list[int], compute: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read as words of codes are."""
+    """Read as words of codes are: with few rows those of all blocks together."""
     if compute == "fp16":
         monkeypatch.setattr(kernel, "compute_dtype", lambda code, q, words: tl.float16)
-    cache = poisoned_cache(kv, [(128, 128)] * 2, kv_heads=2, q_heads=6, block_size=64, num_blocks=8)
+    monkeypatch.setattr(shapes, "_LEAST_SPLIT", 32)
+    cache = poisoned_cache(kv, [(dim, dim)] * 2, kv_heads=2, q_heads=6, block_size=64, num_blocks=8)
     tables = Tables.scattered([130, 40], 64, 8)
     layer = cache.layer(1)
     for i, n in enumerate((130, 40)):
-        rows = [rows_like_kv(n, 2, 128, seed) + rows_like_kv(1, 2, 128, seed + 9) for seed in (i, i + 50)]
+        rows = [rows_like_kv(n, 2, dim, seed) + rows_like_kv(1, 2, dim, seed + 9) for seed in (i, i + 50)]
         write_sequence(layer, *rows, tables.blocks[i])
-    q = rows_like_kv(4, 6, 128, 9)
-    assert kernel._part("v", q, layer, whole=True)["V_WORDS"]
-    compare(q, cache, tables.batch([3, 1], [130, 40]), allowed=5e-6 if compute == "fp32" else 4e-3, **options)
+    q = rows_like_kv(sum(new), 6, dim, 9)
+    decode, extend = (own.fixed for own in kernel._planned(q, layer, AttentionOptions(scale=1.0)).attend)
+    assert decode["APART"]
+    assert decode["V_WORDS"]
+    assert not extend["APART"]
+    poisoned_memory(monkeypatch)
+    compare(q, cache, tables.batch(new, [130, 40]), allowed=5e-6 if compute == "fp32" else 4e-3, **options)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])

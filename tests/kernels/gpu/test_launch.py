@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from kvq.kernels.gpu.launch import Bound, compiled_meanwhile
+from kvq.kernels.gpu.launch import Bound
 
 
 class Kernel:
@@ -112,14 +112,3 @@ def test_arguments_that_the_kernel_does_not_have_are_refused(kernel: Kernel) -> 
         Bound(kernel, ("x", "out"), ("rows", "stride"), scale=0.5, WIDTH=128, HEIGHT=4)
     with pytest.raises(AssertionError, match="no such arguments"):
         Bound(kernel, ("x", "out"), ("rows", "stride"), rows=3)
-
-
-def test_what_triton_looks_at_meanwhile_is_seen(kernel: Kernel) -> None:
-    launch, x = bound(kernel), there()
-    with compiled_meanwhile() as seen, compiled_meanwhile() as same:
-        launch((1, 1, 1), (x, x), (5, 64))
-        launch((1, 1, 1), (x, x), (5, 64))  # of what was compiled before
-    launch((1, 1, 1), (x, x), (16, 64))
-    assert [compiled.function for compiled in seen] == ["code"]
-    assert len(same) == 1
-    assert len(kernel.looked) == 2
