@@ -56,7 +56,7 @@ def decode_shapes(target: Target) -> list[Shape]:
 
 def long_shapes(target: Target) -> list[Shape]:
     """One sequence of 131,072 tokens, and the slope from 1,024 on."""
-    few = ("bf16", "fp8", "int8", "int4")
+    few = ("bf16", "fp8", "int8", "int4", "int4_mean")
     first = Shape(
         name="decode 1 x 131072", contexts=target.pick((131_072,), (700,)), formats=few, has_rivals=True
     )
