@@ -114,10 +114,11 @@ def _dominators(code: list[Block]) -> dict[int, set[int]]:
 
 
 def tensor_loop(code: list[Block]) -> list[str]:
-    """The names in the longest innermost loop that multiplies on tensor cores; empty if there is none."""
+    """The names in the innermost loop that multiplies most on tensor cores; empty if none does."""
     multiplying = [body for body in loops(code) if any(kind(x) == "tensor" for x in _names(code, body))]
     inner = [body for body in multiplying if not any(other < body for other in multiplying)]
-    return max((_names(code, body) for body in inner), key=len, default=[])
+    names = (_names(code, body) for body in inner)
+    return max(names, key=lambda own: (sum(kind(x) == "tensor" for x in own), len(own)), default=[])
 
 
 def all_names(code: list[Block]) -> list[str]:

@@ -276,8 +276,8 @@ def attend_kernel(
     still rotated, and to `part_lses_ptr`; one that is all of them stores the results.
 
     APART: means are taken in before and after the loop over keys; in between lies what `room_ptr`, fp32
-    [1 + tokens * query heads, 1 + tiles of a block, table_stride], holds: the scores of all blocks' means,
-    then the sums of all tiles' weights. Its first row is for rows of a tile that are none.
+    [tokens, query heads, 1 + tiles of a block, table_stride], holds: the scores of all blocks' means, then
+    the sums of all tiles' weights. Rows of a tile that are none read the first one's and store nothing.
     """
     KV_HEADS: tl.constexpr = Q_HEADS // SHARE
     item = items_ptr + tl.program_id(0) // KV_HEADS * ITEM_WORDS
@@ -307,10 +307,10 @@ def attend_kernel(
     v_mean_at = kv_head.to(tl.int64) * vm_head
     if APART:
         room_row = (1 + BLOCK_SIZE // KEYS) * table_stride
-        room_at = tl.where(valid, 1 + token.to(tl.int32) * Q_HEADS + head, 0) * room_row
+        room_at = tl.where(valid, token.to(tl.int32) * Q_HEADS + head, 0) * room_row
         if K_MEAN_GROUP > 0:
             score_means(
-                q, room_ptr, room_at, table, begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                q, room_ptr, room_at, valid, table, begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
                 k_means + k_mean_at, km_block, K_DIM, K_MEAN_GROUP, K_COMPUTE,
             )  # fmt: skip
     if K_WORDS:
@@ -382,7 +382,7 @@ def attend_kernel(
         totals = totals * decay[:, None] + sums_of_p
         if APART and V_MEAN_GROUP > 0:
             summed = top + _logarithm(tl.sum(sums_of_p, axis=1))
-            tl.store(room_ptr + (room_at + table_stride + at // KEYS), summed)
+            tl.store(room_ptr + (room_at + table_stride + at // KEYS), summed, mask=valid)
 
         codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
         scales, scales_at = rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1 + V_PAIRED, ONE)

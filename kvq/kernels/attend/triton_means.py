@@ -41,7 +41,7 @@ def words_of_means(means, DIM: tl.constexpr):
 
 @triton.jit
 def score_means(
-    q, room, rows_at, table, first, last, means, m_block, DIM: tl.constexpr, GROUP: tl.constexpr,
+    q, room, rows_at, valid, table, first, last, means, m_block, DIM: tl.constexpr, GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Leave q . mean of the blocks [first, last) in `room`, behind each row's `rows_at`."""
@@ -56,7 +56,7 @@ def score_means(
             runs, sums, none, codes, scales, WORDS * at, at, inside,
             INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
         )  # fmt: skip
-        tl.store(room + (rows_at[:, None] + block[None, :]), scores, mask=inside[None, :])
+        tl.store(room + (rows_at[:, None] + block[None, :]), scores, mask=valid[:, None] & inside[None, :])
     tl.debug_barrier()  # other threads read them
 
 

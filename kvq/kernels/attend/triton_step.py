@@ -125,7 +125,7 @@ def launched(
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
     step = _step(batch, plan, skip_last)
     for work in step.works:
-        room = _room(batch, (1 + tokens * q_heads) * plan.room) if plan.room and not work.is_extend else lse
+        room = _room(batch, tokens * q_heads * plan.room) if plan.room and not work.is_extend else lse
         _launch(plan, work, q, batch.tables, (out, lse), sinks, room)
     return (out, lse), step.gathered
 
