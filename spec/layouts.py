@@ -24,6 +24,13 @@ class Group:
     def block_bytes(self) -> int:
         return sum(layer["nbytes"] for layer in self.numbers["layers"])
 
+    def held(self, length: int) -> tuple[int, int]:
+        """The first of the blocks that a prefix of whole blocks has here, and the end of them."""
+        window, limit, size = (self.numbers[key] for key in ("window", "limit", "block_size"))
+        first = 0 if window is None else max(0, length - window + 1) // size
+        end = (length if limit is None else min(length, limit)) // size
+        return min(first, end), end
+
     def layer_at(self, order: str, position: int, block: int, num_blocks: int) -> int:
         """Where a layer's part of a block begins in a pool."""
         sizes = [layer["nbytes"] for layer in self.numbers["layers"]]

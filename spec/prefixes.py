@@ -65,7 +65,10 @@ def check_prefix(raw: bytes, layout: Layout | None = None) -> dict:
         "starts, blocks: one per layer group",
     )
     for i, (start, digest) in enumerate(zip(header["starts"], header["blocks"], strict=True)):
-        blocks, shape = tensors[f"group.{i}"], (total - start, layout.groups[i].block_bytes)
+        group = layout.groups[i]
+        first, end = group.held(header["length"])
+        need(start == first, f"starts[{i}]: {start}, expected {first}")
+        blocks, shape = tensors[f"group.{i}"], (end - first, group.block_bytes)
         need(blocks.shape == shape, f"group.{i}: shape {list(blocks.shape)}, expected {list(shape)}")
         found = layout.block_digest(i, start, blocks.tobytes())
         need(found == digest, f"blocks[{i}]: the digest of group.{i}'s bytes is {found}, not {digest}")
