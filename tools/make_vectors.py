@@ -251,9 +251,7 @@ def add_prefix(vectors: Vectors, name: str, kv: str, folder: Path) -> None:
     cache = KVCache(
         layout, num_blocks=[8] * len(layout.groups), device=torch.device("cpu"), backend="reference"
     )
-    manager = BlockManager(
-        num_blocks=cache.num_blocks, block_size=SIZE, identity=IDENTITY, **layout.holding
-    )
+    manager = BlockManager(num_blocks=cache.num_blocks, block_size=SIZE, identity=IDENTITY, **layout.holding)
     prompt = manager.prompt(tokens)
     sequence = manager.start(prompt)
     manager.append([(sequence, len(tokens))])

@@ -96,6 +96,7 @@ def test_the_checker_takes_what_kvq_writes(
     assert spec["prefixes"].check_prefix(raw, own)["length"] == length
     other = pair(layout)
     assert load_prefix(path, *other, prompt) == length
+    assert other[1].held_prefix(prompt)[:2] == manager.held_prefix(prompt)[:2]
     other[1].check_integrity()
     source = random.Random(31)
     for _ in range(100):
