@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 from codec import decode, encode
+from findings import Wrong, load_json, need, sha256
 from layouts import PARTS, block_regions, read_layout
 from names import parse
 from prefixes import chain, check_prefix
-from recipes import Wrong, need, read_recipe, sha256
+from recipes import read_recipe
 
 _TYPES = {"fp32": "<f4", "uint8": "u1"}
 
@@ -115,7 +116,7 @@ def check_prefix_vector(folder: Path, vector: dict) -> str:
 
 def check_recipe(path: Path) -> str:
     """A kvq.json."""
-    recipe = read_recipe(json.loads(path.read_bytes()))
+    recipe = read_recipe(load_json(path.read_bytes(), path.name))
     return f"{len(recipe['layers'])} layers, recipe digest {sha256(json.dumps(recipe, sort_keys=True))}"
 
 
@@ -138,7 +139,7 @@ def check_vector(folder: Path, name: str) -> str:
     """What was checked of one vector; Wrong if anything is not as it should be."""
     try:
         text = (folder / name).read_bytes()
-        vector = json.loads(text)
+        vector = load_json(text, "vector")
         said = _KINDS[vector["kind"]](folder, vector)
         for array, entry in vector.get("arrays", {}).items():
             raw = arrays(folder, {"arrays": {array: entry}})[array].tobytes()
@@ -146,7 +147,7 @@ def check_vector(folder: Path, name: str) -> str:
         need(text == canonical(vector).encode(), "its JSON is not written as it was made")
     except Wrong as wrong:
         raise Wrong(f"{name}: {wrong}") from wrong
-    except (ValueError, KeyError, TypeError, OSError, AttributeError, IndexError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OSError, AttributeError, IndexError, ArithmeticError) as error:
         raise Wrong(f"{name}: {type(error).__name__}: {error}") from error
     return f"{name}: {said}"
 
@@ -155,7 +156,7 @@ def check_index(folder: Path) -> dict[str, str]:
     """The digests of a folder's files, all of which are there."""
     try:
         text = (folder / "index.json").read_bytes()
-        index = json.loads(text)
+        index = load_json(text, "text")
         files = index["files"]
         need(text == canonical(index).encode(), "not written as it was made")
         need(index["seal"] == sha256(canonical(files)), "the seal is not that of files")
@@ -187,7 +188,7 @@ def _told(path: Path, layout: str | None) -> list[str]:
         return check_folder(path)
     if path.suffix == ".json":
         return [check_recipe(path)]
-    made = None if layout is None else read_layout(json.loads(Path(layout).read_bytes()))
+    made = None if layout is None else read_layout(load_json(Path(layout).read_bytes(), layout))
     header = check_prefix(path.read_bytes(), made)
     return [
         f"{header['length']} tokens; "
@@ -204,7 +205,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         print("\n".join(_told(options.path, options.layout)))
-    except (Wrong, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (Wrong, OSError, ValueError) as error:
         print(f"wrong: {error}", file=sys.stderr)
         return 1
     return 0

@@ -6,10 +6,13 @@ from itertools import accumulate
 
 import numpy as np
 from codec import encode_block
+from findings import check_keys, integer, items, need, sha256
 from names import Format, parse
-from recipes import check_keys, need, read_recipe, sha256
+from recipes import read_recipe
 from xxh3 import xxh3_128
 
+MOST_BLOCK = 4096  # tokens
+_MOST = (1 << 31) - 1
 PARTS = ("k_codes", "v_codes", "k_scales", "v_scales", "k_means", "v_means")
 
 
@@ -23,6 +26,13 @@ class Group:
     @property
     def block_bytes(self) -> int:
         return sum(layer["nbytes"] for layer in self.numbers["layers"])
+
+    def held(self, length: int) -> tuple[int, int]:
+        """The first of the blocks that a prefix of whole blocks has here, and the end of them."""
+        window, limit, size = (self.numbers[key] for key in ("window", "limit", "block_size"))
+        first = 0 if window is None else max(0, length - window + 1) // size
+        end = (length if limit is None else min(length, limit)) // size
+        return min(first, end), end
 
     def layer_at(self, order: str, position: int, block: int, num_blocks: int) -> int:
         """Where a layer's part of a block begins in a pool."""
@@ -55,8 +65,10 @@ class Layout:
 def read_layout(data: dict) -> Layout:
     """Of {"geometry": [...], "block_size": n, "recipe": a kvq.json's object}."""
     check_keys(data, {"geometry", "block_size", "recipe"}, set(), "layout")
-    recipe, size, geometry = read_recipe(data["recipe"]), data["block_size"], data["geometry"]
-    need(len(geometry) == len(recipe["layers"]), "layout: geometry and recipe have other numbers of layers")
+    recipe, size = read_recipe(data["recipe"]), integer(data["block_size"], "block_size", 1, MOST_BLOCK)
+    geometry = items(data["geometry"], "geometry", len(recipe["layers"]))
+    for i, layer in enumerate(geometry):
+        _check_layer(layer, i, recipe)
     formats = [(parse(x["k"], x["k_head_dim"]), parse(x["v"], x["v_head_dim"])) for x in recipe["layers"]]
     windows = sorted({x["window"] for x in geometry}, key=lambda w: (w is not None, -(w or 0)))
     kinds = [[i for i, x in enumerate(geometry) if x["window"] == window] for window in windows]
@@ -84,6 +96,22 @@ def read_layout(data: dict) -> Layout:
             ]
             groups.append(Group({**numbers, "block_size": size, "layers": parts}, own))
     return Layout(recipe, groups, size)
+
+
+def _check_layer(layer: object, index: int, recipe: dict) -> None:
+    """Raise Wrong unless a layer of the geometry is one, and what the recipe is for."""
+    where, own = f"geometry[{index}]", recipe["layers"][index]
+    check_keys(layer, {"kv_heads", "k_head_dim", "v_head_dim", "window"}, set(), where)
+    heads = integer(layer["kv_heads"], f"{where}.kv_heads", 1, _MOST)
+    if layer["window"] is not None:
+        integer(layer["window"], f"{where}.window", 1, _MOST)
+    for part in ("k", "v"):
+        dim = own[f"{part}_head_dim"]
+        integer(layer[f"{part}_head_dim"], f"{where}.{part}_head_dim", dim, dim)
+        for name in ("static_scales", "centers"):
+            lists = recipe[name] and recipe[name]["layers"][index][part]
+            if lists is not None:
+                items(lists, f"{name}.layers[{index}].{part}", heads)
 
 
 def _plain(pair: tuple[Format, Format]) -> tuple[Format, Format]:

@@ -4,9 +4,10 @@ import hashlib
 import json
 
 import numpy as np
+from findings import check_keys, integer, items, load_json, need, sha256, text
 from layouts import Layout
-from recipes import Wrong, check_keys, need, sha256
 
+_MOST_BYTES = (1 << 63) - 1
 _HEADER = {"format_version", "layout", "recipe", "root", "length", "tokens", "starts", "blocks"}
 
 
@@ -16,38 +17,55 @@ def read_prefix(raw: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     size = int.from_bytes(raw[:8], "little")
     need(size % 8 == 0 and 8 + size <= len(raw), "bytes 0..8: no length of a header")
     need(raw[8 : 8 + size].rstrip(b" ").endswith(b"}"), "safetensors header: padded by other than spaces")
-    try:
-        container = json.loads(raw[8 : 8 + size])
-        metadata = container.pop("__metadata__")
-        header = json.loads(metadata["kvq"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Wrong(f"bytes 8..{8 + size}: no safetensors header of a prefix file ({error})") from error
-    need(set(metadata) == {"kvq", "seal"}, "__metadata__: keys other than kvq and seal")
+    where = f"bytes 8..{8 + size}"
+    need(raw[8:9] == b"{", f"{where}: no safetensors header")
+    container = load_json(raw[8 : 8 + size], where)
+    metadata = container.pop("__metadata__", None)
+    check_keys(metadata, {"kvq", "seal"}, set(), "__metadata__")
+    for key in ("kvq", "seal"):
+        text(metadata[key], f"__metadata__.{key}")
+    header = load_json(metadata["kvq"], "__metadata__.kvq")
     need(metadata["seal"] == sha256(metadata["kvq"]), "__metadata__: the seal is not that of the header kvq")
     need(metadata["kvq"] == json.dumps(header, sort_keys=True), "__metadata__.kvq: not the canonical text")
     check_keys(header, _HEADER, set(), "__metadata__.kvq")
-    need(header["format_version"] == 1, f"format_version: {header['format_version']!r}, not 1")
-    tensors, end = {}, 8 + size
+    integer(header["format_version"], "format_version", 1, 1)
+    integer(header["length"], "length", 1, _MOST_BYTES)
+    count = len(items(header["starts"], "starts"))
+    for i, start in enumerate(header["starts"]):
+        integer(start, f"starts[{i}]", 0, header["length"])
+    for i, digest in enumerate(items(header["blocks"], "blocks", count)):
+        text(digest, f"blocks[{i}]")
+    for key in ("layout", "recipe", "root", "tokens"):
+        text(header[key], key)
+    names = {f"group.{i}" for i in range(count)}
+    need(
+        set(container) == names, f"tensors: {sorted(container)!r:.80}, expected group.0 to group.{count - 1}"
+    )
+    return header, _tensors(container, raw, 8 + size)
+
+
+def _tensors(container: dict, raw: bytes, end: int) -> dict[str, np.ndarray]:
+    """The blocks by name, which lie one after the other from `end` on."""
+    tensors, data = {}, np.frombuffer(raw, np.uint8)
+    for name, entry in container.items():
+        check_keys(entry, {"dtype", "shape", "data_offsets"}, set(), name)
+        for key in ("shape", "data_offsets"):
+            for value in items(entry[key], f"{name}.{key}", 2):
+                integer(value, f"{name}.{key}", 0, _MOST_BYTES)
+    start = end
     for name, entry in sorted(container.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, stop = (8 + size + at for at in entry["data_offsets"])
+        begin, stop = (start + at for at in entry["data_offsets"])
         count, width = entry["shape"]
         fits = entry["dtype"] == "U8" and begin == end and stop - begin == count * width and stop <= len(raw)
         need(fits, f"{name}: dtype, shape and data_offsets don't fit each other")
-        tensors[name], end = np.frombuffer(raw[begin:stop], np.uint8).reshape(count, width), stop
+        tensors[name], end = data[begin:stop].reshape(count, width), stop
     need(end == len(raw), f"bytes {end}..{len(raw)}: behind the last tensor")
-    need(
-        set(tensors) == {f"group.{i}" for i in range(len(header["starts"]))},
-        "tensors other than group.0, group.1 ...",
-    )
-    return header, tensors
+    return tensors
 
 
 def check_prefix(raw: bytes, layout: Layout | None = None) -> dict:
     """The header of a prefix file; with a layout its digests are checked too."""
-    try:
-        header, tensors = read_prefix(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Wrong(f"safetensors header: {type(error).__name__}: {error}") from error
+    header, tensors = read_prefix(raw)
     if layout is None:
         return header
     need(header["layout"] == layout.digest(), f"layout: the digest of this layout is {layout.digest()}")
@@ -60,12 +78,12 @@ def check_prefix(raw: bytes, layout: Layout | None = None) -> dict:
         not rest and total > 0,
         f"length: {header['length']} tokens are no whole blocks of {layout.block_size}",
     )
-    need(
-        len(header["starts"]) == len(header["blocks"]) == len(layout.groups),
-        "starts, blocks: one per layer group",
-    )
+    items(header["starts"], "starts", len(layout.groups))
     for i, (start, digest) in enumerate(zip(header["starts"], header["blocks"], strict=True)):
-        blocks, shape = tensors[f"group.{i}"], (total - start, layout.groups[i].block_bytes)
+        group = layout.groups[i]
+        first, end = group.held(header["length"])
+        need(start == first, f"starts[{i}]: {start}, expected {first}")
+        blocks, shape = tensors[f"group.{i}"], (end - first, group.block_bytes)
         need(blocks.shape == shape, f"group.{i}: shape {list(blocks.shape)}, expected {list(shape)}")
         found = layout.block_digest(i, start, blocks.tobytes())
         need(found == digest, f"blocks[{i}]: the digest of group.{i}'s bytes is {found}, not {digest}")

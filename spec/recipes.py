@@ -1,86 +1,92 @@
 """kvq.json, from docs/spec.md: all keys, every digest. Whatever is wrong raises Wrong."""
 
-import hashlib
 import json
+from itertools import pairwise
 
+from findings import Wrong, check_keys, integer, items, need, sha256, text
 from names import parse
 
+MOST_DIM = 65536  # elements of a row
 _LARGEST = float.fromhex("0x1.fffffep127")
-
-
-class Wrong(Exception):
-    """What is not as the specification says, and where."""
-
-
-def need(holds: bool, what: str) -> None:
-    """Raise Wrong unless something holds."""
-    if not holds:
-        raise Wrong(what)
-
-
-def sha256(data: bytes | str) -> str:
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
 def field_digest(model: str, layer: int, field: str, values: object) -> str:
     return sha256(json.dumps([model, layer, field, values]))[:16]
 
 
-def _floats(values: object, where: str, least: float = -_LARGEST) -> object:
-    """Lists of numbers as lists of floats, null as it is."""
-    if isinstance(values, list) and values:
-        return [_floats(x, f"{where}[{i}]", least) for i, x in enumerate(values)]
-    if values is None:
-        return None
+def _number(value: object, where: str, least: float = -_LARGEST, most: float = _LARGEST) -> float:
     need(
-        isinstance(values, int | float) and not isinstance(values, bool),
-        f"{where}: {values!r:.40} is no number",
+        isinstance(value, int | float) and not isinstance(value, bool), f"{where}: {value!r:.40} is no number"
     )
-    need(least <= values <= _LARGEST, f"{where}: {values!r:.40} is out of range")
-    return float(values)
+    need(least <= value <= most, f"{where}: {value!r:.40} is out of range")
+    return float(value)
 
 
-def check_keys(data: object, required: set[str], allowed: set[str], where: str) -> None:
-    need(isinstance(data, dict), f"{where}: no JSON object")
-    for key in sorted(required - set(data)):
-        raise Wrong(f"{where}: no {key!r}")
-    for key in sorted(set(data) - required - allowed):
-        raise Wrong(f"{where}: unknown key {key!r}")
+def _numbers(values: object, where: str, least: float = -_LARGEST) -> list[float]:
+    return [_number(x, f"{where}[{i}]", least) for i, x in enumerate(items(values, where))]
 
 
-def _calibrated(data: dict, name: str, fields: tuple[str, ...], layers: int) -> dict:
+def _maxima(layer: dict, where: str) -> dict:
+    """Per KV head one number above 0."""
+    heads = len(items(layer["k"], f"{where}.k"))
+    for field in _FIELDS["static_scales"]:
+        items(layer[field], f"{where}.{field}", heads)
+    return {f: _numbers(layer[f], f"{where}.{f}", 5e-324) for f in _FIELDS["static_scales"]}
+
+
+def _means(layer: dict, where: str) -> dict:
+    """Null, or per KV head a list of one number per channel."""
+    found = {}
+    for part in _FIELDS["centers"]:
+        rows, at = layer[part], f"{where}.{part}"
+        if rows is not None:
+            rows = [_numbers(row, f"{at}[{head}]") for head, row in enumerate(items(rows, at))]
+            need(all(len(a) == len(b) for a, b in pairwise(rows)), f"{at}: heads of different lengths")
+        found[part] = rows
+    return found
+
+
+_FIELDS = {"static_scales": ("k", "v", "k_rotated", "v_rotated"), "centers": ("k", "v")}
+_READ = {"static_scales": _maxima, "centers": _means}
+
+
+def _calibrated(data: object, name: str, layers: int) -> dict | None:
+    if data is None:
+        return None
     check_keys(data, {"model_digest", "text_digest", "tokens", "layers"}, set(), name)
-    need(isinstance(data["tokens"], int) and data["tokens"] >= 0, f"{name}.tokens: no count")
-    need(len(data["layers"]) == layers, f"{name}.layers: {len(data['layers'])}, expected {layers}")
+    for key in ("model_digest", "text_digest"):
+        text(data[key], f"{name}.{key}")
+    integer(data["tokens"], f"{name}.tokens", 0, 1 << 64)
     read = []
-    for i, layer in enumerate(data["layers"]):
-        where = f"{name}.layers[{i}]"
+    for i, layer in enumerate(items(data["layers"], f"{name}.layers", layers)):
+        where, fields = f"{name}.layers[{i}]", _FIELDS[name]
         check_keys(layer, {*fields, "digests"}, set(), where)
-        least = 5e-324 if name == "static_scales" else -_LARGEST
-        lists = {f: _floats(layer[f], f"{where}.{f}", least) for f in fields}
+        lists = _READ[name](layer, where)
         check_keys(layer["digests"], set(fields), set(), f"{where}.digests")
         for f in fields:
-            digest = field_digest(data["model_digest"], i, f, lists[f])
-            need(
-                layer["digests"][f] == digest,
-                f"{where}.{f}: its digest is {digest}, not {layer['digests'][f]}",
-            )
+            digest, found = field_digest(data["model_digest"], i, f, lists[f]), layer["digests"][f]
+            need(found == digest, f"{where}.{f}: its digest is {digest}, not {found!r:.40}")
         read.append({**lists, "digests": layer["digests"]})
     return {**data, "layers": read}
 
 
-def _layer(layer: dict, index: int, data: dict, centers: dict | None) -> dict:
+def _layer(layer: object, index: int, data: dict, centers: dict | None) -> dict:
     where = f"layers[{index}]"
     check_keys(layer, {"k", "v", "k_head_dim", "v_head_dim"}, {"k_clip", "v_clip", "digest"}, where)
-    own = {"k_head_dim": layer["k_head_dim"], "v_head_dim": layer["v_head_dim"]}
+    own = {}
     for part in ("k", "v"):
+        dim = integer(layer[f"{part}_head_dim"], f"{where}.{part}_head_dim", 1, MOST_DIM)
         try:
-            fmt = parse(layer[part], layer[f"{part}_head_dim"])
-        except (ValueError, TypeError) as error:
+            fmt = parse(text(layer[part], f"{where}.{part}"), dim)
+        except ValueError as error:
             raise Wrong(f"{where}.{part}: {error}") from error
-        clip = layer.get(f"{part}_clip", 1.0)
-        need(0.1 <= clip <= 1 and (clip == 1 or fmt.code == "int2"), f"{where}.{part}_clip: {clip} can't be")
-        own |= {part: fmt.name} | ({f"{part}_clip": clip} if clip != 1 else {})
+        clip = _number(layer.get(f"{part}_clip", 1.0), f"{where}.{part}_clip", 0.1, 1)
+        need(clip == 1 or fmt.code == "int2", f"{where}.{part}_clip: {clip} is for int2, not {fmt.name}")
+        own |= {part: fmt.name, f"{part}_head_dim": dim} | ({f"{part}_clip": clip} if clip != 1 else {})
+        rows = None if centers is None else centers["layers"][index][part]
+        if rows is not None:
+            need(fmt.group > 0, f"centers.{where}.{part}: belongs to {fmt.name}, which is not grouped")
+            need(len(rows[0]) == dim, f"centers.{where}.{part}: {len(rows[0])} channels, expected {dim}")
     if data.get("model_digest"):
         values = [own["k"], own["v"], own["k_head_dim"], own["v_head_dim"]]
         values += [own.get("k_clip", 1.0), own.get("v_clip", 1.0)]
@@ -88,14 +94,12 @@ def _layer(layer: dict, index: int, data: dict, centers: dict | None) -> dict:
         exact = "".join(f"+{name}={data[name]}" for name in ("sinks", "recent") if data.get(name))
         field = f"layer of {len(data['layers'])}{exact}"
         own["digest"] = field_digest(data["model_digest"], index, field, values)
-        need(
-            layer.get("digest") == own["digest"],
-            f"{where}: its digest is {own['digest']}, not {layer.get('digest')}",
-        )
+        found = layer.get("digest")
+        need(found == own["digest"], f"{where}: its digest is {own['digest']}, not {found!r:.40}")
     return own
 
 
-def read_recipe(data: dict) -> dict:
+def read_recipe(data: object) -> dict:
     """A kvq.json as it is written and digested, all of it checked."""
     check_keys(
         data,
@@ -103,24 +107,18 @@ def read_recipe(data: dict) -> dict:
         {"centers", "model_digest", "sinks", "recent"},
         "kvq.json",
     )
-    need(data["format_version"] == 2, f"format_version: {data['format_version']!r}, not 2")
-    count = len(data["layers"])
-    need(count > 0, "layers: there is none")
-    static, centers = data["static_scales"], data.get("centers")
-    if static is not None:
-        static = _calibrated(static, "static_scales", ("k", "v", "k_rotated", "v_rotated"), count)
-    if centers is not None:
-        centers = _calibrated(centers, "centers", ("k", "v"), count)
-    exact = {}
-    for key in ("sinks", "recent"):
-        value = data.get(key, 0)
-        need(type(value) is int and 0 <= value <= 65536, f"{key}: {value!r} is no number of tokens")
-        exact |= {key: value} if value else {}
+    integer(data["format_version"], "format_version", 2, 2)
+    count = len(items(data["layers"], "layers"))
+    static = _calibrated(data["static_scales"], "static_scales", count)
+    centers = _calibrated(data.get("centers"), "centers", count)
+    if data.get("model_digest") is not None:
+        text(data["model_digest"], "model_digest")
+    exact = {key: integer(data.get(key, 0), key, 0, 65536) for key in ("sinks", "recent")}
     return {
         "format_version": 2,
         "model_digest": data.get("model_digest") or None,
         "layers": [_layer(layer, i, data, centers) for i, layer in enumerate(data["layers"])],
         "static_scales": static,
         "centers": centers,
-        **exact,
+        **{key: value for key, value in exact.items() if value},
     }

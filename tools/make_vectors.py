@@ -54,6 +54,7 @@ WHOLE = {  # blocks of these pairs, by the name of their vector
     "means": "int4_mean/int2_mean",
     "staged": "int6/int4_mean+recent=7+sinks=4",
 }
+PREFIXES = {name: WHOLE[name] for name in ("plain", "staged")}
 LAYERS = (((60, 48), None), ((48, 60), 16))  # (K, V) head dimensions and window
 SIZE, HEADS = 5, 3
 TOKENS = [*range(1000, 1020), 0, 1 << 31, 1 << 16]  # 4 blocks, and some
@@ -244,30 +245,31 @@ def add_blocks(vectors: Vectors, name: str, kv: str, count: int = 2) -> None:
 
 
 def add_prefix(vectors: Vectors, name: str, kv: str, folder: Path) -> None:
-    """A prefix file of TOKENS."""
+    """A prefix file of TOKENS, and of as many more as have to follow a block before it is indexed."""
     layout, file = layout_of(kv), f"{name}.kvqprefix"
+    tokens = [*TOKENS, *range(layout.recipe.exact.recent)]
     cache = KVCache(
         layout, num_blocks=[8] * len(layout.groups), device=torch.device("cpu"), backend="reference"
     )
-    windows = [group.group.window for group in layout.groups]
-    manager = BlockManager(num_blocks=cache.num_blocks, block_size=SIZE, windows=windows, identity=IDENTITY)
-    prompt = manager.prompt(TOKENS)
+    manager = BlockManager(num_blocks=cache.num_blocks, block_size=SIZE, identity=IDENTITY, **layout.holding)
+    prompt = manager.prompt(tokens)
     sequence = manager.start(prompt)
-    manager.append([(sequence, len(TOKENS))])
+    manager.append([(sequence, len(tokens))])
     cache.carry_out(manager.take_orders())
+    full = len(tokens) // SIZE
     for g, group in enumerate(layout.groups):
         for position, layer in enumerate(group.layers):
             base, stride = group.base(position, 8), group.block_stride(position)
             view = paged_layer(cache.pool(g)[base:], layer, layout.recipe, stride, 8)
-            k, v = layer_rows(layer.geometry.index, len(TOKENS) // SIZE)
-            for index, block in enumerate(sequence.tables[g][: len(TOKENS) // SIZE]):
+            k, v = layer_rows(layer.geometry.index, full)
+            for index, block in enumerate(sequence.tables[g][:full]):
                 store(view, (k[index], v[index]), block)
     manager.commit(sequence)
     manager.free(sequence)
     save_prefix(folder / file, cache, manager, prompt)
     vectors.files[file] = ordered((folder / file).read_bytes())
-    chained = [prompt.root, *(manager.blocks.index.digest_at(prompt, i) for i in range(len(TOKENS) // SIZE))]
-    vector = {"kind": "prefix", "file": file, "layout": described(layout), "tokens": TOKENS, "tenant": ""}
+    chained = [prompt.root, *(manager.blocks.index.digest_at(prompt, i) for i in range(full))]
+    vector = {"kind": "prefix", "file": file, "layout": described(layout), "tokens": tokens, "tenant": ""}
     ends = {"identity": IDENTITY.hex(), "chain": [x.hex() for x in chained]}
     vectors.describe(f"prefix-{name}", {**vector, **ends})
 
@@ -312,7 +314,7 @@ def make(folder: Path) -> None:
     add_rows(vectors, "int2", clip=0.7)
     for name, kv in WHOLE.items():
         add_blocks(vectors, name, kv)
-    for name, kv in (("plain", "int8/int4"), ("staged", WHOLE["staged"])):
+    for name, kv in PREFIXES.items():
         add_prefix(vectors, name, kv, folder)
     add_recipe(vectors, folder)
     vectors.index()

@@ -169,7 +169,7 @@ class Blocks:
     def indexable(self, sequence: Sequence) -> int:
         """Blocks of a sequence that the index may know: full, committed, of known tokens, old enough."""
         known = min(sequence.committed, len(sequence.tokens))
-        return min(known, max(0, sequence.committed - self.lag)) // self.block_size
+        return min(known, max(sequence.adopted, sequence.committed - self.lag)) // self.block_size
 
     def climb(self, sequence: Sequence) -> None:
         """Step back from nodes that left the index while the sequence did not hold their blocks."""

@@ -60,7 +60,8 @@ class BlockManager(BlockKeeper):
 
         Full-attention groups get blocks for all of it, sliding-window groups for the last window, those
         with a limit up to that.
-        Fill every block of `tables[g][starts[g]:]`, then `commit`; without it, `free` leaves nothing.
+        Fill every block of `tables[g][starts[g]:]`, then `commit`, which indexes all of them, with a lag too;
+        without it, `free` leaves nothing.
 
         Raises:
             ConfigError: `length` is no multiple of the block size, or beyond the prompt.

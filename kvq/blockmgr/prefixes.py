@@ -199,7 +199,7 @@ class Prefixes:
             ]
         )
         sequence.fill(starts, taken)
-        sequence.length = length
+        sequence.length = sequence.adopted = length
         sequence.receipt.own = sequence.receipt.peak = sequence.num_held
 
     def announce(self, sequence: Sequence, prompt: PrefixQuery) -> None:

@@ -43,6 +43,7 @@ class Sequence:
     accounts: list[Account] | None = None  # per layer group, if the tenant has a quota
     length: int = 0  # tokens that have a slot
     committed: int = 0  # tokens whose KV is known to be good
+    adopted: int = 0  # of the first tokens those that were filled in: their blocks are old enough to index
     tokens: "array[int]" = field(default_factory=lambda: array("I"))  # ids known so far
     digests: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     depth: int = 0  # full blocks that are indexed

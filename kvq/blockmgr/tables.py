@@ -118,6 +118,7 @@ class Tables:
         target.receipt.shared = target.receipt.peak = target.num_held
         target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
         target.length, target.committed, target.found = source.length, source.committed, source.found
+        target.adopted = source.adopted
         target.tokens, target.digests = source.tokens[:], source.digests
 
     def can_shorten(self, sequence: Sequence, length: int) -> bool:
@@ -146,6 +147,7 @@ class Tables:
             sequence.starts[group] = min(sequence.starts[group], keep)
         sequence.length = length
         sequence.committed = min(sequence.committed, length)
+        sequence.adopted = min(sequence.adopted, length)
         sequence.digests = sequence.digests[: length // size]
         while sequence.depth > length // size:
             sequence.step_back()

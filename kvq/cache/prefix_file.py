@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvq import fileio
 from kvq.blockmgr.manager import BlockManager
+from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, PrefixQuery
 from kvq.cache.host_store import BlockDigests, layout_digest
 from kvq.cache.kv_cache import KVCache
@@ -52,7 +53,7 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
             f"is in the cache; run the prompt first"
         )
     tensors = {
-        _name(group): torch.stack([cache.read_block(group, block) for block in table[start:]])
+        _name(group): _blocks(cache, group, table[start:])
         for group, (start, table) in enumerate(zip(starts, tables, strict=True))
     }
     digests = [_digest(cache, g, start, tensors[_name(g)]) for g, start in enumerate(starts)]
@@ -110,7 +111,7 @@ def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[s
     raw = _content(path, limit=_largest(cache, prompt))
     found = _sealed_header(raw)
     length, starts = found.get("length"), found.get("starts")
-    if not isinstance(length, int) or not isinstance(starts, list):
+    if type(length) is not int or not isinstance(starts, list):
         raise _Miss("its header has no length or no starts")
     total, rest = divmod(length, cache.layout.block_size)
     if found.get("layout") != layout_digest(cache.layout):
@@ -119,7 +120,7 @@ def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[s
         raise _Miss(f"it holds {length} tokens, the prompt has {len(prompt.tokens)}")
     groups = cache.layout.groups
     if len(starts) != len(groups) or any(
-        not isinstance(start, int) or not 0 <= start <= total for start in starts
+        type(start) is not int or not 0 <= start <= total for start in starts
     ):
         raise _Miss("its header names blocks that can't be")
     ends = [total if group.limit is None else min(total, group.limit // group.block_size) for group in groups]
@@ -136,7 +137,7 @@ def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[s
         if found.get(name) != header[name]:
             raise _Miss(reason)
     if header_text(found) != header_text(header):
-        raise _Miss("its header is not written as this version writes it")
+        raise _Miss("its header holds more than that of this version")
     return header, tensors
 
 
@@ -166,10 +167,10 @@ def _sealed_header(raw: bytes) -> dict[str, Any]:
         if metadata or found != seal(text):
             raise _Miss("its header is damaged")
         header = json.loads(text)
+        if not isinstance(header, dict) or text != header_text(header):
+            raise _Miss("its header is not written as kvq writes it")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _Miss("it is cut short, damaged or no prefix file") from error
-    if not isinstance(header, dict):
-        raise _Miss("its header is no JSON object")
     return header
 
 
@@ -208,6 +209,13 @@ def _header(
         "starts": starts,  # per layer group, index of the first block kept
         "blocks": digests,  # per layer group, xxh3-128 of its blocks' bytes
     }
+
+
+def _blocks(cache: KVCache, group: int, held: list[BlockId]) -> Tensor:
+    """Their bytes, uint8 [blocks, block_bytes]; a window of one token holds none of a prefix."""
+    found = [cache.read_block(group, block) for block in held]
+    width = cache.layout.groups[group].block_bytes
+    return torch.stack(found) if found else torch.empty(0, width, dtype=torch.uint8)
 
 
 def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:

@@ -63,15 +63,18 @@ class Calibrated(Generic[Layer]):
         """
         keys = ("model_digest", "text_digest", "tokens", "layers")
         if not isinstance(data, dict) or set(data) != set(keys):
-            raise ConfigError(f"{cls.name} must hold model_digest, text_digest, tokens and layers")
-        tokens, layers = data["tokens"], data["layers"]
-        is_number = isinstance(tokens, int) and not isinstance(tokens, bool)
-        if not isinstance(layers, list) or not is_number or tokens < 0:
-            raise ConfigError(f"{cls.name}.layers must be a list and {cls.name}.tokens a number")
-        model_digest = str(data["model_digest"])
+            raise ConfigError(f"{cls.name} must hold model_digest, text_digest, tokens and layers; {AGAIN}")
+        model_digest, text_digest, tokens, layers = (data[key] for key in keys)
+        if not isinstance(layers, list) or type(tokens) is not int or tokens < 0:
+            raise ConfigError(f"{cls.name}.layers must be a list and {cls.name}.tokens a number; {AGAIN}")
+        if not isinstance(model_digest, str) or not isinstance(text_digest, str):
+            raise ConfigError(
+                f"{cls.name}.model_digest and {cls.name}.text_digest must be texts, got {model_digest!r:.40} "
+                f"and {text_digest!r:.40}; {AGAIN}"
+            )
         return cls(
             model_digest=model_digest,
-            text_digest=str(data["text_digest"]),
+            text_digest=text_digest,
             tokens=tokens,
             layers=tuple(cls._layer(model_digest, index, layer) for index, layer in enumerate(layers)),
         )
@@ -82,7 +85,9 @@ class Calibrated(Generic[Layer]):
         if not isinstance(data, dict) or set(data) != {*parts, "digests"}:
             raise ConfigError(f"{where} must hold {', '.join(parts)} and digests; {AGAIN}")
         layer = cls.kind.read(where, data)
-        digests = data["digests"] if isinstance(data["digests"], dict) else {}
+        digests = data["digests"]
+        if not isinstance(digests, dict) or not set(digests) <= set(parts):
+            raise ConfigError(f"{where}.digests must hold those of {', '.join(parts)}; {AGAIN}")
         for part, expected in cls._digests(model_digest, index, layer).items():
             check_digest(f"{where}.{part}", digests.get(part), expected)
         return layer

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvq.errors import ConfigError, nearest
 from kvq.formats.codes import CODES, Code, Kind
 from kvq.formats.spec import Grouped, KVFormat, PerHead, PerTokenHead, ScaleMode, legal_group_sizes
+from kvq.formats.spelling import GROUP, respelled
 
 _OF_WIDTH = {16: "bf16", 8: "int8"}  # in pairs such as k8v4; other widths are grouped codes
 
@@ -118,10 +119,8 @@ def split_pair(text: str) -> KVName:
         ConfigError: the value is not of that form, or names no format.
     """
     name = text.strip().lower()
-    if pair := _PAIR.fullmatch(name):
-        k_code, v_code = _of_width(int(pair[1])), _of_width(int(pair[2]))
-        if k_code and v_code:
-            return KVName(k_code, v_code)
+    if pair := _of_widths(name):
+        return pair
     k, slash, v = name.partition("/")
     k, v = k.strip(), (v.strip() if slash else k.strip())
     notes = []
@@ -180,13 +179,13 @@ def _read(name: str, given: str) -> _Read:
     match = _NAME.fullmatch(name)
     code = CODES.get(match[1]) if match else None
     if match is None or code is None:
-        raise _unknown(given)
+        raise _unknown(name, given)
     _, per_token_head, per_head, group, narrow, mean, rotated = match.groups()
     allowed = {Kind.FLOAT: (), Kind.SCALED: (per_token_head, per_head), Kind.GROUPED: (group,)}[code.kind]
     if any(end is not None and end not in allowed for end in (per_token_head, per_head, group)):
-        raise _unknown(given)
+        raise _unknown(name, given)
     if mean is not None and not code.is_grouped:
-        raise _unknown(given)
+        raise _unknown(name, given)
     return _Read(
         code=code,
         per_head=per_head is not None,
@@ -197,18 +196,56 @@ def _read(name: str, given: str) -> _Read:
     )
 
 
+def _of_widths(name: str) -> KVName | None:
+    """What a pair such as k8v4 stands for."""
+    pair = _PAIR.fullmatch(name)
+    k, v = (_of_width(int(bits)) for bits in pair.groups()) if pair else (None, None)
+    return KVName(k, v) if k and v else None
+
+
 def _of_width(bits: int) -> str | None:
     """The name of a code in a pair."""
     grouped = (code.name for code in CODES.values() if code.is_grouped and code.bits == bits)
     return _OF_WIDTH.get(bits) or next(grouped, None)
 
 
-def _unknown(name: str) -> ConfigError:
+def _unknown(name: str, given: str) -> ConfigError:
+    """The error of a name that is no format's, alone or a part of what was `given`."""
     known = known_names()
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
+    shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
     return ConfigError(
-        f"unknown KV format {name!r}{nearest(name, [*known, *FOREIGN_NAMES]) or ';'} "
+        f"unknown KV format {shown}{_meant(name, known) or ';'} "
         f"kvq knows {', '.join(known)}, {grouped} for any group size N, "
         f"'_s8' after it for scales of 8 bits, then '_mean' to take out block means, '_rot' after any of "
         f"them, pairs K/V such as int8/int4, and +sinks=N+recent=N after all"
     )
+
+
+def _meant(name: str, known: tuple[str, ...]) -> str:
+    """`; did you mean 'x'?` of what the name may have been meant for, never itself, or an empty text."""
+    lower = name.lower()
+    if "/" in name or _of_widths(lower):
+        return "; a pair is two formats, and here is room for one;"
+    hint = FOREIGN_NAMES.get(lower) or _in_order(name)
+    if hint and hint != name:
+        return f"; did you mean {hint!r}?"
+    return nearest(name, [x for x in (*known, *FOREIGN_NAMES) if x != lower])
+
+
+def _in_order(name: str) -> str:
+    """The name of a format that has the words of a name, those that its kind of code can have."""
+    found, ends = respelled(name, CODES, ("per", "token", "head", GROUP, "s8", "mean", "rot"))
+    if not found:
+        return ""
+    code = CODES[found]
+    allowed = {"rot"}
+    if code.is_grouped:
+        allowed |= {GROUP, "s8", "mean"}
+        if "s8" in ends or re.search("_g(?![0-9])", name.lower()):
+            ends = {GROUP: f"g{code.group}", **ends}
+    middle = ""
+    if code.kind is Kind.SCALED and ends.keys() & {"per", "token", "head"}:
+        middle = "_per_token_head" if "token" in ends else "_per_head"
+    hint = code.name + middle + "".join(f"_{end}" for key, end in ends.items() if key in allowed)
+    return hint if _NAME.fullmatch(hint) else ""

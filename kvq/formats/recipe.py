@@ -15,6 +15,7 @@ from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat
 
 FORMAT_VERSION = 2
 _LEAST_CLIP = 0.1
+_MOST_DIM = 65536  # elements of a row
 _CLIPS = ("k_clip", "v_clip")
 _EXACT = ("sinks", "recent")
 
@@ -227,7 +228,8 @@ class KVRecipe:
         layer = self.layers[index]
         centers = None if self.centers is None else self.centers.layers[index]
         is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]
-        values = [layer.k.name, layer.v.name, layer.k_head_dim, layer.v_head_dim, layer.k_clip, layer.v_clip]
+        clips = [float(getattr(layer, part)) for part in _CLIPS]
+        values = [layer.k.name, layer.v.name, layer.k_head_dim, layer.v_head_dim, *clips]
         field = f"layer of {len(self.layers)}{self.exact}"
         return field_digest(self.model_digest, index, field, [*values, *is_centered])
 
@@ -275,9 +277,9 @@ class KVRecipe:
         if not isinstance(data, dict):
             raise ConfigError("expected a JSON object")
         version = data.get("format_version")
-        if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
+        if version != FORMAT_VERSION or type(version) is not int:
             raise ConfigError(
-                f"format_version must be {FORMAT_VERSION}, got {data.get('format_version')!r}; "
+                f"format_version must be {FORMAT_VERSION}, got {version!r:.40}; "
                 f"make the file again with `kvq calibrate`"
             )
         _check_keys(
@@ -285,7 +287,7 @@ class KVRecipe:
         )
         if not isinstance(data["layers"], list) or not data["layers"]:
             raise ConfigError("layers must be a list of at least one layer")
-        layers = tuple(_layer(layer) for layer in data["layers"])
+        layers = tuple(_layer(index, layer) for index, layer in enumerate(data["layers"]))
         scales = None if data["static_scales"] is None else StaticScales.from_json(data["static_scales"])
         if scales is not None:
             check_shape("static_scales.layers", scales.layers, len(layers), "layers")
@@ -306,15 +308,22 @@ class KVRecipe:
         return recipe
 
 
-def _layer(data: object) -> LayerFormats:
+def _layer(index: int, data: object) -> LayerFormats:
+    try:
+        return _formats(data)
+    except ConfigError as error:
+        raise type(error)(f"layers[{index}]: {error}") from error
+
+
+def _formats(data: object) -> LayerFormats:
     if not isinstance(data, dict):
-        raise ConfigError("every layer must be a JSON object")
+        raise ConfigError(f"a layer must be a JSON object, got {data!r:.40}")
     _check_keys(data, ("k", "v", "k_head_dim", "v_head_dim"), optional=(*_CLIPS, "digest"))
     dims = []
     for key in ("k_head_dim", "v_head_dim"):
         dim = data[key]
-        if not isinstance(dim, int) or isinstance(dim, bool) or not 1 <= dim <= 65536:
-            raise ConfigError(f"{key} must be a number of elements, got {dim!r}")
+        if type(dim) is not int or not 1 <= dim <= _MOST_DIM:
+            raise ConfigError(f"{key} must be 1 to {_MOST_DIM} elements, got {dim!r:.40}")
         dims.append(dim)
     clips = {key: data.get(key, 1.0) for key in _CLIPS}
     for key, clip in clips.items():

@@ -109,8 +109,8 @@ class KVFormat:
         multiple = self.code.multiple
         if head_dim < 1 or head_dim % multiple:
             raise UnfitFormat(
-                f"{self.name} packs {multiple} elements into a byte, so head_dim must be a multiple "
-                f"of {multiple}, got {head_dim}; use int8 or fp8"
+                f"rows of {self.name} fill whole bytes only where head_dim is a positive multiple of "
+                f"{multiple}, got {head_dim}; use int8 or fp8"
             )
         if isinstance(self.scale, Grouped):
             self.scale.check(head_dim)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvq.errors import ConfigError, nearest
+from kvq.formats.spelling import GROUP, respelled
 
 
 class WeightCode(Enum):
@@ -99,7 +100,7 @@ def parse_weight_format(name: str) -> WeightFormat:
     match = isinstance(name, str) and _NAME.fullmatch(_ALIASES.get(name, name))
     if not match:
         raise ConfigError(
-            f"unknown weight format {name!r}{nearest(str(name), list(WEIGHT_NAMES)) or ';'} "
+            f"unknown weight format {name!r}{_meant(str(name)) or ';'} "
             f"allowed: {', '.join(WEIGHT_NAMES)}; _gN sets the group, _channel none, _asym adds zero points"
         )
     code, group, whole_row, asymmetric, inputs = match.groups()
@@ -110,3 +111,10 @@ def parse_weight_format(name: str) -> WeightFormat:
         code=WeightCode(code), group_size=None if group is None else int(group), symmetric=not asymmetric
     )
     return replace(fmt, inputs=own) if inputs else fmt
+
+
+def _meant(name: str) -> str:
+    """`; did you mean 'x'?` of what the name may have been meant for, or an empty text."""
+    code, ends = respelled(name, [code.value for code in WeightCode], (GROUP, "channel", "asym", "a8"))
+    hint = "_".join([code, *ends.values()])
+    return f"; did you mean {hint!r}?" if _NAME.fullmatch(hint) else nearest(name, list(WEIGHT_NAMES))

@@ -53,7 +53,18 @@ def _account(account: Account) -> tuple[int, int, list[int]]:
 
 
 def _sequence(s: Sequence) -> dict[str, Any]:
-    fields = ("starts", "length", "committed", "depth", "indexing", "announced", "swapped", "ready", "tenant")
+    fields = (
+        "starts",
+        "length",
+        "committed",
+        "adopted",
+        "depth",
+        "indexing",
+        "announced",
+        "swapped",
+        "ready",
+        "tenant",
+    )
     return {
         **{name: repr(getattr(s, name)) for name in fields},
         "tables": [table[start:] for table, start in zip(s.tables, s.starts, strict=True)],

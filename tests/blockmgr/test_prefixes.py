@@ -242,6 +242,37 @@ def test_an_adopted_prefix_takes_blocks_of_a_limited_group_up_to_its_limit() -> 
     assert hit(blocks, range(9)) == 8
 
 
+def test_an_adopted_prefix_is_old_enough_to_be_indexed_whole() -> None:
+    """Whoever kept it had it from the index; what is written after it waits for its own time."""
+    options = {"windows": [None, 5], "lag": 3}
+    kept = manager(9, 9, **options)
+    cache(kept, range(12))
+    length, starts, _ = kept.held_prefix(kept.prompt(range(12)))
+    assert (length, starts) == (8, [0, 2])
+    blocks = manager(9, 9, **options)
+    prompt = blocks.prompt(range(12))
+    sequence = blocks.adopt(prompt, length)
+    assert sequence.starts == starts
+    blocks.commit(sequence)
+    blocks.check_integrity()
+    assert hit(blocks, range(12)) == 8
+    blocks.append([(sequence, 4)])
+    blocks.commit(sequence)
+    assert sequence.depth == 4
+    blocks.free(sequence)
+    blocks.check_integrity()
+
+
+def test_of_an_adopted_prefix_that_was_cut_nothing_new_is_indexed_before_its_time() -> None:
+    blocks = manager(9, 9, windows=[None, 16], lag=3)
+    sequence = blocks.adopt(blocks.prompt(range(8)), 8)
+    blocks.truncate(sequence, 5)
+    blocks.commit(sequence, [70, 71, 72])
+    blocks.append([(sequence, 3)])
+    blocks.commit(sequence)
+    assert (sequence.committed, sequence.depth) == (8, 2)
+
+
 def test_a_pin_keeps_a_limited_groups_blocks() -> None:
     blocks = manager(20, 20, limits=[None, 4])
     cache(blocks, range(10))

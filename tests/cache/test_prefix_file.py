@@ -5,19 +5,21 @@ import logging
 import random
 import resource
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load, save
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Copy, PrefixQuery
 from kvq.blockmgr.pool import BlockId
 from kvq.cache import KVCache
 from kvq.cache.prefix_file import load_prefix, save_prefix
+from kvq.cache.sealed import header_text, seal
 from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, SequenceBatch, Support
 from kvq.kernels.gpu import support
@@ -341,17 +343,13 @@ def test_a_file_cut_or_extended_anywhere_is_a_miss(tmp_path: Path) -> None:
     untouched(cache, manager)
 
 
-def resealed(path: Path, **changes: object) -> None:
+def resealed(path: Path, write: Callable[[dict[str, object]], str] = header_text, **changes: object) -> None:
     """Rewrite a file's header with a seal that holds, as somebody who means it would."""
-    from hashlib import sha256
-
-    from safetensors.torch import load, save
-
     raw = path.read_bytes()
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["kvq"])
-    text = json.dumps({**header, **changes}, sort_keys=True)
-    path.write_bytes(save(load(raw), {"kvq": text, "seal": sha256(text.encode()).hexdigest()}))
+    text = write({**header, **changes})
+    path.write_bytes(save(load(raw), {"kvq": text, "seal": seal(text)}))
 
 
 @pytest.mark.usefixtures("quiet")
@@ -373,6 +371,9 @@ def resealed(path: Path, **changes: object) -> None:
         {"starts": [0, 10**30]},
         {"starts": [0, "5"]},
         {"starts": [True, 5]},
+        {"starts": [False, 5]},
+        {"length": 40.0},
+        {"format_version": 1.0},
         {"starts": {}},
         {"blocks": []},
         {"blocks": None},
@@ -386,6 +387,27 @@ def test_a_crafted_header_is_a_miss_and_never_an_error(changes: dict[str, object
     resealed(tmp_path / "p")
     assert load_prefix(tmp_path / "p", *pair(), pair()[1].prompt(TOKENS)) == 40
     resealed(tmp_path / "p", **changes)
+    assert load_prefix(tmp_path / "p", cache, manager, manager.prompt(TOKENS)) == 0
+    untouched(cache, manager)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda header: json.dumps(dict(reversed(header.items()))),
+        lambda header: header_text(header) + " ",
+        lambda header: header_text(header).replace("{", '{"length": 40, ', 1),
+        lambda header: header_text([header]),
+        lambda header: "[" * 100_000,
+    ],
+)
+def test_a_header_in_another_spelling_is_a_miss(
+    write: Callable[[dict[str, object]], str], tmp_path: Path
+) -> None:
+    saved(tmp_path / "p")
+    resealed(tmp_path / "p", write, **{"starts": [0, 5], "length": 40})
+    cache, manager = pair()
     assert load_prefix(tmp_path / "p", cache, manager, manager.prompt(TOKENS)) == 0
     untouched(cache, manager)
 

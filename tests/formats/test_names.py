@@ -149,6 +149,47 @@ def test_an_unknown_name_is_refused_with_the_nearest(given: str, meant: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        *[("q4_0", "int4_g32"), ("Q8_0", "int8"), ("INT4", "int4"), ("int4_per_token_head", "int4")],
+        *[("int4_s8", "int4_g32_s8"), ("int4_mean_rot_s8", "int4_g32_s8_mean_rot"), ("int4_g", "int4_g32")],
+        *[
+            ("int4_g64_rto", "int4_g64_rot"),
+            ("int3_mean_g16_s8", "int3_g16_s8_mean"),
+            ("int4_128", "int4_g128"),
+        ],
+        *[("int4_g32_rot_s8", "int4_g32_s8_rot"), ("int2_g32s8", "int2_g32_s8"), ("int4-g064", "int4_g64")],
+        *[("itn4_g64_men", "int4_g64_mean"), ("int4_rot_rot", "int4_rot"), ("int4_rot_", "int4_rot")],
+        *[("int8_g32_rot", "int8_rot"), ("bf16_mean", "bf16"), ("fp8_token_rot", "fp8_per_token_head_rot")],
+        *[("int8_per_haed", "int8_per_head"), ("int4_per_head", "int4"), ("int4_g1234567", "int4_g128")],
+    ],
+)
+def test_a_hint_has_the_words_of_the_name_in_their_order_and_is_a_name(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown KV format '{given}'; did you mean '{meant}'\?"):
+        parse_format(given, 128)
+    parse_format(meant, 128)
+
+
+@pytest.mark.parametrize("given", ["k8v4", "K4V2", "int8/int4"])
+def test_a_pair_where_one_format_goes_is_told_apart(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{given}'; a pair is two formats, and here is room for one; kvq"):
+        parse_format(given, 128)
+
+
+def test_of_a_pair_the_half_that_is_no_name_is_shown() -> None:
+    with pytest.raises(ConfigError, match="'int4_s8' in 'int8/INT4_S8'; did you mean 'int4_g32_s8'"):
+        split_pair("int8/INT4_S8")
+
+
+@pytest.mark.parametrize("name", ["int3", "int5_g8", "int3_g30_s8_mean"])
+def test_rows_that_end_within_a_byte_are_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match="whole bytes only where head_dim is a positive multiple of 8, got 60"
+    ):
+        parse_format(name, 60)
+
+
+@pytest.mark.parametrize(
     "given",
     [
         *("", "/", "int8/", "/int8", "int8/int4/int2", "int4_g", "int4_g-4", "_rot", "int4_rot_rot", "auto"),

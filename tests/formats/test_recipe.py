@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.formats import HeadMaxima, KVRecipe, StaticScales, parse_format
+from kvq.formats import HeadMaxima, KVRecipe, LayerFormats, StaticScales, parse_format
 
 HEAD_DIMS = [(64, 64), (60, 48), (192, 128)]
 EXACT = ["sinks=4", "recent=4", "sinks=4+recent=4", "sinks=4+recent=8", "sinks=8+recent=4"]
@@ -172,7 +172,9 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
     ):
         KVRecipe.load(path)
     layer = {"k": "int8", "v": "int8", "k_head_dim": 64, "v_head_dim": 64, "k_headdim": 1}
-    with pytest.raises(ConfigError, match=r"odd\.json: unknown key 'k_headdim'; did you mean 'k_head_dim'"):
+    with pytest.raises(
+        ConfigError, match=r"odd\.json: layers\[0\]: unknown key 'k_headdim'; did you mean 'k_head_dim'"
+    ):
         KVRecipe.load(write(path, {"layers": [layer]}))
 
 
@@ -189,7 +191,7 @@ def test_a_missing_key_is_refused(key: str, tmp_path: Path) -> None:
 def test_a_layer_that_misses_a_key_is_refused(key: str, tmp_path: Path) -> None:
     layer = {"k": "int8", "v": "int8", "k_head_dim": 64, "v_head_dim": 64}
     del layer[key]
-    with pytest.raises(ConfigError, match=rf"few\.json: missing key '{key}'"):
+    with pytest.raises(ConfigError, match=rf"few\.json: layers\[0\]: missing key '{key}'"):
         KVRecipe.load(write(tmp_path / "few.json", {"layers": [layer]}))
 
 
@@ -200,7 +202,7 @@ def test_a_layer_that_misses_a_key_is_refused(key: str, tmp_path: Path) -> None:
         ({"v": 4}, "unknown KV format '4'"),
         ({"k": "int4_g32", "k_head_dim": 80}, "use one of"),
         ({"v": "int4_g8", "v_head_dim": 63}, "multiple of 2, got 63"),
-        ({"k_head_dim": 0}, "k_head_dim must be a number of elements, got 0"),
+        ({"k_head_dim": 0}, "k_head_dim must be 1 to 65536 elements, got 0"),
         ({"k_head_dim": -64}, "k_head_dim must be"),
         ({"v_head_dim": 64.0}, "v_head_dim must be"),
         ({"v_head_dim": True}, "v_head_dim must be"),
@@ -280,3 +282,11 @@ def test_a_layer_checks_its_formats_against_its_dimensions() -> None:
     with pytest.raises(ConfigError, match="head_dim=80"):
         KVRecipe.uniform("int4_g32", [(64, 64), (64, 80)])
     assert KVRecipe.uniform("int4_g20", [(80, 40)]).layers[0].k == parse_format("int4_g20", 80)
+
+
+def test_a_clip_given_as_a_whole_number_is_digested_as_a_float(tmp_path: Path) -> None:
+    layer = LayerFormats(
+        k=parse_format("int2", 64), v=parse_format("int2", 64), k_head_dim=64, v_head_dim=64, k_clip=1
+    )
+    KVRecipe(layers=(layer,), model_digest=DIGEST).save(tmp_path / "kvq.json")
+    assert KVRecipe.load(tmp_path / "kvq.json").layers == (layer,)

@@ -45,7 +45,7 @@ def test_it_has_names_and_sizes(added: Code) -> None:
         assert (fmt.name, fmt.code_bytes(64), fmt.bits_per_element(64)) == (name, 56, bits)
     pair = split_pair("k8v7")
     assert (pair.k, pair.v) == ("int8", "uint7")
-    with pytest.raises(kvq.KVQError, match="packs 8 elements into a byte"):
+    with pytest.raises(kvq.KVQError, match="positive multiple of 8, got"):
         parse_format("uint7", 60)
 
 

@@ -1,0 +1,27 @@
+"""What a misspelt name of a format was to be: its words as they are spelled, in their order."""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+GROUP = "gN"  # stands for g32, g64 ... among suffixes
+_ALIKE, _ALIKE_CODE = 0.5, 0.6  # from 0 to 1, of a suffix and of a code
+
+
+def respelled(name: str, codes: Iterable[str], suffixes: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """The code that a name begins with, or an empty text, and its suffixes in the order of `suffixes`.
+
+    `int4_rto_g064` of codes with `gN` and `rot` is `int4` and {"gN": "g64", "rot": "rot"}. Words that
+    are like none are left out.
+    """
+    apart = re.sub(r"^([a-z]+[0-9]+)(?=[a-z])", r"\1_", name.strip().lower())
+    first, *words = re.split(r"[_\s-]+", re.sub(r"(?<=_)(g[0-9]+)(?=[a-z])", r"\1_", apart))
+    found: dict[str, str] = {}
+    known = [suffix for suffix in suffixes if suffix != GROUP]
+    for word in words:
+        if group := re.fullmatch("g?0*([1-9][0-9]*)", word):
+            found[GROUP] = f"g{group[1]}"
+        elif close := get_close_matches(word, known, n=1, cutoff=_ALIKE):
+            found[close[0]] = close[0]
+    code = get_close_matches(first, list(codes), n=1, cutoff=_ALIKE_CODE)
+    return code[0] if code else "", {suffix: found[suffix] for suffix in suffixes if suffix in found}
