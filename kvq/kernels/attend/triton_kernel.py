@@ -58,15 +58,13 @@ def _scores(
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
     PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, ROUNDED: tl.constexpr,
-    means, means_at, of_mean, MEAN_GROUP: tl.constexpr, APART: tl.constexpr,
+    means, means_at, MEAN_GROUP: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
-    queries as words of codes need them; `of_mean`: what the means of their block add, if they lie APART."""
+    queries as words of codes need them."""
     if WORDS and KIND >= INT4:
         before = tl.zeros((q.shape[0], inside.shape[0]), tl.float32)
-        if APART and MEAN_GROUP > 0:
-            before += of_mean[:, None]
-        elif MEAN_GROUP > 0:
+        if MEAN_GROUP > 0:
             before = mean_scores(
                 runs, sums[1:], means, means_at, inside.shape[0], DIM, MEAN_GROUP, RUN, WIDTH, COMPUTE
             )  # fmt: skip
@@ -169,24 +167,24 @@ def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr
 
 @triton.jit
 def weighed(
-    scores, row_scale, top, key, last, before, softcap,
+    scores, row_scale, added, top, key, last, before, softcap,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr, ENLARGED: tl.constexpr,
 ):  # fmt: skip
     """Weights of one tile and their sums, what earlier ones are to be multiplied by, and the new maxima.
 
-    `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two. ENLARGED: what
-    is added to exponents of weights.
+    `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two; `added` to all
+    scores of a row, scaled. ENLARGED: what is added to exponents of weights.
     """
     if SOFTCAP:
-        scores = scores * row_scale[:, None]
+        scores = scores * row_scale[:, None] + added[:, None]
     scores = _capped_and_masked(scores, softcap, key, last, before, SOFTCAP, WINDOW)
     highest = tl.max(scores, axis=1)
     if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
-        highest = highest * row_scale
+        highest = highest * row_scale + added
         scores = scores * row_scale[:, None]
     higher = tl.maximum(top, highest)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.exp2(scores - (safe - ENLARGED)[:, None])
+    p = tl.exp2(scores - (safe - ENLARGED - (0.0 if SOFTCAP else added))[:, None])
     decay = tl.exp2(top - safe)
     return p, folded(p, FOLDED), decay, higher
 
@@ -347,13 +345,13 @@ def attend_kernel(
     ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if IS_RAISED else -exponent(SUMMED)
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
-    of_mean = tl.zeros((ROWS,), tl.float32)
-    if APART and K_MEAN_GROUP > 0:
-        of_mean = tl.load(room_ptr + (room_at + begin // BLOCK_SIZE))
     for at in range(begin, end, KEYS):
         inside = own_key < end - at
         if LOWER:
             inside = inside & (own_key >= oldest - at)
+        of_mean = tl.zeros((ROWS,), tl.float32)
+        if APART and K_MEAN_GROUP > 0:
+            of_mean = tl.load(room_ptr + (room_at + at // BLOCK_SIZE)) * row_scale
         first = at % BLOCK_SIZE
         if ONE:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
@@ -370,13 +368,10 @@ def attend_kernel(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
             K_PAIRED, SPREAD, LOWER, K_ROUNDED,
-            k_means, blocks * km_block + k_mean_at, of_mean, K_MEAN_GROUP, APART,
+            k_means, blocks * km_block + k_mean_at, 0 if APART else K_MEAN_GROUP,
         )  # fmt: skip
-        if APART and K_MEAN_GROUP > 0:  # the next tile's, so that nothing waits for it
-            coming = tl.minimum(at + KEYS, end - 1) // BLOCK_SIZE
-            of_mean = tl.load(room_ptr + (room_at + coming))
         p, sums_of_p, decay, top = weighed(
-            scores, row_scale, top, own_key, last - at, before - at, softcap,
+            scores, row_scale, of_mean, top, own_key, last - at, before - at, softcap,
             SOFTCAP, LOWER, FOLDED, ENLARGED,
         )  # fmt: skip
         totals = totals * decay[:, None] + sums_of_p

@@ -177,7 +177,18 @@ def latent_kernel(
         )  # fmt: skip
         scores = added_dot(rotary, tl.trans(k), scores)
         p, sums, decay, top = weighed(
-            scores, row_scale, top, key, last, position - window, softcap, SOFTCAP, WINDOW, FOLDED, ENLARGED
+            scores,
+            row_scale,
+            tl.zeros((ROWS,), tl.float32),
+            top,
+            key,
+            last,
+            position - window,
+            softcap,
+            SOFTCAP,
+            WINDOW,
+            FOLDED,
+            ENLARGED,
         )
         totals = totals * decay[:, None] + sums
         p = p.to(V_COMPUTE)
