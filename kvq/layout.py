@@ -167,6 +167,18 @@ class KVLayout:
         sinks = -(-self.recipe.exact.sinks // self.block_size) * self.block_size
         return replace(self.recipe.exact, sinks=sinks)
 
+    def written_from(self, group: int) -> int | None:
+        """The first token that is ever written to a group's blocks; None: no token is.
+
+        Sealed blocks of tokens that stay in the sinks hold nothing, nor do any if a window ends within the
+        recent tokens.
+        """
+        own, exact = self.groups[group], self.exact
+        if own.role is not Role.SEALED or not self.recipe.is_staged:
+            return 0
+        window = own.layers[0].geometry.window
+        return exact.sinks if window is None or window > exact.recent else None
+
     @property
     def holding(self) -> Holding:
         """What a `BlockManager` of these groups has to know of them."""
@@ -215,8 +227,18 @@ def plan_layout(
         for group in geometry.groups()
     )
     if recipe.is_staged:
+        groups = tuple(_outlasting(group, recipe.exact.recent) for group in groups)
         groups += _staging(groups, recipe.exact)
     return KVLayout(geometry=geometry, recipe=recipe, groups=groups, block_size=block_size)
+
+
+def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:
+    """A group whose window ends within the recent tokens with one as long as theirs: no token is ever sealed
+    there, but its blocks count in a prefix, which is indexed only once it is that old."""
+    window = group.group.window
+    if window is None or window > recent:
+        return group
+    return replace(group, group=replace(group.group, window=recent + group.block_size))
 
 
 def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[GroupLayout, ...]:

@@ -22,6 +22,7 @@ class Group:
 
     numbers: dict
     formats: list[tuple[Format, Format]]
+    is_written: bool = True  # False: no token is ever sealed there
 
     @property
     def block_bytes(self) -> int:
@@ -57,6 +58,13 @@ class Layout:
     def recipe_digest(self) -> str:
         return sha256(json.dumps(self.recipe, sort_keys=True))
 
+    def unwritten(self, group: int) -> int:
+        """How many of a sequence's first blocks hold no token there."""
+        own = self.groups[group]
+        if not own.is_written:
+            return _MOST
+        return -(-self.recipe.get("sinks", 0) // self.block_size) if own.numbers["role"] == "sealed" else 0
+
     def block_digest(self, group: int, place: int, content: bytes) -> str:
         context = json.dumps([self.groups[group].numbers, self.recipe_digest()], sort_keys=True)
         return xxh3_128(context.encode() + place.to_bytes(8, "little") + content).hex()
@@ -83,7 +91,9 @@ def read_layout(data: dict) -> Layout:
                 formats[i] if role == "sealed" else tuple(parse("bf16", f.dim) for f in formats[i])
                 for i in layers
             ]
-            window = {"sealed": window, "recent": recent + size, "sinks": None}[role]
+            outlasts = window is not None and window <= recent and len(roles) > 1
+            held = recent + size if outlasts else window
+            window = {"sealed": held, "recent": recent + size, "sinks": None}[role]
             numbers = {
                 "layout_version": 1,
                 "group": len(groups),
@@ -94,7 +104,8 @@ def read_layout(data: dict) -> Layout:
             parts = [
                 _regions(i, geometry[i]["kv_heads"], pair, size) for i, pair in zip(layers, own, strict=True)
             ]
-            groups.append(Group({**numbers, "block_size": size, "layers": parts}, own))
+            numbers |= {"block_size": size, "layers": parts}
+            groups.append(Group(numbers, own, is_written=role != "sealed" or not outlasts))
     return Layout(recipe, groups, size)
 
 

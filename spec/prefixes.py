@@ -85,6 +85,8 @@ def check_prefix(raw: bytes, layout: Layout | None = None) -> dict:
         need(start == first, f"starts[{i}]: {start}, expected {first}")
         blocks, shape = tensors[f"group.{i}"], (end - first, group.block_bytes)
         need(blocks.shape == shape, f"group.{i}: shape {list(blocks.shape)}, expected {list(shape)}")
+        unwritten = max(0, layout.unwritten(i) - start)
+        need(not blocks[:unwritten].any(), f"group.{i}: bytes of blocks that hold no token are not 0")
         found = layout.block_digest(i, start, blocks.tobytes())
         need(found == digest, f"blocks[{i}]: the digest of group.{i}'s bytes is {found}, not {digest}")
     return header

@@ -84,8 +84,7 @@ class KVCache(BlockCache):
         if self.layout.recipe.is_staged:
             plain = self.layout.staging_of(self.group_of[index]).layers
             written = next(_kernel_spec(self.layout, x) for x in plain if x.geometry.index == index)
-            window, recent = layer.geometry.window, self.layout.exact.recent
-            sees_old = window is None or window > recent
+            sees_old = self.layout.written_from(self.group_of[index]) is not None
             self._staged[index] = StagedLayer(spec, written, where, backend, sees_old=sees_old)
         fused = backend if backend.startswith(("reference", "triton")) else "auto"  # C++: see CpuDecoder
         self._kernels[index] = {

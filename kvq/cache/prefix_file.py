@@ -53,7 +53,7 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
             f"is in the cache; run the prompt first"
         )
     tensors = {
-        _name(group): _blocks(cache, group, table[start:])
+        _name(group): _blocks(cache, group, start, table[start:])
         for group, (start, table) in enumerate(zip(starts, tables, strict=True))
     }
     digests = [_digest(cache, g, start, tensors[_name(g)]) for g, start in enumerate(starts)]
@@ -211,11 +211,15 @@ def _header(
     }
 
 
-def _blocks(cache: KVCache, group: int, held: list[BlockId]) -> Tensor:
-    """Their bytes, uint8 [blocks, block_bytes]; a window of one token holds none of a prefix."""
+def _blocks(cache: KVCache, group: int, start: int, held: list[BlockId]) -> Tensor:
+    """Their bytes, uint8 [blocks, block_bytes], 0 where no token is written, so that nothing of another
+    request gets into a file; a window of one token holds none of a prefix."""
     found = [cache.read_block(group, block) for block in held]
-    width = cache.layout.groups[group].block_bytes
-    return torch.stack(found) if found else torch.empty(0, width, dtype=torch.uint8)
+    width, first = cache.layout.groups[group].block_bytes, cache.layout.written_from(group)
+    blocks = torch.stack(found) if found else torch.empty(0, width, dtype=torch.uint8)
+    unwritten = len(held) if first is None else max(0, first // cache.layout.block_size - start)
+    blocks[:unwritten] = 0
+    return blocks
 
 
 def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:

@@ -28,8 +28,10 @@ Pair = tuple[KVCache, BlockManager]
 
 
 def pair(layout: KVLayout, num_blocks: int = 16) -> Pair:
-    """A cache and its block manager, as `Session` puts them together."""
+    """A cache and its block manager, as `Session` puts them together, with others' bytes in its pools."""
     cache = KVCache(layout, num_blocks=[num_blocks] * len(layout.groups), device=CPU, backend="reference")
+    for group in range(len(layout.groups)):
+        cache.pool(group).fill_(0x5A)
     manager = BlockManager(
         num_blocks=cache.num_blocks, block_size=layout.block_size, identity=IDENTITY, **layout.holding
     )
@@ -84,6 +86,7 @@ def test_kvq_loads_the_vectors(name: str, starts: list[int]) -> None:
         ("int4_mean/int6+recent=7+sinks=7", 45, [9, 3, 3, 3, 2, 2]),
         ("int8+sinks=5", 50, [10, 3, 1, 1, 1, 1]),
         ("int8+sinks=99", 50, [10, 3, 1, 1, 10, 10]),  # fewer tokens than sinks
+        ("int8+recent=16", 35, [7, 4, 4, 4]),  # the window ends within them: none of its blocks is sealed
     ],
 )
 def test_the_checker_takes_what_kvq_writes(
