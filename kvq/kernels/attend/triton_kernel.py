@@ -169,22 +169,30 @@ def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr
 def weighed(
     scores, row_scale, added, top, key, last, before, softcap,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr, ENLARGED: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
     """Weights of one tile and their sums, what earlier ones are to be multiplied by, and the new maxima.
 
     `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two; `added` to all
-    scores of a row, scaled. ENLARGED: what is added to exponents of weights.
+    scores of a row, scaled, if ADDED. ENLARGED: what is added to exponents of weights.
     """
     if SOFTCAP:
-        scores = scores * row_scale[:, None] + added[:, None]
+        scores = scores * row_scale[:, None]
+        if ADDED:
+            scores += added[:, None]
     scores = _capped_and_masked(scores, softcap, key, last, before, SOFTCAP, WINDOW)
     highest = tl.max(scores, axis=1)
     if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
-        highest = highest * row_scale + added
+        highest = highest * row_scale
         scores = scores * row_scale[:, None]
+        if ADDED:
+            highest += added
     higher = tl.maximum(top, highest)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.exp2(scores - (safe - ENLARGED - (0.0 if SOFTCAP else added))[:, None])
+    taken = safe - ENLARGED
+    if ADDED and not SOFTCAP:
+        taken -= added
+    p = tl.exp2(scores - taken[:, None])
     decay = tl.exp2(top - safe)
     return p, folded(p, FOLDED), decay, higher
 
@@ -300,7 +308,6 @@ def attend_kernel(
     )  # fmt: skip
     runs = ()
     sums = ()
-    table = tables_ptr + sequence.to(tl.int64) * table_stride
     k_mean_at = kv_head.to(tl.int64) * km_head
     v_mean_at = kv_head.to(tl.int64) * vm_head
     if APART:
@@ -308,7 +315,8 @@ def attend_kernel(
         room_at = tl.where(valid, token.to(tl.int32) * Q_HEADS + head, 0) * room_row
         if K_MEAN_GROUP > 0:
             score_means(
-                q, room_ptr, room_at, valid, table, begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
+                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
                 k_means + k_mean_at, km_block, K_DIM, K_MEAN_GROUP, K_COMPUTE,
             )  # fmt: skip
     if K_WORDS:
@@ -323,6 +331,7 @@ def attend_kernel(
     outs = (tl.zeros((ROWS, V_PAD), tl.float32),)
     if V_WORDS:
         outs = word_outputs(ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH, V_PAIRS)
+    table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if K_ROUNDED or (K_WORDS and K_KIND < INT4):
         if K_STATIC:
@@ -372,7 +381,7 @@ def attend_kernel(
         )  # fmt: skip
         p, sums_of_p, decay, top = weighed(
             scores, row_scale, of_mean, top, own_key, last - at, before - at, softcap,
-            SOFTCAP, LOWER, FOLDED, ENLARGED,
+            SOFTCAP, LOWER, FOLDED, ENLARGED, APART and K_MEAN_GROUP > 0,
         )  # fmt: skip
         totals = totals * decay[:, None] + sums_of_p
         if APART and V_MEAN_GROUP > 0:

@@ -177,19 +177,9 @@ def latent_kernel(
         )  # fmt: skip
         scores = added_dot(rotary, tl.trans(k), scores)
         p, sums, decay, top = weighed(
-            scores,
-            row_scale,
-            tl.zeros((ROWS,), tl.float32),
-            top,
-            key,
-            last,
-            position - window,
-            softcap,
-            SOFTCAP,
-            WINDOW,
-            FOLDED,
-            ENLARGED,
-        )
+            scores, row_scale, unit, top, key, last, position - window, softcap,
+            SOFTCAP, WINDOW, FOLDED, ENLARGED, False,
+        )  # fmt: skip
         totals = totals * decay[:, None] + sums
         p = p.to(V_COMPUTE)
         if CODES and not V_STATIC:
