@@ -18,7 +18,7 @@ from kvq.commands.options import (
     path_option,
     text_options,
 )
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
 
@@ -134,7 +134,8 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     begin(asked.out, json_path, asked.html_path, plot=asked.plot_path)
     checked = check_for(model_options, ["auto"])
     plan = asked.plan(checked.prepared, codes)
-    plan.check(checked.prepared, *texts)
+    for warning in plan.check_exact(checked.prepared, plan.check(checked.prepared, *texts)):
+        warn(warning)
     tuned, result = _tune(checked.load(), texts, plan, asked.out, json_path)
     _print(result, asked.out)
     if asked.html_path:
@@ -226,13 +227,13 @@ def _say_codes(model: "PreparedModel", plan: "TunePlan") -> None:
 
 
 def _print(result: dict[str, Any], out: str) -> None:
-    from kvq.calib.tune_report import POINTS, RECIPE, marked
+    from kvq.calib.tune_report import RECIPE, marked, point_columns
     from kvq.commands.tables import console, print_columns, text_table
 
     screen = console()
     screen.print(text_table(RECIPE, result["recipe"], RECIPE))
     screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)
-    print_columns(marked(result["rows"]), POINTS)
+    print_columns(marked(result["rows"]), point_columns(result["rows"]))
     echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
 
 
