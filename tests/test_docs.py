@@ -72,6 +72,15 @@ def test_every_file_and_name_of_where_is_what_exists():
             assert re.search(pattern, (ROOT / path).read_text(encoding="utf-8"), re.M), f"{path}: {name}"
 
 
+def test_the_glossary_defines_each_word_once():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## One word")[0]
+    words = re.findall(r"^\| ([^|]+) \| .* \|$", text, re.M)
+    assert len(words) > 60
+    assert [word for word in words if words.count(word) > 1] == []
+    stems = {"seal": "sealed", "staged recipe": "staged", "narrow scale": "narrow"}
+    assert not [word for word, other in stems.items() if word in words and other in words]
+
+
 def read_notebook() -> dict:
     return json.loads(NOTEBOOK.read_text(encoding="utf-8"))
 
