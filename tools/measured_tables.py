@@ -163,35 +163,37 @@ def caches_table(result: dict) -> str:
 
 
 def recipes_table(result: dict) -> str:
-    """The table of a `kvq tune` result: at each size the best uniform format and the recipe."""
-    lines = [
-        "| bits / element | best uniform format | mean KL | perplexity "
-        "| recipe, mean KL | perplexity | KL, recipe / uniform |",
-        "|--:|---|--:|--:|--:|--:|--:|",
-    ]
+    """The table of a `kvq tune` result: each recipe, and the best uniform format of at most its bytes."""
     rows = result["rows"][1:]
-    for size in sorted({row["kv_bytes_per_token"] for row in rows if row["kind"] != "uniform"}):
-        some = [row for row in rows if row["kv_bytes_per_token"] == size]
-        recipe = next(row for row in some if row["kind"] != "uniform")
-        rivals = [row for row in some if row["kind"] == "uniform"]
-        bits = f"{recipe['bits_per_element']:.4g}" + (" (asked for)" if recipe["kind"] == "chosen" else "")
+    is_held = any(row["bits_held"] > row["bits_per_element"] + 0.005 for row in rows)
+    held_head = f" held at {result['context']:,} tokens |" if is_held else ""
+    lines = [
+        f"| bits / element |{held_head} mean KL | sum of halves | perplexity "
+        "| best uniform format of at most these bytes | its bits / element | its mean KL "
+        "| KL, recipe / uniform |",
+        f"|--:|{'--:|' * is_held}--:|--:|--:|---|--:|--:|--:|",
+    ]
+    recipes = {row["kv_bytes_per_token"]: row for row in reversed(rows) if row["kind"] != "uniform"}
+    for size, recipe in sorted(recipes.items()):
+        rivals = [row for row in rows if row["kind"] == "uniform" and row["kv_bytes_per_token"] <= size]
+        cells = [f"{recipe['bits_per_element']:.4g}" + " (asked for)" * (recipe["kind"] == "chosen")]
+        cells += [f"{recipe['bits_held']:.4g}"] * is_held
+        total = recipe["expected_kl"]  # None of a uniform format that was better than the search's
+        cells += [f"{recipe['kl_mean']:.5f}", "-" if total is None else f"{total:.5f}"]
+        cells += [f"{recipe['perplexity_change']:+.2%}"]
         if not rivals:
-            cells = ("-", "-", "-", _kl_cells(recipe), "-")
+            cells += ["-"] * 4
         else:
             best = min(rivals, key=lambda row: row["kl_mean"])
-            ratio = f"{recipe['kl_mean'] / best['kl_mean']:.2f}"
-            cells = (f"`{best['kv']}`", _kl_cells(best), _kl_cells(recipe), ratio)
-        lines.append(f"| {bits} | {' | '.join(cells)} |")
+            cells += [f"`{best['kv']}`", f"{best['bits_per_element']:.4g}", f"{best['kl_mean']:.5f}"]
+            cells += [f"{recipe['kl_mean'] / best['kl_mean']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     text = (
         f"Model: {result['model']}. Searched on {result['text']}, measured on {result['held_out']}, "
         f"{result['rows'][0]['tokens']:,} tokens in windows of {result['context']}; "
         f"{result['seconds']:,.0f} s. "
     )
     return "\n".join(lines) + "\n\n" + text + _measured(result)
-
-
-def _kl_cells(row: dict) -> str:
-    return f"{row['kl_mean']:.5f} | {row['perplexity_change']:+.2%}"
 
 
 def quality_table(result: dict) -> str:
@@ -223,23 +225,35 @@ def quality_table(result: dict) -> str:
 
 
 def needle_table(result: dict) -> str:
-    """The table of `kvq eval --tasks needle`: retrieved by length, and over the whole grid."""
+    """The table of `kvq eval --tasks needle`: retrieved by length, over the whole grid, and less its edges.
+
+    Records at depths 0 and 1 lie at a prompt's ends, where recipes may keep tokens exact.
+    """
     rows = result["needle"]
     lengths = sorted({row["length"] for row in rows})
     lines = [
-        f"| KV | {' | '.join(f'{length:,} tokens' for length in lengths)} | all | 95% interval |",
-        "|---|" + "--:|" * (len(lengths) + 2),
+        f"| KV | {' | '.join(f'{length:,} tokens' for length in lengths)} | all | 95% interval "
+        "| not at either end |",
+        "|---|" + "--:|" * (len(lengths) + 3),
     ]
     for summary in result["needle_summary"]:
         cells = []
         for length in lengths:
             some = [row for row in rows if (row["kv"], row["length"]) == (summary["kv"], length)]
-            cells.append(f"{sum(row['hits'] for row in some) / sum(row['trials'] for row in some):.0%}")
+            cells.append(f"{_retrieved(some):.0%}")
+        inner = [row for row in rows if row["kv"] == summary["kv"] and 0 < row["depth"] < 1]
         span = f"{summary['retrieved_low']:.1%} to {summary['retrieved_high']:.1%}"
-        lines.append(f"| `{summary['kv']}` | {' | '.join(cells)} | {summary['retrieved']:.1%} | {span} |")
+        lines.append(
+            f"| `{summary['kv']}` | {' | '.join(cells)} | {summary['retrieved']:.1%} | {span} "
+            f"| {_retrieved(inner):.1%} |"
+        )
     first = result["needle_summary"][0]
     text = f"Model: {result['model']}. Text: {result['text']}. {first['trials']:,} prompts per format. "
     return "\n".join(lines) + "\n\n" + text + _measured(result)
+
+
+def _retrieved(rows: list[dict]) -> float:
+    return sum(row["hits"] for row in rows) / sum(row["trials"] for row in rows)
 
 
 def _measured(result: dict) -> str:

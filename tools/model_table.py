@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvq.errors import ModelError, first_lines
 from kvq.geometry import FAMILIES, ModelGeometry
 from kvq.models import Model, load
+from kvq.models.modules import config_of
 from kvq.models.probe import relative_error
 from kvq.models.proof import TOLERANCE
 from kvq.models.support import check_supported
@@ -49,7 +50,7 @@ def tried(name: str) -> Found:
     """One family: "list", "proof" or "refused" with layers or the reason, or "not built" with the reason."""
     try:
         config = AutoConfig.for_model(name, **GIVEN.get(name, {})).to_dict()
-        check_supported(json.loads(json.dumps(config)), max_context=CONTEXT, folder=Path(name))
+        check_supported(saved(config), max_context=CONTEXT, folder=Path(name))
     except ModelError as error:
         return "refused", _why(error)
     except Exception as error:  # noqa: BLE001 - whatever a family's code raises
@@ -76,6 +77,14 @@ def tried(name: str) -> Found:
     if error is None or error > TOLERANCE:
         return "WRONG", f"{error}"
     return "list" if name in FAMILIES else "proof", f"{error:.0e}; {layers_of(served.geometry)}"
+
+
+def saved(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers writes into config.json of it: less defaults, numbers that JSON lacks as objects."""
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(config).save_pretrained(folder)
+        found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        return found
 
 
 def _why(error: ModelError) -> str:

@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from kvq.calib.candidates import ALL_CODES, Half, grouped_formats, halves, has_fast_kernel, stored_in
+from kvq.calib.candidates import (
+    ALL_CODES,
+    Half,
+    grouped_formats,
+    halves,
+    has_fast_kernel,
+    staged_alike,
+    stored_in,
+)
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
+from kvq.evals.exact_tail import check_exact
 from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, ExactTokens, KVFormat, KVRecipe, PerTokenHead
@@ -59,7 +68,7 @@ class TunePlan:
         """Tokens of a window, if this can be done on these texts; asked before the weights are loaded.
 
         Raises:
-            ConfigError: a budget below the smallest formats searched.
+            ConfigError: a budget below the smallest formats searched, or windows that stay unquantized.
             RequestError: a text or context that can't be used.
         """
         least, budget = smallest_bytes(model.geometry, self.codes), self.budget_bytes
@@ -74,8 +83,23 @@ class TunePlan:
                 f"windows of {window} tokens say little of what a recipe costs; give --text (and --context) "
                 f"of at least {_LEAST_WINDOW} tokens"
             )
+        self.check_exact(model, window)
         token_windows(model.tokenizer, held_out.text, context=window)
         return window
+
+    def check_exact(self, model: PreparedModel, window: int) -> list[str]:
+        """A warning, if most of a window of so many tokens stays unquantized.
+
+        Raises:
+            ConfigError: all of it does: every recipe would look lossless.
+        """
+        if not self.is_staged:
+            return []
+        given = [f"--{name} {n}" for name, n in (("recent", self.recent), ("sinks", self.sinks)) if n]
+        recipe = KVRecipe.uniform(self.codes[-1].name, model.geometry.head_dims)
+        recipe = replace(staged_alike(recipe, self.exact), label=" ".join(given) or "--staged")
+        advice = "give a longer --context, or a smaller --recent or --sinks"
+        return check_exact(model, [recipe], [range(window)], advice=advice)
 
 
 def parse_budget(model: PreparedModel, text: str) -> int:

@@ -1,7 +1,7 @@
 """A search's result: as rows, as a plot of the front, and as a page that needs no other file."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,17 @@ from kvq import fileio
 from kvq.calib.candidates import halves, stored_in
 from kvq.calib.search import Tuned
 from kvq.calib.sensitivity import Trial
-from kvq.evals.columns import SIZES, Columns, table
+from kvq.evals.columns import Columns, bits, sizes, table
 from kvq.evals.figure import drawing, finish, legend_beside, new_figure, short
 from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
 from kvq.evals.plot import finish_kl
+from kvq.evals.sections import MOST, told
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
 Row = dict[str, Any]
-POINTS: Columns = {
-    "kv": ("recipe", ""),
-    **SIZES,
+_QUALITY: Columns = {
     "kl_mean": ("KL mean", ".6f"),
     "expected_kl": ("expected", ".6f"),
     "perplexity": ("perplexity", ".3f"),
@@ -49,7 +48,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
 def tuned_facts(model: Model, tuned: Tuned) -> Row:
     """What the JSON says beside the points."""
     return {
-        "context": len(tuned.sensitivities.windows[0]),
+        "context": _context(tuned),
         "budget_bytes": tuned.budget_bytes,
         "expected_kl": tuned.expected_kl,
         "search_kl": tuned.search_kl,
@@ -84,6 +83,11 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
         mark = ", centered" if way.is_centered else ""
         cells.setdefault(half.layer, [str(half.layer)]).append(way.fmt.name + mark)
     return list(cells.values())
+
+
+def point_columns(rows: Sequence[Row]) -> Columns:
+    """What the table of points shows."""
+    return {"kv": ("recipe", ""), **sizes(rows), **_QUALITY}
 
 
 def marked(rows: list[Row]) -> list[Row]:
@@ -145,7 +149,7 @@ def render(result: Row) -> str:
         f"{escape(result['date'])}. Every token went through kvq's own write-then-read path.</p>",
         drawing(front_figure, result["rows"]),
         "<h2>Measured</h2>",
-        html_table(*table(marked(result["rows"]), POINTS)),
+        html_table(*table(marked(result["rows"]), point_columns(result["rows"]))),
         "<h2>The recipe</h2>",
         html_table(RECIPE, result["recipe"]),
         "<h2>What each half costs alone</h2>",
@@ -169,19 +173,32 @@ def verdict(tuned: Tuned) -> str:
         f"perplexity {chosen.perplexity_change:+.2%}"
     )
     if not rivals:
-        return words + "; no uniform format is as small."
+        return f"{words}; no uniform format is as small.{_mind(tuned)}"
     best = min(rivals, key=lambda row: row.kl_mean)
     return (
         f"{words}. The best uniform format of at most these bytes, {best.kv} "
         f"({best.bits_per_element:.4g} bits), has {best.kl_mean:.5f}: the recipe has "
-        f"{chosen.kl_mean / best.kl_mean:.2f} times that."
+        f"{chosen.kl_mean / best.kl_mean:.2f} times that.{_mind(tuned)}"
     )
 
 
+def _mind(tuned: Tuned) -> str:
+    """A sentence, where most of what was measured is exact."""
+    share = tuned.chosen.exact_keys
+    return f" Mind: {told('it', share, _context(tuned))}." if share > MOST else ""
+
+
+def _context(tuned: Tuned) -> int:
+    return len(tuned.sensitivities.windows[0])
+
+
 def _staging(tuned: Tuned) -> str:
-    """What a staged recipe's memory leaves out; nothing of others."""
+    """What a staged recipe's memory leaves out, and what it comes to; nothing of others."""
     if not tuned.recipe.is_staged:
         return ""
     exact, size = tuned.recipe.exact, tuned.sensitivities.trials[0].half.block_size
     sinks = f" and its first {-(-exact.sinks // size) * size}" if exact.sinks else ""  # whole blocks
-    return f" but for a sequence's youngest {exact.recent + size} tokens{sinks}, which wait in bf16"
+    return (
+        f" but for a sequence's youngest {exact.recent + size} tokens{sinks}, which wait in bf16 "
+        f"({bits(tuned.chosen.bits_held)} bits held at {_context(tuned):,} tokens)"
+    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.results import write_rows
-from kvq.commands.screen import echo
+from kvq.commands.screen import warn
 
 if TYPE_CHECKING:
     from kvq.evals.compare import Comparison, Difference
@@ -40,7 +40,7 @@ def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison"
     from kvq.printable import one_line
 
     for warning in found.warnings:
-        echo(f"kvq: warning: {one_line(warning)}", err=True, color="yellow")
+        warn(warning)
     out = console()
     for name, path, result in zip("AB", paths, results, strict=True):
         out.print(

@@ -18,7 +18,7 @@ from kvq.commands.options import (
     model_options,
     text_options,
 )
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
 
@@ -113,6 +113,8 @@ def _measure(
     if len(formats) < len(plan.recipes):
         raise ConfigError(f"--kv names a format twice: {', '.join(recipe.name for recipe in plan.recipes)}")
     prepared = [(one, one.task.prepare(plan, one.arguments)) for one in chosen]
+    for warning in dict.fromkeys(w for one, given in prepared for w in one.task.check_exact(plan, given)):
+        warn(warning)
     figures = gate_figures(prepared)
     about = [check_gate(gate, figures=figures, all_tasks=list(TASKS), formats=formats) for gate in limits]
     model, plan = load_for_plan(checked, plan)

@@ -10,6 +10,7 @@ from kvq.evals import EvalText
 from kvq.evals.attention_error import AttentionRow, measure_attention
 from kvq.evals.bootstrap import Bootstrap
 from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan, Watch
+from kvq.evals.exact_tail import check_exact
 from kvq.evals.gates import Gate, metric_figures, metric_rows
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
 from kvq.evals.lm_eval_loading import LMEvalPlan, load_tasks, task_metrics
@@ -22,6 +23,7 @@ from kvq.evals.needle import (
     summarize_needle,
     void_reason,
 )
+from kvq.evals.needle_prompts import NeedlePrompts
 from kvq.evals.perplexity import instrument_check
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.extras import LM_EVAL, require
@@ -57,6 +59,8 @@ class Task:
     run: Callable[["Running", Any], dict[str, Any]]  # keys of the JSON -> rows, JSON
     figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> what gates may name
     gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
+    # Warnings of what `prepare` returned; raises for formats of which nothing quantized would be seen.
+    check_exact: Callable[[EvalPlan, Any], list[str]] = lambda plan, prepared: []
     takes_argument: bool = False  # NAME:ARGUMENT; the arguments come together
     modules: tuple[str, ...] = ()  # of an extra, which it needs
 
@@ -92,6 +96,23 @@ def check_windows(plan: EvalPlan, _: object = None) -> None:
     plan.tokens.windows(plan.prepared, plan.text.text)
     if plan.tokens.instrument:
         plan.prepared.recipe(INSTRUMENT_FORMAT)
+
+
+def _exact_in_windows(plan: EvalPlan, _: object) -> list[str]:
+    return plan.tokens.check_exact(plan.prepared, plan.recipes)
+
+
+def _exact_in_generation(plan: EvalPlan, _: object) -> list[str]:
+    asked = plan.generation
+    queries = range(asked.prompt_tokens - 1, asked.prompt_tokens + asked.new_tokens - 1)
+    advice = "give more --prompt-tokens, or fewer in +recent and +sinks"
+    return check_exact(plan.prepared, plan.recipes, [queries], advice=advice)
+
+
+def _exact_in_needles(plan: EvalPlan, found: tuple[NeedlePrompts, list[int]]) -> list[str]:
+    queries = [range(length - 1, length) for length in found[1]]
+    advice = "give longer --needle-lengths, or fewer tokens in +recent and +sinks"
+    return check_exact(plan.prepared, plan.recipes, queries, advice=advice)
 
 
 def _quality(running: Running, _: object) -> dict[str, Any]:
@@ -174,7 +195,8 @@ def _of_rows(key: str, row: type) -> dict[str, Any]:
     return {"figures": lambda name, _: {name: _numbers(row)}, "gate_rows": lambda found, _: found[key]}
 
 
-_QUALITY = Task(key="rows", prepare=check_windows, run=_quality, **_of_rows("rows", QualityRow))
+_WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}
+_QUALITY = Task(key="rows", run=_quality, **_WINDOWS, **_of_rows("rows", QualityRow))
 
 TASKS: dict[str, Task] = {
     "perplexity": _QUALITY,
@@ -182,15 +204,15 @@ TASKS: dict[str, Task] = {
     "generation": Task(
         key="generation",
         prepare=lambda plan, _: cut_prompts(plan.prepared, plan.text.text, plan.generation),
+        check_exact=_exact_in_generation,
         run=_generation,
         **_of_rows("generation", GenerationRow),
     ),
-    "attention": Task(
-        key="attention", prepare=check_windows, run=_attention, **_of_rows("attention", AttentionRow)
-    ),
+    "attention": Task(key="attention", run=_attention, **_WINDOWS, **_of_rows("attention", AttentionRow)),
     "needle": Task(
         key="needle",
         prepare=lambda plan, _: needle_prompts(plan.prepared, plan.text.text, plan.needle),
+        check_exact=_exact_in_needles,
         run=_needle,
         **_of_rows("needle_summary", NeedleSummary),
     ),

@@ -18,6 +18,7 @@ from kvq.commands.options import (
     path_option,
     text_options,
 )
+from kvq.commands.screen import warn
 from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def command(kv: list[str], model_options: ModelOptions, windows: WindowOptions, 
         tokens=TokenPlan(**asdict(windows), attention_window=asked.attention_window),
     )
     check_windows(plan)
+    for warning in plan.tokens.check_exact(plan.prepared, plan.recipes):
+        warn(warning)
     result = measure(*load_for_plan(checked, plan), json_path=asked.json_path, refused=checked.refused)
     if asked.html_path:
         write_report(asked.html_path, result)

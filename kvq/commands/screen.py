@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import click
 
-from kvq.printable import printable
+from kvq.printable import one_line, printable
 
 
 def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str | None = None) -> None:
@@ -16,6 +16,11 @@ def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str
     text = printable(str(message))
     text = text if color is None else click.style(text, fg=color, bold=True)
     click.echo(text, nl=nl, err=err)  # noqa: TID251 - the one place
+
+
+def warn(text: str) -> None:
+    """Print a warning on standard error, as one line."""
+    echo(f"kvq: warning: {one_line(text)}", err=True, color="yellow")
 
 
 def stream(text: str) -> None:

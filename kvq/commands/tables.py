@@ -67,7 +67,7 @@ def print_eval(result: dict[str, Any]) -> None:
 
 
 def print_check(result: dict[str, Any]) -> bool:
-    """Print how the gates and the check of the instrument ended; True if all passed."""
+    """Print how a result ended, by `outcomes`; True if its gates and the check of the instrument passed."""
     if lines := [line for _, line in outcomes(result)]:
         echo("\n" + "\n".join(lines))
     instrument = result.get("instrument") or {"passed": True}

@@ -18,7 +18,7 @@ from kvq.commands.options import (
     path_option,
     text_options,
 )
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
 
@@ -71,7 +71,9 @@ class Asked:
         False,
         "Let formats take out block means; a block waits in bf16, which takes memory, until it is full.",
     )
-    recent: int = option(0, "Youngest tokens of a sequence to keep in bf16; makes it --staged.", type=int)
+    recent: int = option(
+        0, "Youngest tokens of a sequence to keep in bf16, less than --context; makes it --staged.", type=int
+    )
     sinks: int = option(0, "First tokens of a sequence to keep in bf16; makes it --staged.", type=int)
     out: str = option("kvq.json", "Where the recipe goes.", type=click.Path())
     context: int | None = option(
@@ -134,7 +136,8 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     begin(asked.out, json_path, asked.html_path, plot=asked.plot_path)
     checked = check_for(model_options, ["auto"])
     plan = asked.plan(checked.prepared, codes)
-    plan.check(checked.prepared, *texts)
+    for warning in plan.check_exact(checked.prepared, plan.check(checked.prepared, *texts)):
+        warn(warning)
     tuned, result = _tune(checked.load(), texts, plan, asked.out, json_path)
     _print(result, asked.out)
     if asked.html_path:
@@ -226,13 +229,13 @@ def _say_codes(model: "PreparedModel", plan: "TunePlan") -> None:
 
 
 def _print(result: dict[str, Any], out: str) -> None:
-    from kvq.calib.tune_report import POINTS, RECIPE, marked
+    from kvq.calib.tune_report import RECIPE, marked, point_columns
     from kvq.commands.tables import console, print_columns, text_table
 
     screen = console()
     screen.print(text_table(RECIPE, result["recipe"], RECIPE))
     screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)
-    print_columns(marked(result["rows"]), POINTS)
+    print_columns(marked(result["rows"]), point_columns(result["rows"]))
     echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
 
 

@@ -1,6 +1,6 @@
 """Tables as text cells, the same for the terminal and for pages: which columns, and how each is written."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 # Key of a row, dots leading further in -> head, and number format or what makes a text; "" for texts.
@@ -36,3 +36,11 @@ SIZES: Columns = {  # what a format takes
     "kv_bytes_per_token": ("bytes/token", ",.0f"),
     "compression": ("vs bf16", "{:.2f}x".format),
 }
+
+
+def sizes(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """What formats take; what a sequence of the context holds beside it, where that is more."""
+    if all(row.get("bits_held", 0) < row["bits_per_element"] + 0.005 for row in rows):
+        return SIZES
+    held: Columns = {"bits_held": ("bits held", bits)}
+    return {"bits_per_element": SIZES["bits_per_element"], **held, **SIZES}

@@ -3,7 +3,7 @@
 What stays of a token is a few numbers, never its logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import RequestError
+from kvq.evals.exact_tail import check_exact
 from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
 from kvq.evals.simulated import SimulatedRecipe, model_in
 from kvq.evals.windows import token_windows
@@ -57,6 +58,20 @@ class TokenPlan:
                 f"--context {self.context} is beyond this model's context of {model.max_context} tokens"
             )
         return token_windows(model.tokenizer, text, context=self.context, max_windows=self.max_windows)
+
+    def check_exact(self, model: PreparedModel, recipes: Iterable[KVRecipe]) -> list[str]:
+        """Warnings of recipes that leave most keys of a window exact.
+
+        Raises:
+            ConfigError: one that leaves all of them so.
+        """
+        return check_exact(
+            model,
+            recipes,
+            [range(self.context)],
+            advice="give a longer --context, or fewer tokens in +recent and +sinks",
+            attention_window=self.attention_window,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +166,10 @@ def measure_tokens(
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.
-        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+        ConfigError: a format that is unknown, doesn't fit, lacks its scales, or keeps whole windows exact.
     """
     models = with_baseline(model, kv)
+    plan.check_exact(model.prepared, [one.recipe for one in models])
     windows = plan.windows(model.prepared, text)
     size = min(plan.chunk or chunk_size(model, plan.context), plan.context)
     pairs = _candidates(models, len(windows), plan)

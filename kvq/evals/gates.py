@@ -36,7 +36,9 @@ _GATE = re.compile(
 _SHARE = {"%": 0.01}
 _NATS = {"nats": 1.0, "mnats": 1e-3, "bits": math.log(2)}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "min": 60.0}
-_SHARES = ("top1_agreement", "top5_agreement", "identical", "retrieved", "token_accuracy")  # and their bounds
+_SHARES = (  # and their bounds
+    *("top1_agreement", "top5_agreement", "identical", "retrieved", "token_accuracy", "exact_keys"),
+)
 _CHANGE = "perplexity_change"
 _PLAIN = ("perplexity", "documents", "prompts", "new_tokens", "same_tokens", "trials", "layer")
 _UNITS: dict[str, dict[str, float]] = {  # by the beginning of a figure's name; of others a share

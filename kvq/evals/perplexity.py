@@ -8,6 +8,7 @@ import numpy as np
 
 from kvq.errors import RequestError
 from kvq.evals.divergence import INSTRUMENT_WINDOW, UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
+from kvq.evals.exact_tail import exact_keys
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
@@ -30,6 +31,7 @@ class PerplexityRow:
     kl_mean: float  # nats per token, of this format from the baseline
     kl_p999: float
     top1_agreement: float  # share of tokens with the baseline's likeliest token
+    exact_keys: float  # share of keys that queries saw unquantized, though the format is not
     seconds: float
     attention_window: int | None = None  # tokens, when attention was cut short on purpose
     instrument: str = ""  # "window" or "int2": the rows that check the instrument
@@ -56,17 +58,18 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
     Raises:
         RequestError: a loss that no perplexity can express.
     """
-    kl = figures.kl.astype(np.float64).ravel()
+    kl, context = figures.kl.astype(np.float64).ravel(), figures.nll.shape[1] + 1
     perplexity = _perplexity(figures)
     return PerplexityRow(
         kv=figures.label,
-        **size_figures(figures.model, figures.nll.shape[1] + 1),
+        **size_figures(figures.model, context),
         tokens=figures.tokens,
         perplexity=perplexity,
         perplexity_change=perplexity / _perplexity(baseline) - 1,
         kl_mean=float(kl.mean()),
         kl_p999=float(np.quantile(kl, 0.999)),
         top1_agreement=float(figures.top1.mean(dtype=np.float64)),
+        exact_keys=exact_keys(figures.model.layout, range(context), figures.window_limit),
         seconds=figures.seconds,
         attention_window=figures.window_limit,
         instrument=figures.role,

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import floor
 from typing import Any
 
 from kvq.evals.bootstrap import FEWEST_DOCUMENTS
-from kvq.evals.columns import SIZES, Columns, bits, span, table
+from kvq.evals.columns import Columns, sizes, span, table
 from kvq.evals.gates import changes
 
 Row = dict[str, Any]
 _KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one
+MOST = 0.5  # of the keys; where more are exact, a format is measured less than what it leaves alone
 _RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
 _KV: Columns = {"kv": ("kv", "")}
 _SECONDS: Columns = {"seconds": ("seconds", ".1f")}
@@ -43,7 +45,7 @@ def sections(result: dict[str, Any]) -> Iterator[Section]:
         if rows[0]["by_difficulty"]:
             yield _by_difficulty(rows)
     else:
-        yield _section("sizes", "What is stored", rows, _sizes(rows))
+        yield _section("sizes", "What is stored", rows, {**_KV, **sizes(rows)})
     for key in row_keys(result):
         if key in _SECTIONS:
             yield _SECTIONS[key](result[key])
@@ -52,7 +54,8 @@ def sections(result: dict[str, Any]) -> Iterator[Section]:
 
 
 def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """How the check of the instrument, the tasks and the gates ended: whether well, and in words."""
+    """How the check of the instrument, the tasks and the gates ended, and what is mostly exact: whether well,
+    and in words."""
     for name, reason in result.get("void", {}).items():
         yield False, f"{name} is VOID: {reason}"
     if check := result.get("instrument"):
@@ -64,11 +67,23 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
             f"{check['int2_change']:+.1%} with {check['int2_format']} "
             f"(both must reach {check['limit']:+.0%}){advice}",
         )
+    for row in result["rows"]:
+        if row.get("exact_keys", 0) > MOST:
+            yield False, f"mind: {told(row['kv'], row['exact_keys'], result['context'])}"
     for gate in result.get("gates", []):
         if gate["passed"]:
             yield True, f"gate {gate['gate']}: passed"
         for failure in gate["failures"]:
             yield False, f"gate {gate['gate']}: FAILED by {failure['told']}"
+
+
+def told(kv: str, share: float, tokens: int) -> str:
+    """In words, that a share of the keys was exact in sequences of so many tokens."""
+    percent = f"{floor(1000 * share) / 10:g}%"  # 100% is all
+    return (
+        f"with {kv}, {percent} of the keys that queries see in {tokens:,} tokens are exact: its figures are "
+        f"more of those than of its formats"
+    )
 
 
 def row_keys(result: Mapping[str, Any]) -> list[str]:
@@ -87,19 +102,12 @@ def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: 
     return Section(key=key, title=title, heads=heads, cells=cells, note=note)
 
 
-def _sizes(rows: list[Row]) -> Columns:
-    """What formats take; what a sequence of the context holds beside it, where that is more."""
-    if all(row.get("bits_held", 0) < row["bits_per_element"] + 0.005 for row in rows):
-        return {**_KV, **SIZES}
-    held: Columns = {"bits_held": ("bits held", bits)}
-    return {**_KV, "bits_per_element": SIZES["bits_per_element"], **held, **SIZES}
-
-
 def _plain_perplexity(rows: list[Row]) -> Section:
     cut = "{kv}, {attention_window}-token window"
     named = [row | {"kv": cut.format_map(row)} if row["attention_window"] else row for row in rows]
     columns = {
-        **_sizes(rows),
+        **_KV,
+        **sizes(rows),
         **_PERPLEXITY,
         "kl_mean": ("KL mean", ".6f"),
         "kl_p999": ("KL 99.9%", ".4f"),
@@ -110,7 +118,7 @@ def _plain_perplexity(rows: list[Row]) -> Section:
 
 
 def _perplexity(rows: list[Row]) -> Section:
-    columns = {**_sizes(rows), **_PERPLEXITY, "verdict": ("what that says", ""), **_SECONDS}
+    columns = {**_KV, **sizes(rows), **_PERPLEXITY, "verdict": ("what that says", ""), **_SECONDS}
     return _section("perplexity", "Perplexity", rows, columns)
 
 

@@ -21,6 +21,7 @@ from kvq.kernels.codec.hadamard import rotate
 from kvq.kernels.seal.reference import seal
 from kvq.layout import MAX_BLOCK_SIZE, KVLayout, Role, plan_layout
 from kvq.models import Model, Session
+from kvq.models.prepared import PreparedModel
 
 NAMES = "kivi-kKvV, kvarn-kKvV (K and V bits: 2 to 8; then -gTOKENS, +sinks=N, +recent=N)"
 _NAME = re.compile(r"(kivi|kvarn)-k([2-8])v([2-8])(?:-g(\d+))?")
@@ -78,9 +79,7 @@ class SimulatedModel(Model):
 
     @property
     def layout(self) -> KVLayout:
-        prepared = self.prepared
-        size = self.recipe.method.tokens
-        return plan_layout(prepared.geometry, self.recipe, block_size=size, order=prepared.order)
+        return layout_in(self.prepared, self.recipe)
 
     @property
     def bits_per_element(self) -> float:
@@ -114,6 +113,17 @@ def model_in(model: Model, kv: str | KVRecipe) -> Model:
     if isinstance(kv, SimulatedRecipe):
         return SimulatedModel(model.weights, kv)
     return model.with_kv(kv)
+
+
+def layout_in(model: PreparedModel, recipe: KVRecipe) -> KVLayout:
+    """The blocks of a format, or of a method that is simulated; needs no weights.
+
+    Raises:
+        ConfigError: a recipe made for other layers.
+    """
+    if isinstance(recipe, SimulatedRecipe):
+        return plan_layout(model.geometry, recipe, block_size=recipe.method.tokens, order=model.order)
+    return model.layout(recipe)
 
 
 def _method(name: str, head_dims: list[tuple[int, int]]) -> Method:

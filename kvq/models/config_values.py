@@ -16,6 +16,20 @@ _MOST_EXPERTS = 10_000  # of which modules are made, one by one
 _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
 _MAY_BE_ZERO = "loss"  # in names, which nothing but training reads
 _MAY_BE_INFINITE = "_limit"  # ends of names
+_FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
+
+
+def with_floats(value: Any) -> Any:
+    """The same JSON with what transformers saves as `{"__float__": "Infinity"}`, and its like, as floats."""
+    if isinstance(value, Mapping):
+        if _is_float(value):
+            return float(value[_FLOAT])
+        return {key: with_floats(inner) for key, inner in value.items()}
+    return [with_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_float(value: Mapping[str, Any]) -> bool:
+    return value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS
 
 
 def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
@@ -83,7 +97,9 @@ def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
 
 def _values(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """Every value that is no object and no list, under the names that lead to it."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and _is_float(value):
+        yield name, float(value[_FLOAT])
+    elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _values(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):

@@ -15,6 +15,7 @@ from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.models.checkpoint import read_json
+from kvq.models.config_values import with_floats
 from kvq.models.rope import BATCH_DEPENDENT_ROPE
 from kvq.weights.files.fields import shown
 
@@ -87,9 +88,18 @@ def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_of(given: Mapping[str, Any]) -> Any:
     """transformers' configuration of a config.json's dict."""
+    return type(default_config(given)).from_dict(copy.deepcopy(with_floats(given)))
+
+
+def default_config(given: Mapping[str, Any]) -> Any:
+    """The configuration of a family as transformers would begin with.
+
+    Raises:
+        KeyError, ValueError: a dict that names no family, or none that transformers knows.
+    """
     from transformers import AutoConfig
 
-    return type(AutoConfig.for_model(given["model_type"])).from_dict(copy.deepcopy(dict(given)))
+    return AutoConfig.for_model(given["model_type"])
 
 
 def _blamed(
@@ -106,7 +116,7 @@ def _blamed(
             continue
         rest = {key: other for key, other in config.items() if key != name}
         if _works(make, rest) or (can_be_told and not _works(make, {**kind, name: value})):
-            default = getattr(config_of(kind), name, None)
+            default = getattr(default_config(kind), name, None)
             hint = "" if default is None else f", which leaves it at {shown(default)}"
             return ModelError(
                 f"{folder}/config.json: {name} can't be {shown(value)} in a {kind['model_type']} model; "

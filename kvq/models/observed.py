@@ -15,7 +15,7 @@ from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.geometry.parse import MAX_CONTEXT
 from kvq.models.config_values import check_values
-from kvq.models.modules import build_on_meta, config_of, quiet_logs, unquantized
+from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
 
 _NAME = "kvq_observed"
 _TOKENS = 7
@@ -62,7 +62,7 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
     """
     check_values(folder, config, MAX_CONTEXT)
     try:
-        config_of(unquantized(config))
+        default_config(config)
     except (KeyError, ValueError) as error:
         raise ModelError(
             f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "

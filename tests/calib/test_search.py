@@ -366,7 +366,9 @@ def test_a_staged_search_takes_out_means_where_they_pay_and_its_recipe_is_served
     assert found.recipe.exact == ExactTokens(sinks=4, recent=16)
     assert recipe_bytes(short.geometry, found.recipe) <= parse_budget(short.prepared, "int3_mean")
     assert found.chosen.kv_bytes_per_token >= found.chosen.bits_per_element / 8 * 4 * 2 * 64
-    assert "youngest 48 tokens and its first 32, which wait in bf16" in verdict(found)
+    assert "youngest 48 tokens and its first 32, which wait in bf16 (" in verdict(found)
+    assert found.chosen.bits_held > found.chosen.bits_per_element
+    assert f"({found.chosen.bits_held:.3f}".rstrip("0") in verdict(found)
     path = tmp_path / "kvq.json"
     found.recipe.save(path)
     served = short.with_kv(str(path))

@@ -52,6 +52,33 @@ def test_a_recipe_its_report_and_its_plot_are_written(kvq, short, tmp_path):
     assert status == 0
 
 
+def test_what_a_sequence_holds_is_in_the_table_and_a_tail_that_holds_most_is_said(kvq, short, tmp_path):
+    path = tmp_path / "t.json"
+    status, said, err = kvq(
+        "tune",
+        short,
+        "--budget",
+        "5bits",
+        "--recent",
+        60,
+        "--out",
+        tmp_path / "kvq.json",
+        "--json",
+        path,
+        *FEW,
+    )
+    assert status == 0
+    result = json.loads(path.read_text())
+    chosen = next(row for row in result["rows"] if row["kind"] == "chosen")
+    assert 0.5 < chosen["exact_keys"] < 1
+    assert chosen["bits_held"] == pytest.approx(chosen["bits_per_element"] + 16, rel=0.01)  # 96 of 96 tokens
+    share = int(1000 * chosen["exact_keys"]) / 10
+    assert f"warning: with --recent 60, {share:g}% of the keys that queries see in 96 tokens" in err
+    assert f"Mind: with it, {share:g}% of the keys" in result["verdict"]
+    assert re.search(r"^recipe +bits +bits held +bytes/token", said, re.M)
+    assert re.search(rf"^chosen.* {chosen['bits_held']:.3f}".rstrip("0"), said, re.M)
+
+
 def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "_DEAR", -1.0)  # any change of perplexity is a lot
     status, said, _ = kvq(
@@ -81,6 +108,8 @@ def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
         (("--budget", "2bits"), "the smallest formats searched take 432"),
         (("--budget", "lots"), "--budget takes bits per element (4.5bits)"),
         (("--formats", "int4,fp6"), "--formats takes int8, int6, int5, int4, int3, int2, got 'fp6'"),
+        (("--recent", "1024"), "--recent 1024 keeps all of 1,024 tokens unquantized"),
+        (("--context", "64", "--sinks", "60", "--recent", "8"), "a smaller --recent or --sinks"),
         (("--recent", "-1"), "recent must be 0 to 65536 tokens"),
         (("--plot", "front.bmp"), "must end in .svg, .png, .pdf"),
         (("--max-kl", "nan"), "not a finite number"),

@@ -1,5 +1,6 @@
 """Families on no list are served if a small twin proves them, and refused with what is wrong if not."""
 
+import json
 import logging
 import re
 
@@ -10,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvq.errors import ModelError
 from kvq.geometry import FAMILIES
 from kvq.models import load
+from kvq.models.modules import config_of
 from kvq.models.prepared import prepare
 from kvq.models.probe import relative_error
 from kvq.models.proof import TOLERANCE
@@ -60,6 +62,32 @@ def test_every_causal_model_of_transformers_is_served_rightly_or_refused():
     assert [name for name, (end, _) in found.items() if end == "WRONG"] == []
     assert sum(end in ("list", "proof") for end, _ in found.values()) >= 60
     assert {name for name, (end, _) in found.items() if end == "list"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "nemotron_h"])
+def test_infinity_as_transformers_saves_it_is_read_and_the_model_refused_for_what_it_is(name, tmp_path):
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert {"__float__": "Infinity"} in saved["time_step_limit"]
+    assert config_of(saved).time_step_limit[1] == float("inf")
+    with pytest.raises(ModelError, match=f"does not run {name}: its attention can't be replaced"):
+        load(tmp_path)
+
+
+def test_a_value_that_a_family_on_no_list_can_not_have_is_named(tmp_path):
+    config = AutoConfig.for_model("bamba").to_dict() | {"time_step_limit": [0.0, {"__float__": "many"}]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"config\.json: time_step_limit can't be .* in a bamba model"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_other_fields_can_not_be_infinite_in_either_spelling(value, tmp_path):
+    for text in (value, json.dumps({"__float__": value})):
+        config = AutoConfig.for_model("bamba").to_dict() | {"embedding_multiplier": "here"}
+        (tmp_path / "config.json").write_text(json.dumps(config).replace('"here"', text))
+        with pytest.raises(ModelError, match=r"embedding_multiplier is .*, which no model's can be"):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(WRONG))

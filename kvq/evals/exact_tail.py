@@ -1,0 +1,64 @@
+"""How much of what queries see is unquantized under a staged recipe, whose divergence then says little.
+
+A recipe that keeps as many young tokens in bf16 as a window has diverges by nothing, whatever its formats.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvq.errors import ConfigError
+from kvq.evals.sections import MOST, told
+from kvq.evals.simulated import layout_in
+from kvq.formats import KVRecipe
+from kvq.kernels.attend.options import Age, Part
+from kvq.layout import KVLayout
+from kvq.models.prepared import PreparedModel
+
+
+def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:
+    """The share of keys that queries at these positions of a sequence see unquantized, mean of all layers.
+
+    A query sees its own position and those before it, `attention_window` at most. 0 without a staging area.
+    """
+    if not layout.recipe.is_staged:
+        return 0.0
+    young = Part(age=Age.YOUNG, recent=layout.exact.recent, block_size=layout.block_size)
+    sinks, shares = layout.exact.sinks, 0.0
+    for group in layout.sealed:
+        window = min(filter(None, (group.group.window, attention_window)), default=queries.stop)
+        firsts = [(p, max(0, p + 1 - window)) for p in queries]
+        seen = sum(p + 1 - first for p, first in firsts)
+        sealed = sum(max(0, young.edge(p) - max(first, sinks)) for p, first in firsts)
+        shares += len(group.layers) * (1 - sealed / seen)
+    return shares / len(layout.geometry.layers)
+
+
+def check_exact(
+    model: PreparedModel,
+    recipes: Iterable[KVRecipe],
+    sequences: Sequence[range],
+    *,
+    advice: str,
+    attention_window: int | None = None,
+) -> list[str]:
+    """Warnings, of the quantized recipes that leave most keys exact in any of these sequences.
+
+    `sequences`: the positions of queries whose results are looked at. `advice`: what else can be given.
+
+    Raises:
+        ConfigError: a recipe under which none of them sees anything quantized.
+    """
+    warnings = []
+    for recipe in recipes:
+        if not (recipe.is_quantized and recipe.is_staged):
+            continue
+        layout = layout_in(model, recipe)
+        shares = {queries: exact_keys(layout, queries, attention_window) for queries in sequences}
+        if min(shares.values()) == 1:
+            raise ConfigError(
+                f"{recipe.name} keeps all of {max(x.stop for x in sequences):,} tokens unquantized, so any "
+                f"format would look lossless; {advice}"
+            )
+        queries, most = max(shares.items(), key=lambda item: item[1])
+        if most > MOST:
+            warnings.append(f"{told(recipe.name, most, queries.stop)}; {advice}")
+    return warnings

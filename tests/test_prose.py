@@ -1,0 +1,155 @@
+"""Figures that pages tell in prose are those of the committed results."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHORT, DEFAULT, LONG = "tiny-wikitext2", "tiny-default", "eval-tiny-4096-wikitext2"
+SIMULATED, PLAIN, STAGED = (
+    "eval-tiny-recipes-wikitext2",
+    "tune-tiny-4.5bits-wikitext2",
+    "tune-tiny-3.5bits-staged-wikitext2",
+)
+TUNED, NEEDLE = "eval-tiny-unstaged-wikitext2", "needle-copy-model"
+TAIL = "+sinks=4+recent=128"
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}-cpu.json").read_text(encoding="utf-8"))
+
+
+def row(name, kv):
+    return next(one for one in result(name)["rows"] if one["kv"] == kv)
+
+
+def kl(name, kv):
+    return row(name, kv)["kl_mean"]
+
+
+def change(name, kv):
+    return f"{row(name, kv)['perplexity_change']:+.2%}"
+
+
+def held(name, kv):
+    return f"{row(name, kv)['bits_held']:.1f}"
+
+
+def ratio(name, kv, other, digits=2):
+    return f"{kl(name, kv) / kl(name, other):.{digits}f}"
+
+
+def deepest(name, kv):
+    return row(name, kv)["by_depth"][-1]
+
+
+def span(name, kv):
+    return " to ".join(f"{bound:.5f}" for bound in deepest(name, kv)["intervals"]["kl_mean"])
+
+
+def missed(name, low, high):
+    """How much more than their sums recipes from `low` to `high` bits cost, least and most."""
+    found = [
+        one["kl_mean"] / one["expected_kl"] - 1
+        for one in result(name)["rows"]
+        if one["expected_kl"] and low <= one["bits_per_element"] < high
+    ]
+    return f"{min(found):.0%}", f"{max(found):.0%}"
+
+
+def needles(kv):
+    """Percent found at depths between the ends."""
+    some = [one for one in result(NEEDLE)["needle"] if one["kv"] == kv and 0 < one["depth"] < 1]
+    return 100 * sum(one["hits"] for one in some) / sum(one["trials"] for one in some)
+
+
+def fewer(kv):
+    """Points less than unquantized KV."""
+    return f"{needles('fp32') - needles(kv):.0f}"
+
+
+def told_in_choosing():
+    four, mean, narrow = "int4", "int4_mean", "int4_g64_s8_mean_rot"
+    yield f"{change(SHORT, 'int8')} and {change(SHORT, 'fp8')} of perplexity on WikiText-2"
+    yield f"{change(DEFAULT, 'int8')} and {change(DEFAULT, 'fp8')} on help topics"
+    yield f"{change(SHORT, four)} of perplexity on WikiText-2, {change(DEFAULT, four)} on help topics"
+    yield f"{ratio(SHORT, narrow, four)} and {ratio(SHORT, mean, four)} of `int4`'s divergence in windows"
+    yield f"of 1,024 tokens, {ratio(LONG, narrow, four)} and {ratio(LONG, mean, four)} at 4,096"
+    yield f"holds {held(SHORT, narrow)} and {held(SHORT, mean)} bits an element at 1,024 tokens"
+    yield f"{held(LONG, narrow)} and {held(LONG, mean)} at 4,096"
+    yield f"(3.6 bits; {held(LONG, f'int3_mean{TAIL}')} held at 4,096 tokens)"
+    yield f"{kl(SHORT, four):.4f} nats a token in windows of 1,024 tokens, {kl(LONG, four):.3f} in 4,096"
+    yield f"({kl(DEFAULT, four):.3f} on help topics)"
+    yield "{} to {} more than the sum of their halves down to 3 bits".format(*missed(PLAIN, 2.9, 9))
+    yield f"and {missed(PLAIN, 2, 2.9)[1]} at 2.5"
+    yield "of the staged ones {} to {}".format(*missed(STAGED, 2, 7))
+    yield f"and {missed(STAGED, 7, 9)[1]} at 7.44 bits"
+    yield f"{ratio(SIMULATED, 'recipe-2.5625bits.json', 'kvarn-k2v2')} of the divergence of `kvarn-k2v2`"
+    yield f"{ratio(SIMULATED, 'recipe-3.0bits.json', 'kivi-k2v2')} of `kivi-k2v2`"
+    yield f"{ratio(SIMULATED, 'recipe-5.0bits.json', 'kivi-k4v4')} of `kivi-k4v4`"
+    small, theirs = "recipe-4.5625bits.json", "kvarn-k4v4"
+    late = deepest(SIMULATED, small)["kl_mean"] / deepest(SIMULATED, theirs)["kl_mean"]
+    yield f"it has {ratio(SIMULATED, small, theirs)}, with intervals that overlap"
+    yield f"it has {late:.2f}"
+    yield f"{span(SIMULATED, small)}, and {span(SIMULATED, theirs)}"
+    yield f"holds {held(SIMULATED, theirs)} bits an element of `kvarn-k4v4`, and {held(SIMULATED, small)} of"
+    plain, means, base = f"int3{TAIL}", f"int3_mean{TAIL}", "int4_g64_rot"
+    late = deepest(LONG, plain)["kl_mean"] / deepest(LONG, base)["kl_mean"]
+    yield f"{ratio(LONG, plain, base, 1)} times `int4_g64_rot` there ({late:.1f} times among the last 2,048"
+    yield f"with block means it is {ratio(LONG, means, base)}"
+    yield f"There 3 bits find {fewer('int3')} points less than unquantized KV"
+    yield f"tokens exact {fewer(plain)} point less"
+    yield f"2 bits with block means so find {fewer(f'int2_mean{TAIL}')} points less"
+    yield f"plain 2 bits {needles('fp32') - needles('int2'):.1f}"
+
+
+def told_in_quality():
+    for name in (DEFAULT, SHORT):
+        check = result(name)["instrument"]
+        assert check["passed"]
+        yield " and ".join(f"{check[key]:.1%}" for key in ("window_change", "int2_change"))
+    yield f"`int4_mean` has {ratio(LONG, 'int4_mean', 'int4')} of the divergence of `int4`"
+    yield f"here {ratio(SHORT, 'int4_mean', 'int4')}"
+    yield f"{ratio(LONG, f'int3{TAIL}', 'int4', 1)} times as much, here {ratio(SHORT, f'int3{TAIL}', 'int4')}"
+
+
+def told_in_readme():
+    tuned = "tuned-4.5bits.json"
+    yield f"{ratio(TUNED, tuned, 'int4')} times the divergence of `int4`"
+    yield f"{ratio(TUNED, tuned, 'int4_g64_rot')} times that of `int4_g64_rot`"
+
+
+PAGES = {
+    "docs/choosing.md": told_in_choosing,
+    "docs/quality.md": told_in_quality,
+    "README.md": told_in_readme,
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_tells_is_what_was_measured(page):
+    text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
+    assert [told for told in PAGES[page]() if told not in text] == []
+
+
+def test_intervals_overlap_where_the_page_says_so():
+    low = row(SIMULATED, "kvarn-k4v4")["intervals"]["kl_mean"][0]
+    assert row(SIMULATED, "recipe-4.5625bits.json")["intervals"]["kl_mean"][1] > low
+    theirs, own = (deepest(SIMULATED, kv) for kv in ("kvarn-k4v4", "recipe-4.5625bits.json"))
+    assert own["intervals"]["kl_mean"][1] < theirs["intervals"]["kl_mean"][0]
+    assert own["first_depth"] == 512
+
+
+def test_every_result_is_shown_or_read_by_something():
+    """None is left of which no page has a table and no code makes anything."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    texts.append((ROOT / "README.md").read_text(encoding="utf-8"))
+    for folder in ("tools", "benchmarks", "tests", "kvq"):
+        texts += [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")]
+    whole = "".join(texts)
+    unread = [
+        path.name for path in (ROOT / "benchmarks" / "results").glob("*.json") if path.name not in whole
+    ]
+    assert unread == []
