@@ -80,6 +80,25 @@ def test_the_pools_are_accounted_for_group_by_group():
     assert llm.core.runner.cache.nbytes == total
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kv", ["bf16", "int4_mean", "int3_mean+sinks=17+recent=33"])
+def test_a_receipt_tells_the_bytes_that_were_taken_at_the_peak(monkeypatch, kv, family):
+    """Alone in its pools a request holds what is live in them: counted after every growth, by the pools."""
+    llm = engine(pair(family)[0].with_kv(kv), max_num_batched_tokens=50, prefix_caching=False)
+    layout, tables = llm.model.layout, llm.core.scheduler.manager._tables
+    make_room, live = tables.make_room, []
+
+    def watched(work):
+        make_room(work)
+        held = zip(llm.core.scheduler.manager.usage(), layout.groups, strict=True)
+        live.append(sum(usage.live * group.block_bytes for usage, group in held))
+
+    monkeypatch.setattr(tables, "make_room", watched)
+    [output] = llm.generate([random_tokens(150, seed=9)], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert output.receipt.peak_bytes == max(live) > 0
+    assert len({group.block_bytes for group in layout.groups}) > 1 or kv == "bf16"
+
+
 @pytest.mark.parametrize("kv", ["int4_mean", "int3+sinks=4+recent=128"])
 def test_a_small_pool_takes_prompts_that_are_longer_than_its_staging_area(kv):
     model = load("tiny", kv)
