@@ -31,11 +31,11 @@ class Blocks:
             raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
         if not num_blocks:
             raise ConfigError("num_blocks must name at least one layer group's pool, got none")
-        lists = {"windows": windows, "limits": limits, "block_bytes": block_bytes}
-        for name, entries in lists.items():
-            if len(entries) != len(num_blocks):
+        lengths = {"windows": len(windows), "limits": len(limits), "block_bytes": len(block_bytes)}
+        for name, length in lengths.items():
+            if length != len(num_blocks):
                 raise ConfigError(
-                    f"{name} and num_blocks need one entry per layer group, got {len(entries)} and "
+                    f"{name} and num_blocks need one entry per layer group, got {length} and "
                     f"{len(num_blocks)}"
                 )
         if lag < 0:
