@@ -70,10 +70,11 @@ class Run:
 
 
 class Holding(TypedDict):
-    """Which tokens of a sequence keep their blocks, per layer group, and how old indexed ones are."""
+    """Which tokens of a sequence keep their blocks, how large those are, and how old indexed ones are."""
 
     windows: list[int | None]
     limits: list[int | None]
+    block_bytes: list[int]
     lag: int
 
 
@@ -185,6 +186,7 @@ class KVLayout:
         return Holding(
             windows=[group.group.window for group in self.groups],
             limits=[group.limit for group in self.groups],
+            block_bytes=[group.block_bytes for group in self.groups],
             lag=self.recipe.exact.recent,
         )
 

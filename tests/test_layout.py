@@ -209,7 +209,9 @@ def test_a_staged_recipe_keeps_recent_tokens_and_sinks_in_bf16_groups_over_the_s
     assert [group.group.window for group in layout.groups] == windows
     assert [group.limit for group in layout.groups] == limits
     assert layout.exact == ExactTokens(sinks=sinks, recent=40)
-    assert layout.holding == {"windows": windows, "limits": limits, "lag": 40}
+    block_bytes = [group.block_bytes for group in layout.groups]
+    held = {"windows": windows, "limits": limits, "block_bytes": block_bytes, "lag": 40}
+    assert layout.holding == held
     assert [group.holds_all for group in layout.groups] == [True, *[False] * 5]
     names = ["full", "sliding-64", *[f"recent-{40 + block_size}"] * 2, *[f"sinks-{sinks}"] * 2]
     assert [group.name for group in layout.groups] == names
@@ -228,7 +230,8 @@ def test_what_waits_or_not_decides_which_groups_there_are() -> None:
     recent, sinks = [Role.SEALED, Role.RECENT], [Role.SEALED, Role.RECENT, Role.SINKS]
     assert list(roles.values()) == [[Role.SEALED], recent, recent, recent, sinks, sinks]
     assert staged_layout("int4_mean", 32).groups[2].group.window == 32  # a block, until it is full
-    assert staged_layout("int4", 32).holding == {"windows": [None, 64], "limits": [None, None], "lag": 0}
+    plain = staged_layout("int4", 32).holding
+    assert (plain["windows"], plain["limits"], plain["lag"]) == ([None, 64], [None, None], 0)
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)

@@ -22,6 +22,7 @@ class Blocks:
         block_size: int,
         windows: list[int | None],
         limits: list[int | None],
+        block_bytes: list[int],
         lag: int = 0,
         identity: bytes,
         digest: Digest,
@@ -30,10 +31,11 @@ class Blocks:
             raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
         if not num_blocks:
             raise ConfigError("num_blocks must name at least one layer group's pool, got none")
-        for name, entries in (("windows", windows), ("limits", limits)):
-            if len(entries) != len(num_blocks):
+        lengths = {"windows": len(windows), "limits": len(limits), "block_bytes": len(block_bytes)}
+        for name, length in lengths.items():
+            if length != len(num_blocks):
                 raise ConfigError(
-                    f"{name} and num_blocks need one entry per layer group, got {len(entries)} and "
+                    f"{name} and num_blocks need one entry per layer group, got {length} and "
                     f"{len(num_blocks)}"
                 )
         if lag < 0:
@@ -45,6 +47,7 @@ class Blocks:
         self.lag = lag
         self.windows = windows
         self.limits = limits
+        self.block_bytes = block_bytes
         self.ends = [None if limit is None else limit // block_size for limit in limits]  # of tables, blocks
         self.pools = [
             BlockPool(count, on_evict=self._listener(group)) for group, count in enumerate(num_blocks)

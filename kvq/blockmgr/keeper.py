@@ -24,6 +24,7 @@ class BlockKeeper:
         block_size: int,
         windows: list[int | None] | None = None,
         limits: list[int | None] | None = None,
+        block_bytes: list[int] | None = None,
         host_slots: list[int] | None = None,
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
@@ -31,14 +32,15 @@ class BlockKeeper:
         identity: bytes = b"",
         digest: Digest = sha256_digest,
     ) -> None:
-        """One entry of `num_blocks`, `windows`, `limits` and `host_slots` per layer group.
+        """One entry of `num_blocks`, `windows`, `limits`, `block_bytes` and `host_slots` per layer group.
 
         `block_size` is in tokens; a window of None means full attention. A group with a limit holds the
         first so many tokens of every sequence, a multiple of the block size, and never any others; it
-        has no window. `reserve_blocks` of every pool are kept from new sequences, so that running ones
-        can grow. `max_pinned_blocks` of every pool may be pinned, by default half. `lag`: tokens that must
-        be good after a block before the index may know it, where its bytes are made only then. `identity`
-        names the model and the recipe: prefixes of another identity never match.
+        has no window. `block_bytes`: of one block, for what receipts say, by default 1. `reserve_blocks`
+        of every pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
+        every pool may be pinned, by default half. `lag`: tokens that must be good after a block before
+        the index may know it, where its bytes are made only then. `identity` names the model and the
+        recipe: prefixes of another identity never match.
 
         Raises:
             ConfigError: a number out of range, or lists of different lengths.
@@ -49,6 +51,7 @@ class BlockKeeper:
             windows=[None] * len(num_blocks) if windows is None else list(windows),
             lag=lag,
             limits=[None] * len(num_blocks) if limits is None else list(limits),
+            block_bytes=[1] * len(num_blocks) if block_bytes is None else list(block_bytes),
             identity=identity,
             digest=digest,
         )

@@ -180,7 +180,7 @@ class Prefixes:
             self._copy_part(sequence, hit.part, hit.length)
         sequence.committed = sequence.length
         sequence.receipt.reused = sequence.length
-        sequence.receipt.peak = sequence.num_held
+        sequence.note_peak(self._blocks.block_bytes)
 
     def adopt(self, sequence: Sequence, length: int) -> None:
         """Give a new, empty sequence fresh blocks for its first tokens; see `BlockManager.adopt`."""
@@ -200,7 +200,8 @@ class Prefixes:
         )
         sequence.fill(starts, taken)
         sequence.length = sequence.adopted = length
-        sequence.receipt.own = sequence.receipt.peak = sequence.num_held
+        sequence.receipt.own = sequence.num_held
+        sequence.note_peak(blocks.block_bytes)
 
     def announce(self, sequence: Sequence, prompt: PrefixQuery) -> None:
         """Let others wait for the full blocks of a prompt that its sequence still has to compute."""

@@ -18,13 +18,14 @@ class BlockUse:
     recomputed: int = 0  # tokens whose KV was lost, by a preemption or a failed swap, and computed again
     swapped: int = 0  # blocks moved to host slots
     peak: int = 0  # most blocks that one sequence held at once
+    peak_bytes: int = 0  # most bytes that one held at once, each group's blocks counted at their own size
 
     def add(self, other: "BlockUse") -> None:
-        """Count what another one used too; the peak is of the one that held most."""
-        peak = max(self.peak, other.peak)
+        """Count what another one used too; peaks are of the one that held most."""
+        peaks = max(self.peak, other.peak), max(self.peak_bytes, other.peak_bytes)
         for name in (one.name for one in fields(self)):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.peak = peak
+        self.peak, self.peak_bytes = peaks
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +59,15 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.changed = [len(table) for table in self.tables]
+
+    def note_peak(self, block_bytes: list[int]) -> None:
+        """Count what is held now, if it is more than ever; `block_bytes`: of a block, per layer group."""
+        blocks = nbytes = 0
+        for table, start, size in zip(self.tables, self.starts, block_bytes, strict=True):
+            blocks += len(table) - start
+            nbytes += (len(table) - start) * size
+        self.receipt.peak = max(self.receipt.peak, blocks)
+        self.receipt.peak_bytes = max(self.receipt.peak_bytes, nbytes)
 
     def mark(self, group: int, index: int) -> None:
         """Say that a table's entries from `index` on are other ones now."""

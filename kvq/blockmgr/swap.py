@@ -98,7 +98,7 @@ class SwapSpace:
         receipt = sequence.receipt
         receipt.own += sum(map(len, taken))
         receipt.shared += sum(map(len, found))
-        receipt.peak = max(receipt.peak, sequence.num_held)
+        sequence.note_peak(blocks.block_bytes)
 
     def lost(self, sequence: Sequence, failed: Iterable[SwapIn]) -> int | None:
         """Table index of the first block that one of the failed orders should have filled, or None."""

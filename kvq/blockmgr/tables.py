@@ -63,7 +63,7 @@ class Tables:
                 for sequence, need, copies in grow:
                     self._extend(sequence, group, fresh, need, copies)
             for sequence in {id(s): s for grow in plan for s, _, _ in grow}.values():
-                sequence.receipt.peak = max(sequence.receipt.peak, sequence.num_held)
+                sequence.note_peak(self._blocks.block_bytes)
 
     def slots(self, work: Work) -> list[list[int]]:
         """The slots of `count` tokens from each sequence's length on, per layer group; -1 beyond a limit."""
@@ -115,7 +115,8 @@ class Tables:
         self._blocks.share(source.held)
         target.starts, target.tables = source.starts[:], [table[:] for table in source.tables]
         target.mark_all()
-        target.receipt.shared = target.receipt.peak = target.num_held
+        target.receipt.shared = target.num_held
+        target.note_peak(self._blocks.block_bytes)
         target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
         target.length, target.committed, target.found = source.length, source.committed, source.found
         target.adopted = source.adopted

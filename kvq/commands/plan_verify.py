@@ -112,7 +112,7 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
     from kvq.cache.memory import available_bytes
     from kvq.engine.memory import planned_pools
     from kvq.models.footprint import planned_activations, planned_weights
-    from kvq.sizing.pools import bytes_of
+    from kvq.sizing.needs import bytes_of
 
     layout = prepared.layout(prepared.recipe(kv))
     free = available_bytes(prepared.device)

@@ -9,7 +9,7 @@ from kvq.blockmgr import BlockManager
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
-from kvq.engine.memory import planned_pools, swap_slots
+from kvq.engine.memory import planned_pools, swap_slots, told
 from kvq.engine.runner import Runner
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
@@ -20,7 +20,8 @@ from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.resolve import ModelSource
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
 from kvq.sizes import decimal
-from kvq.sizing.pools import bytes_of, reserve_blocks
+from kvq.sizing.needs import bytes_of
+from kvq.sizing.pools import reserve_blocks
 
 _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
@@ -131,14 +132,19 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
     num_blocks, step_tokens = pools.num_blocks, pools.step_tokens
     if step_tokens < config.max_num_batched_tokens:
         _log.info("steps take %d tokens at most, since they wait in the staging area", step_tokens)
+    if pools.sequences < config.max_num_seqs:
+        _log.info("%d sequences run at once at most, since a step has a token for each", pools.sequences)
     host_slots = swap_slots(layout, config, num_blocks)
     _log.info("making the KV pool, %s", decimal(bytes_of(layout, num_blocks)))
+    _log.info(
+        "requests that fit at once, and what they run out of first: %s", told(layout, pools, max_context)
+    )
     runner = Runner(
         model,
         num_blocks=num_blocks,
         host_slots=host_slots,
         swap_folder=config.swap_folder,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=pools.sequences,
         max_context=max_context,
     )
     manager = BlockManager(
@@ -151,8 +157,8 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
     scheduler = Scheduler(
         manager,
         SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(step_tokens, config.max_num_seqs),
+            max_num_seqs=pools.sequences,
+            max_num_batched_tokens=pools.chunk,
             max_context=max_context,
             prefix_caching=config.prefix_caching,
             max_step_stretch=config.max_step_stretch,

@@ -31,8 +31,6 @@ class Intake:
         self._clock = clock
         self._ids = itertools.count()
         self._random = random.SystemRandom()
-        block_bytes = [group.block_bytes for group in model.layout.groups]
-        self._block_bytes = sum(block_bytes) / len(block_bytes)
 
     def new_job(self, prompt: Prompt, terms: Terms = Terms(), *, listener: Listener | None = None) -> Job:
         """Check a request and prepare it; `EngineCore.submit` makes it run.
@@ -64,7 +62,6 @@ class Intake:
             prompt=self._model.tokenizer.decode(tokens) if text is None and params.echo else text,
             seed=self._random.getrandbits(63) if params.seed is None else int(params.seed),
             end_ids=eos | frozenset(params.stop_token_ids),
-            block_bytes=self._block_bytes,
             listener=listener,
             timing=Timing(arrival_s=self._clock()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * max(1, start),

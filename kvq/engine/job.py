@@ -54,7 +54,6 @@ class Job:
     prompt: str | None
     seed: int
     end_ids: Collection[int]  # tokens that end a result
-    block_bytes: float  # of the pools, per block
     listener: Listener | None = None
     timing: Timing
     last_token_s: float = 0.0
@@ -255,7 +254,7 @@ class Job:
             copied_blocks=usage.copied,
             swapped_blocks=usage.swapped,
             peak_blocks=usage.peak,
-            peak_bytes=round(usage.peak * self.block_bytes),
+            peak_bytes=usage.peak_bytes,
             preemptions=self.request.preemptions,
         )
 

@@ -6,7 +6,9 @@ from kvq.engine.config import EngineConfig
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
 from kvq.sizes import binary, parse_bytes
-from kvq.sizing.pools import PoolPlan, plan_pools, pool_budget
+from kvq.sizing.pools import PoolPlan, at_once, longest_context, plan_pools, pool_budget
+
+LENGTHS = (100, 1000)  # tokens of requests that are told of, beside the longest
 
 
 def planned_pools(
@@ -25,11 +27,13 @@ def planned_pools(
 
     Raises:
         ConfigError: kv_memory is not a size.
-        OutOfMemory: not one block fits.
+        OutOfMemory: less than a block of every layer group fits.
     """
     if config.num_blocks is not None:
         blocks = [config.num_blocks] * len(layout.groups)
-        return PoolPlan(num_blocks=blocks, step_tokens=config.max_num_batched_tokens)
+        return PoolPlan(
+            num_blocks=blocks, step_tokens=config.max_num_batched_tokens, sequences=config.max_num_seqs
+        )
     budget = None
     if config.kv_memory is not None:
         budget = parse_bytes(config.kv_memory, "kv_memory")
@@ -48,10 +52,21 @@ def planned_pools(
         smallest = sum(group.block_bytes for group in layout.groups)
         raise OutOfMemory(
             f"the KV pool may take {binary(max(0, budget or 0))}, one block of every layer group takes "
-            f"{binary(smallest)}; raise kv_memory (--kv-memory) or memory_fraction "
+            f"{binary(smallest)}, and none can do without; raise kv_memory (--kv-memory) or memory_fraction "
             f"(--gpu-memory-utilization), or use a smaller format"
         )
     return pools
+
+
+def told(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
+    """How many requests of which length fit at once, and what they run out of first."""
+    longest = longest_context(layout, pools, max_context)
+    parts = []
+    for tokens in (*(tokens for tokens in LENGTHS if tokens < longest), longest):
+        crowd = at_once(layout, pools, tokens)
+        what = "max_num_seqs" if crowd.limit is None else f"{crowd.limit.name} blocks"
+        parts.append(f"{crowd.count} of {tokens} tokens ({what})")
+    return ", ".join(parts)
 
 
 def swap_slots(layout: KVLayout, config: EngineConfig, num_blocks: list[int]) -> list[int] | None:

@@ -36,7 +36,7 @@ class Receipt:
     copied_blocks: int  # copied before a write
     swapped_blocks: int  # moved to host memory
     peak_blocks: int  # most that one result held at once
-    peak_bytes: int  # the same in bytes of the KV pool, scales and padding included
+    peak_bytes: int  # most bytes of the KV pools that one result held at once, scales and padding included
     preemptions: int
 
 

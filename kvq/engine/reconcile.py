@@ -19,7 +19,7 @@ from kvq.models import Model
 from kvq.models.footprint import planned_weights
 from kvq.sizes import decimal
 from kvq.sizing.memory import EXPERTS_TERM, KEPT_TERM, LINEAR_TERM, SCALES_TERM
-from kvq.sizing.pools import bytes_of
+from kvq.sizing.needs import bytes_of
 from kvq.weights import ROUTERS, PackedLinear
 
 _log = logging.getLogger("kvq")

@@ -90,7 +90,8 @@ def resolve_max_tokens(request: Request, shape: PoolShape, config: SchedulerConf
     if request.num_branches > config.max_num_seqs:
         raise RequestError(
             f"the request asks for {request.num_branches} sequences side by side, the engine runs at most "
-            f"{config.max_num_seqs}; ask for fewer, or raise max_num_seqs"
+            f"{config.max_num_seqs}; ask for fewer, or raise max_num_seqs (or kv_memory, if that allows no "
+            f"more)"
         )
     chunk = config.max_num_batched_tokens
     _check(request, 1 if asked is None else asked, shape, chunk)

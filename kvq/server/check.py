@@ -2,18 +2,17 @@
 
 import asyncio
 import signal
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.memory import planned_pools
+from kvq.engine.memory import LENGTHS, planned_pools, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
+from kvq.layout import Role
 from kvq.models.prepared import PreparedModel
 from kvq.models.proof import prove
 from kvq.models.skeleton import build_skeleton
-from kvq.scheduler.fit import most_blocks
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
@@ -21,7 +20,8 @@ from kvq.server.reading import Readers, Setup
 from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
-from kvq.sizing.pools import PoolPlan, bytes_of
+from kvq.sizing.needs import bytes_of
+from kvq.sizing.pools import PoolPlan, at_once, longest_context
 from kvq.weights.manifest import verify_manifest
 
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
@@ -155,35 +155,43 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
     asked, seqs = config.kv_memory, config.max_num_seqs
     if asked is not None and pool < 0.9 * parse_bytes(asked, "kv_memory"):
         yield _ok(f"memory: of --kv-memory {asked} no more could be used by {seqs} sequences")
-
-    def need(tokens: int) -> list[int]:  # what decides whether a request is refused
-        reaches = [(group.group.window, group.limit) for group in layout.groups]
-        return most_blocks(tokens, 1, reaches, layout.block_size, max(pools.step_tokens, seqs))
-
-    def at_once(tokens: int) -> int:
-        return min(n // own for n, own in zip(pools.num_blocks, need(tokens), strict=True))
-
-    longest = bisect_left(range(1, context + 1), True, key=lambda tokens: at_once(tokens) < 1)
+    longest = longest_context(layout, pools, context)
     if longest < context:
         yield _warning(
             f"context: the pool holds {longest} tokens, the context is {context}: longer requests are "
             f"refused; raise --kv-memory, take a smaller --kv format, or set --max-model-len {longest}"
         )
     else:
-        yield _ok(f"context: {at_once(context)} requests of {context} tokens fit at once")
-    if (short := at_once(1)) < seqs:
+        yield _ok(
+            f"context: {at_once(layout, pools, context).count} requests of {context} tokens fit at once"
+        )
+    short = at_once(layout, pools, min(LENGTHS[0], longest))
+    requests = f"requests: at once fit, and run out of first: {told(layout, pools, context)}"
+    if short.limit is None or short.limit.role is Role.SEALED:
+        yield _ok(requests)
+    else:
         yield _warning(
-            f"memory: {short} of --max-num-seqs {seqs} sequences find a block each: requests will take "
-            f"blocks from one another; lower it to {max(1, short // 2)}"
+            f"{requests}: tokens wait there unquantized; raise --kv-memory, lower --max-model-len, or take a "
+            f"--kv format that keeps fewer of them"
+        )
+    if pools.sequences < seqs:
+        yield _ok(
+            f"memory: {pools.sequences} sequences run at once at most, since a step has a token for each"
+        )
+    if (few := at_once(layout, pools, 1)).limit is not None:
+        yield _warning(
+            f"memory: {few.count} of {pools.sequences} sequences find a block each: requests will take "
+            f"blocks from one another; lower --max-num-seqs to {max(1, few.count // 2)}"
         )
 
 
 def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
-    budget, rows = checked.config.max_num_batched_tokens, checked.config.max_num_seqs
+    budget = checked.config.max_num_batched_tokens
     try:
-        staged = _pools(checked, available_bytes(checked.model.device)).step_tokens
+        pools = _pools(checked, available_bytes(checked.model.device))
     except KVQError:  # told above
         return
+    staged, rows = pools.step_tokens, pools.sequences
     remedy = f"raise --max-num-batched-tokens to {rows + 512}"
     if staged < budget:
         yield _ok(f"prefill: steps take {staged} tokens, since those wait in the staging area")

@@ -1,20 +1,26 @@
 """How the memory for KV is shared out among the layer groups, for the engine and for the planner."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.layout import GroupLayout, KVLayout, Role
-from kvq.scheduler import most_blocks
+from kvq.sizing.needs import (
+    bytes_of,
+    sequence_alone,
+    sequence_blocks,
+    sequences_blocks,
+    wanted_blocks,
+)
 
 RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running ones can grow
 GPU_FRACTION = 0.9  # of what is free once the weights are loaded; graphs, logits and fragments have the rest
 CPU_FRACTION = 0.5
 CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
-STAGING_MOST = 0.5  # of the pools' memory, for all staging groups together
-STEPS_MOST = 0.125  # of the pools' memory, for the tokens of steps, while they are staged
-_SHORT = 1024  # tokens of a sequence, for which staging areas are sized in pools that are too small for all
-_STEPS = 2  # whose tokens are staged at once: one in flight beside the one that is planned
+STEP_MOST = 0.0625  # of the pools' memory, for the tokens of a step, while they are staged
+OTHERS_LEAST = 0.125  # of it, for staging groups, where a context that is cut short could take all
+_SHORT = 512  # tokens of a sequence, for which staging areas are sized in pools that are too small for all
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine that is told nothing else
 
 
@@ -37,6 +43,12 @@ class PoolPlan:
 
     num_blocks: list[int]  # per layer group
     step_tokens: int  # most new tokens of a step
+    sequences: int  # most that run side by side
+
+    @property
+    def chunk(self) -> int:
+        """New tokens of a step: one for each sequence at least."""
+        return max(self.step_tokens, self.sequences)
 
 
 def plan_pools(
@@ -44,97 +56,180 @@ def plan_pools(
 ) -> PoolPlan:
     """Share out `budget_bytes` for so many sequences of full length; None: all that they could use.
 
-    Where tokens are staged, a step takes fewer than `step_tokens` if its blocks would be more than an eighth
-    of the memory, but a token of each sequence; and room to stage is for as many sequences as fit with 1,024
-    tokens each, since more would wait for other blocks.
+    1. One sequence comes first. It gets the blocks of the longest context that `budget_bytes` hold at all,
+       together with the tokens of a step. Where tokens are staged, that may be as short as a block here; and
+       a context that is longer than what fits leaves an eighth of the memory to staging groups, for others.
+       No blocks at all: less than one of every layer group fits.
+    2. A step of a staged recipe takes as many tokens as that leaves room for, a sixteenth of the memory at
+       most. No more sequences run side by side than a step has tokens.
+    3. All groups of a staged recipe get room for as many sequences of 512 tokens as fit side by side. Where
+       all fit, staging groups get room for all with as many tokens as fit.
+    4. The rest is shared by what groups want, staging groups last: they have what those sequences need.
+
+    More memory never makes the longest context shorter.
     """
-    seats = sequences
-    if budget_bytes is not None and layout.recipe.is_staged:
-        step_tokens = max(_staged_step(layout, step_tokens, budget_bytes), sequences)
-        one = sequence_blocks(layout, min(max_context, _SHORT), 1, step_tokens=step_tokens)
-        rest = budget_bytes - bytes_of(layout, step_blocks(layout, step_tokens))
-        seats = min(sequences, max(1, rest // bytes_of(layout, one)))
-    blocks = wanted_blocks(
-        layout, sequences=sequences, max_context=max_context, step_tokens=step_tokens, seats=seats
-    )
-    if budget_bytes is not None:
-        blocks = share_blocks(layout, blocks, budget_bytes)
-    return PoolPlan(num_blocks=blocks, step_tokens=step_tokens)
+    limits = {"sequences": sequences, "max_context": max_context}
+    wanted = wanted_blocks(layout, **limits, step_tokens=step_tokens)
+    if budget_bytes is None:
+        return PoolPlan(num_blocks=wanted, step_tokens=step_tokens, sequences=sequences)
+    chunk, is_staged = max(step_tokens, sequences), layout.recipe.is_staged
+    first = _First(layout, budget_bytes, min(chunk, layout.block_size) if is_staged else chunk)
+    longest = first.longest(max_context)
+    if not longest:
+        return PoolPlan(num_blocks=[0] * len(wanted), step_tokens=step_tokens, sequences=sequences)
+    if not is_staged:
+        least = first.blocks(longest)
+        blocks = share_blocks(layout, _at_least(wanted, least), budget_bytes, least)
+        return PoolPlan(num_blocks=blocks, step_tokens=step_tokens, sequences=sequences)
+    is_bounded = False
+    if longest < max_context:
+        others = min(OTHERS_LEAST * budget_bytes, bytes_of(layout, _staging(layout, wanted)))
+        bounded = first.longest(longest, staging_bytes=others)
+        is_bounded, longest = bounded < longest, bounded
+    step_tokens = _staged_step(layout, chunk, budget_bytes, longest)
+    limits["sequences"] = min(sequences, step_tokens)
+    least = sequence_alone(layout, longest, 1, step_tokens=step_tokens)
+    wanted = _at_least(wanted_blocks(layout, **limits, step_tokens=step_tokens), least)
+    if is_bounded:  # all the rest is for others: the context would be longer by what rounding leaves
+        blocks = share_blocks(layout, _merged(layout, sealed=least, staging=wanted), budget_bytes, least)
+    else:
+        seated = _seated(layout, budget_bytes, least, **limits, step_tokens=step_tokens)
+        blocks = share_blocks(layout, _merged(layout, sealed=wanted, staging=seated), budget_bytes, seated)
+        blocks = share_blocks(layout, wanted, budget_bytes, blocks)
+    return PoolPlan(num_blocks=blocks, step_tokens=step_tokens, sequences=limits["sequences"])
 
 
-def _staged_step(layout: KVLayout, step_tokens: int, budget_bytes: int) -> int:
-    """The most tokens of a step, of whole blocks, whose staged blocks are an eighth of the memory."""
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The sequence that memory is shared out for first."""
+
+    layout: KVLayout
+    budget_bytes: int
+    step_tokens: int
+
+    def blocks(self, tokens: int) -> list[int]:
+        """What it holds at most."""
+        return sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
+
+    def longest(self, most: int, *, staging_bytes: float = 0) -> int:
+        """Tokens that fit, `most` at most, if staging groups take `staging_bytes` or what they need; or 0."""
+
+        def is_too_long(tokens: int) -> bool:
+            blocks = self.blocks(tokens)
+            staging = bytes_of(self.layout, _staging(self.layout, blocks))
+            sealed = bytes_of(self.layout, blocks) - staging
+            return sealed + max(staging, staging_bytes) > self.budget_bytes
+
+        return bisect_left(range(1, most + 1), True, key=is_too_long)
+
+
+def _staged_step(layout: KVLayout, step_tokens: int, budget_bytes: int, longest: int) -> int:
+    """The most tokens of a step, in whole blocks, that a sixteenth of the memory holds.
+
+    They fit beside a sequence of `longest` tokens; a block of tokens does in any case.
+    """
     block = sum(group.block_bytes for group in layout.groups if group.role is Role.RECENT)
-    blocks = int(STEPS_MOST * max(0, budget_bytes) / (_STEPS * block))
-    return min(step_tokens, max(1, blocks) * layout.block_size)
+    size, most = layout.block_size, int(STEP_MOST * budget_bytes / block)
+
+    def is_too_long(blocks: int) -> bool:
+        tokens = min(step_tokens, blocks * size)
+        return bytes_of(layout, sequence_alone(layout, longest, 1, step_tokens=tokens)) > budget_bytes
+
+    fits = bisect_left(range(1, min(most, -(-step_tokens // size)) + 1), True, key=is_too_long)
+    return min(step_tokens, max(1, fits) * size)
 
 
-def wanted_blocks(
-    layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int, seats: int | None = None
+def _seated(
+    layout: KVLayout,
+    budget_bytes: int,
+    least: Sequence[int],
+    *,
+    sequences: int,
+    max_context: int,
+    step_tokens: int,
 ) -> list[int]:
-    """The most blocks per layer group that so many sequences of full length could use.
+    """Blocks for as many sequences as fit of `_SHORT` tokens; staging groups' for as long ones as fit."""
 
-    `seats`: for how many of them tokens are staged, by default for all.
+    def blocks(count: int, tokens: int) -> list[int]:
+        return _at_least(sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least)
+
+    def is_too_many(count: int) -> bool:
+        return bytes_of(layout, blocks(count, short)) > budget_bytes
+
+    def is_too_long(tokens: int) -> bool:
+        return bytes_of(layout, blocks(sequences, tokens)) > budget_bytes
+
+    short = min(max_context, _SHORT)
+    count = bisect_left(range(1, sequences + 1), True, key=is_too_many)
+    if not count:
+        return list(least)
+    longer = short
+    if count == sequences:
+        longer += bisect_left(range(short + 1, max_context + 1), True, key=is_too_long)
+    return _merged(layout, sealed=blocks(count, short), staging=blocks(count, longer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crowd:
+    """How many equal sequences run at once."""
+
+    count: int
+    limit: GroupLayout | None  # the layer group whose blocks run out first; None: as many as may run at all
+
+
+def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> Crowd:
+    """How many sequences of so many tokens fit into pools, each with what it holds at most; maybe none."""
+    own = sequence_blocks(layout, tokens, 1, step_tokens=pools.chunk)
+    alone = sequence_alone(layout, tokens, 1, step_tokens=pools.chunk)
+    fits = [
+        max(0, (count - most) // each + 1)
+        for count, each, most in zip(pools.num_blocks, own, alone, strict=True)
+    ]
+    if min(fits) >= pools.sequences:
+        return Crowd(count=pools.sequences, limit=None)
+    return Crowd(count=min(fits), limit=layout.groups[fits.index(min(fits))])
+
+
+def longest_context(layout: KVLayout, pools: PoolPlan, max_context: int) -> int:
+    """Tokens of the longest sequence that is not refused, `max_context` at most."""
+    return bisect_left(
+        range(1, max_context + 1), True, key=lambda tokens: at_once(layout, pools, tokens).count < 1
+    )
+
+
+def share_blocks(
+    layout: KVLayout, wanted: Sequence[int], budget_bytes: float, least: Sequence[int] | None = None
+) -> list[int]:
+    """The same share of what each layer group wants, so that `budget_bytes` hold the blocks of all.
+
+    No group gets less than its `least`, for which there is room in any case.
     """
-    size = layout.block_size
-    blocks = []
-    for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
-        tokens, window = min(max_context, group.limit or max_context), group.group.window
-        if window is not None:
-            tokens = min(tokens, window + size + (0 if shared else step_tokens))
-        count = seats if seats is not None and _is_staging(group) else sequences
-        blocks.append(count * -(-tokens // size) + shared)
-    return blocks
+    least = [0] * len(wanted) if least is None else least
+    budget, free, share = max(0, budget_bytes), set(range(len(wanted))), 1.0
+    while free:
+        taken = bytes_of(layout, [0 if i in free else count for i, count in enumerate(least)])
+        total = bytes_of(layout, [count if i in free else 0 for i, count in enumerate(wanted)])
+        share = min(1.0, (budget - taken) / max(1, total))
+        below = {i for i in free if wanted[i] * share < least[i]}
+        if not below:
+            break
+        free -= below
+    return [math.floor(wanted[i] * share) if i in free else count for i, count in enumerate(least)]
 
 
-def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
-    """Blocks per layer group for the tokens of steps, where they are not counted with each sequence.
-
-    Where recent tokens are staged: for all sequences together, which share them. 0 in other groups.
-    """
-    blocks = _STEPS * -(-step_tokens // layout.block_size)
-    return [blocks if group.role is Role.RECENT else 0 for group in layout.groups]
+def _at_least(blocks: Sequence[int], least: Sequence[int]) -> list[int]:
+    return [max(own, other) for own, other in zip(blocks, least, strict=True)]
 
 
-def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
-    """Blocks per layer group that a sequence holds at most, `step_tokens` being a step's most.
-
-    Beside those of `step_blocks`, where there are any.
-    """
-    blocks = []
-    for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
-        reach, chunk = (group.group.window, group.limit), 0 if shared else step_tokens
-        blocks += most_blocks(prompt, output, [reach], layout.block_size, chunk)
-    return blocks
+def _staging(layout: KVLayout, blocks: Sequence[int]) -> list[int]:
+    """Those of staging groups; 0 in the others."""
+    return _merged(layout, sealed=[0] * len(blocks), staging=blocks)
 
 
-def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:
-    """Of so many blocks per layer group."""
-    return sum(count * group.block_bytes for count, group in zip(blocks, layout.groups, strict=True))
-
-
-def share_blocks(layout: KVLayout, wanted: Sequence[int], budget_bytes: int) -> list[int]:
-    """Of the blocks that could ever be used as many as `budget_bytes` hold.
-
-    Staging groups come first, since nothing runs without them: all they want, or the same share of each, so
-    that they take half of the memory. The others then get the same share of each.
-    """
-    staged = [count if _is_staging(group) else 0 for count, group in zip(wanted, layout.groups, strict=True)]
-    sealed = [count - own for count, own in zip(wanted, staged, strict=True)]
-    budget = max(0, budget_bytes)
-    staged = _scaled(layout, staged, STAGING_MOST * budget)
-    sealed = _scaled(layout, sealed, budget - bytes_of(layout, staged))
-    return [own + other for own, other in zip(staged, sealed, strict=True)]
-
-
-def _is_staging(group: GroupLayout) -> bool:
-    return group.role is not Role.SEALED
-
-
-def _scaled(layout: KVLayout, wanted: Sequence[int], budget_bytes: float) -> list[int]:
-    """The same share of each group's blocks, so that `budget_bytes` hold them."""
-    share = min(1.0, budget_bytes / max(1, bytes_of(layout, wanted)))
-    return [math.floor(count * share) for count in wanted]
+def _merged(layout: KVLayout, *, sealed: Sequence[int], staging: Sequence[int]) -> list[int]:
+    """The blocks of each group from the list for its kind."""
+    pairs = zip(layout.groups, sealed, staging, strict=True)
+    return [own if group.role is Role.SEALED else other for group, own, other in pairs]
 
 
 def reserve_blocks(num_blocks: Sequence[int], fraction: float = RESERVE_FRACTION) -> int:

@@ -97,6 +97,23 @@ def test_prefixes_go_oldest_first_and_deeper_blocks_before_their_prefix() -> Non
     assert left == [[6, 6, 4]] * 3 + [[4, 6, 4], [4, 4, 4], [4, 4, 2]]
 
 
+def test_a_receipt_counts_bytes_by_the_size_of_each_groups_blocks() -> None:
+    blocks = manager(20, 20, windows=[None, 4], block_bytes=[10, 1000])
+    sequence = blocks.new_sequence()
+    most = 0
+    for count in (6, 1, 1, 1, 1, 9, 20):  # once 4 + 3 blocks of 2 tokens are held, in the end 20 + 12
+        blocks.append([(sequence, count)])
+        full, window = (len(held) for held in sequence.held)
+        most = max(most, 10 * full + 1000 * window)
+        assert sequence.receipt.peak_bytes == most
+        blocks.commit(sequence)
+    twin = blocks.fork(sequence)
+    assert twin.receipt.peak_bytes == 10 * 20 + 1000 * 2
+    both = blocks.free(twin)
+    both.add(blocks.free(sequence))
+    assert (both.peak, both.peak_bytes) == (20 + 12, most)
+
+
 def test_a_receipt_says_what_a_request_used() -> None:
     blocks = manager(20, 20, windows=[None, 4], host_slots=[9, 9])
     cache(blocks, range(6))

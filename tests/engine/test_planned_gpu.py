@@ -25,8 +25,8 @@ from kvq.models.footprint import planned_activations, planned_weights
 from kvq.models.prepared import prepare
 from kvq.models.step import PackedStep
 from kvq.sizing.memory import ACTIVATION_TERM, Split, activation_term, kv_layout
+from kvq.sizing.needs import bytes_of
 from kvq.sizing.parameters import count_parameters
-from kvq.sizing.pools import bytes_of
 from tests.helpers_models import save_model
 
 CUDA = torch.device("cuda")

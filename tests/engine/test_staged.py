@@ -3,8 +3,10 @@
 import pytest
 
 from kvq.engine import SamplingParams
+from kvq.errors import RequestError
 from kvq.layout import BLOCK_SIZE, Role
 from kvq.models import load
+from kvq.sizing.pools import PoolPlan, at_once, longest_context
 from tests.engine.kit import assert_balanced, engine, mixed_prompts, pair, tokens_of
 from tests.engine.test_equality import QUANTIZED_GAP, check_near_ties
 from tests.helpers_models import random_tokens
@@ -78,6 +80,71 @@ def test_the_pools_are_accounted_for_group_by_group():
     counts = llm.core.runner.cache.num_blocks
     total = sum(group.pool_bytes(count) for group, count in zip(layout.groups, counts, strict=True))
     assert llm.core.runner.cache.nbytes == total
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kv", ["bf16", "int4_mean", "int3_mean+sinks=17+recent=33"])
+def test_a_receipt_tells_the_bytes_that_were_taken_at_the_peak(monkeypatch, kv, family):
+    """Alone in its pools a request holds what is live in them: counted after every growth, by the pools."""
+    llm = engine(pair(family)[0].with_kv(kv), max_num_batched_tokens=50, prefix_caching=False)
+    layout, tables = llm.model.layout, llm.core.scheduler.manager._tables
+    make_room, live = tables.make_room, []
+
+    def watched(work):
+        make_room(work)
+        held = zip(llm.core.scheduler.manager.usage(), layout.groups, strict=True)
+        live.append(sum(usage.live * group.block_bytes for usage, group in held))
+
+    monkeypatch.setattr(tables, "make_room", watched)
+    [output] = llm.generate([random_tokens(150, seed=9)], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert output.receipt.peak_bytes == max(live) > 0
+    assert len({group.block_bytes for group in layout.groups}) > 1 or kv == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("kv", "memory"),
+    [("int4_mean", "8MiB"), ("int3+sinks=4+recent=128", "8MiB"), ("int3+recent=1024", "4MiB")],
+)
+def test_as_many_requests_run_side_by_side_as_are_told_to_fit_at_once(kv, memory):
+    model = load("tiny", kv)
+    llm = engine(model, kv_memory=memory, max_num_seqs=128)
+    config, cache = llm.core.scheduler.config, llm.core.runner.cache
+    pools = PoolPlan(
+        num_blocks=cache.num_blocks,
+        step_tokens=config.max_num_batched_tokens,
+        sequences=config.max_num_seqs,
+    )
+    told = at_once(model.layout, pools, 100).count
+    ran = []
+    llm.on_step(lambda _: ran.append(llm.core.scheduler.holders.num_sequences))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    llm.generate([random_tokens(71, seed=20 + i) for i in range(told + 5)], params)
+    assert max(ran) >= told > 1
+    assert llm.core.scheduler.counters.recomputes <= told
+    assert_balanced(llm)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kv", ["bf16", *STAGED, "int3_mean+recent=300", "int4+sinks=400"])
+def test_a_small_pool_serves_the_longest_prompt_that_is_told_and_refuses_a_longer_one(kv, family):
+    model = pair(family)[0].with_kv(kv)
+    least = sum(group.block_bytes for group in model.layout.groups)
+    for blocks in (1, 4, 9):
+        llm = engine(model, kv_memory=blocks * least, max_num_seqs=4, max_num_batched_tokens=64)
+        config = llm.core.scheduler.config
+        pools = PoolPlan(
+            num_blocks=[pool.num_blocks for pool in llm.core.scheduler.manager.pools],
+            step_tokens=config.max_num_batched_tokens,
+            sequences=config.max_num_seqs,
+        )
+        assert min(pools.num_blocks) > 0
+        longest = longest_context(model.layout, pools, llm.core.max_context)
+        longest = min(longest, llm.core.max_context - 1)
+        [output] = llm.generate([random_tokens(longest, seed=10)], SamplingParams(max_tokens=1))
+        assert output.error is None
+        with pytest.raises(RequestError, match=r"can never fit|are more than the context"):
+            llm.generate([random_tokens(longest + 1, seed=10)], SamplingParams(max_tokens=1))
+        assert_balanced(llm)
 
 
 @pytest.mark.parametrize("kv", ["int4_mean", "int3+sinks=4+recent=128"])

@@ -74,12 +74,34 @@ def test_steps_that_a_small_staging_area_shortens_are_told():
     assert told("1GiB") == ["prefill: a prompt of full context takes 2 steps at least"]
 
 
+def test_how_many_requests_fit_at_once_is_told_and_a_warning_where_tokens_that_wait_limit_them():
+    def told(kv, memory):
+        engine = {"kv_memory": memory}
+        findings = check_config(ServerConfig(model="tiny", kv=kv, port=0, engine=engine))
+        return [(one.level, one.text) for one in findings if one.text.startswith("requests: ")]
+
+    plain = "requests: at once fit, and run out of first: "
+    sealed = "75 of 100 tokens (full blocks), 9 of 1000 tokens (full blocks), 2 of 4096 tokens (full blocks)"
+    assert told("int4", "8MiB") == [("ok", plain + sealed)]
+    [(level, text)] = told("int3_mean+sinks=4+recent=128", "8MiB")
+    assert level == "warning"
+    assert text.startswith(
+        f"{plain}7 of 100 tokens (sinks-32 blocks), 4 of 1000 tokens (full blocks), 1 of 4096"
+    )
+    assert "raise --kv-memory, lower --max-model-len, or take a --kv format" in text
+    [(level, text)] = told("int3_mean+sinks=4+recent=128", "4GiB")
+    assert (level, text.count("128 of")) == ("ok", 3)
+
+
 @pytest.mark.parametrize(
     ("kv", "memory"),
     [
         ("int3+sinks=2048", "8MiB"),
         ("int4_mean", "1MiB"),
         ("int3_mean+recent=4000", "8MiB"),
+        ("int3_mean+recent=65536", "8MiB"),
+        ("int4_mean+recent=1024", "2MiB"),
+        ("int3_mean+sinks=4+recent=128", "500KiB"),
         ("int4", "512KiB"),
     ],
 )

@@ -12,14 +12,13 @@ from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE, KVLayout
 from kvq.sizing.memory import Term
+from kvq.sizing.needs import bytes_of, wanted_blocks
 from kvq.sizing.pools import (
     GPU_FRACTION,
     MAX_NUM_BATCHED_TOKENS,
     PoolPlan,
-    bytes_of,
     plan_pools,
     pool_budget,
-    wanted_blocks,
 )
 
 _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
@@ -96,7 +95,8 @@ class Engine:
         return formula
 
 
-def _users(layout: KVLayout, shared: PoolPlan, demand: Demand, seats: int | None) -> Users:
+def _users(layout: KVLayout, shared: PoolPlan, demand: Demand, sequences: int | None) -> Users:
+    seats = None if sequences is None else min(sequences, shared.sequences)
     return count_users(layout, shared.num_blocks, demand, step_tokens=shared.step_tokens, seats=seats)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvq.capacity.lengths import Demand
 from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
-from kvq.sizing.pools import bytes_of, sequence_blocks, step_blocks
+from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +40,19 @@ def count_users(
     `seats`: sequences that the engine runs side by side at most.
     """
     lengths = demand.lengths
-    held = [sequence_blocks(layout, x.prompt, x.output, step_tokens=step_tokens) for x in lengths]
+    held, alone = (
+        [blocks_of(layout, x.prompt, x.output, step_tokens=step_tokens) for x in lengths]
+        for blocks_of in (sequence_blocks, sequence_alone)
+    )
     shared = [int(x.prompt * demand.prefix_share) // layout.block_size for x in lengths]
     fits = []
-    beside = step_blocks(layout, step_tokens)
     for group, (count, layer) in enumerate(zip(num_blocks, layout.groups, strict=True)):
         common = 0 if layer.group.window is not None or layer.limit is not None else max(shared)
-        each = fmean([blocks[group] - (common and own) for blocks, own in zip(held, shared, strict=True)])
-        fits.append(int((count - beside[group] - common) / each) if each else 0)
+        each, most = (
+            fmean([blocks[group] - (common and own) for blocks, own in zip(kind, shared, strict=True)])
+            for kind in (held, alone)
+        )
+        fits.append(int((count - common - most + each) / each) if each else 0)
     slot = layout.kv_bytes_per_token * demand.slot
     most = sys.maxsize if seats is None else seats
     return Users(

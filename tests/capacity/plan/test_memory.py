@@ -10,8 +10,9 @@ from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
 from kvq.sizing.held import held_as
 from kvq.sizing.memory import Split, kv_layout, split_geometry, weight_terms
+from kvq.sizing.needs import bytes_of, sequence_blocks, wanted_blocks
 from kvq.sizing.parameters import count_parameters
-from kvq.sizing.pools import bytes_of, sequence_blocks, share_blocks, wanted_blocks
+from kvq.sizing.pools import share_blocks
 
 GB, GIB = 1e9, 2**30
 

@@ -1,0 +1,63 @@
+"""What sequences need: blocks per layer group, of one and of many at once."""
+
+from collections.abc import Sequence
+
+from kvq.layout import KVLayout, Role
+from kvq.scheduler import most_blocks
+
+
+def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int) -> list[int]:
+    """The most blocks per layer group that so many sequences of full length could use."""
+    size = layout.block_size
+    blocks = []
+    for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
+        tokens, window = min(max_context, group.limit or max_context), group.group.window
+        if window is not None:
+            tokens = min(tokens, window + size + (0 if shared else step_tokens))
+        blocks.append(sequences * -(-tokens // size) + shared)
+    return blocks
+
+
+def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
+    """Blocks per layer group for the tokens of a step, where they are not counted with each sequence.
+
+    Where recent tokens are staged: for all sequences together, which share them. 0 in other groups. A step
+    that is planned while another runs has a token for each sequence, which its own blocks have room for.
+    """
+    blocks = -(-step_tokens // layout.block_size)
+    return [blocks if group.role is Role.RECENT else 0 for group in layout.groups]
+
+
+def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
+    """Blocks per layer group that a sequence holds at most, `step_tokens` being a step's most.
+
+    Beside those of `step_blocks`, where there are any.
+    """
+    blocks = []
+    for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
+        reach, chunk = (group.group.window, group.limit), 0 if shared else step_tokens
+        blocks += most_blocks(prompt, output, [reach], layout.block_size, chunk)
+    return blocks
+
+
+def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
+    """Blocks per layer group that a sequence holds at most, those of a step's tokens included.
+
+    What decides whether a request is refused: `kvq.scheduler.fit`.
+    """
+    reaches = [(group.group.window, group.limit) for group in layout.groups]
+    return most_blocks(prompt, output, reaches, layout.block_size, step_tokens)
+
+
+def sequences_blocks(
+    layout: KVLayout, prompt: int, output: int, *, count: int, step_tokens: int
+) -> list[int]:
+    """Blocks per layer group for `count` sequences, and for the tokens of the step that they share."""
+    own = sequence_blocks(layout, prompt, output, step_tokens=step_tokens)
+    alone = sequence_alone(layout, prompt, output, step_tokens=step_tokens)
+    return [(count - 1) * each + most for each, most in zip(own, alone, strict=True)]
+
+
+def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:
+    """Of so many blocks per layer group."""
+    return sum(count * group.block_bytes for count, group in zip(blocks, layout.groups, strict=True))
