@@ -96,6 +96,8 @@ def _layer(layer: object, index: int, data: dict, centers: dict | None) -> dict:
         own["digest"] = field_digest(data["model_digest"], index, field, values)
         found = layer.get("digest")
         need(found == own["digest"], f"{where}: its digest is {own['digest']}, not {found!r:.40}")
+    else:
+        need("digest" not in layer, f"{where}: a digest without a model_digest")
     return own
 
 

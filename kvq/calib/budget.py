@@ -99,7 +99,7 @@ class TunePlan:
         recipe = KVRecipe.uniform(self.codes[-1].name, model.geometry.head_dims)
         recipe = replace(staged_alike(recipe, self.exact), label=" ".join(given) or "--staged")
         advice = "give a longer --context, or a smaller --recent or --sinks"
-        return check_exact(model, [recipe], [range(window)], advice=advice)
+        return check_exact(model, [recipe], [range(window - 1)], advice=advice)
 
 
 def parse_budget(model: PreparedModel, text: str) -> int:
@@ -119,12 +119,18 @@ def parse_budget(model: PreparedModel, text: str) -> int:
     with suppress(ConfigError):
         return parse_bytes(text, "--budget")
     try:
-        return ceil(recipe_bytes(model.geometry, model.recipe(text), model.block_size))
+        recipe = model.recipe(text)
     except ConfigError as error:
         raise ConfigError(
             f"--budget takes bits per element (4.5bits), bytes per token (900B) or a format (int4), "
             f"got {text!r}: {error}"
         ) from error
+    if recipe.exact.recent or recipe.exact.sinks:
+        raise ConfigError(
+            f"--budget {text} counts bytes per token, which tokens that stay unquantized don't change; name "
+            f"the format without them, and give --recent and --sinks"
+        )
+    return ceil(recipe_bytes(model.geometry, recipe, model.block_size))
 
 
 def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe, block_size: int = BLOCK_SIZE) -> Fraction:

@@ -72,7 +72,9 @@ class Asked:
         "Let formats take out block means; a block waits in bf16, which takes memory, until it is full.",
     )
     recent: int = option(
-        0, "Youngest tokens of a sequence to keep in bf16, less than --context; makes it --staged.", type=int
+        0,
+        "Youngest tokens of a sequence to keep in bf16, much less than --context; makes it --staged.",
+        type=int,
     )
     sinks: int = option(0, "First tokens of a sequence to keep in bf16; makes it --staged.", type=int)
     out: str = option("kvq.json", "Where the recipe goes.", type=click.Path())

@@ -65,11 +65,12 @@ class TokenPlan:
         Raises:
             ConfigError: one that leaves all of them so.
         """
+        longer = "--context" if self.attention_window is None else "--attention-window"
         return check_exact(
             model,
             recipes,
-            [range(self.context)],
-            advice="give a longer --context, or fewer tokens in +recent and +sinks",
+            [range(self.context - 1)],
+            advice=f"give a longer {longer}, or fewer tokens in +recent and +sinks",
             attention_window=self.attention_window,
         )
 

@@ -24,7 +24,7 @@ def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = 
     young = Part(age=Age.YOUNG, recent=layout.exact.recent, block_size=layout.block_size)
     sinks, shares = layout.exact.sinks, 0.0
     for group in layout.sealed:
-        window = min(filter(None, (group.group.window, attention_window)), default=queries.stop)
+        window = min(filter(None, (group.layers[0].geometry.window, attention_window)), default=queries.stop)
         firsts = [(p, max(0, p + 1 - window)) for p in queries]
         seen = sum(p + 1 - first for p, first in firsts)
         sealed = sum(max(0, young.edge(p) - max(first, sinks)) for p, first in firsts)
@@ -42,7 +42,8 @@ def check_exact(
 ) -> list[str]:
     """Warnings, of the quantized recipes that leave most keys exact in any of these sequences.
 
-    `sequences`: the positions of queries whose results are looked at. `advice`: what else can be given.
+    `sequences`: the positions of queries whose results are looked at, which a window's last one is not: what
+    it predicts is unknown. `advice`: what else can be given.
 
     Raises:
         ConfigError: a recipe under which none of them sees anything quantized.
@@ -54,11 +55,14 @@ def check_exact(
         layout = layout_in(model, recipe)
         shares = {queries: exact_keys(layout, queries, attention_window) for queries in sequences}
         if min(shares.values()) == 1:
+            is_open = not (recipe.exact.recent or recipe.exact.sinks)
+            blocks = f", in blocks of {layout.block_size} tokens," if is_open else ""
             raise ConfigError(
-                f"{recipe.name} keeps all of {max(x.stop for x in sequences):,} tokens unquantized, so any "
-                f"format would look lossless; {advice}"
+                f"{recipe.name}{blocks} keeps all of {max(x.stop for x in sequences) + 1:,} tokens "
+                f"unquantized that are seen, so any format would look lossless; {advice}"
+                f"{', or give a smaller --block-size' if is_open else ''}"
             )
         queries, most = max(shares.items(), key=lambda item: item[1])
         if most > MOST:
-            warnings.append(f"{told(recipe.name, most, queries.stop)}; {advice}")
+            warnings.append(f"{told(recipe.name, most, queries.stop + 1)}; {advice}")
     return warnings

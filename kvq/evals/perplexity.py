@@ -69,7 +69,7 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
         kl_mean=float(kl.mean()),
         kl_p999=float(np.quantile(kl, 0.999)),
         top1_agreement=float(figures.top1.mean(dtype=np.float64)),
-        exact_keys=exact_keys(figures.model.layout, range(context), figures.window_limit),
+        exact_keys=exact_keys(figures.model.layout, range(context - 1), figures.window_limit),
         seconds=figures.seconds,
         attention_window=figures.window_limit,
         instrument=figures.role,

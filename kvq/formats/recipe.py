@@ -302,9 +302,14 @@ class KVRecipe:
             exact=ExactTokens(**{part: data[part] for part in _EXACT if part in data}),
             model_digest=model_digest or "",
         )
-        if recipe.model_digest:
-            for index, layer in enumerate(data["layers"]):
+        for index, layer in enumerate(data["layers"]):
+            if recipe.model_digest:
                 check_digest(f"layers[{index}]", layer.get("digest"), recipe._layer_digest(index))
+            elif "digest" in layer:
+                raise ConfigError(
+                    f"layers[{index}] has a digest, which is of a model_digest, and there is none; leave "
+                    f"both out"
+                )
         return recipe
 
 

@@ -25,13 +25,20 @@ class Admission:
         """Blocks of full attention that so many tokens take."""
         return -(-tokens // self.shape.block_size)
 
-    def promised(self, step: Step) -> int:
-        """Blocks that prefills under way will still take."""
-        return sum(
-            self.num_blocks(branch.goal) - self.num_blocks(branch.sequence.length)
-            for branch in step.unfinished
-            if branch.sequence is not None
-        )
+    def taken(self, start: int, end: int) -> list[int]:
+        """Blocks per layer group that a sequence takes from one length to another; none beyond a limit."""
+        return [
+            self.num_blocks(min(end, limit or end)) - self.num_blocks(min(start, limit or start))
+            for _, limit in self.shape.reaches
+        ]
+
+    def promised(self, step: Step) -> list[int]:
+        """Blocks per layer group that prefills under way will still take."""
+        promised = [0] * len(self.shape.windows)
+        for branch in step.unfinished:
+            if branch.sequence is not None:
+                promised = added(promised, self.taken(branch.sequence.length, branch.goal))
+        return promised
 
     def has_seats(self, request: Request) -> bool:
         """True if its branches have rows, and steps would still keep the inter-token goal with them."""
@@ -44,8 +51,8 @@ class Admission:
         """True if a prompt's first chunk fits and those that run can grow; `found`: tokens of its hit."""
         total = len(prompt.tokens)
         count = min(total - found, step.budget, request.max_chunk or total)
-        later = self.num_blocks(total) - self.num_blocks(found + count)
-        return self.manager.can_admit(prompt, count, spare=self._spare(request, step.promised + later))
+        promised = added(step.promised, self.taken(found + count, total))
+        return self.manager.can_admit(prompt, count, spare=self._spare(request, promised))
 
     def can_swap_in(self, step: Step, request: Request) -> bool:
         """True if there is room for a swapped-out request's blocks and for growth."""
@@ -55,25 +62,28 @@ class Admission:
         fits = all(pool.num_available >= blocks + left for pool, blocks, left in pools)
         return fits and self.manager.can_swap_in(sequence)
 
-    def _spare(self, request: Request, promised: int) -> list[int]:
+    def _spare(self, request: Request, promised: list[int]) -> list[int]:
         """Blocks per layer group that must be left over when a request starts.
 
-        The reserve, and what others were promised. A request that was preempted also waits until
+        The reserve, and what it and others were promised. A request that was preempted also waits until
         running ones could grow by some blocks each, more after every preemption, or it would be
         preempted again at once. Alone it may have everything. A sequence in a layer group with a window
-        takes one block at most before it gives one back, one that passed a group's limit none.
+        takes one block at most before it gives one back.
         """
         if not self.holders.running:
             return [0] * len(self.shape.windows)
         running = self.holders.num_sequences if request.preemptions else 0
         growth = running << max(0, min(request.preemptions - 1, 8))
         spare = []
-        for window, limit in self.shape.reaches:
-            if limit is not None:
-                left = min(promised, self.num_blocks(limit))
-            elif window is not None:
-                left = min(growth, running) + min(promised, self.num_blocks(window) + 1)
-            else:
-                left = growth + promised
+        for (window, limit), left in zip(self.shape.reaches, promised, strict=True):
+            if window is not None:
+                left = min(growth, running) + min(left, self.num_blocks(window) + 1)
+            elif limit is None:
+                left += growth
             spare.append(self.manager.reserve_blocks + left)
         return spare
+
+
+def added(some: list[int], more: list[int]) -> list[int]:
+    """Blocks per layer group, together."""
+    return [a + b for a, b in zip(some, more, strict=True)]

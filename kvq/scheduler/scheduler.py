@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
-from kvq.scheduler.admission import Admission
+from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape, resolve_max_tokens
@@ -374,8 +374,8 @@ class Scheduler:
             self._count_admission(request, held(branch).length, step.now)
         self._prefill(step, branch)
         if branch.sequence is not None:  # else it was given up
-            left = admission.num_blocks(len(prompt.tokens)) - admission.num_blocks(branch.sequence.length)
-            step.promised += left
+            left = admission.taken(branch.sequence.length, len(prompt.tokens))
+            step.promised = added(step.promised, left)
         return True
 
     def _count_admission(self, request: Request, reused: int, now: float) -> None:

@@ -79,7 +79,7 @@ class Step:
     decodes: list[Branch] = field(default_factory=list)
     unfinished: list[Branch] = field(default_factory=list)  # prefills under way
     budget: int = 0  # prefill tokens left
-    promised: int = 0  # blocks that prefills under way will still take
+    promised: list[int] = field(default_factory=list)  # blocks per layer group that prefills will still take
     prefills: list[tuple[Branch, int]] = field(default_factory=list)
     restored: list[Branch] = field(default_factory=list)
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import ceil
 from time import monotonic
 
@@ -91,10 +92,12 @@ class Admission:
 
     @property
     def kv_pressure(self) -> float:
-        """Live blocks / blocks of the fullest pool."""
-        gauges = self._engine.gauges
+        """Live blocks / blocks of the fullest pool; staging areas, which have room for who runs, aside."""
+        gauges, info = self._engine.gauges, self._engine.info
         pools = [] if gauges is None else gauges.pools
-        return max((pool.live / pool.total for pool in pools), default=0.0)
+        staging = [] if info is None else info.is_staging
+        counted = (pool for pool, aside in zip_longest(pools, staging) if not aside)
+        return max((pool.live / pool.total for pool in counted), default=0.0)
 
     @property
     def load(self) -> float:

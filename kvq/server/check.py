@@ -191,11 +191,12 @@ def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
         pools = _pools(checked, available_bytes(checked.model.device))
     except KVQError:  # told above
         return
-    staged, rows = pools.step_tokens, pools.sequences
+    staged, context = pools.step_tokens, checked.model.max_context
+    rows = max(1, min(pools.sequences, at_once(checked.layout, pools, min(LENGTHS[0], context)).count))
     remedy = f"raise --max-num-batched-tokens to {rows + 512}"
     if staged < budget:
         yield _ok(f"prefill: steps take {staged} tokens, since those wait in the staging area")
-        budget, remedy = staged, "lower --max-num-seqs, or raise --kv-memory"
+        budget, remedy = staged, ("lower --max-num-seqs, or " if rows > 1 else "") + "raise --kv-memory"
     if budget < rows:
         yield _warning(
             f"prefill: --max-num-batched-tokens {budget} is below --max-num-seqs and counts as {rows}"

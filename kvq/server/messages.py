@@ -66,6 +66,7 @@ class Ready(Message, frozen=True):
     kv: list[str]  # the formats' full names per layer group: "int4_g32_s8_rot", or K/V where they differ
     shape: PoolShape
     scheduler: SchedulerConfig
+    is_staging: list[bool] = []  # per layer group: for tokens that stay unquantized; none: no group is
 
     @property
     def max_context(self) -> int:

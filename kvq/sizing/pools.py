@@ -64,7 +64,8 @@ def plan_pools(
        most. No more sequences run side by side than a step has tokens.
     3. All groups of a staged recipe get room for as many sequences of 512 tokens as fit side by side. Where
        all fit, staging groups get room for all with as many tokens as fit.
-    4. The rest is shared by what groups want, staging groups last: they have what those sequences need.
+    4. The rest is shared by what groups want, staging groups last: they have what those sequences need. If
+       they get all of it, steps grow into what is left.
 
     More memory never makes the longest context shorter.
     """
@@ -96,6 +97,15 @@ def plan_pools(
         seated = _seated(layout, budget_bytes, least, **limits, step_tokens=step_tokens)
         blocks = share_blocks(layout, _merged(layout, sealed=wanted, staging=seated), budget_bytes, seated)
         blocks = share_blocks(layout, wanted, budget_bytes, blocks)
+    if blocks == wanted and limits["sequences"] == sequences:  # what nobody could use is for longer steps
+
+        def needed(tokens: int) -> list[int]:
+            return _at_least(wanted_blocks(layout, **limits, step_tokens=tokens), least)
+
+        steps = range(step_tokens, chunk + 1)
+        fits = bisect_left(steps, True, key=lambda tokens: bytes_of(layout, needed(tokens)) > budget_bytes)
+        step_tokens = steps[max(0, fits - 1)]
+        blocks = needed(step_tokens)
     return PoolPlan(num_blocks=blocks, step_tokens=step_tokens, sequences=limits["sequences"])
 
 

@@ -124,6 +124,26 @@ def test_as_many_requests_run_side_by_side_as_are_told_to_fit_at_once(kv, memory
     assert_balanced(llm)
 
 
+@pytest.mark.parametrize(
+    ("kv", "memory"), [("int3_mean+sinks=4+recent=128", "4MiB"), ("int4+sinks=64", "3MiB")]
+)
+def test_prompts_of_several_chunks_run_side_by_side_where_sinks_are_few(kv, memory):
+    """Their first chunks take all the sinks that they will ever have."""
+    model = load("tiny", kv)
+    llm = engine(model, kv_memory=memory, max_num_seqs=128, max_context=512)
+    config, cache = llm.core.scheduler.config, llm.core.runner.cache
+    pools = PoolPlan(
+        num_blocks=cache.num_blocks, step_tokens=config.max_num_batched_tokens, sequences=config.max_num_seqs
+    )
+    told = at_once(model.layout, pools, 301).count
+    ran = []
+    llm.on_step(lambda _: ran.append(llm.core.scheduler.holders.num_sequences))
+    params = SamplingParams(max_tokens=151, ignore_eos=True)
+    llm.generate([random_tokens(150, seed=20 + i) for i in range(told)], params)
+    assert max(ran) == told > 1
+    assert_balanced(llm)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("kv", ["bf16", *STAGED, "int3_mean+recent=300", "int4+sinks=400"])
 def test_a_small_pool_serves_the_longest_prompt_that_is_told_and_refuses_a_longer_one(kv, family):

@@ -58,11 +58,15 @@ def test_all_is_exact_exactly_where_no_format_can_lose_anything(tiny):
         assert (exact_keys(two.layout, range(128)) == 1) == is_same
 
 
-@pytest.mark.parametrize("kv", ["int3+recent=96", "int8/int2_mean+sinks=96", "kivi-k2v2+recent=80"])
+@pytest.mark.parametrize(
+    "kv", ["int3+recent=96", "int3+recent=64", "int8/int2_mean+sinks=96", "kivi-k2v2+recent=80"]
+)
 def test_formats_of_which_nothing_is_seen_are_not_measured(tiny, kv):
     recipe = SimulatedRecipe.of(kv, tiny.geometry.head_dims) if "kivi" in kv else kv
     plan = TokenPlan(context=96, max_windows=1)
-    with pytest.raises(ConfigError, match=r"keeps all of 96 tokens unquantized.*longer --context"):
+    with pytest.raises(
+        ConfigError, match=r"keeps all of 96 tokens unquantized that are seen.*longer --context"
+    ):
         measure_perplexity(tiny, ["fp32", recipe], default_text().text, plan)
 
 

@@ -140,4 +140,4 @@ def test_what_must_be_left_over_where_sequences_stop_growing(preemptions: int, s
     scheduler.schedule(0.0)
     request = ask(4, 9)
     request.preemptions = preemptions
-    assert scheduler._admission._spare(request, promised=9) == spare
+    assert scheduler._admission._spare(request, promised=[9, 9, 2]) == spare

@@ -48,7 +48,7 @@ class World:
 
     def __init__(self, limits=None, seats=4, **config):
         self.now, self.die = 0.0, 1.0
-        self.engine = SimpleNamespace(gauges=gauges(), num_seats=seats)
+        self.engine = SimpleNamespace(gauges=gauges(), num_seats=seats, info=None)
         self.prompts = SimpleNamespace(num_waiting=0)
         self.admission = Admission(
             AdmissionConfig(**config),
@@ -287,6 +287,17 @@ def test_live_blocks_beyond_the_limit_refuse_cached_ones_do_not():
     world.engine.gauges = gauges(live=61)
     with pytest.raises(Problem, match="95% of the KV pool"):
         world.enter()
+
+
+def test_full_staging_areas_refuse_nobody():
+    """They have room for those that run: all seats taken is all of them live."""
+    world = World()
+    world.engine.gauges = gauges(live=10)
+    world.engine.gauges.pools.append(PoolUsage(total=2, free=0, cached=0, live=2))
+    world.engine.info = SimpleNamespace(is_staging=[False, True])
+    assert world.status() == 200
+    world.engine.info = SimpleNamespace(is_staging=[])
+    assert world.status() == 503
 
 
 @pytest.mark.parametrize("options", [{"prompt": 5000}, {"output": 1500}, {"output": 200, "n": 6}, {"n": 9}])

@@ -236,6 +236,18 @@ def test_too_little_memory_says_what_is_given_and_what_is_needed_at_least(kv):
         pools(least - 1)
 
 
+def test_steps_grow_into_memory_that_no_sequence_could_use() -> None:
+    layout = tiny("int3_mean+sinks=4+recent=128")
+    limits = {"sequences": 2, "max_context": 512, "step_tokens": STEP}
+    found = [plan_pools(layout, megabytes << 20, **limits) for megabytes in (2, 3, 4, 64)]
+    steps = [pools.step_tokens for pools in found]
+    assert steps == sorted(steps)
+    assert 64 < steps[1] < steps[2] < steps[3] == STEP
+    for pools, megabytes in zip(found, (2, 3, 4, 64), strict=True):
+        assert bytes_of(layout, pools.num_blocks) <= megabytes << 20
+        assert at_once(layout, pools, 512).count == (1 if megabytes == 2 else 2)
+
+
 @pytest.mark.parametrize("kv", FORMATS)
 def test_who_is_told_to_fit_at_once_has_blocks_in_every_group(kv):
     layout = tiny(kv)
