@@ -10,7 +10,7 @@ import click
 
 from kvq.commands.names import MODEL
 from kvq.commands.options import AT_LEAST_1, gathered, kv_option, option, path_option, text_options
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvq.calib.observe import HeadSummary
     from kvq.formats import KVRecipe
     from kvq.models import Model
+
+_FEW_TOKENS = 256  # below them single tokens make maxima and means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +126,12 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
         f"wrote {asked.out}: {recipe.name}{', centered' if asked.centered else ''}, static scales of "
         f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
     )
-    for line in _notes(heads):
+    if seen.tokens < _FEW_TOKENS:
+        warn(
+            f"{seen.tokens:,} tokens say little of the largest values and of means; give a --text of some "
+            f"thousand tokens"
+        )
+    for line in _notes(heads, centered=asked.centered):
         echo(line)
     if found is not None:
         echo(found.line())
@@ -152,9 +159,9 @@ def _check(
         return check_domain(model, recipe, seen, other, context=context, progress=progress)
 
 
-def _notes(heads: "list[HeadSummary]") -> list[str]:
+def _notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
     """What stands out, a line each."""
-    notes = []
+    notes, taken = [], "taken out" if centered else "--centered, or kvq tune, takes them out"
     for what, channels, size, why in (
         (
             "outlier channels",
@@ -162,7 +169,7 @@ def _notes(heads: "list[HeadSummary]") -> list[str]:
             "largest_outlier",
             "rotated formats spread them over the row",
         ),
-        ("huge biases", "biased_channels", "largest_bias", "--centered, or kvq tune, takes them out"),
+        ("huge biases", "biased_channels", "largest_bias", taken),
     ):
         if not (found := [row for row in heads if getattr(row, channels)]):
             continue

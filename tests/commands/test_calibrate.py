@@ -35,6 +35,18 @@ def test_centered_int4_is_better_at_the_same_bytes(kvq, tmp_path):
     assert centered["kl_mean"] < 0.9 * plain["kl_mean"]
 
 
+def test_few_tokens_are_warned_of_and_what_is_taken_out_is_not_advised(kvq, tmp_path):
+    short, out = tmp_path / "short.txt", tmp_path / "kvq.json"
+    short.write_text("Hello, that is all of it.")
+    status, said, err = kvq("calibrate", "tiny", "--kv", "int4", "--centered", "--out", out, "--text", short)
+    assert status == 0
+    assert re.search(r"warning: \d+ tokens say little", err)
+    assert "takes them out" not in said
+    status, said, err = kvq("calibrate", "tiny", "--kv", "int4", "--out", out, *FEW[2:], "--context", 200)
+    assert (status, "say little" in err) == (0, False)
+    assert "takes them out" in said
+
+
 @pytest.mark.parametrize("kv", ["int8", "fp8_per_head", "bf16"])
 def test_centering_is_for_grouped_formats(kvq, tmp_path, kv):
     status, _, err = kvq("calibrate", "tiny", "--kv", kv, "--centered", "--out", tmp_path / "k.json", *FEW)
