@@ -73,10 +73,13 @@ def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Interrupt, but not an import: numpy can't be begun again then, others take it for a missing package."""
-    if _is_importing(frame):
-        signal.setitimer(signal.ITIMER_REAL, _LATER_S)
-    else:
+    """Interrupt, but not an import: numpy can't be begun again then, others take it for a missing package.
+
+    Then again and again: a signal that another thread takes does not wake this one from a sleep.
+    """
+    is_importing = _is_importing(frame)
+    signal.setitimer(signal.ITIMER_REAL, *((_LATER_S, _LATER_S) if is_importing else (0, 0)))
+    if not is_importing:
         raise KeyboardInterrupt
 
 
