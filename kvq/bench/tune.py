@@ -37,8 +37,7 @@ def tune(
     """Time shapes of attention; returns their key, the best shape, and the rows of those timed in turn.
 
     A first look, each alone, finds which compile and are right; of the fastest `_TIMED_IN_TURN` the best is
-    found. Of a staged format those of its sealed blocks are
-    found, timed with all that its steps read.
+    found. Of a staged format those of its sealed blocks are, timed with all that its steps read.
 
     Raises:
         KVQError: none compiles and is right.
