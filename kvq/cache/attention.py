@@ -32,6 +32,9 @@ class PackedAttention(Protocol):
         The layer's own window comes on top of the options.
         """
 
+    def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
+        """The same over what a layer has written already."""
+
 
 class BatchAttention(Protocol):
     """A cache's layer between its `update` and the attention that follows."""
@@ -128,8 +131,8 @@ def kvq_attention(
         ModelError: neither a kvq session nor a KvqCache, or numbers that the config did not name.
         RequestError: a mask that is not left padding.
     """
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
+    number = getattr(module, "layer_idx", None)
+    if not isinstance(number, int):
         raise ModelError(f"{type(module).__name__} has no layer_idx; kvq can't tell its layer")
     scale, softcap, sinks = passed.get("scaling"), passed.get("softcap"), passed.get("s_aux")
     if scale is None:
@@ -146,24 +149,34 @@ def kvq_attention(
     options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
     step = passed.get("kvq_step")
     if step is None:
-        waiting = _take(layer, key)
-        _check_agrees(waiting.geometry, layer, claims)
+        waiting = _take(number, key)
+        _place(waiting.geometry, number, claims)
         return waiting.attend(query, key, value, attention_mask, options), None
-    _check_agrees(step.geometry, layer, claims)
+    layer = _place(step.geometry, number, claims)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
-    return step.attend(layer, q, k, v, options)[None], None
+    if step.geometry.stores(number):
+        return step.attend(layer, q, k, v, options)[None], None
+    return step.attend_over(layer, q, options)[None], None
 
 
-def _check_agrees(geometry: ModelGeometry, layer: int, claims: dict[str, float | None]) -> None:
-    """Raise ModelError if the model code hands over other numbers than its config named."""
-    own = geometry.layers[layer]
+def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]) -> int:
+    """The place of a layer's K and V.
+
+    Raises:
+        ModelError: the model code hands over other numbers than its config named.
+    """
+    place = geometry.place(number)
+    if place is None:
+        raise ModelError(f"{geometry.model_type} layer {number} attends, but has no K and V by its config")
+    own = geometry.layers[place]
     for name, value in claims.items():
         expected = getattr(geometry if name in ("softcap", "has_sinks") else own, name)
         if value != expected:
             raise ModelError(
-                f"{geometry.model_type} layer {layer}: the model code uses {name}={value}, "
+                f"{geometry.model_type} layer {number}: the model code uses {name}={value}, "
                 f"its config says {expected}; kvq can't tell which is right"
             )
+    return place
 
 
 def _take(layer: int, key: Tensor) -> BatchAttention:

@@ -1,7 +1,7 @@
 """Model geometry from configs. No torch."""
 
 from kvq.geometry.families import FAMILIES
-from kvq.geometry.geometry import LayerGeometry, LayerGroup, ModelGeometry
+from kvq.geometry.geometry import LayerGeometry, LayerGroup, ModelGeometry, StateGeometry, StateTensor
 from kvq.geometry.parse import field_name, parse_geometry
 
 __all__ = [
@@ -9,6 +9,8 @@ __all__ = [
     "LayerGeometry",
     "LayerGroup",
     "ModelGeometry",
+    "StateGeometry",
+    "StateTensor",
     "field_name",
     "parse_geometry",
 ]

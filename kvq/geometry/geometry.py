@@ -1,21 +1,26 @@
 """Geometry: the numbers of a model that decide how large its KV cache is and who attends to whom."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 
 from kvq.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
-    """One attention layer. `window` counts the tokens a query sees, its own included."""
+    """One attention layer that stores K and V. `window`: tokens that a query sees, its own included."""
 
-    index: int
+    index: int  # its place among those
     kv_heads: int
     k_head_dim: int  # elements
     v_head_dim: int  # elements
     window: int | None = None  # None: all earlier tokens
+    number: int = -1  # of the layer in the model's code, by default its place
+    readers: tuple[int, ...] = ()  # numbers of the layers that attend over its K and V, and store none
 
     def __post_init__(self) -> None:
+        if self.number < 0:
+            object.__setattr__(self, "number", self.index)
         for name in ("kv_heads", "k_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"layer {self.index}: {name} must be positive, got {getattr(self, name)}")
@@ -31,6 +36,32 @@ class LayerGeometry:
     def elements_per_token(self) -> int:
         """K and V elements that one token adds to this layer."""
         return self.kv_heads * (self.k_head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTensor:
+    """A tensor of a recurrent state, of one sequence."""
+
+    name: str  # `conv` or `recurrent`
+    index: int  # among the layer's of that name
+    shape: tuple[int, ...]
+    dtype: str | None  # torch's name of it; None: what the model computes in
+
+    def nbytes(self, compute_bytes: int) -> int:
+        """Its size where the model computes in numbers of so many bytes."""
+        return prod(self.shape) * (_STATE_BYTES[self.dtype] if self.dtype else compute_bytes)
+
+
+_STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateGeometry:
+    """A layer that keeps a state of fixed size, a recurrence or the last inputs of a convolution."""
+
+    number: int  # of the layer in the model's code
+    kind: str  # the class of the module that computes it
+    tensors: tuple[StateTensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,16 +90,34 @@ class ModelGeometry:
     max_context: int  # tokens
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     has_sinks: bool = False  # a learned logit per query head joins the softmax and gives no value
+    states: tuple[StateGeometry, ...] = ()  # of the layers that keep one, in order
+    _places: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError("a model needs at least one attention layer, got none")
+        own = {layer.number: layer.index for layer in self.layers}
+        read = {number: layer.index for layer in self.layers for number in layer.readers}
+        object.__setattr__(self, "_places", own | read)
         for layer in self.layers:
             if self.q_heads % layer.kv_heads:
                 raise ConfigError(
                     f"layer {layer.index}: {self.q_heads} query heads don't divide evenly "
                     f"among {layer.kv_heads} KV heads"
                 )
+
+    def place(self, number: int) -> int | None:
+        """Where in `layers` the K and V lie that a layer of the model's code attends over; None: nowhere."""
+        return self._places.get(number)
+
+    def stores(self, number: int) -> bool:
+        """True if a layer of the model's code stores K and V of its own."""
+        place = self._places.get(number)
+        return place is not None and self.layers[place].number == number
+
+    def state_bytes(self, compute_bytes: int) -> int:
+        """Bytes of all states of one sequence, where the model computes in numbers of so many bytes."""
+        return sum(x.nbytes(compute_bytes) for state in self.states for x in state.tensors)
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:

@@ -36,12 +36,19 @@ class PackedStep:
         tokens are padding: not written, and zero in the result, [rows, q_heads, v_head_dim].
         """
         began = perf_counter()
-        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
-        q, k, v = q[:tokens], k[:tokens], v[:tokens]
+        tokens = self.bad_tokens.shape[0]
+        k, v = k[:tokens], v[:tokens]
         if self.observer is not None:
             self.observer(layer, k, v)
         self.bad_tokens |= self.cache.write(layer, k, v, slots_of(self.cache, layer, self.batches))
-        out = self._attended(layer, q, options)
+        self.attention_s += perf_counter() - began
+        return self.attend_over(layer, q, options)
+
+    def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend from a layer's tokens over what is written already, in the layer or in one that it shares."""
+        began = perf_counter()
+        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
+        out = self._attended(layer, q[:tokens], options)
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began
