@@ -45,7 +45,7 @@ class PackedStep:
         return self.attend_over(layer, q, options)
 
     def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend from a layer's tokens over what is written already, in the layer or in one that it shares."""
+        """Attend from a layer's tokens over what is written, by it or by the layer that it shares with."""
         began = perf_counter()
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
         out = self._attended(layer, q[:tokens], options)
