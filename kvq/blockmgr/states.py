@@ -42,7 +42,7 @@ class States:
         return index == sequence.tail or (index + 1) * self.block_size % self.every == 0
 
     def step(self, sequence: Sequence, count: int, *, snapshots: bool) -> StateStep:
-        """How `count` tokens more, at least one, change the entries; whether or not `snapshots` stay behind."""
+        """How one token more, or `count`, change the entries; whether or not `snapshots` stay behind."""
         size, start = self.block_size, sequence.length
         last, first = (start + count - 1) // size, start // size
         between = range(first, last) if snapshots else ()
