@@ -81,7 +81,8 @@ class PackedStep:
         return out
 
     def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """[tokens, q_heads, v_head_dim]; the layer's own window comes on top of the options."""
-        options = options.within(self.geometry.layers[layer].window).within(self.window_limit)
+        """[tokens, q_heads, v_head_dim]; the layer's own window or chunks come on top of the options."""
+        own = self.geometry.layers[layer]
+        options = options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)
         out, _ = attended(self.cache, layer, q, self.batches, options)
         return out

@@ -14,11 +14,6 @@ _REFUSED = {
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
     "mpt": "its attention adds ALiBi biases and never calls the registered attention function",
     "falcon": "its attention may add ALiBi biases and is its own",
-    "llama4": "its chunked attention lives only in its mask, which kvq does not build",
-    "llama4_text": "its chunked attention lives only in its mask, which kvq does not build",
-    "gemma3": "it reads images too; kvq runs the text-only form (gemma3_text)",
-    "gemma3n": "its layers share K and V with each other",
-    "gemma3n_text": "its layers share K and V with each other",
     "mamba": "it has no KV cache",
     "mamba2": "it has no KV cache",
 }

@@ -13,6 +13,7 @@ from kvq.models.modules import build_random, config_of, unquantized
 CONTEXT = 256  # tokens
 WINDOW = 16  # tokens, and of chunks
 _LAYERS = ("num_hidden_layers", "num_layers")  # what configurations call their number
+_REACHES = ("window", "chunk", "floor_scale", "index_topk", "index_block", "original_max_position")
 _MOST_LAYERS = 12
 _SPREAD = 0.15  # of matrices, so large that attention is far from even
 _MOST_VALUES = 50_000_000
@@ -91,23 +92,33 @@ def _smaller(about: Any) -> Iterator[dict[str, Any]]:
         return {name: size for name, size in own.items() if type(config.get(name)) is int}
 
     short = _shorter(config, next(name for name in (names.get(_LAYERS[0]), *_LAYERS) if name in config))
-    short |= {name: WINDOW for name, value in config.items() if _is_reach(name, value)}
+    short |= _reaching_less(config)
     small, narrow = short | known(_SIZES), known(_WIDTHS)
     if getattr(about, "num_key_value_heads", None) == getattr(about, "num_attention_heads", 0):
         narrow |= known({"num_key_value_heads": 4})
     if "kv_lora_rank" in config:
         narrow |= known(_LATENT) | known({"qk_rope_head_dim": 8, "head_dim": 8})
     else:
-        yield {**config, **small, **narrow, **known({"head_dim": 16})}
+        yield {**config, **small, **narrow, **known({"head_dim": 16, "global_head_dim": 32})}
     yield {**config, **small, **narrow}
     yield {**config, **small}
     yield {**config, **short}
 
 
-def _is_reach(name: str, value: object) -> bool:
-    """Whether a field says how far a layer sees."""
-    is_one = "window" in name or "chunk" in name
-    return is_one and "layer" not in name and type(value) is int and value > WINDOW
+def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that say how far something reaches, made small, also in objects such as rope_parameters."""
+    less: dict[str, Any] = {name: WINDOW for name, value in config.items() if _is_reach(name, value)}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and (inner := _reaching_less(value)):
+            less[name] = {**value, **inner}
+    return less
+
+
+def _is_reach(name: object, value: object) -> bool:
+    """Whether a field says how far a layer sees, or where it begins to compute otherwise."""
+    name = str(name)
+    is_one = any(part in name for part in _REACHES)
+    return is_one and "layer" not in name and type(value) in (int, float) and value > WINDOW
 
 
 def _shorter(config: Mapping[str, Any], name: str) -> dict[str, Any]:
