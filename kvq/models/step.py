@@ -29,6 +29,7 @@ class PackedStep:
     window_limit: int | None = None  # shortens every layer's window, to see what context is worth
     observer: Observer | None = None
     states: StepStates | None = None  # of a model with layers that keep some
+    positions: Tensor | None = None  # int64 [rows], of a row's token in its sequence
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

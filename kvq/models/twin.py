@@ -1,5 +1,6 @@
 """A small twin of a model: the same code and kinds of layers, with few and random numbers."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ _READERS = "num_kv_shared_layers"  # how many layers, the last ones, store no K 
 _MOST_LAYERS = 12
 _SPREAD = 0.15  # of matrices, so large that attention is far from even
 _SPREAD_OF_STATES = 0.1  # of models that keep states: recurrences amplify what is rounded
+_ADDS = re.compile(r"post_\w*norm\b")  # norms of what layers add
+_ADDED = 0.3  # of it: where every layer adds as much as there is, roundings grow from one to the next
 _DECAYS = (-3.5, -0.5)  # logarithms of a recurrence's, so slow that what is far back still counts
 _MOST_VALUES = 50_000_000
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -123,11 +126,21 @@ def _smaller(about: Any) -> Iterator[dict[str, Any]]:
     if "kv_lora_rank" in config:
         narrow |= known(_LATENT) | known({"qk_rope_head_dim": 8, "head_dim": 8})
     else:
-        yield {**config, **small, **narrow, **states, **known({"head_dim": 16, "global_head_dim": 32})}
+        heads = known({"head_dim": 16}) | _with_heads({**config, **short}, 32)
+        yield {**config, **small, **narrow, **states, **heads}
     yield {**config, **small, **narrow, **states}
     yield {**config, **small, **narrow}
     yield {**config, **small}
     yield {**config, **short}
+
+
+def _with_heads(config: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    """Tables by layer whose heads are of that dimension."""
+    return {
+        key: {number: {**own, **({"head_dim": dim} if "head_dim" in own else {})} for number, own in table.items()}
+        for key, table in config.items()
+        if _is_by_layer(table)
+    }
 
 
 def _is_sizes(value: object) -> bool:
@@ -157,10 +170,11 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[st
     counted = [name for name in names if name in config]
     layers = config[counted[0]] if counted else len(kinds[0])
     lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
-    count = max([2, *(_until_all_kinds(value) for value in [*lists.values(), *kinds])])
-    sharing = {}
-    if config.get(_READERS):  # of K and V of earlier layers: as many again, and of the same kinds
-        count, sharing = 2 * count, {_READERS: count}
+    shares = bool(config.get(_READERS))  # as many layers again, and of the same kinds
+    of_all, of_kinds = ([_until_all_kinds(value) for value in found] for found in ([*lists.values(), *kinds], kinds))
+    count = max([2, *(of_kinds if shares else of_all)])
+    sharing = {_READERS: count} if shares else {}
+    count *= 1 + shares
     if count > _MOST_LAYERS:
         return {}
     tables = {key: _below(value, count) for key, value in config.items() if _is_by_layer(value)}
@@ -202,6 +216,8 @@ def _draw(model: Any) -> None:
             parameter.uniform_(*_DECAYS)
         elif parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter) * (1.0 if name.endswith("sinks") else 0.2))
+            if _ADDS.search(name):
+                parameter.mul_(_ADDED)
         else:
             parameter.normal_(0, spread)
     for name, buffer in model.named_buffers():

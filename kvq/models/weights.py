@@ -15,6 +15,7 @@ from kvq.models.fused_layers import is_fused
 from kvq.models.fused_norms import fuse_norms
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.modules import import_class, load_module, pin_rope
+from kvq.models.positions import tell_positions
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
@@ -111,6 +112,7 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 def place(model: Any, prepared: PreparedModel) -> Any:
     """A model that was read, ready to run on its device."""
     pin_rope(model, prepared.max_context)
+    tell_positions(model)
     cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()
     if prepared.device.type == "cpu":
