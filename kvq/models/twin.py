@@ -75,7 +75,7 @@ def build_twin(config: Mapping[str, Any]) -> Any:
     """
     errors = []
     try:
-        for small in _smaller(config_of(unquantized(config))):
+        for small in map(_in_sections, _smaller(config_of(unquantized(config)))):
             try:
                 model = _made(small)
             except Exception as error:  # noqa: BLE001 - whatever numbers that don't fit make the code raise
@@ -132,6 +132,19 @@ def _smaller(about: Any) -> Iterator[dict[str, Any]]:
     yield {**config, **small, **narrow}
     yield {**config, **small}
     yield {**config, **short}
+
+
+def _in_sections(config: dict[str, Any]) -> dict[str, Any]:
+    """The same, its rotated pairs shared out as its sections are, where positions have several."""
+    rope = config.get("rope_parameters")
+    sections = rope.get("mrope_section") if isinstance(rope, Mapping) else None
+    if not isinstance(rope, Mapping) or not isinstance(sections, list):
+        return config
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    pairs = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    own = [max(1, pairs * section // sum(sections)) for section in sections]
+    own[0] += pairs - sum(own)
+    return {**config, "rope_parameters": {**rope, "mrope_section": own}}
 
 
 def _with_heads(config: Mapping[str, Any], dim: int) -> dict[str, Any]:

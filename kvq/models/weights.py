@@ -21,6 +21,7 @@ from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
 from kvq.models.skeleton import build_skeleton, check_runs
 from kvq.models.states import cut_states
+from kvq.models.text_part import is_whole
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
 
@@ -148,6 +149,8 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     """
     if prepared.is_quantized:
         raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
+    if is_whole(prepared.folder):
+        raise ModelError(f"{prepared.folder} reads images or sound too; weights of text models can be changed")
     geometry = prepared.geometry
     verify_manifest(prepared.folder)
     build_skeleton(prepared)
