@@ -21,6 +21,21 @@ def know_text_model(model_type: str) -> None:
     if config not in AutoModelForCausalLM._model_mapping:
         made = _with_head(config, AutoModel._model_mapping[config])
         AutoModelForCausalLM.register(config, made, exist_ok=True)  # else left out, being no code of others
+        _convert_alike(made.__name__, model_type)
+
+
+def _convert_alike(name: str, model_type: str) -> None:
+    """Have a class's tensors joined as the whole model's are: experts lie one by one in checkpoints."""
+    from transformers.conversion_mapping import (
+        WeightConverter,
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    if get_checkpoint_conversion_mapping(model_type) is None:
+        found = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
+        joined = [one for one in found if isinstance(one, WeightConverter)]
+        register_checkpoint_conversion_mapping(name, joined, overwrite=True)
 
 
 def _with_head(config_class: Any, body: Any) -> Any:
