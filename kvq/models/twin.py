@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from kvq.cache.attention import PACKED_NAME
 from kvq.errors import ModelError, first_lines
@@ -19,7 +18,7 @@ _NUMBERS = ("_idxs", "_indices", "_layer_ids")  # and lists of those of a kind
 _MOST_LAYERS = 12
 _SPREAD = 0.15  # of matrices, so large that attention is far from even
 _SPREAD_OF_STATES = 0.1  # of models that keep states: recurrences amplify what is rounded
-_DECAYS = (-3.5, -0.5)  # logarithms of a recurrence's, so slow that what is far back still counts
+_DECAYS = {"A_log": (-3.5, -0.5), "dt_bias": (-4.0, -1.0)}  # slow: what is far back still counts
 _MOST_VALUES = 50_000_000
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 12, "qk_head_dim": 24}
@@ -28,7 +27,8 @@ _STATE = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "linear_head_dim": 64,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_num_heads": 8,
@@ -176,8 +176,8 @@ def _draw(model: Any) -> None:
     """Random numbers for all parameters, so that nothing that a family does stays unnoticed."""
     spread = _SPREAD if StateWatch.of(model.config) is None else _SPREAD_OF_STATES
     for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            parameter.uniform_(*_DECAYS)
+        if (last := name.rpartition(".")[2]) in _DECAYS:
+            parameter.uniform_(*_DECAYS[last])
         elif parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter) * (1.0 if name.endswith("sinks") else 0.2))
         else:
