@@ -17,6 +17,7 @@ class LayerGeometry:
     window: int | None = None  # None: all earlier tokens
     number: int = -1  # of the layer in the model's code, by default its place
     readers: tuple[int, ...] = ()  # numbers of the layers that attend over its K and V, and store none
+    is_latent: bool = False  # K: what positions turn, V: the latent vector; every query head sees both
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -29,7 +30,9 @@ class LayerGeometry:
 
     @property
     def kind(self) -> str:
-        """`full` or `sliding`."""
+        """`full`, `sliding` or `latent`."""
+        if self.is_latent:
+            return "latent"
         return "full" if self.window is None else "sliding"
 
     @property
@@ -105,6 +108,12 @@ class ModelGeometry:
                     f"layer {layer.index}: {self.q_heads} query heads don't divide evenly "
                     f"among {layer.kv_heads} KV heads"
                 )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model's code up to the last one that keeps or reads anything."""
+        numbers = [number for layer in self.layers for number in (layer.number, *layer.readers)]
+        return 1 + max([*numbers, *(state.number for state in self.states)])
 
     def place(self, number: int) -> int | None:
         """Where in `layers` the K and V lie that a layer of the model's code attends over; None: nowhere."""

@@ -244,7 +244,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
 
 def read_share(parameters: Parameters, tokens: int) -> float:
     """Of the weights, what a step of so many tokens reads: looked-up rows and idle experts are left out."""
-    read: float = parameters.total
+    read: float = parameters.total - parameters.tables
     if parameters.head:
         read -= parameters.embedding
     if parameters.experts:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq.capacity.plan.gpus import find_gpu, known_gpus, read_gpus
-from kvq.capacity.plan.target import find_model, known_models
+from kvq.capacity.plan.catalogue import find_model, known_models
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
 from kvq.sizing.parameters import count_parameters
