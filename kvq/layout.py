@@ -7,6 +7,9 @@ so scales can't be left behind.
 
 Under a staged recipe the same layers form further groups, of plain bf16: RECENT, a sliding window over the
 youngest tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
+
+Recurrent states of a model form the last group, STATES: a block of it holds the states of all its layers
+after one token, each tensor as the model computes with it.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +19,7 @@ from typing import TypedDict
 from kvq.errors import ConfigError
 from kvq.formats import BLOCK_SIZE as BLOCK_SIZE
 from kvq.formats import ExactTokens, KVRecipe, LayerFormats, parse_format
-from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry
+from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry, StateTensor
 
 VERSION = 1  # of the byte order inside a block; blocks of another version must not be read
 ALIGNMENT = 16  # bytes
@@ -76,6 +79,7 @@ class Holding(TypedDict):
     limits: list[int | None]
     block_bytes: list[int]
     lag: int
+    state_group: int | None
 
 
 class Role(Enum):
@@ -84,6 +88,25 @@ class Role(Enum):
     SEALED = "sealed"  # tokens as the recipe stores them
     RECENT = "recent"  # the youngest ones, unquantized
     SINKS = "sinks"  # the first ones, unquantized
+    STATES = "states"  # no tokens, but the recurrent states after one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRegion:
+    """One tensor of a layer's recurrent state inside a block."""
+
+    number: int  # of the layer in the model's code
+    tensor: StateTensor
+    offset: int  # bytes from the start of the block
+
+    @property
+    def end(self) -> int:
+        """Bytes from the start of the block to what follows."""
+        return self.offset + -(-self.tensor.nbytes(_COMPUTE_BYTES) // ALIGNMENT) * ALIGNMENT
+
+
+_COMPUTE_BYTES = 2  # of states in the type that a model computes in, before that is known
+_STATE_WINDOW = 2  # tokens: one needs the states after the one before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +119,7 @@ class GroupLayout:
     layers: tuple[LayerLayout, ...]
     role: Role = Role.SEALED
     limit: int | None = None  # tokens of a sequence that have blocks, the first ones (SINKS); None: all
+    states: tuple[StateRegion, ...] = ()  # in place of layers
 
     @property
     def holds_all(self) -> bool:
@@ -103,15 +127,22 @@ class GroupLayout:
         return self.group.window is None and self.limit is None
 
     @property
+    def is_staging(self) -> bool:
+        """True if the blocks hold tokens of which others, sealed, are made, or which stay in their place."""
+        return self.role in (Role.RECENT, Role.SINKS)
+
+    @property
     def name(self) -> str:
-        """The layer group's, or what the blocks are for: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
+        """The layer group's, or what blocks are for: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
+        if self.role is Role.STATES:
+            return "states"
         held = {Role.RECENT: self.group.window, Role.SINKS: self.limit}.get(self.role)
         return self.group.name if held is None else f"{self.role.value}-{held}"
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers) + max((x.end for x in self.states), default=0)
 
     def pool_bytes(self, num_blocks: int) -> int:
         """Bytes of a pool; exactly what is allocated for it."""
@@ -150,13 +181,28 @@ class KVLayout:
 
     geometry: ModelGeometry
     recipe: KVRecipe
-    groups: tuple[GroupLayout, ...]  # of role SEALED, then of RECENT, then of SINKS; each in the same order
+    groups: tuple[GroupLayout, ...]  # SEALED, then RECENT, then SINKS, each in the same order; then STATES
     block_size: int  # tokens
 
     @property
     def sealed(self) -> tuple[GroupLayout, ...]:
         """The groups whose blocks the recipe's formats lie in: one per kind of layer."""
         return tuple(group for group in self.groups if group.role is Role.SEALED)
+
+    @property
+    def attended(self) -> tuple[GroupLayout, ...]:
+        """The groups whose blocks hold K and V."""
+        return tuple(group for group in self.groups if group.role is not Role.STATES)
+
+    @property
+    def states(self) -> GroupLayout | None:
+        """The group of recurrent states, if the model has any."""
+        return self.groups[-1] if self.groups[-1].role is Role.STATES else None
+
+    def blocks_for(self, sequences: int, tokens: int) -> list[int]:
+        """Blocks per layer group in which so many sequences of `tokens` tokens fit, window or not."""
+        each = -(-tokens // self.block_size)
+        return [sequences * (2 if group.role is Role.STATES else each) for group in self.groups]
 
     def staging_of(self, group: int) -> GroupLayout:
         """The group of a sealed group's youngest tokens, under a staged recipe."""
@@ -188,6 +234,7 @@ class KVLayout:
             limits=[group.limit for group in self.groups],
             block_bytes=[group.block_bytes for group in self.groups],
             lag=self.recipe.exact.recent,
+            state_group=None if self.states is None else self.states.group.index,
         )
 
     @property
@@ -231,6 +278,8 @@ def plan_layout(
     if recipe.is_staged:
         groups = tuple(_outlasting(group, recipe.exact.recent) for group in groups)
         groups += _staging(groups, recipe.exact)
+    if geometry.states:
+        groups += (_states(geometry, len(groups), block_size),)
     return KVLayout(geometry=geometry, recipe=recipe, groups=groups, block_size=block_size)
 
 
@@ -252,6 +301,23 @@ def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[Group
     limit = -(-exact.sinks // size) * size
     first = [_plain(group, 2 * len(groups) + i, limit=limit) for i, group in enumerate(groups)]
     return (*recent, *first)
+
+
+def _states(geometry: ModelGeometry, index: int, block_size: int) -> GroupLayout:
+    """The group of the recurrent states; a block is one piece, whatever the order of others."""
+    regions: list[StateRegion] = []
+    for state in geometry.states:
+        for tensor in state.tensors:
+            offset = regions[-1].end if regions else 0
+            regions.append(StateRegion(number=state.number, tensor=tensor, offset=offset))
+    return GroupLayout(
+        group=LayerGroup(index=index, window=_STATE_WINDOW, layers=()),
+        block_size=block_size,
+        order=BlockOrder.BLOCK_MAJOR,
+        layers=(),
+        role=Role.STATES,
+        states=tuple(regions),
+    )
 
 
 def _plain(

@@ -5,9 +5,10 @@ from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.prefixes import Match
-from kvq.blockmgr.sequence import BlockUse, Sequence
+from kvq.blockmgr.sequence import HOLE, BlockUse, Sequence, StateMove
 
 __all__ = [
+    "HOLE",
     "BlockId",
     "BlockManager",
     "BlockPool",
@@ -23,6 +24,7 @@ __all__ = [
     "PrefixQuery",
     "Scrub",
     "Sequence",
+    "StateMove",
     "Stored",
     "SwapIn",
     "SwapOut",

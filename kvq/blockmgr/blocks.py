@@ -7,9 +7,11 @@ from kvq.blockmgr.events import Copy, Events, Evicted, Order, Stored, SwapIn, Sw
 from kvq.blockmgr.pool import Account, BlockId, BlockPool, EvictionListener
 from kvq.blockmgr.prefix import Digest, Node, PrefixIndex
 from kvq.blockmgr.sequence import Sequence
+from kvq.blockmgr.states import States
 from kvq.errors import ConfigError
 
 Demand = list[list[tuple[int, Account | None]]]  # per layer group: (blocks, on whose quota)
+STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the one before it
 
 
 class Blocks:
@@ -24,6 +26,8 @@ class Blocks:
         limits: list[int | None],
         block_bytes: list[int],
         lag: int = 0,
+        state_group: int | None = None,
+        snapshot_every: int = 1,
         identity: bytes,
         digest: Digest,
     ) -> None:
@@ -38,6 +42,8 @@ class Blocks:
                     f"{name} and num_blocks need one entry per layer group, got {length} and "
                     f"{len(num_blocks)}"
                 )
+        if snapshot_every < 1:
+            raise ConfigError(f"snapshot_every must be at least 1 token, got {snapshot_every}")
         if lag < 0:
             raise ConfigError(f"lag must be at least 0 tokens, got {lag}")
         if any(window is not None and window < 1 for window in windows):
@@ -52,11 +58,28 @@ class Blocks:
         self.pools = [
             BlockPool(count, on_evict=self._listener(group)) for group, count in enumerate(num_blocks)
         ]
+        if state_group is not None and windows[state_group] != STATE_WINDOW:
+            raise ConfigError(f"layer group {state_group} holds states, so its window is {STATE_WINDOW}")
+        self.states = (
+            None
+            if state_group is None
+            else States(
+                group=state_group,
+                pool=self.pools[state_group],
+                block_size=block_size,
+                every=-(-snapshot_every // block_size) * block_size,
+            )
+        )
         self.index = PrefixIndex(
             block_size=block_size, num_groups=len(num_blocks), identity=identity, digest=digest
         )
         self.events = Events()
         self.orders: list[Order] = []
+
+    @property
+    def state_group(self) -> int | None:
+        """The layer group that holds recurrent states."""
+        return None if self.states is None else self.states.group
 
     def first_seen(self, group: int, length: int) -> int:
         """Index of the first block that a token at position `length`, or any later one, can see."""
@@ -162,12 +185,16 @@ class Blocks:
             if node is None or self._parts_forks(sequence, i, node):
                 break
             for group in range(len(self.pools)):
-                if sequence.holds(group, i):
+                if sequence.holds(group, i) and self._is_kept(sequence, group, i):
                     self._settle(sequence, group, i, node)
             sequence.node = node
             sequence.depth += 1
         self.index.prune(sequence.node)
         return sequence.depth == full
+
+    def _is_kept(self, sequence: Sequence, group: int, i: int) -> bool:
+        """True but for states that are not to be found again: they move on with their sequence."""
+        return self.states is None or group != self.states.group or self.states.keeps(sequence, i)
 
     def indexable(self, sequence: Sequence) -> int:
         """Blocks of a sequence that the index may know: full, committed, of known tokens, old enough."""
@@ -190,7 +217,7 @@ class Blocks:
             for group, (pool, table, known) in enumerate(
                 zip(self.pools, sequence.tables, node.blocks, strict=True)
             )
-            if sequence.holds(group, i)
+            if sequence.holds(group, i) and group != sequence.state_group
         )
 
     def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:

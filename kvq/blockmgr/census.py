@@ -40,8 +40,7 @@ def _held(manager: BlockManager, group: int, codes: dict[str, int]) -> dict[int,
     held: dict[int, int] = {}
     for sequence in manager.sequences():
         if not sequence.is_swapped:
-            table = sequence.tables[group][sequence.starts[group] :]
-            held |= dict.fromkeys(table, codes.get(sequence.tenant, 0))
+            held |= dict.fromkeys(sequence.held_in(group), codes.get(sequence.tenant, 0))
     return held
 
 

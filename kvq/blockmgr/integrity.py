@@ -7,7 +7,7 @@ from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import Account, BlockId, BlockPool
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node
-from kvq.blockmgr.sequence import Sequence
+from kvq.blockmgr.sequence import HOLE, Sequence
 from kvq.blockmgr.swap import SwapSpace
 
 
@@ -36,7 +36,7 @@ def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pi
     """Every reference belongs to one entry of one table or pin."""
     counted: Counter[BlockId] = Counter()
     for sequence in sequences:
-        counted.update(sequence.tables[group][sequence.starts[group] :])
+        counted.update(sequence.held_in(group))
     for pin in pins.all():
         counted.update(pin.blocks[group])
     have = pool.held()
@@ -151,6 +151,9 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
         )
         assert 0 <= start <= len(table), f"group {group}: a table starts outside itself"
         known = sequence.committed or sequence.length  # an adopted prefix is committed as a whole
+        if group == sequence.state_group:
+            assert sequence.is_swapped or not table or table[-1] != HOLE, "a sequence has lost its state"
+            continue
         needed = min(blocks.first_seen(group, known), len(table))
         assert sequence.is_swapped or start <= needed, f"group {group}: a block that is seen was given back"
     node, depth = sequence.node, sequence.depth
@@ -159,7 +162,7 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
         i = node.depth - 1
         assert node.tokens == sequence.tokens[i * size : (i + 1) * size].tobytes(), "indexed tokens differ"
         for group, table in enumerate(sequence.tables):
-            held = not sequence.is_swapped and sequence.holds(group, i)
+            held = not sequence.is_swapped and sequence.holds(group, i) and group != sequence.state_group
             assert not held or node.blocks[group] == table[i], f"group {group}: the index has another block"
         node = node.parent
 

@@ -29,6 +29,8 @@ class BlockKeeper:
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
         lag: int = 0,
+        state_group: int | None = None,
+        snapshot_every: int = 256,
         identity: bytes = b"",
         digest: Digest = sha256_digest,
     ) -> None:
@@ -39,7 +41,9 @@ class BlockKeeper:
         has no window. `block_bytes`: of one block, for what receipts say, by default 1. `reserve_blocks`
         of every pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
         every pool may be pinned, by default half. `lag`: tokens that must be good after a block before
-        the index may know it, where its bytes are made only then. `identity` names the model and the
+        the index may know it, where its bytes are made only then. `state_group`: of which the blocks hold
+        recurrent states, one a sequence and what the index keeps: the state at the end of every prompt, and
+        every `snapshot_every` tokens. Its window is 2. `identity` names the model and the
         recipe: prefixes of another identity never match.
 
         Raises:
@@ -50,6 +54,8 @@ class BlockKeeper:
             block_size=block_size,
             windows=[None] * len(num_blocks) if windows is None else list(windows),
             lag=lag,
+            state_group=state_group,
+            snapshot_every=snapshot_every,
             limits=[None] * len(num_blocks) if limits is None else list(limits),
             block_bytes=[1] * len(num_blocks) if block_bytes is None else list(block_bytes),
             identity=identity,

@@ -39,6 +39,7 @@ class BlockManager(BlockKeeper):
             node=self.blocks.index.root(self.blocks.index.root_digest(tenant)),
             tenant=tenant,
             accounts=self.accounts.get(tenant),
+            state_group=-1 if self.blocks.states is None else self.blocks.states.group,
         )
         self._register.add(sequence)
         return sequence
@@ -80,15 +81,14 @@ class BlockManager(BlockKeeper):
     def can_append(self, work: Work) -> bool:
         """True if blocks are there for `append(work)`. Changes nothing."""
         self._register.check_work(work)
-        demand = self._tables.demand(self._tables.plan(work))
-        return self.blocks.can_take(demand, beside=[[] for _ in demand])
+        return self._tables.can_take(self._tables.fitting(work)[0])
 
     def append(self, work: Work) -> list[list[int]]:
         """Make room for new tokens: (sequence, count) each. Return their slots per layer group.
 
         All or nothing over all sequences and groups. A last block that somebody else sees too, a
         fork or the index, is copied first: the order is queued, exactly once. Tokens beyond a group's
-        limit have no slot there: -1.
+        limit have no slot there: -1. Recurrent states have none at all: see `Sequence.move`.
 
         Raises:
             OutOfBlocks: a pool or a quota has too few blocks; nothing changed.
@@ -168,6 +168,8 @@ class BlockManager(BlockKeeper):
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """End a sequence after its first `length` tokens: rejected drafts, or a rewind.
+
+        A recurrent state goes back only to a snapshot, or over the last append if that was not run.
 
         Raises:
             ConfigError: longer than the sequence, or back to where a sliding-window group gave
@@ -292,6 +294,7 @@ class BlockManager(BlockKeeper):
         sequence.node = self.blocks.index.root(prompt.root)
         sequence.tokens = prompt.tokens[:]
         sequence.digests = prompt.digests
+        sequence.tail = (len(prompt.tokens) - 1) // self.block_size - 1
         return sequence
 
     def _end(self, sequence: Sequence) -> None:

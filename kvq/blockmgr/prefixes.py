@@ -26,7 +26,8 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     """The longest valid hit of at most `max_tokens` tokens. Changes nothing.
 
     A hit of length L is valid if full-attention groups hold all of [0, L), those with a limit what of it
-    lies below that, and sliding-window groups the part of it that a token at position L sees.
+    lies below that, and sliding-window groups the part of it that a token at position L sees: of recurrent
+    states the one after L tokens.
     """
     check_prompt(blocks, prompt)
     size = blocks.block_size
@@ -35,6 +36,8 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     nodes = walked[:depth]
     parent = nodes[-1] if nodes else blocks.index.root(prompt.root)
     start = depth * size
+    if blocks.states is not None:  # a state is that of a whole block
+        return Hit(nodes=nodes, part=None, length=start)
     rest = prompt.data[start * TOKEN_BYTES : min(start + size, max_tokens) * TOKEN_BYTES]
     part, common = blocks.index.best_child(parent, rest, blocks.num_groups_at(depth))
     return Hit(nodes=nodes, part=part, length=start + common)
@@ -112,15 +115,27 @@ class Prefixes:
     def match(self, prompt: PrefixQuery) -> Match:
         """The hit's length, and who is computing the block after its whole ones. Changes nothing."""
         hit = self.hit(prompt)
-        i, size = len(hit.nodes), self._blocks.block_size
+        i, size = self.next_known(prompt, len(hit.nodes)), self._blocks.block_size
         end = (i + 1) * size
         if end > _most_reused(prompt):
             return Match(hit.length, None)
         owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
         if owner is None or owner.depth > i or owner.node.root != prompt.root:
             return Match(hit.length, None)
+        if self._blocks.states is not None and not self._blocks.states.keeps(owner, i):
+            return Match(hit.length, None)
         same = owner.tokens[:end].tobytes() == prompt.data[: end * TOKEN_BYTES]
         return Match(hit.length, owner if same else None)
+
+    def next_known(self, prompt: PrefixQuery, index: int) -> int:
+        """Index of the block that makes a hit longer, from `index` on: of recurrent states not every one."""
+        states = self._blocks.states
+        if states is None:
+            return index
+        size = self._blocks.block_size
+        periodic = -(-(index + 1) * size // states.every) * states.every // size - 1
+        tail = _most_reused(prompt) // size - 1
+        return tail if index <= tail < periodic else periodic
 
     def computing(self) -> dict[bytes, Sequence]:
         """Digests of blocks that are being computed, and by whom."""
@@ -139,6 +154,8 @@ class Prefixes:
         demand: Demand = []
         for group in range(len(held)):
             need = blocks.entries(group, hit.length + count) - blocks.entries(group, whole)
+            if blocks.states is not None and group == blocks.states.group:
+                need = min(need, 1)
             demand.append([(need, accounts[group] if accounts else None)])
         return blocks.can_take(demand, beside=held, spare=spare)
 

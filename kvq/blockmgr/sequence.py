@@ -6,6 +6,17 @@ from dataclasses import dataclass, field, fields
 from kvq.blockmgr.pool import Account, BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
 
+HOLE = BlockId(-1)  # where a table of states has no block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateMove:
+    """What the last append does with a sequence's state."""
+
+    start: int  # tokens before it
+    source: BlockId  # where the state after those lies; a HOLE if there are none
+    pieces: list[tuple[int, BlockId]]  # (tokens, where the state after them goes), in order
+
 
 @dataclass(kw_only=True, slots=True)
 class BlockUse:
@@ -34,7 +45,8 @@ class Sequence:
 
     `tables[g][i]` is the block of positions [i * block_size, (i + 1) * block_size) in layer group g.
     Entries before `starts[g]` were given back, because no token can see them any more; what they
-    say means nothing. A group that keeps only the first tokens has no entries beyond its limit.
+    say means nothing. A group that keeps only the first tokens has no entries beyond its limit. One of
+    recurrent states has holes, where no state is kept.
     """
 
     tables: list[list[BlockId]]  # per layer group
@@ -54,6 +66,9 @@ class Sequence:
     swapped: list[list[tuple[int, HostSlot]]] | None = None  # (table index, slot) per group
     ready: bool = True  # False while swapped out, until a swap-in is confirmed, and once freed
     receipt: BlockUse = field(default_factory=BlockUse)
+    state_group: int = -1  # layer group whose blocks hold recurrent states
+    tail: int | None = None  # index of the prompt's last block whose state is kept; None: no state is
+    move: StateMove | None = None  # of the last append
     is_changed: bool = False  # True: tables have entries that `take_changes` did not hand out yet
     changed: list[int] = field(init=False)  # per layer group, index of the first such entry
 
@@ -63,9 +78,10 @@ class Sequence:
     def note_peak(self, block_bytes: list[int]) -> None:
         """Count what is held now, if it is more than ever; `block_bytes`: of a block, per layer group."""
         blocks = nbytes = 0
-        for table, start, size in zip(self.tables, self.starts, block_bytes, strict=True):
-            blocks += len(table) - start
-            nbytes += (len(table) - start) * size
+        for group, size in enumerate(block_bytes):
+            held = self.num_held_in(group)
+            blocks += held
+            nbytes += held * size
         self.receipt.peak = max(self.receipt.peak, blocks)
         self.receipt.peak_bytes = max(self.receipt.peak_bytes, nbytes)
 
@@ -98,7 +114,7 @@ class Sequence:
         """
         changes = []
         for group, (table, first) in enumerate(zip(self.tables, self.changed, strict=True)):
-            if first < len(table):
+            if first < len(table) and group != self.state_group:
                 changes.append((group, first, table[first:]))
             self.changed[group] = len(table)
         self.is_changed = False
@@ -111,7 +127,19 @@ class Sequence:
 
     def holds(self, group: int, index: int) -> bool:
         """True if it has a block at an index of a table: not given back, not beyond the group's limit."""
-        return self.starts[group] <= index < len(self.tables[group])
+        table = self.tables[group]
+        return self.starts[group] <= index < len(table) and table[index] != HOLE
+
+    def held_in(self, group: int) -> list[BlockId]:
+        """Blocks of a layer group held now."""
+        held = self.tables[group][self.starts[group] :]
+        return [block for block in held if block != HOLE] if group == self.state_group else held
+
+    def num_held_in(self, group: int) -> int:
+        """How many those are."""
+        if group == self.state_group:
+            return len(self.held_in(group))
+        return len(self.tables[group]) - self.starts[group]
 
     def account(self, group: int) -> Account | None:
         """Whose quota its blocks of a layer group count on, if anybody's."""
@@ -120,9 +148,9 @@ class Sequence:
     @property
     def held(self) -> list[list[BlockId]]:
         """Blocks held now, per layer group."""
-        return [table[start:] for table, start in zip(self.tables, self.starts, strict=True)]
+        return [self.held_in(group) for group in range(len(self.tables))]
 
     @property
     def num_held(self) -> int:
         """Blocks held now, over all layer groups."""
-        return sum(len(table) - start for table, start in zip(self.tables, self.starts, strict=True))
+        return sum(self.num_held_in(group) for group in range(len(self.tables)))

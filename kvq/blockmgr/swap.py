@@ -35,8 +35,7 @@ class SwapSpace:
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """True if there are slots for all of a sequence's blocks. Changes nothing."""
-        held = zip(sequence.tables, sequence.starts, self._free, strict=True)
-        return all(len(table) - start <= len(free) for table, start, free in held)
+        return all(sequence.num_held_in(group) <= len(free) for group, free in enumerate(self._free))
 
     def swap_out(self, sequence: Sequence) -> None:
         """Queue a move of every held block to a slot, then release the blocks; OutOfBlocks without slots."""
@@ -48,7 +47,7 @@ class SwapSpace:
         moved: list[list[tuple[int, HostSlot]]] = []
         for group, table in enumerate(sequence.tables):
             slots = []
-            for i in range(sequence.starts[group], len(table)):
+            for i in filter(lambda i: sequence.holds(group, i), range(sequence.starts[group], len(table))):
                 slot = self._free[group].popleft()
                 slots.append((i, slot))
                 self._blocks.order(SwapOut(group=group, block=table[i], slot=slot))
@@ -144,7 +143,9 @@ class SwapSpace:
         nodes = _path(sequence.node)
         depth = 0
         for i, node in enumerate(nodes):
-            held = [g for g in range(len(sequence.tables)) if sequence.holds(g, i)]
+            held = [
+                g for g in range(len(sequence.tables)) if sequence.holds(g, i) and g != sequence.state_group
+            ]
             if not node.alive or any(node.blocks[g] != sequence.tables[g][i] for g in held):
                 break
             depth = i + 1

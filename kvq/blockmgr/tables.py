@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from kvq.blockmgr.blocks import Blocks, Demand
 from kvq.blockmgr.events import Copy, Scrub
 from kvq.blockmgr.pool import BlockId
-from kvq.blockmgr.sequence import Sequence
+from kvq.blockmgr.sequence import HOLE, Sequence
+from kvq.blockmgr.states import States
 from kvq.errors import ConfigError
 
 Work = list[tuple[Sequence, int]]  # (sequence, new tokens)
@@ -18,11 +19,17 @@ class Tables:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
 
-    def plan(self, work: Work) -> list[_Grow]:
-        """Per layer group, which sequences need blocks for `work`. Changes nothing."""
-        size = self._blocks.block_size
+    def plan(self, work: Work, *, snapshots: bool = True) -> list[_Grow]:
+        """Per layer group, which sequences need blocks for `work`. Changes nothing.
+
+        `snapshots`: leave recurrent states behind where they are wanted.
+        """
+        size, states = self._blocks.block_size, self._blocks.states
         plan: list[_Grow] = []
         for group, pool in enumerate(self._blocks.pools):
+            if states is not None and group == states.group:
+                plan.append(self._plan_states(states, work, snapshots=snapshots))
+                continue
             grow: _Grow = []
             leaving: dict[BlockId, int] = {}  # references that earlier copies of this plan give up
             is_writable = pool.is_writable
@@ -40,6 +47,33 @@ class Tables:
             plan.append(grow)
         return plan
 
+    def _plan_states(self, states: States, work: Work, *, snapshots: bool) -> _Grow:
+        grow: _Grow = []
+        leaving: dict[BlockId, int] = {}
+        for sequence, count in work:
+            if count:
+                step = states.step(sequence, count, snapshots=snapshots)
+                copies = step.copies
+                if copies:
+                    last = sequence.tables[states.group][-1]
+                    gone = leaving.get(last, 0)
+                    copies = states.pool.entry(last) is not None or states.pool.references(last) - gone > 1
+                    leaving[last] = gone + copies
+                grow.append((sequence, step.need, copies))
+        return grow
+
+    def fitting(self, work: Work) -> tuple[list[_Grow], bool]:
+        """The plan that blocks are there for, with snapshots if they can be taken; else the one without."""
+        plan = self.plan(work)
+        if self._blocks.states is None or self.can_take(plan):
+            return plan, True
+        return self.plan(work, snapshots=False), False
+
+    def can_take(self, plan: list[_Grow]) -> bool:
+        """True if blocks are there for a plan. Changes nothing."""
+        demand = self.demand(plan)
+        return self._blocks.can_take(demand, beside=[[] for _ in demand])
+
     def _within(self, work: Work, group: int) -> Work:
         """Of `work` the tokens that get slots in a layer group: those below its limit, if it has one."""
         limit = self._blocks.limits[group]
@@ -55,36 +89,61 @@ class Tables:
 
     def make_room(self, work: Work) -> None:
         """Take the blocks that `work` needs, copy-on-write included, or raise. Lengths stay as they are."""
-        plan = self.plan(work)
+        plan, snapshots = self.fitting(work)
         if any(plan):
             taken = self._blocks.take(self.demand(plan))
+            states = self._blocks.states
             for group, grow in enumerate(plan):
                 fresh = iter(taken[group])
+                if states is not None and group == states.group:
+                    self._move_states(states, work, grow, fresh, snapshots=snapshots)
+                    continue
                 for sequence, need, copies in grow:
                     self._extend(sequence, group, fresh, need, copies)
             for sequence in {id(s): s for grow in plan for s, _, _ in grow}.values():
                 sequence.note_peak(self._blocks.block_bytes)
 
     def slots(self, work: Work) -> list[list[int]]:
-        """The slots of `count` tokens from each sequence's length on, per layer group; -1 beyond a limit."""
-        return [
-            self._slots(work, group) if limit is None else self._slots_below(limit, work, group)
-            for group, limit in enumerate(self._blocks.limits)
-        ]
+        """The slots of `count` tokens from each sequence's length on, per layer group; -1 beyond a limit.
+
+        None where recurrent states lie.
+        """
+        return [self._slots_of(work, group) for group in range(len(self._blocks.pools))]
+
+    def _slots_of(self, work: Work, group: int) -> list[int]:
+        limit = self._blocks.limits[group]
+        if self._blocks.states is not None and group == self._blocks.states.group:
+            return []
+        return self._slots(work, group) if limit is None else self._slots_below(limit, work, group)
 
     def _extend(
         self, sequence: Sequence, group: int, fresh: Iterator[BlockId], need: int, copies: bool
     ) -> None:
-        table, receipt = sequence.tables[group], sequence.receipt
+        table = sequence.tables[group]
         sequence.mark(group, len(table) - copies)
         if copies:
-            source, target = table[-1], next(fresh)
-            self._blocks.order(Copy(group=group, source=source, target=target))
-            table[-1] = target
-            self._blocks.pools[group].release(source)
-            receipt.copied += 1
+            self._copy_last(sequence, group, next(fresh))
         table.extend(next(fresh) for _ in range(need))
-        receipt.own += need + copies
+        sequence.receipt.own += need + copies
+
+    def _copy_last(self, sequence: Sequence, group: int, target: BlockId) -> None:
+        """Give a sequence a copy of its last block, which somebody else sees too."""
+        table = sequence.tables[group]
+        source, table[-1] = table[-1], target
+        self._blocks.order(Copy(group=group, source=source, target=target))
+        self._blocks.pools[group].release(source)
+        sequence.receipt.copied += 1
+
+    def _move_states(
+        self, states: States, work: Work, grow: _Grow, fresh: Iterator[BlockId], *, snapshots: bool
+    ) -> None:
+        for (sequence, count), (_, need, copies) in zip([w for w in work if w[1]], grow, strict=True):
+            step = states.step(sequence, count, snapshots=snapshots)
+            assert step.need == need, "a plan is carried out as it was made"
+            if copies:
+                self._copy_last(sequence, states.group, next(fresh))
+            states.extend(sequence, count, step, fresh)
+            sequence.receipt.own += need + copies
 
     def _slots(self, work: Work, group: int) -> list[int]:
         size = self._blocks.block_size
@@ -119,15 +178,17 @@ class Tables:
         target.note_peak(self._blocks.block_bytes)
         target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
         target.length, target.committed, target.found = source.length, source.committed, source.found
-        target.adopted = source.adopted
+        target.adopted, target.tail = source.adopted, source.tail
         target.tokens, target.digests = source.tokens[:], source.digests
 
     def can_shorten(self, sequence: Sequence, length: int) -> bool:
         """True if every layer group still holds what a token at position `length` sees."""
+        states = self._blocks.states
         return all(
             not length or start <= self._blocks.first_seen(group, length)
             for group, start in enumerate(sequence.starts)
-        )
+            if states is None or group != states.group
+        ) and (states is None or states.can_rewind(sequence, length))
 
     def shorten(self, sequence: Sequence, length: int) -> None:
         """Release the blocks after the first `length` tokens, deepest first; see `BlockManager.truncate`."""
@@ -136,17 +197,20 @@ class Tables:
         if not self.can_shorten(sequence, length):
             raise ConfigError(
                 f"can't truncate {sequence.length} tokens to {length}: what is seen there, of a sliding "
-                f"window or of recent tokens, was given back; truncate before commit, or to 0"
+                f"window, of recent tokens or as a recurrent state, was given back; truncate before commit, "
+                f"or to 0"
             )
+        if self._blocks.states is not None:
+            self._blocks.states.rewind(sequence, length)
         size = self._blocks.block_size
         keep = -(-length // size)
         for group, pool in enumerate(self._blocks.pools):
             table = sequence.tables[group]
-            pool.release_all(reversed(table[max(keep, sequence.starts[group]) :]))
+            pool.release_all(b for b in reversed(table[max(keep, sequence.starts[group]) :]) if b != HOLE)
             del table[keep:]
             sequence.changed[group] = min(sequence.changed[group], keep)
             sequence.starts[group] = min(sequence.starts[group], keep)
-        sequence.length = length
+        sequence.length, sequence.move = length, None
         sequence.committed = min(sequence.committed, length)
         sequence.adopted = min(sequence.adopted, length)
         sequence.digests = sequence.digests[: length // size]
@@ -161,24 +225,31 @@ class Tables:
                 continue
             table, start = sequence.tables[group], sequence.starts[group]
             first = min(self._blocks.first_seen(group, sequence.committed), len(table))
+            if self._blocks.states is not None and group == self._blocks.states.group:
+                first = self._blocks.states.first_needed(sequence, first)
+                if sequence.committed == sequence.length:
+                    sequence.move = None
             if first > start:
-                self._blocks.pools[group].release_all(table[start:first])
-                table[start:first] = [BlockId(0)] * (first - start)
+                self._blocks.pools[group].release_all(b for b in table[start:first] if b != HOLE)
+                gone = HOLE if group == sequence.state_group else BlockId(0)
+                table[start:first] = [gone] * (first - start)
                 sequence.starts[group] = first
 
     def scrub(self, sequence: Sequence, first: int = 0) -> None:
         """Queue zeroing of every block from index `first` on that only this sequence sees."""
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
             for block in table[max(start, first) :]:
-                if self._blocks.pools[group].is_writable(block):
+                if block != HOLE and self._blocks.pools[group].is_writable(block):
                     self._blocks.orders.append(Scrub(group=group, block=block))
 
     def utilization(self, sequences: list[Sequence]) -> float:
-        """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
+        """Tokens held / slots of live blocks, over all layer groups but states; 1.0 when nothing is live."""
         size = self._blocks.block_size
         slots = unused = 0
         sequences = [sequence for sequence in sequences if not sequence.is_swapped]
         for group, pool in enumerate(self._blocks.pools):
+            if self._blocks.states is not None and group == self._blocks.states.group:
+                continue
             slots += pool.num_live * size
             tails: dict[BlockId, int] = {}  # last blocks that are not full, and their empty slots
             for sequence in sequences:

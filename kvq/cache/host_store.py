@@ -20,7 +20,7 @@ from torch import Tensor
 from kvq.cache.memory import allocate_bytes
 from kvq.errors import ConfigError, OutOfMemory
 from kvq.formats import KVRecipe
-from kvq.layout import VERSION, GroupLayout, KVLayout
+from kvq.layout import VERSION, GroupLayout, KVLayout, StateRegion
 from kvq.sizes import binary
 
 
@@ -64,7 +64,13 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
             }
             for layer in layout.layers
         ],
+        **({"states": [_state_numbers(region) for region in layout.states]} if layout.states else {}),
     }
+
+
+def _state_numbers(region: StateRegion) -> list[object]:
+    tensor = region.tensor
+    return [region.number, tensor.name, tensor.index, list(tensor.shape), tensor.dtype, region.offset]
 
 
 def layout_digest(layout: KVLayout) -> str:

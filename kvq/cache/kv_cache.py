@@ -13,6 +13,7 @@ from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
 from kvq.cache.staging import Seal, StagedLayer
+from kvq.cache.states import StateSlots
 from kvq.formats import LayerCenters
 from kvq.kernels import (
     AttentionOptions,
@@ -72,7 +73,7 @@ class KVCache(BlockCache):
                 self._center(layer, device)
         for group in layout.groups:
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
-            self._copy.append(select("copy_blocks", _kernel_spec(layout, group.layers[0]), where))
+            self._copy.append(select("copy_blocks", _kernel_spec(layout, layout.sealed[0].layers[0]), where))
             self._make_views(group.group.index)
         if host_slots is not None:
             self._host = HostStore(layout, host_slots, swap_folder)
@@ -124,8 +125,14 @@ class KVCache(BlockCache):
         return StagedBatch(
             sealed=batches[group],
             recent=batches[recent],
-            sinks=batches[sinks] if sinks < len(batches) else None,
+            sinks=batches[sinks] if sinks < len(self.layout.attended) else None,
         )
+
+    @property
+    def states(self) -> StateSlots | None:
+        """The recurrent states, if the model has any. Another object after `grow`."""
+        group = self.layout.states
+        return None if group is None else StateSlots(group, self._parts[group.group.index][0])
 
     def seal(self, layer: int, batch: StagedBatch) -> None:
         """Quantize what a step's new tokens, written before, make old enough: as `attend` does first."""

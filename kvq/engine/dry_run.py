@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 
+from kvq.blockmgr import HOLE, BlockId, StateMove
 from kvq.engine.runner import Runner
 from kvq.models import Model
 from kvq.scheduler import Branch, Request, StepPlan
@@ -31,9 +32,11 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> D
     device = model.weights.device
     tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
     plan, blocks = _plan(tokens, min(tokens, max_context), model.layout.block_size)
+    layout = model.layout
+    num_blocks = [blocks] * len(layout.attended) + ([len(plan.branches)] if layout.states else [])
     runner = Runner(
         model,
-        num_blocks=[blocks] * len(model.layout.groups),
+        num_blocks=num_blocks,
         host_slots=None,
         max_num_seqs=len(plan.branches),
         max_context=max_context,
@@ -73,6 +76,10 @@ def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:
         ends=counts,
         samples=[True] * len(counts),
         token_ids=[0] * tokens,
+        moves=[
+            StateMove(start=0, source=HOLE, pieces=[(count, BlockId(row))])
+            for row, count in enumerate(counts)
+        ],
         orders=[],
         table_changes=changes,  # type: ignore[arg-type]
         restored=[],

@@ -6,6 +6,7 @@ from kvq.engine.config import EngineConfig
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
 from kvq.sizes import binary, parse_bytes
+from kvq.sizing.needs import STATES_EACH
 from kvq.sizing.pools import PoolPlan, at_once, longest_context, plan_pools, pool_budget
 
 LENGTHS = (100, 1000)  # tokens of requests that are told of, beside the longest
@@ -31,6 +32,8 @@ def planned_pools(
     """
     if config.num_blocks is not None:
         blocks = [config.num_blocks] * len(layout.groups)
+        if layout.states is not None:
+            blocks[-1] = min(config.num_blocks, STATES_EACH * config.max_num_seqs)
         return PoolPlan(
             num_blocks=blocks, step_tokens=config.max_num_batched_tokens, sequences=config.max_num_seqs
         )

@@ -19,6 +19,7 @@ from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
 from kvq.models import Model
 from kvq.models.packing import Integers, positions_of, run_packed
+from kvq.models.states import StepStates
 from kvq.models.step import Observer, PackedStep
 from kvq.scheduler import StepPlan
 
@@ -85,9 +86,10 @@ class Runner:
         longest = longest_context(layout, num_blocks, max_context)
         self._width = -(-longest // layout.block_size)
         shape = (max_num_seqs + spare, self._width)
-        check_room(4 * prod(shape) * len(layout.groups), self._device, purpose="the block tables")
-        tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
-        for table, count in zip(tables, num_blocks, strict=True):
+        groups = layout.attended
+        check_room(4 * prod(shape) * len(groups), self._device, purpose="the block tables")
+        tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in groups]
+        for table, count in zip(tables, num_blocks, strict=False):
             table[max_num_seqs:] = count
         # What the host finds in its own, no kernels have to be launched for; on a CPU both are one.
         self._tables = Tables(tables, [table.cpu().numpy() for table in tables])
@@ -134,6 +136,7 @@ class Runner:
                 attention_s=0.0,
             )
         starts, wanted = _wanted(plan, last_rows)
+        slots = self.cache.states
         find = self._inputs_on_cpu if self._device.type == "cpu" else self._inputs_on_gpu
         found = find(plan, wanted, tokens)
         step = PackedStep(
@@ -142,6 +145,7 @@ class Runner:
             batches=found.batches,
             bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
             observer=self.observer,
+            states=None if slots is None else StepStates.of(slots, plan.moves, self._device),
         )
         return StepOutput(
             logits=run_packed(self.model.weights, step, found.tokens, found.positions, found.wanted),

@@ -19,7 +19,7 @@ from kvq.formats import KVRecipe
 from kvq.formats.names import split_exact
 from kvq.kernels.codec.hadamard import rotate
 from kvq.kernels.seal.reference import seal
-from kvq.layout import MAX_BLOCK_SIZE, KVLayout, Role, plan_layout
+from kvq.layout import MAX_BLOCK_SIZE, KVLayout, plan_layout
 from kvq.models import Model, Session
 from kvq.models.prepared import PreparedModel
 
@@ -92,7 +92,7 @@ class SimulatedModel(Model):
 
     def bits_held(self, tokens: int) -> float:
         layout = self.layout
-        waiting = sum(x.sequence_bytes(tokens) for x in layout.groups if x.role is not Role.SEALED)
+        waiting = sum(x.sequence_bytes(tokens) for x in layout.groups if x.is_staging)
         blocks = -(-tokens // layout.block_size) * layout.block_size
         waiting_bits = 8 * waiting / (tokens * self.geometry.elements_per_token)
         return self.bits_per_element * blocks / tokens + waiting_bits

@@ -1,6 +1,6 @@
 """Geometry: the numbers of a model that decide how large its KV cache is and who attends to whom."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from kvq.errors import ConfigError
@@ -119,6 +119,11 @@ class ModelGeometry:
         """Where in `layers` the K and V lie that a layer of the model's code attends over; None: nowhere."""
         return self._places.get(number)
 
+    @property
+    def last_layer(self) -> int:
+        """The highest number of a layer that attends or keeps a state."""
+        return max(*self._places, *(state.number for state in self.states))
+
     def stores(self, number: int) -> bool:
         """True if a layer of the model's code stores K and V of its own."""
         place = self._places.get(number)
@@ -127,6 +132,15 @@ class ModelGeometry:
     def state_bytes(self, compute_bytes: int) -> int:
         """Bytes of all states of one sequence, where the model computes in numbers of so many bytes."""
         return sum(x.nbytes(compute_bytes) for state in self.states for x in state.tensors)
+
+    def computed_in(self, dtype: str) -> "ModelGeometry":
+        """The same of a model that computes in a type, torch's name of it: so are states that follow it."""
+
+        def held(state: StateGeometry) -> StateGeometry:
+            tensors = tuple(replace(tensor, dtype=tensor.dtype or dtype) for tensor in state.tensors)
+            return replace(state, tensors=tensors)
+
+        return replace(self, states=tuple(map(held, self.states)))
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:

@@ -33,9 +33,10 @@ def check_headers(
     """
     entries = list(entries)
     found = {int(match[1]) for entry in entries if (match := _LAYER.search(entry.name))}
-    said, extra = len(geometry.layers), config.get("num_nextn_predict_layers") or 0  # which nothing runs
+    name = field_name(geometry.model_type, "num_hidden_layers")
+    said, extra = config.get(name), config.get("num_nextn_predict_layers") or 0  # which nothing runs
+    said = said if type(said) is int else 1 + geometry.last_layer
     if found and not said <= max(found) + 1 <= said + (extra if type(extra) is int else 0):
-        name = field_name(geometry.model_type, "num_hidden_layers")
         says = f"says {name}" if name in config else f"leaves {name} at"
         raise ModelError(
             f"{folder}/config.json {says} {said}, but the weights hold layers {min(found)} to {max(found)}; "

@@ -4,6 +4,7 @@ Nothing is guessed from names of fields: what a layer hands to attention is what
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from kvq.errors import ConfigError, ModelError, first_lines
-from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
 from kvq.geometry.parse import MAX_CONTEXT
 from kvq.models.config_values import check_values
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
+from kvq.models.observed_states import StateWatch
 
 _NAME = "kvq_observed"
 _TOKENS = 7
@@ -49,8 +51,9 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """What attention was called with, in order."""
+    """What attention was called with, in order, and what keeps states."""
 
+    states: StateWatch | None
     calls: list[_Call] = field(default_factory=list)
 
 
@@ -80,17 +83,23 @@ def observe(model: Any) -> ModelGeometry:
     from transformers import AttentionInterface
 
     about = model.config
-    if not type(model)._supports_attention_backend:
-        raise ModelError(_refusal(model, "its attention can't be replaced"))
+    if not can_replace_attention(model):
+        raise ModelError(_refusal(model, "its code computes attention by itself, which can't be replaced"))
     AttentionInterface.register(_NAME, _observed)
-    watch, device, before = _Watch(), next(model.parameters()).device, about._attn_implementation
+    watch, device = _Watch(StateWatch.of(about)), next(model.parameters()).device
+    before = about._attn_implementation
     positions = torch.arange(_TOKENS, device=device)[None]
     model.set_attn_implementation(_NAME)
     try:
-        with torch.inference_mode(), quiet_logs("transformers"), device:
+        with torch.inference_mode(), quiet_logs("transformers"), device, _modules(watch):
             model(
-                input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, kvq_step=watch
+                input_ids=torch.zeros_like(positions),
+                position_ids=positions,
+                use_cache=False,
+                kvq_step=watch,
+                **({} if watch.states is None else {"past_key_values": watch.states.cache}),
             )
+        states = () if watch.states is None else watch.states.states()
     except ModelError as error:
         raise ModelError(_refusal(model, str(error))) from error
     except Exception as error:  # whatever code raises that computes with numbers
@@ -98,18 +107,30 @@ def observe(model: Any) -> ModelGeometry:
         raise ModelError(_refusal(model, why)) from error
     finally:
         model.set_attn_implementation(before)
-    return _geometry_of(model, watch.calls)
+    return _geometry_of(model, watch.calls, states)
+
+
+def can_replace_attention(model: Any) -> bool:
+    """True if a model's code looks up its attention function."""
+    can: bool = type(model)._can_set_attn_implementation()
+    return can
+
+
+def _modules(watch: "_Watch") -> AbstractContextManager[None]:
+    return nullcontext() if watch.states is None else watch.states.modules()
 
 
 def _refusal(model: Any, why: str) -> str:
     return f"kvq does not run {model.config.model_type}: {why} (by its config.json)"
 
 
-def _geometry_of(model: Any, calls: list[_Call]) -> ModelGeometry:
+def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ...]) -> ModelGeometry:
     about = model.config.get_text_config(decoder=True)
     found = [call.layer for call in calls]
     layers = getattr(about, "num_hidden_layers", len(set(found)))
-    if sorted(found) != list(range(layers)):
+    if not found:
+        raise ModelError(_refusal(model, "no layer of it attends, so it has no KV cache"))
+    if len(set(found)) < len(found) or not (states or sorted(found) == list(range(layers))):
         calls_of = f"for {found}" if len(found) <= _TOKENS else f"{len(found)} times"
         raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
     if len(shapes := {(call.q_heads, call.softcap, call.has_sinks) for call in calls}) > 1:
@@ -124,13 +145,14 @@ def _geometry_of(model: Any, calls: list[_Call]) -> ModelGeometry:
             model_type=about.model_type,
             layers=tuple(
                 LayerGeometry(
-                    index=call.layer,
+                    index=place,
+                    number=call.layer,
                     kv_heads=call.kv_heads,
                     k_head_dim=call.k_head_dim,
                     v_head_dim=call.v_head_dim,
                     window=call.window,
                 )
-                for call in sorted(calls, key=lambda call: call.layer)
+                for place, call in enumerate(sorted(calls, key=lambda call: call.layer))
             ),
             q_heads=calls[0].q_heads,
             hidden_size=about.hidden_size,
@@ -138,6 +160,7 @@ def _geometry_of(model: Any, calls: list[_Call]) -> ModelGeometry:
             max_context=context,
             softcap=calls[0].softcap,
             has_sinks=calls[0].has_sinks,
+            states=states,
         )
     except ConfigError as error:
         raise ModelError(_refusal(model, str(error))) from error
@@ -168,6 +191,8 @@ def _observed(
     left = {name for name, given in passed.items() if given is not None and given is not False}
     if unknown := sorted(left - _TAKEN - _HARMLESS - {"is_causal"}):
         raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq's doesn't take")
+    if watch.states is not None:
+        watch.states.attended()
     window = passed.get("sliding_window")
     watch.calls.append(
         _Call(

@@ -1,6 +1,7 @@
 """Many sequences' tokens in one row, and the model's pass over it: what sessions and the engine share."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -39,13 +40,16 @@ def run_packed(
     else.
     """
     rows, device = weights.step_rows(len(positions)), weights.device
-    output = weights.model(
-        input_ids=padded(tokens, rows, device)[None],
-        position_ids=padded(positions, rows, device)[None],
-        use_cache=False,
-        logits_to_keep=padded(wanted, weights.logit_rows(len(wanted)), device),
-        kvq_step=step,
-    )
+    with nullcontext() if step.states is None else step.states.current():
+        output = weights.model(
+            input_ids=padded(tokens, rows, device)[None],
+            position_ids=padded(positions, rows, device)[None],
+            use_cache=False,
+            logits_to_keep=padded(wanted, weights.logit_rows(len(wanted)), device),
+            kvq_step=step,
+        )
+    if step.states is not None:
+        step.states.write()
     logits: Tensor = output.logits[0, : len(wanted)]
     return logits
 

@@ -236,7 +236,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     return PreparedModel(
         source=source,
         config=config,
-        geometry=geometry,
+        geometry=geometry.computed_in(str(dtype).removeprefix("torch.")),
         entries=entries,
         device=device,
         dtype=dtype,
@@ -263,6 +263,8 @@ def make_cache(
         kernels = backend or model.backend
         return KVCache(layout, num_blocks=num_blocks, device=model.device, backend=kernels)
     layout.recipe.check_unstaged(f"the cache {model.cache!r}")
+    if layout.states is not None:
+        raise ConfigError(f"the cache {model.cache!r} keeps no recurrent states, which this model has")
     return cache_backend(model.cache)(layout, num_blocks=num_blocks, device=model.device)
 
 

@@ -22,7 +22,8 @@ from kvq.models.weights import LoadedWeights, place
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
 _SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
 # Tokens of two sequences in every step: pieces that end within blocks and windows, and one by one.
-_STEPS = ((WINDOW - 3, 1), (1, 1), (WINDOW + 5, 2 * WINDOW), (1, 1), (1, 1), (WINDOW + 9, 1), (1, 1))
+# More than 64 in all, which recurrences are computed in chunks of.
+_STEPS = ((WINDOW - 3, 1), (1, 1), (5 * WINDOW + 5, 2 * WINDOW), (1, 1), (1, 1), (WINDOW + 9, 1), (1, 1))
 _BLOCK = 8  # tokens
 
 _log = logging.getLogger("kvq")

@@ -6,13 +6,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvq.blockmgr import BlockManager, Sequence
+from kvq.blockmgr import BlockManager, Sequence, StateMove
+from kvq.cache import KVCache
 from kvq.cache.attention import NAME, PACKED_NAME
 from kvq.errors import ModelError, RequestError
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
 from kvq.models.packing import positions_of, run_packed
 from kvq.models.prepared import make_cache
+from kvq.models.states import StepStates
 from kvq.models.step import Observer, PackedStep
 from kvq.models.weights import LoadedWeights
 
@@ -58,9 +60,9 @@ class Session:
             raise RequestError(
                 f"a context of {max_tokens} tokens was asked for; this model takes 1 to {weights.max_context}"
             )
-        count = max_sequences * -(-max_tokens // layout.block_size)
-        num_blocks = [count] * len(layout.groups)
+        num_blocks = layout.blocks_for(max_sequences, max_tokens)
         self.weights = weights
+        self._layout = layout
         self.cache = make_cache(weights.prepared, layout, num_blocks=num_blocks, backend=backend)
         self.manager = BlockManager(
             num_blocks=num_blocks,
@@ -131,6 +133,10 @@ class Session:
                 f"{sequence.length + len(ids)} tokens are more than this model's context of {limit}"
             )
 
+    def _states(self, moves: list[StateMove | None]) -> StepStates | None:
+        slots = self.cache.states if isinstance(self.cache, KVCache) else None
+        return None if slots is None else StepStates.of(slots, moves, self.weights.device)
+
     def _step(
         self, sequences: list[Sequence], slots: list[list[int]], lens: list[int], ends: list[int]
     ) -> PackedStep:
@@ -140,8 +146,9 @@ class Session:
             geometry=self.weights.geometry,
             batches=tuple(
                 SequenceBatch.of([sequence.tables[group] for sequence in sequences], own, lens, ends, device)
-                for group, own in enumerate(slots)
+                for group, own in enumerate(slots[: len(self._layout.attended)])
             ),
+            states=self._states([sequence.move for sequence in sequences]),
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
             window_limit=self.window_limit,
             observer=self.observer,

@@ -17,6 +17,7 @@ from kvq.geometry import parse_geometry
 from kvq.models.agreement import check_shapes
 from kvq.models.checkpoint import weight_files
 from kvq.models.modules import build_on_meta, load_config, load_module_from, unquantized
+from kvq.models.observed import can_replace_attention
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
 from kvq.models.stored import StoredTensors
@@ -72,7 +73,7 @@ def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
 
 def check_runs(model: Any, prepared: PreparedModel) -> None:
     """Raise ModelError unless a model's attention can be replaced, and its shape is the one read here."""
-    if not type(model)._supports_attention_backend:
+    if not can_replace_attention(model):
         raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
     if not is_listed(prepared.geometry):
         return  # read off transformers' own code

@@ -13,6 +13,7 @@ from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import turned_heads
+from kvq.models.states import StepStates
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
 
@@ -27,6 +28,7 @@ class PackedStep:
     bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
     window_limit: int | None = None  # shortens every layer's window, to see what context is worth
     observer: Observer | None = None
+    states: StepStates | None = None  # of a model with layers that keep some
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

@@ -21,7 +21,6 @@ _REFUSED = {
     "gemma3n_text": "its layers share K and V with each other",
     "mamba": "it has no KV cache",
     "mamba2": "it has no KV cache",
-    "qwen3_next": "most of its layers are linear attention, which has no KV cache",
 }
 
 

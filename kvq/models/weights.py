@@ -19,6 +19,7 @@ from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
 from kvq.models.skeleton import build_skeleton, check_runs
+from kvq.models.states import cut_states
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
 
@@ -110,6 +111,7 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 def place(model: Any, prepared: PreparedModel) -> Any:
     """A model that was read, ready to run on its device."""
     pin_rope(model, prepared.max_context)
+    cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()
     if prepared.device.type == "cpu":
         _log.info("packing weights")

@@ -28,8 +28,10 @@ class Admission:
     def taken(self, start: int, end: int) -> list[int]:
         """Blocks per layer group that a sequence takes from one length to another; none beyond a limit."""
         return [
-            self.num_blocks(min(end, limit or end)) - self.num_blocks(min(start, limit or start))
-            for _, limit in self.shape.reaches
+            int(not start)
+            if is_state
+            else self.num_blocks(min(end, limit or end)) - self.num_blocks(min(start, limit or start))
+            for _, limit, is_state in self.shape.reaches
         ]
 
     def promised(self, step: Step) -> list[int]:
@@ -75,7 +77,7 @@ class Admission:
         running = self.holders.num_sequences if request.preemptions else 0
         growth = running << max(0, min(request.preemptions - 1, 8))
         spare = []
-        for (window, limit), left in zip(self.shape.reaches, promised, strict=True):
+        for (window, limit, _), left in zip(self.shape.reaches, promised, strict=True):
             if window is not None:
                 left = min(growth, running) + min(left, self.num_blocks(window) + 1)
             elif limit is None:

@@ -3,12 +3,19 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvq.errors import RequestError
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Request
 
-Reach = tuple[int | None, int | None]  # which tokens a layer group keeps: (window, limit), None for all
+
+class Reach(NamedTuple):
+    """Which tokens a layer group keeps; None for all."""
+
+    window: int | None
+    limit: int | None
+    is_state: bool = False  # none, but one block a sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,12 +26,14 @@ class PoolShape:
     windows: list[int | None]  # per layer group
     block_size: int  # tokens
     limits: list[int | None] | None = None  # per layer group, if any has one
+    state_group: int | None = None  # the layer group of recurrent states
 
     @property
     def reaches(self) -> list[Reach]:
         """Per layer group."""
         limits = [None] * len(self.windows) if self.limits is None else self.limits
-        return list(zip(self.windows, limits, strict=True))
+        pairs = enumerate(zip(self.windows, limits, strict=True))
+        return [Reach(window, limit, group == self.state_group) for group, (window, limit) in pairs]
 
 
 def worst_case(request: Request, max_tokens: int, shape: PoolShape, chunk: int) -> list[int]:
@@ -55,7 +64,10 @@ def most_blocks(
     """
     size, length = block_size, prompt_tokens + max(max_tokens, 1) - 1
     blocks = []
-    for window, limit in reaches:
+    for window, limit, is_state in reaches:
+        if is_state:
+            blocks.append(num_branches)
+            continue
         end = total = -(-length // size) if limit is None else -(-min(length, limit) // size)
         if window is not None:  # before a commit a chunk lies beside the window that it sees
             total = min(total, -(-(window + min(chunk, length)) // size) + 1)

@@ -37,6 +37,7 @@ class Scheduler:
             num_blocks=[pool.num_blocks for pool in manager.pools],
             windows=manager.blocks.windows,
             limits=manager.blocks.limits,
+            state_group=manager.blocks.state_group,
             block_size=manager.block_size,
         )
         self._admission = Admission(manager, config, costs, self.holders, self.shape)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from kvq.blockmgr import BlockId, BlockManager, Order
+from kvq.blockmgr import BlockId, BlockManager, Order, StateMove
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.holders import held
@@ -29,6 +29,7 @@ class StepPlan:
     ends: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # all new tokens
+    moves: list[StateMove | None] = field(default_factory=list)  # of recurrent states
     orders: list[Order]  # to be carried out before the forward pass, in order
     # (row, layer group, first index, entries)
     table_changes: list[tuple[int, int, int, list[BlockId]]] = field(default_factory=list)
@@ -54,6 +55,7 @@ class StepPlan:
             counts=[self.counts[i] for i in indices],
             ends=[self.ends[i] for i in indices],
             samples=[self.samples[i] for i in indices],
+            moves=[self.moves[i] for i in indices],
             token_ids=token_ids,
             orders=[],
             table_changes=[],
@@ -114,6 +116,7 @@ def pack(
         sequence = held(branch)
         end = sequence.length
         ends.append(end)
+        plan.moves.append(sequence.move)
         if follows is not None:
             samples.append(True)
             token_ids.append(0)

@@ -9,7 +9,6 @@ from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
 from kvq.engine.memory import LENGTHS, planned_pools, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
-from kvq.layout import Role
 from kvq.models.prepared import PreparedModel
 from kvq.models.proof import prove
 from kvq.models.skeleton import build_skeleton
@@ -167,7 +166,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
         )
     short = at_once(layout, pools, min(LENGTHS[0], longest))
     requests = f"requests: at once fit, and run out of first: {told(layout, pools, context)}"
-    if short.limit is None or short.limit.role is Role.SEALED:
+    if short.limit is None or not short.limit.is_staging:
         yield _ok(requests)
     else:
         yield _warning(

@@ -21,7 +21,7 @@ from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
 from kvq.engine.outputs import Event
 from kvq.errors import ConfigError, EngineError, KVQError, OutOfMemory, RequestError, first_lines
-from kvq.layout import GroupLayout, Role
+from kvq.layout import GroupLayout
 from kvq.lazy import unseen
 from kvq.server.frames import encode, to_engine
 from kvq.server.kv_events.config import EventsConfig
@@ -102,7 +102,7 @@ class Worker:
                 kv=[_formats(group) for group in layout.groups],
                 shape=core.scheduler.shape,
                 scheduler=core.scheduler.config,
-                is_staging=[group.role is not Role.SEALED for group in layout.groups],
+                is_staging=[group.is_staging for group in layout.groups],
             )
         )
         try:

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvq.layout import KVLayout, Role
-from kvq.scheduler import most_blocks
+from kvq.layout import GroupLayout, KVLayout, Role
+from kvq.scheduler import Reach, most_blocks
+
+STATES_EACH = 3  # blocks of recurrent states that are worth having a sequence: its own, and two snapshots
 
 
 def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int) -> list[int]:
@@ -11,6 +13,9 @@ def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_to
     size = layout.block_size
     blocks = []
     for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
+        if group.role is Role.STATES:
+            blocks.append(sequences * STATES_EACH)
+            continue
         tokens, window = min(max_context, group.limit or max_context), group.group.window
         if window is not None:
             tokens = min(tokens, window + size + (0 if shared else step_tokens))
@@ -35,8 +40,8 @@ def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: 
     """
     blocks = []
     for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
-        reach, chunk = (group.group.window, group.limit), 0 if shared else step_tokens
-        blocks += most_blocks(prompt, output, [reach], layout.block_size, chunk)
+        chunk = 0 if shared else step_tokens
+        blocks += most_blocks(prompt, output, [_reach(group)], layout.block_size, chunk)
     return blocks
 
 
@@ -45,7 +50,7 @@ def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: i
 
     What decides whether a request is refused: `kvq.scheduler.fit`.
     """
-    reaches = [(group.group.window, group.limit) for group in layout.groups]
+    reaches = [_reach(group) for group in layout.groups]
     return most_blocks(prompt, output, reaches, layout.block_size, step_tokens)
 
 
@@ -56,6 +61,10 @@ def sequences_blocks(
     own = sequence_blocks(layout, prompt, output, step_tokens=step_tokens)
     alone = sequence_alone(layout, prompt, output, step_tokens=step_tokens)
     return [(count - 1) * each + most for each, most in zip(own, alone, strict=True)]
+
+
+def _reach(group: GroupLayout) -> Reach:
+    return Reach(group.group.window, group.limit, group.role is Role.STATES)
 
 
 def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:

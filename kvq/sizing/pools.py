@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvq.layout import GroupLayout, KVLayout, Role
 from kvq.sizing.needs import (
+    STATES_EACH,
     bytes_of,
     sequence_alone,
     sequence_blocks,
@@ -20,6 +21,7 @@ CPU_FRACTION = 0.5
 CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
 STEP_MOST = 0.0625  # of the pools' memory, for the tokens of a step, while they are staged
 OTHERS_LEAST = 0.125  # of it, for staging groups, where a context that is cut short could take all
+_USUAL = 1024  # tokens of a sequence, for which recurrent states are sized
 _SHORT = 512  # tokens of a sequence, for which staging areas are sized in pools that are too small for all
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine that is told nothing else
 
@@ -64,7 +66,9 @@ def plan_pools(
        most. No more sequences run side by side than a step has tokens.
     3. All groups of a staged recipe get room for as many sequences of 512 tokens as fit side by side. Where
        all fit, staging groups get room for all with as many tokens as fit.
-    4. The rest is shared by what groups want, staging groups last: they have what those sequences need. If
+    4. Where there are recurrent states, sequences of 1,024 tokens get theirs and room for two snapshots, as
+       many sequences as fit side by side.
+    5. The rest is shared by what groups want, staging groups last: they have what those sequences need. If
        they get all of it, steps grow into what is left.
 
     More memory never makes the longest context shorter.
@@ -80,6 +84,7 @@ def plan_pools(
         return PoolPlan(num_blocks=[0] * len(wanted), step_tokens=step_tokens, sequences=sequences)
     if not is_staged:
         least = first.blocks(longest)
+        least = _with_states(layout, least, budget_bytes, sequences=sequences, max_context=max_context)
         blocks = share_blocks(layout, _at_least(wanted, least), budget_bytes, least)
         return PoolPlan(num_blocks=blocks, step_tokens=step_tokens, sequences=sequences)
     is_bounded = False
@@ -90,6 +95,7 @@ def plan_pools(
     step_tokens = _staged_step(layout, chunk, budget_bytes, longest)
     limits["sequences"] = min(sequences, step_tokens)
     least = sequence_alone(layout, longest, 1, step_tokens=step_tokens)
+    least = _with_states(layout, least, budget_bytes, sequences=limits["sequences"], max_context=max_context)
     wanted = _at_least(wanted_blocks(layout, **limits, step_tokens=step_tokens), least)
     if is_bounded:  # all the rest is for others: the context would be longer by what rounding leaves
         blocks = share_blocks(layout, _merged(layout, sealed=least, staging=wanted), budget_bytes, least)
@@ -107,6 +113,19 @@ def plan_pools(
         step_tokens = steps[max(0, fits - 1)]
         blocks = needed(step_tokens)
     return PoolPlan(num_blocks=blocks, step_tokens=step_tokens, sequences=limits["sequences"])
+
+
+def _with_states(
+    layout: KVLayout, least: Sequence[int], budget_bytes: int, *, sequences: int, max_context: int
+) -> list[int]:
+    """`least` with the blocks of recurrent states that are worth having beside it."""
+    least = list(least)
+    if layout.states is not None:
+        states = layout.states.block_bytes * STATES_EACH
+        each = layout.sequence_bytes(min(_USUAL, max_context)) - layout.states.block_bytes + states
+        count = min(sequences, (budget_bytes - bytes_of(layout, least)) // each)
+        least[-1] = max(least[-1], count * STATES_EACH)
+    return least
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +258,7 @@ def _staging(layout: KVLayout, blocks: Sequence[int]) -> list[int]:
 def _merged(layout: KVLayout, *, sealed: Sequence[int], staging: Sequence[int]) -> list[int]:
     """The blocks of each group from the list for its kind."""
     pairs = zip(layout.groups, sealed, staging, strict=True)
-    return [own if group.role is Role.SEALED else other for group, own, other in pairs]
+    return [other if group.is_staging else own for group, own, other in pairs]
 
 
 def reserve_blocks(num_blocks: Sequence[int], fraction: float = RESERVE_FRACTION) -> int:

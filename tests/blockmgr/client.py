@@ -21,6 +21,7 @@ class Client:
     tokens: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)  # KV of the known tokens
     drafts: list[int] = field(default_factory=list)  # tokens guessed and appended, not accepted yet
+    states: list[tuple[int, int]] = field(default_factory=list)  # (block, tokens) to be written
 
     def keys_of(self, tokens: list[int]) -> list[int]:
         """The KV of tokens that come after the known ones."""

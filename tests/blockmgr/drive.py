@@ -2,10 +2,11 @@
 
     python -m tests.blockmgr.drive --steps 1000000 --seed 1 --processes 2
     python -m tests.blockmgr.drive --steps 4000000 --length 400 --staged
+    python -m tests.blockmgr.drive --steps 4000000 --length 400 --states
 
 Episodes of a few thousand steps each, or of `--length`, on small pools of changing shape, so that blocks
-are always short; with `--staged` all have the layer groups that stage tokens. A step is one operation on
-the block manager with everything that `Simulation.check` reads.
+are always short; with `--staged` all have the layer groups that stage tokens, with `--states` one of
+recurrent states. A step is one operation on the block manager with everything that `Simulation.check` reads.
 """
 
 import argparse
@@ -31,7 +32,7 @@ PATHS = [
     "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
     "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "refused by quota",
     "pinned", "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown",
-    "beyond a limit", "sealed",
+    "beyond a limit", "sealed", "snapshots", "states stayed",
 ]  # fmt: skip
 
 
@@ -55,10 +56,14 @@ def random_reach(
     return windows, [None] * len(windows), 0
 
 
-def random_simulation(rng: random.Random, *, staged: bool = False) -> Simulation:
+def random_simulation(rng: random.Random, *, staged: bool = False, states: bool = False) -> Simulation:
     """A manager of random shape: groups, pool sizes, quotas, host slots, digests that collide or not."""
     size = rng.randint(1, 4)
     windows, limits, lag = random_reach(rng, size, staged)
+    more: dict[str, int] = {}
+    if states or (not staged and rng.random() < 1 / 5):
+        more = {"state_group": len(windows), "snapshot_every": rng.randint(1, 9)}
+        windows, limits = [*windows, 2], [*limits, None]
     collides = {"digest": tiny_digest(rng.randint(2, 5))} if rng.random() < 0.25 else {}
     manager = BlockManager(
         num_blocks=[rng.randint(4, 20) for _ in windows],
@@ -68,6 +73,7 @@ def random_simulation(rng: random.Random, *, staged: bool = False) -> Simulation
         lag=lag,
         host_slots=[rng.randint(3, 12) for _ in windows],
         max_pinned_blocks=rng.choice([None, 3]),
+        **more,
         **collides,
     )
     for tenant in TENANTS:
@@ -192,14 +198,14 @@ def _drafts(rng: random.Random) -> list[int]:
     return [int(rng.random() * 2) for _ in range(int(rng.random() * 4))] if rng.random() < 0.3 else []
 
 
-def episode(name: str, steps: int, staged: bool = False) -> Counter[str]:
+def episode(name: str, steps: int, staged: bool = False, states: bool = False) -> Counter[str]:
     """Drive one simulation; returns how often which path was taken.
 
     Raises:
         AssertionError: an invariant broke; the message says in which episode and step.
     """
     rng = random.Random(name)
-    sim = random_simulation(rng, staged=staged)
+    sim = random_simulation(rng, staged=staged, states=states)
     for step in range(steps):
         try:
             indexed = sum(pool.num_cached for pool in sim.manager.pools)
@@ -219,12 +225,18 @@ def episodes(seed: int, steps: int, length: int = EPISODE) -> Iterator[tuple[str
 
 
 def drive(
-    *, steps: int, seed: int, processes: int = 1, length: int = EPISODE, staged: bool = False
+    *,
+    steps: int,
+    seed: int,
+    processes: int = 1,
+    length: int = EPISODE,
+    staged: bool = False,
+    states: bool = False,
 ) -> Counter[str]:
     """All episodes of a run, over several processes; returns how often which path was taken."""
     seen: Counter[str] = Counter()
     names, lengths = zip(*episodes(seed, steps, length), strict=True)
-    one = partial(episode, staged=staged)
+    one = partial(episode, staged=staged, states=states)
     if processes == 1:
         for more in map(one, names, lengths):
             seen += more
@@ -243,6 +255,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--length", type=int, default=EPISODE)
     parser.add_argument("--staged", action="store_true")
+    parser.add_argument("--states", action="store_true")
     options = parser.parse_args()
     begin = time.perf_counter()
     seen = drive(**vars(options))

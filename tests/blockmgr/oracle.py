@@ -44,6 +44,8 @@ def hit_length(manager: BlockManager, prompt: PrefixQuery) -> int:
     usable = max(0, len(tokens) - 1)
     held = held_below(manager, prompt.root)
     whole = max(n for n in range(0, usable + 1, size) if is_valid(manager, held, tokens, n))
+    if manager.blocks.states is not None:  # a state is that of whole blocks
+        return whole
     shared = [
         n
         for path, groups in held.items()

@@ -28,6 +28,7 @@ class Simulation:
         self.is_staged = any(self.limits)  # groups: sealed blocks, recent tokens, the first tokens
         window = self.windows[0]
         self.seals = window is None or window > manager.blocks.lag  # else blocks leave it before they are old
+        self.states = manager.blocks.state_group
         self.max_clients = max_clients
         self.kv = [[[POISON] * self.size for _ in range(pool.num_blocks)] for pool in manager.pools]
         self.host = [[[POISON] * self.size for _ in range(count)] for count in manager.swap.num_slots]
@@ -45,7 +46,7 @@ class Simulation:
         prompt = self.manager.prompt(tokens, tenant=tenant, shared_salt=shared)
         match = self.manager.lookup(prompt)
         assert match.length == hit_length(self.manager, prompt)
-        self._check_wait(match, tokens, prompt.root)
+        self._check_wait(match, tokens, prompt)
         prompt.max_reuse = None if reuse else 0
         sequence = self.manager.start(prompt)
         expected = match.length if reuse else 0
@@ -56,18 +57,19 @@ class Simulation:
         self.seen["parts"] += sequence.length % self.size > 0
         self._welcome(sequence, prompt, tokens, shared)
 
-    def _check_wait(self, match: Match, tokens: list[int], root: bytes) -> None:
+    def _check_wait(self, match: Match, tokens: list[int], prompt: PrefixQuery) -> None:
         """Whoever is waited for has the next block among its tokens, and has yet to commit it."""
         other = match.waits_for
         if other is not None:
             self.seen["waits"] += 1
             depth = match.length // self.size
+            depth = self.manager.prefixes.next_known(prompt, depth)
             end = (depth + 1) * self.size
             assert other in self.manager.sequences()
             assert not other.is_swapped
             assert other.depth <= depth
             assert list(other.tokens[:end]) == tokens[:end]
-            assert other.node.root == root
+            assert other.node.root == prompt.root
 
     def adopt(self, tenant: str, tokens: list[int], num_blocks: int) -> None:
         """A request arrives with the KV of its first blocks from elsewhere."""
@@ -81,7 +83,8 @@ class Simulation:
         client = self._welcome(sequence, prompt, tokens, None)
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
             for i in range(start, len(table)):
-                self.kv[group][table[i]] = client.keys[i * self.size : (i + 1) * self.size]
+                keys = client.keys[i * self.size : (i + 1) * self.size]
+                self.kv[group][table[i]] = keys[-1:] * self.size if group == self.states else keys
 
     def _welcome(
         self, sequence: Sequence, prompt: PrefixQuery, tokens: list[int], shared: str | None
@@ -99,7 +102,7 @@ class Simulation:
         for client, count, drafts in work:
             count = min(count, len(client.tokens) - client.sequence.length)
             ends = client.sequence.length + count == len(client.tokens)
-            todo.append((client, count, drafts if ends else []))
+            todo.append((client, count, drafts if ends and self.states is None else []))
         request = [(client.sequence, count + len(drafts)) for client, count, drafts in todo]
         can = self.manager.can_append(request)
         copies = self.seen["copies"]
@@ -112,8 +115,13 @@ class Simulation:
         assert can or self.surprised
         self.carry_out()
         self.seen["copies on write"] += self.seen["copies"] - copies
+        if self.states is not None:
+            for client, count, _ in todo:
+                self._read_state(client, count)
         for group, row in enumerate(slots):
-            if not self.is_staged or group == 1:
+            if group == self.states:
+                assert not row
+            elif not self.is_staged or group == 1:
                 self._write(group, iter(row), todo)
             elif (limit := self.limits[group]) is not None:
                 places = [p for client, *new in todo for p in self._places(client, *new)]
@@ -134,13 +142,39 @@ class Simulation:
                 blocks[slot // size][slot % size] = key
         assert next(slots, None) is None
 
+    def _read_state(self, client: Client, count: int) -> None:
+        """A step reads the state before its tokens, and is to write those after some of them."""
+        move, sequence = client.sequence.move, client.sequence
+        if not count:
+            return
+        assert move is not None
+        assert self.states is not None
+        assert move.start == sequence.length - count
+        if move.start:
+            assert self.kv[self.states][move.source] == [client.keys[move.start - 1]] * self.size
+        at, client.states = move.start, []
+        for tokens, block in move.pieces:
+            assert tokens
+            at += tokens
+            client.states.append((block, at))
+            assert self.manager.pools[self.states].is_writable(block)
+        assert at == sequence.length
+        self.seen["snapshots"] += len(move.pieces) - 1
+        self.seen["states stayed"] += move.pieces[0][1] != move.source and move.start > 0
+
+    def _write_states(self, client: Client) -> None:
+        for block, at in client.states:
+            assert self.states is not None
+            self.kv[self.states][block] = [client.keys[at - 1]] * self.size
+        client.states = []
+
     def _places(self, client: Client, count: int, drafts: list[int]) -> range:
         """The positions of a step's tokens, which the sequence has room for."""
         return range(client.sequence.length - count - len(drafts), client.sequence.length)
 
     def _seal(self, todo: list[tuple[Client, int, list[int]]]) -> None:
         """Blocks that the step made old enough are sealed; the first ones stay as they are."""
-        sealed, recent, first = self.kv
+        sealed, recent, first = self.kv[:3]
         for client, count, drafts in todo:
             tables, length = client.sequence.tables, client.sequence.length
             for i in range(
@@ -181,6 +215,7 @@ class Simulation:
         if done:
             news = news + sampled
             client.extend(news)
+        self._write_states(client)
         before = [table[:] for table in sequence.tables]
         was_indexing = sequence.indexing
         self.manager.commit(sequence, news if done else None)
@@ -193,6 +228,10 @@ class Simulation:
         """The step's KV held a NaN: its blocks are scrubbed, the request ends."""
         sequence, size = client.sequence, self.size
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
+            if group == self.states:
+                for block, _ in client.states:
+                    self.kv[group][block] = [BROKEN] * size
+                continue
             for p in range(max(sequence.committed, start * size), min(sequence.length, len(table) * size)):
                 self.kv[group][table[p // size]][p % size] = BROKEN
         self.manager.scrub(sequence)
@@ -209,12 +248,14 @@ class Simulation:
 
     def truncate(self, client: Client, length: int) -> None:
         """Rewind, if the windows allow it."""
+        was = client.sequence.length
         try:
             self.manager.truncate(client.sequence, length)
         except ConfigError:
-            assert any(client.sequence.starts)
+            assert any(client.sequence.starts) or self.states is not None
             self.seen["rewinds refused"] += 1
             return
+        client.states = [(block, at) for block, at in client.states if at <= length == was]
         self.seen["rewound"] += 1
         client.drafts = client.drafts[: max(0, length - len(client.tokens))]
         client.cut(length)
@@ -317,6 +358,9 @@ class Simulation:
         length = end
         for group, window in enumerate(self.windows):
             kv, table = self.kv[group], sequence.tables[group]
+            if group == self.states:
+                self._check_states(client, kv)
+                continue
             start, end = self._reach(group, length)
             first = start if window is None else max(start, sequence.committed - window + 1)
             if not sequence.committed:
@@ -326,6 +370,17 @@ class Simulation:
             at = first - first % size
             held = [key for block in table[first // size :] for key in kv[block]]
             assert held[first - at : end - at] == keys[first:end], f"group {group} holds another's KV"
+
+    def _check_states(self, client: Client, kv: list[list[int]]) -> None:
+        """The newest state is there, or the one that a step goes on from, and snapshots are theirs."""
+        sequence, group, size = client.sequence, client.sequence.state_group, self.size
+        table = sequence.tables[group]
+        coming = {block for block, _ in client.states}
+        if sequence.length and not client.states:
+            assert kv[table[-1]] == [client.keys[sequence.length - 1]] * size, "another's state"
+        for i in range(sequence.starts[group], sequence.length // size):
+            if sequence.holds(group, i) and table[i] not in coming:
+                assert kv[table[i]] == [client.keys[(i + 1) * size - 1]] * size, "another's snapshot"
 
     def close(self) -> None:
         """End everything; nothing may be left anywhere."""

@@ -45,7 +45,7 @@ def is_stepping(client: Client) -> bool:
 
 
 class Machine(RuleBasedStateMachine):
-    """The simulation's operations as rules. Two tenants, a shared salt; full, sliding and limited groups."""
+    """The simulation's operations as rules. Two tenants, a shared salt; layer groups of all kinds."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -56,20 +56,31 @@ class Machine(RuleBasedStateMachine):
         sinks=st.integers(1, 3),
         quota=st.none() | st.integers(2, 6),
         bits=st.sampled_from([8, 2]),
+        every=st.none() | st.integers(1, 6),
     )
     def begin(
-        self, blocks: list[int], size: int, window: int, sinks: int, quota: int | None, bits: int
+        self,
+        blocks: list[int],
+        size: int,
+        window: int,
+        sinks: int,
+        quota: int | None,
+        bits: int,
+        every: int | None,
     ) -> None:
         """A manager of some shape; with two bits, digests collide all the time."""
         groups = len(blocks)
         collides = {"digest": lambda data: bytes([sha256(data).digest()[0] & 3])} if bits == 2 else {}
+        states = 0 if every is None else 1
         manager = BlockManager(
-            num_blocks=blocks,
+            num_blocks=blocks + [6] * states,
             block_size=size,
-            windows=[None, window, None][:groups],
-            limits=[None, None, sinks * size][:groups],
+            windows=[None, window, None][:groups] + [2] * states,
+            limits=[None, None, sinks * size][:groups] + [None] * states,
             lag=max(0, window - size) if groups == 3 else 0,
-            host_slots=[5, 5, 5][:groups],
+            state_group=groups if states else None,
+            snapshot_every=every or 1,
+            host_slots=[5] * (groups + states),
             **collides,
         )
         if quota is not None:
@@ -222,6 +233,6 @@ def test_no_sequence_of_operations_breaks_an_invariant() -> None:
 
 @pytest.mark.long
 def test_no_long_sequence_of_operations_breaks_an_invariant() -> None:
-    seen = run(examples=3000, steps=100)
+    seen = run(examples=4500, steps=100)
     assert seen["steps"] >= 250_000
     assert {path for path in EXPECTED if seen[path] < 30} == set()

@@ -134,6 +134,8 @@ def brute_utilization(blocks: BlockManager) -> float:
     """Tokens in live blocks / their slots, slot by slot."""
     slots = used = 0
     for group, pool in enumerate(blocks.pools):
+        if group == blocks.blocks.state_group:
+            continue
         filled: dict[int, int] = {}
         for s in blocks.sequences():
             if not s.is_swapped:

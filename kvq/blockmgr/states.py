@@ -1,0 +1,104 @@
+"""Recurrent states as blocks of a layer group of their own.
+
+A sequence has one such block: the state after all its tokens, which moves along from index to index of the
+table as the sequence grows. Where a snapshot is wanted it stays behind at the end of a full block, where the
+index finds it, and the sequence goes on in another one. Indices without a block are holes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvq.blockmgr.pool import BlockId, BlockPool
+from kvq.blockmgr.sequence import HOLE, Sequence, StateMove
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """How an append changes the state's entries of a table."""
+
+    targets: list[int]  # indices of the blocks that are written, in order; all but the last are snapshots
+    copies: bool  # the state is somebody else's too, in the middle of a block: it is copied first
+    moves: bool  # the block that it lies in is written again, there or further on
+
+    @property
+    def need(self) -> int:
+        """Blocks to take, beside the copy."""
+        return len(self.targets) - self.moves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States:
+    """The rules of the layer group that holds states."""
+
+    group: int
+    pool: BlockPool
+    block_size: int  # tokens
+    every: int  # tokens from snapshot to snapshot, beside the one at the end of a prompt
+
+    def keeps(self, sequence: Sequence, index: int) -> bool:
+        """True if the state after a full block is to be found again."""
+        if sequence.tail is None or not sequence.indexing:
+            return False
+        return index == sequence.tail or (index + 1) * self.block_size % self.every == 0
+
+    def step(self, sequence: Sequence, count: int, *, snapshots: bool) -> StateStep:
+        """How one token more, or `count`, change the entries; whether or not `snapshots` stay behind."""
+        size, start = self.block_size, sequence.length
+        last, first = (start + count - 1) // size, start // size
+        between = range(first, last) if snapshots else ()
+        targets = [i for i in between if self.keeps(sequence, i)] + [last]
+        if not start:
+            return StateStep(targets, copies=False, moves=False)
+        block = sequence.tables[self.group][-1]
+        if start % size:
+            return StateStep(targets, copies=not self.pool.is_writable(block), moves=True)
+        if snapshots:
+            is_free = self.pool.is_writable(block) and not self.keeps(sequence, first - 1)
+        else:
+            is_free = self.pool.references(block) == 1
+        return StateStep(targets, copies=False, moves=is_free)
+
+    def extend(self, sequence: Sequence, count: int, step: StateStep, fresh: Iterator[BlockId]) -> None:
+        """Change the entries, behind the copy, and note what is read and written."""
+        size, start, table = self.block_size, sequence.length, sequence.tables[self.group]
+        end = start + count
+        source = table[-1] if start else HOLE
+        last = len(table) - 1
+        table.extend([HOLE] * (step.targets[-1] - last))
+        if step.moves:
+            if start % size == 0 and self.pool.entry(source) is not None:
+                self.pool.forget(source)
+            table[last] = HOLE
+        blocks = [source] if step.moves else []
+        blocks += [next(fresh) for _ in range(step.need)]
+        for index, block in zip(step.targets, blocks, strict=True):
+            table[index] = block
+        ends = [(index + 1) * size for index in step.targets[:-1]] + [end]
+        begins = [start, *ends[:-1]]
+        pieces = [(b - a, block) for a, b, block in zip(begins, ends, blocks, strict=True)]
+        sequence.move = StateMove(start=start, source=source, pieces=pieces)
+
+    def first_needed(self, sequence: Sequence, first: int) -> int:
+        """Index of the first block that is not given back: snapshots are indexed before they are."""
+        if sequence.tail is None or not sequence.indexing:
+            return first
+        return min(first, sequence.depth)
+
+    def can_rewind(self, sequence: Sequence, length: int) -> bool:
+        """True if the state after the first `length` tokens is there."""
+        if length in (0, sequence.length):
+            return True
+        if sequence.move is not None and sequence.move.start == length:
+            return True
+        if length > sequence.committed or length % self.block_size:
+            return False
+        return sequence.holds(self.group, length // self.block_size - 1)
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        """Put the block back where it was before an append that was not run, if it moved on."""
+        move, table, index = sequence.move, sequence.tables[self.group], (length - 1) // self.block_size
+        if move is None or not length or move.start != length or table[index] != HOLE:
+            return
+        table[table.index(move.source, sequence.starts[self.group])] = HOLE
+        table[index] = move.source
+        sequence.starts[self.group] = min(sequence.starts[self.group], index)

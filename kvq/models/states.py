@@ -1,0 +1,221 @@
+"""Layers that keep a state: their own modules compute it, cut to the sequences of a step.
+
+A module of that kind takes a row of tokens for one sequence, so a step's packed row is cut: decodes of many
+sequences run as one batch, every other sequence by itself, in pieces that end where snapshots are wanted.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvq.blockmgr import StateMove
+from kvq.cache.states import StateSlots
+from kvq.geometry import ModelGeometry
+
+CACHE_NAMES = ("cache_params", "past_key_values")  # what modules call what holds their states
+_HIDDEN = "hidden_states"
+
+Rows = slice | Tensor  # of a step; int64 where they are no neighbours
+Values = dict[tuple[str, int], Tensor]  # a layer's tensors by name and index, [batch, *shape] each
+
+
+class LayerState:
+    """One layer's state as transformers' modules see a cache. Source: `transformers.Cache`, 5.x."""
+
+    def __init__(self, values: Values | None = None) -> None:
+        """`values`: copies, which the module may change; None before the first token."""
+        self.values: Values = {} if values is None else values
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.values.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.values.get(("recurrent", state_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.values)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Inputs of a convolution, [batch, channels, tokens], with the last ones of before in front."""
+        before = self.values.get(("conv", state_idx))
+        width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        inputs = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
+        inputs = functional.pad(inputs, (max(0, width - inputs.shape[-1]), 0))
+        self.values["conv", state_idx] = inputs[..., -width:].clone()
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        self.values["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Neighbouring tokens of a step that belong to one sequence."""
+
+    begin: int  # rows of the step
+    end: int
+    block: int  # which the state after them goes to
+
+
+@dataclass(kw_only=True, eq=False)
+class StepStates:
+    """The states of one step's sequences. Blocks are written by `write`, when all layers have run."""
+
+    slots: StateSlots
+    moves: Sequence[StateMove]  # of the step's sequences, in the order of their tokens
+    device: torch.device
+    _new: list[tuple[int, Tensor, Values]] = field(default_factory=list)  # layer, blocks, states
+
+    @classmethod
+    def of(cls, slots: StateSlots, moves: Sequence[StateMove | None], device: torch.device) -> "StepStates":
+        """Of sequences that were appended to."""
+        return cls(slots=slots, moves=[move for move in moves if move is not None], device=device)
+
+    @cached_property
+    def _decodes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of sequences that go on by one token: rows, blocks to read, blocks to write; int64."""
+        found, at = [], 0
+        for move in self.moves:
+            if _is_decode(move):
+                found.append((at, move.source, move.pieces[0][1]))
+            at += sum(count for count, _ in move.pieces)
+        rows, sources, targets = zip(*found, strict=True) if found else ((), (), ())
+        return self._numbers(rows), self._numbers(sources), self._numbers(targets)
+
+    @cached_property
+    def _others(self) -> list[tuple[Tensor | None, list[_Piece]]]:
+        """Of all other sequences: the block to read, if any, and their pieces."""
+        found, at = [], 0
+        for move in self.moves:
+            pieces = []
+            for count, block in move.pieces:
+                pieces.append(_Piece(at, at + count, block))
+                at += count
+            if not _is_decode(move):
+                found.append((self._numbers([move.source]) if move.start else None, pieces))
+        return found
+
+    def _numbers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def run(
+        self, number: int, hidden: Tensor, compute: Callable[[Tensor, LayerState, Rows], Tensor]
+    ) -> Tensor:
+        """A module's results for a step, [1, rows, dim] in and out; rows behind its tokens give zeros.
+
+        `compute(tokens, state, rows)` is the module's for [batch, tokens, dim], of the step's `rows`.
+        """
+        out: Tensor | None = None
+
+        def put(rows: Rows, result: Tensor) -> None:
+            nonlocal out
+            if out is None:
+                out = result.new_zeros((hidden.shape[1], *result.shape[2:]))
+            out[rows] = result.flatten(0, 1)
+
+        rows, sources, targets = self._decodes
+        if len(rows):
+            state = LayerState(self.slots.read(number, sources))
+            put(rows, compute(hidden[0, rows][:, None], state, rows))
+            self._new.append((number, targets, state.values))
+        for source, pieces in self._others:
+            values = None if source is None else self.slots.read(number, source)
+            for piece in pieces:
+                state, span = LayerState(values), slice(piece.begin, piece.end)
+                put(span, compute(hidden[:, span], state, span))
+                self._new.append((number, self._numbers([piece.block]), state.values))
+                values = {key: value.clone() for key, value in state.values.items()}
+        assert out is not None, "a step has tokens"
+        return out[None]
+
+    def write(self) -> None:
+        """Store what was computed. A step that broke off before may be run again."""
+        for number, blocks, values in self._new:
+            self.slots.write(number, blocks, values)
+        self._new.clear()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Within it, modules that keep states compute this step."""
+        self._new.clear()
+        _running.states = self
+        try:
+            yield
+        finally:
+            _running.states = None
+
+
+def _is_decode(move: StateMove) -> bool:
+    return move.start > 0 and len(move.pieces) == 1 and move.pieces[0][0] == 1
+
+
+class _Running(threading.local):
+    states: StepStates | None = None
+
+
+_running = _Running()  # of the module, since model code doesn't hand keywords on to all of its parts
+
+
+def cut_states(model: nn.Module, geometry: ModelGeometry) -> None:
+    """Have the modules that keep states compute steps of several sequences; alone they run as before."""
+    kinds = {(state.number, state.kind) for state in geometry.states}
+    for module in model.modules():
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int) and (number, type(module).__name__) in kinds:
+            module.forward = _Cut(module.forward, number)
+
+
+class _Cut:
+    """A module's forward pass over a step."""
+
+    def __init__(self, forward: Callable[..., Tensor], number: int) -> None:
+        self._forward = forward
+        self._number = number
+        self._signature = signature(forward)
+        self._cache = next(name for name in CACHE_NAMES if name in self._signature.parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        states = _running.states
+        if states is None:
+            return self._forward(*args, **kwargs)
+        given = self._signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        hidden = given.pop(_HIDDEN)
+        given = {name: value for name, value in given.items() if name not in ("kvq_step", self._cache)}
+        length = hidden.shape[1]
+
+        def compute(tokens: Tensor, state: LayerState, rows: Rows) -> Tensor:
+            cut = {name: _of_rows(value, rows, length) for name, value in given.items()}
+            return self._forward(tokens, **cut, **{self._cache: state})
+
+        return states.run(self._number, hidden, compute)
+
+
+def _of_rows(value: Any, rows: Rows, length: int) -> Any:
+    """What a keyword says of some of a step's rows: tensors [1, rows, ...], also in tuples."""
+    if isinstance(value, tuple):
+        return tuple(_of_rows(part, rows, length) for part in value)
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, length):
+        return value[:, rows] if isinstance(rows, slice) else value[0, rows][:, None]
+    return value
