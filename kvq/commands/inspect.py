@@ -74,7 +74,7 @@ def command(
         "layer_kinds": layer_kinds(geometry),
         "state_bytes": geometry.state_bytes(COMPUTE_BYTES),
         "formats": rows,
-        "layout": [_group_row(group) for group in layout.groups],
+        "layout": [_group_row(group) for group in layout.attended],
     }
     _print(result, name)
     write_rows([result], json_path)

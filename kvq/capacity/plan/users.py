@@ -53,7 +53,7 @@ def count_users(
             for kind in (held, alone)
         )
         fits.append(int((count - common - most + each) / each) if each else 0)
-    slot = layout.kv_bytes_per_token * demand.slot
+    slot = layout.kv_bytes_per_token * demand.slot + (0 if layout.states is None else layout.states.block_bytes)
     most = sys.maxsize if seats is None else seats
     return Users(
         paged=min(most, max(0, min(fits))),
