@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvq.capacity.plan.catalogue import CATALOGUE, KnownModel, encode_shape, known_models
@@ -161,6 +161,8 @@ def differs(known: KnownModel) -> list[str]:
 
 def refused(known: KnownModel) -> str | None:
     """Why kvq does not run a model's text part; None: it does."""
+    if not isinstance(build(known.config), GenerationMixin):
+        return "it is the language part of a model that sees, which transformers has no code for alone"
     try:
         with tempfile.TemporaryDirectory() as folder:
             check_supported(known.config, max_context=CONTEXT, folder=Path(folder))

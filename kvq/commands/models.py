@@ -50,7 +50,7 @@ def _row(model: "KnownModel") -> dict[str, Any]:
         "hub": model.model,
         "parameters": counted.total,
         "active_parameters": counted.active,
-        "layers": geometry.num_layers,
+        "layers": geometry.last_layer + 1,
         "q_heads": geometry.q_heads,
         "kv_heads": geometry.layers[0].kv_heads,
         "head_dim": geometry.layers[0].k_head_dim,

@@ -24,7 +24,8 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
     """The `kvq serve` that a plan of these options of `kvq plan` predicts; None where none can be started."""
     if plan.split.gpus > 1 or plan.refused is not None:
         return None
-    seats = sizing.max_num_seqs or max(plan.users.paged, MAX_NUM_SEQS)
+    most = plan.users.paged  # for whose recurrent states room is made
+    seats = sizing.max_num_seqs or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
     words = ["--model", served(sizing.model), "--kv", plan.kv]
     for name, value, default in (
         ("weights", rounded_to(sizing.weights), None),

@@ -109,12 +109,6 @@ class ModelGeometry:
                     f"among {layer.kv_heads} KV heads"
                 )
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model's code up to the last one that keeps or reads anything."""
-        numbers = [number for layer in self.layers for number in (layer.number, *layer.readers)]
-        return 1 + max([*numbers, *(state.number for state in self.states)])
-
     def place(self, number: int) -> int | None:
         """Where in `layers` the K and V lie that a layer of the model's code attends over; None: nowhere."""
         return self._places.get(number)
@@ -122,7 +116,7 @@ class ModelGeometry:
     @property
     def last_layer(self) -> int:
         """The highest number of a layer that attends or keeps a state."""
-        return max(*self._places, *(state.number for state in self.states))
+        return max([*self._places, *(state.number for state in self.states)])
 
     def stores(self, number: int) -> bool:
         """True if a layer of the model's code stores K and V of its own."""

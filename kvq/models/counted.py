@@ -13,10 +13,10 @@ from kvq.sizing.parameters import Parameters
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MLP = re.compile(r"\.(mlp|mlps|feed_forward|ffn|moe|block_sparse_moe|shared\w*|experts)\.")
+_ROUTER = re.compile(r"\.(gate|router)$")
 _EXPERTS = re.compile(r"\.experts\.")
 _NARROWS = re.compile(r"\.(down_proj|w2|fc2|output_linear|dense_4h_to_h|c_proj)$")  # an MLP's last layer
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # what configs call the experts of a token
-_INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")  # and their width
 _CORRECTION = "e_score_correction_bias"  # of routers, which some families keep in a buffer
 
 
@@ -40,18 +40,18 @@ def count_module(model: Any) -> Parameters:
             count = parameter.numel()
             if isinstance(module, nn.Embedding):
                 kinds["tables"] += count
-            elif isinstance(module, nn.Linear) and key == "weight":
+            elif isinstance(module, nn.Linear) and key == "weight" and not _ROUTER.search(f".{name}"):
                 kinds["mlp" if is_mlp else "attention"] += count
                 kinds["outputs"] += module.out_features
                 if is_mlp and _NARROWS.search(f".{name}") and layer is not None:
                     inner[layer] += module.in_features
             elif parameter.ndim == 3 and _EXPERTS.search(f".{name}."):
                 real = _real(config, parameter.shape[0])
-                chosen = _first(config, _CHOSEN) * real / (real + _without_weights(config))
+                chosen = _chosen(config) * real / (real + _without_weights(config))
                 kinds["experts"] += count * real // parameter.shape[0]
                 kinds["active_experts"] += round(count * chosen / parameter.shape[0])
                 if _NARROWS.search(f".{key}") and layer is not None:
-                    inner[layer] += round(chosen * _first(config, _INNER))
+                    inner[layer] += round(chosen * _width(config, parameter.shape[1:]))
             else:
                 kinds["other"] += count
     kinds["other"] += sum(b.numel() for name, b in model.named_buffers() if name.endswith(_CORRECTION))
@@ -74,5 +74,12 @@ def _real(config: Any, stacked: int) -> int:
     return stacked - others if others and stacked > config.n_routed_experts else stacked
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int:
-    return next(value for name in names if isinstance(value := getattr(config, name, None), int))
+def _width(config: Any, last: tuple[int, int]) -> int:
+    """Of an expert: the side of its last matrix that is not what it hands on."""
+    handed_on = {config.hidden_size, getattr(config, "moe_latent_size", None)}
+    return last[0] if last[1] in handed_on else last[1]
+
+
+def _chosen(config: Any) -> int:
+    """Experts that a token is sent to."""
+    return next(value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int))

@@ -82,7 +82,7 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
     """
     if split.gpus == 1:
         return terms
-    layers = geometry.num_layers
+    layers = geometry.last_layer + 1
     stage = -(-layers // split.pipeline)
 
     def own(term: Term) -> Term:
@@ -103,7 +103,7 @@ def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
     Raises:
         ConfigError: more stages than layers, or query heads that the ranks can't share.
     """
-    layers = geometry.num_layers
+    layers = geometry.last_layer + 1
     if split.pipeline > layers:
         raise ConfigError(f"{split.pipeline} pipeline stages for {layers} layers; at most {layers}")
     if geometry.q_heads % split.tensor:

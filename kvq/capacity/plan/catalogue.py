@@ -63,7 +63,7 @@ def known_models() -> Mapping[str, KnownModel]:
 @cache
 def _by_any_name() -> Mapping[str, KnownModel]:
     known = known_models()
-    return {model.model.lower(): model for model in reversed(known.values())} | known
+    return {**{model.model.lower(): model for model in known.values()}, **known}
 
 
 def is_known(name: str) -> bool:

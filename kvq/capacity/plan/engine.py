@@ -70,7 +70,7 @@ class Engine:
     def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
         """What each layer group gets, as in an engine for as many sequences, or for more than fit.
 
-        Staging areas and recurrent states take memory for each sequence that may run: then for as many as fit.
+        Staging areas and recurrent states take memory for every sequence that may run: for as many as fit.
         """
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)
