@@ -35,7 +35,9 @@ def check_headers(
     found = {int(match[1]) for entry in entries if (match := _LAYER.search(entry.name))}
     name = field_name(geometry.model_type, "num_hidden_layers")
     said, extra = config.get(name), config.get("num_nextn_predict_layers") or 0  # which nothing runs
-    said = said if type(said) is int else 1 + geometry.last_layer
+    if type(said) is not int:
+        kinds = config.get("layers_block_type")
+        said = len(kinds) if isinstance(kinds, list) else 1 + geometry.last_layer
     if found and not said <= max(found) + 1 <= said + (extra if type(extra) is int else 0):
         says = f"says {name}" if name in config else f"leaves {name} at"
         raise ModelError(

@@ -1,6 +1,7 @@
 """The load-time probe: does the model, run by kvq, compute what its own code computes?"""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -85,13 +86,21 @@ def _run(session: Session, tokens: list[list[int]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def eager_logits(weights: LoadedWeights, ids: list[int]) -> Tensor:
-    """fp32 [tokens, vocab] of the model's own attention over a whole sequence."""
-    model = weights.model
+def eager_logits(weights: LoadedWeights, ids: list[int], counts: Sequence[int] = ()) -> Tensor:
+    """fp32 [tokens, vocab] of the model's own attention over a whole sequence.
+
+    With `counts` over a cache of its own, so many tokens at a time.
+    """
+    from transformers import DynamicCache
+
+    model, tokens = weights.model, torch.tensor([ids], device=weights.device)
+    cached = {"past_key_values": DynamicCache(config=model.config)} if counts else {}
     model.set_attn_implementation("eager")
     try:
-        output = model(input_ids=torch.tensor([ids], device=weights.device), use_cache=False)
+        parts = [
+            model(input_ids=part, use_cache=bool(counts), **cached).logits[0]
+            for part in tokens.split(list(counts) or len(ids), dim=1)
+        ]
     finally:
         model.set_attn_implementation(PACKED_NAME)
-    logits: Tensor = output.logits[0].float()
-    return logits
+    return torch.cat(parts).float()

@@ -20,6 +20,7 @@ from kvq.models.twin import CONTEXT, WINDOW, build_twin
 from kvq.models.weights import LoadedWeights, place
 
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
+_ROUNDING = 1e-3  # in the same measure, of a model's own code that goes on from a state
 _SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
 # Tokens of two sequences in every step: pieces that end within blocks and windows, and one by one.
 # More than 64 in all, which recurrences are computed in chunks of.
@@ -74,11 +75,35 @@ def _error_of(weights: LoadedWeights) -> float:
     whole = relative_error(_in_steps(weights, ids[:1], ((len(ids[0]),),))[0], wanted[0])
     if max(cut, whole) <= TOLERANCE:
         return max(cut, whole)
+    if whole <= TOLERANCE and weights.geometry.states:
+        return _error_in_steps(weights, ids, wanted)
     what = "how it is cut and packed changes it" if whole <= TOLERANCE else "its own attention differs"
     raise _Unproven(
         f"in a small one, over {len(ids[0])} tokens, {what} (relative error {max(cut, whole):.1e}, allowed "
         f"{TOLERANCE:.0e})"
     )
+
+
+def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Tensor]) -> float:
+    """The same of a model that keeps states against its own code, cut alike: going on from a state rounds
+    otherwise than computing all at once, by more than is allowed.
+
+    Raises:
+        _Unproven: it is too large, or its own code can't be cut.
+    """
+    cuts = [[step[s] for step in _STEPS] for s in range(len(ids))]
+    own = [eager_logits(weights, *pair) for pair in zip(ids, cuts, strict=True)]
+    if (apart := max(map(relative_error, own, whole))) > _ROUNDING:
+        raise _Unproven(
+            f"its own code doesn't go on from a state by several tokens (in a small one a relative error of "
+            f"{apart:.1e})"
+        )
+    if (found := max(map(relative_error, _in_steps(weights, ids), own))) > TOLERANCE:
+        raise _Unproven(
+            f"in a small one, over {len(ids[0])} tokens, its own code over its own cache differs (relative "
+            f"error {found:.1e}, allowed {TOLERANCE:.0e})"
+        )
+    return found
 
 
 def _twin(prepared: PreparedModel) -> LoadedWeights:

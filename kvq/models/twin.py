@@ -9,15 +9,35 @@ from torch import nn
 from kvq.cache.attention import PACKED_NAME
 from kvq.errors import ModelError, first_lines
 from kvq.models.modules import build_random, config_of, unquantized
+from kvq.models.observed_states import StateWatch
 
 CONTEXT = 256  # tokens
 WINDOW = 16  # tokens, and of chunks
 _LAYERS = ("num_hidden_layers", "num_layers")  # what configurations call their number
+_KINDS = ("layer_types", "layers_block_type")  # and what each of them is
+_NUMBERS = ("_idxs", "_indices", "_layer_ids")  # and lists of those of a kind
 _MOST_LAYERS = 12
 _SPREAD = 0.15  # of matrices, so large that attention is far from even
+_SPREAD_OF_STATES = 0.1  # of models that keep states: recurrences amplify what is rounded
+_DECAYS = (-3.5, -0.5)  # logarithms of a recurrence's, so slow that what is far back still counts
 _MOST_VALUES = 50_000_000
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 12, "qk_head_dim": 24}
+_STATE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_head_dim": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "mamba_dt_rank": 8,
+}
 _SIZES = {
     "vocab_size": 199,
     "vocab_size_per_layer_input": 199,
@@ -90,15 +110,17 @@ def _smaller(about: Any) -> Iterator[dict[str, Any]]:
         own = {names.get(name, name): size for name, size in sizes.items()}
         return {name: size for name, size in own.items() if type(config.get(name)) is int}
 
-    short = _shorter(config, next(name for name in (names.get(_LAYERS[0]), *_LAYERS) if name in config))
+    short = _shorter(about, config, [names.get(_LAYERS[0], ""), *_LAYERS])
     short |= {name: WINDOW for name, value in config.items() if _is_reach(name, value)}
     small, narrow = short | known(_SIZES), known(_WIDTHS)
     if getattr(about, "num_key_value_heads", None) == getattr(about, "num_attention_heads", 0):
         narrow |= known({"num_key_value_heads": 4})
+    states = known(_STATE)
     if "kv_lora_rank" in config:
         narrow |= known(_LATENT) | known({"qk_rope_head_dim": 8, "head_dim": 8})
     else:
-        yield {**config, **small, **narrow, **known({"head_dim": 16})}
+        yield {**config, **small, **narrow, **states, **known({"head_dim": 16})}
+    yield {**config, **small, **narrow, **states}
     yield {**config, **small, **narrow}
     yield {**config, **small}
     yield {**config, **short}
@@ -110,15 +132,23 @@ def _is_reach(name: str, value: object) -> bool:
     return is_one and "layer" not in name and type(value) is int and value > WINDOW
 
 
-def _shorter(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The first layers, so many that all kinds of them are there."""
-    layers = config[name]
+def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The first layers, so many that all kinds of them are there. `names`: of their number, in the config."""
+    kinds = [found for name in _KINDS if isinstance(found := getattr(about, name, None), list)]
+    counted = [name for name in names if name in config]
+    layers = config[counted[0]] if counted else len(kinds[0])
     lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
-    count = max([2, *(_until_all_kinds(value) for value in lists.values())])
+    count = max([2, *(_until_all_kinds(value) for value in [*lists.values(), *kinds])])
     if count > _MOST_LAYERS:
         return {}
     tables = {key: _below(value, count) for key, value in config.items() if _is_by_layer(value)}
-    return {name: min(count, layers)} | {key: value[:count] for key, value in lists.items()} | tables
+    numbers = {
+        key: [number for number in value if number < count]
+        for key, value in config.items()
+        if key.endswith(_NUMBERS) and isinstance(value, list)
+    }
+    lists = {key: value[:count] for key, value in lists.items()}
+    return dict.fromkeys(counted[:1], min(count, layers)) | lists | numbers | tables
 
 
 def _is_by_layer(value: object) -> bool:
@@ -142,13 +172,16 @@ def _until_all_kinds(values: list[Any]) -> int:
 
 
 @torch.no_grad()
-def _draw(model: nn.Module) -> None:
+def _draw(model: Any) -> None:
     """Random numbers for all parameters, so that nothing that a family does stays unnoticed."""
+    spread = _SPREAD if StateWatch.of(model.config) is None else _SPREAD_OF_STATES
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if name.endswith("A_log"):
+            parameter.uniform_(*_DECAYS)
+        elif parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter) * (1.0 if name.endswith("sinks") else 0.2))
         else:
-            parameter.normal_(0, _SPREAD)
+            parameter.normal_(0, spread)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.add_(torch.randn_like(buffer) * 0.2)
