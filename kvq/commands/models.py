@@ -23,6 +23,7 @@ _COLUMNS = {
     "hub": ("on the hub", ""),
     "site": ("read from", ""),
 }
+_WIDTH = 260  # characters, in which no name is cut
 
 
 @click.command(name="models")
@@ -37,7 +38,7 @@ def command(json_path: str | None) -> None:
     from kvq.commands.tables import print_columns
 
     rows = [_row(model) for model in known_models().values()]
-    print_columns(rows, _COLUMNS)
+    print_columns(rows, _COLUMNS, width=_WIDTH)
     write_rows(rows, json_path)
 
 

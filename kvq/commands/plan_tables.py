@@ -82,8 +82,8 @@ def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) ->
         )
     if rows[0]["state_bytes"]:
         lines.append(
-            f"Recurrent states take {binary(rows[0]['state_bytes'])} of a GPU for every sequence, however long "
-            f"it is; their pool has room for two snapshots beside them where it can."
+            f"Recurrent states take {binary(rows[0]['state_bytes'])} of a GPU for every sequence, however "
+            f"long it is; their pool has room for two snapshots beside them where it can."
         )
     if rows[0]["refused"] is not None and rows[0]["engine"] == "kvq":
         lines.append(
