@@ -17,6 +17,7 @@ class LayerGeometry:
     window: int | None = None  # None: all earlier tokens
     number: int = -1  # of the layer in the model's code, by default its place
     readers: tuple[int, ...] = ()  # numbers of the layers that attend over its K and V, and store none
+    is_latent: bool = False  # K: what positions turn, V: the latent vector; every query head sees both
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -29,7 +30,9 @@ class LayerGeometry:
 
     @property
     def kind(self) -> str:
-        """`full` or `sliding`."""
+        """`full`, `sliding` or `latent`."""
+        if self.is_latent:
+            return "latent"
         return "full" if self.window is None else "sliding"
 
     @property
@@ -113,7 +116,7 @@ class ModelGeometry:
     @property
     def last_layer(self) -> int:
         """The highest number of a layer that attends or keeps a state."""
-        return max(*self._places, *(state.number for state in self.states))
+        return max([*self._places, *(state.number for state in self.states)])
 
     def stores(self, number: int) -> bool:
         """True if a layer of the model's code stores K and V of its own."""
