@@ -161,7 +161,8 @@ def test_inspect_counts_bytes_and_reads_no_weights(run, copy, tmp_path):
     k8v4 = next(f for f in row["formats"] if f["kv"] == "k8v4")
     assert (k8v4["bits_per_element"], k8v4["kv_bytes_per_token"]) == (6.375, 1224)
     assert row["layers"][0] == {
-        "index": 0, "kind": "full", "kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "window": None,
+        "index": 0, "number": 0, "kind": "full", "kv_heads": 2, "head_dim": 64, "v_head_dim": 64,
+        "window": None, "readers": [],
     }  # fmt: skip
     assert "does not fit: int4_g128" in out
     names = {f["kv"]: f["k"] for f in row["formats"] if "k" in f}

@@ -9,6 +9,7 @@ from kvq.blockmgr.pool import Account, BlockId, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import Digest, PrefixQuery, sha256_digest, token_array
 from kvq.blockmgr.prefixes import Match, Prefixes, find, needed_blocks
 from kvq.blockmgr.register import Register
+from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
@@ -30,7 +31,7 @@ class BlockKeeper:
         max_pinned_blocks: int | None = None,
         lag: int = 0,
         state_group: int | None = None,
-        snapshot_every: int = 256,
+        snapshot_every: int = SNAPSHOT_EVERY,
         identity: bytes = b"",
         digest: Digest = sha256_digest,
     ) -> None:

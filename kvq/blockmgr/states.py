@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.sequence import HOLE, Sequence, StateMove
 
+SNAPSHOT_EVERY = 256  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class StateStep:

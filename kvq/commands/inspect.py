@@ -1,9 +1,10 @@
-"""`kvq inspect`: a model's KV geometry, the bytes per token of every format, and the layout."""
+"""`kvq inspect`: a model's layers by kind, the bytes per token of every format, and the layout."""
 
 from typing import Any
 
 import click
 
+from kvq.commands.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
 from kvq.commands.names import MODEL, RENAMED
 from kvq.commands.options import BLOCK_SIZES, kv_option
 from kvq.commands.results import write_rows
@@ -34,7 +35,7 @@ def command(
     token: str | None,
     json_path: str | None,
 ) -> None:
-    """Show a model's KV geometry and the bytes per token of every format. Reads config.json only."""
+    """Show a model's layers by kind and the bytes per token of every format. Reads config.json only."""
     from kvq import fileio
     from kvq.errors import ConfigError
     from kvq.formats import CODES, KVRecipe
@@ -70,8 +71,10 @@ def command(
         "block_size": block_size,
         "layout_version": VERSION,
         "layers": [_layer_row(layer) for layer in geometry.layers],
+        "layer_kinds": layer_kinds(geometry),
+        "state_bytes": geometry.state_bytes(COMPUTE_BYTES),
         "formats": rows,
-        "layout": [_group_row(group) for group in layout.groups],
+        "layout": [_group_row(group) for group in layout.attended],
     }
     _print(result, name)
     write_rows([result], json_path)
@@ -79,7 +82,7 @@ def command(
 
 def _layer_row(layer: Any) -> dict[str, Any]:
     names = {"head_dim": "k_head_dim"}
-    keys = ("index", "kind", "kv_heads", "head_dim", "v_head_dim", "window")
+    keys = ("index", "number", "kind", "kv_heads", "head_dim", "v_head_dim", "window", "readers")
     return {key: getattr(layer, names.get(key, key)) for key in keys}
 
 
@@ -116,19 +119,15 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     from kvq.evals.columns import SIZES, Columns
 
     out = console()
-    first = result["layers"][0]
-    windows = sorted({x["window"] or 0 for x in result["layers"]})
     out.print(
-        f"{result['model']}: {result['model_type']}, {len(result['layers'])} layers, "
-        f"{result['q_heads']} query heads, {first['kv_heads']} KV heads, head_dim {first['head_dim']}"
-        + (f" (V {first['v_head_dim']})" if first["v_head_dim"] != first["head_dim"] else "")
-        + f", context {result['max_context']:,}",
+        f"{result['model']}: {result['model_type']}, {len(result['layers'])} layers with KV, "
+        f"{result['q_heads']} query heads, context {result['max_context']:,}",
         highlight=False,
     )
-    for window in windows:
-        count = sum((x["window"] or 0) == window for x in result["layers"])
-        kind = f"sliding window of {window:,} tokens" if window else "full attention"
-        out.print(f"  {count} layers of {kind}", highlight=False)
+    out.print()
+    print_kinds(result["layer_kinds"])
+    if result["state_bytes"]:
+        out.print(f"states: {result['state_bytes']:,} B a sequence, however long it is", highlight=False)
     out.print()
     columns: Columns = {
         **{"kv": ("kv", ""), "k": ("K", ""), "v": ("V", "")},

@@ -67,7 +67,7 @@ def _embedded() -> tuple[str, ...]:
 
 
 def _models() -> tuple[str, ...]:
-    from kvq.capacity.plan.target import known_models
+    from kvq.capacity.plan.catalogue import known_models
 
     return (*_embedded(), *known_models())
 

@@ -224,6 +224,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
         "mixed_lengths": len({length.total for length in demand.lengths}) > 1,
         "weights_bytes": plan.weights_bytes,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "state_bytes": plan.state_bytes,
         "block_bytes": plan.block_bytes,
         "pool_bytes": plan.pool_bytes,
         "num_blocks": list(plan.num_blocks),
@@ -238,6 +239,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
         "usd_per_million_tokens": plan.usd_per_million_tokens,
         "latent_kv_bytes_per_token": latent and latent.bytes_per_token,
         "latent_users": latent and latent.users,
+        "refused": plan.refused,
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
     }
 

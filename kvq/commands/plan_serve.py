@@ -21,10 +21,11 @@ _MUCH = 1.05  # more users, for which an option is worth its name
 
 
 def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int) -> str | None:
-    """The `kvq serve` that a plan of these options of `kvq plan` predicts; None where GPUs share a model."""
-    if plan.split.gpus > 1:
+    """The `kvq serve` that a plan of these options of `kvq plan` predicts; None where none can be started."""
+    if plan.split.gpus > 1 or plan.refused is not None:
         return None
-    seats = sizing.max_num_seqs or max(plan.users.paged, MAX_NUM_SEQS)
+    most = plan.users.paged  # for whose recurrent states room is made
+    seats = sizing.max_num_seqs or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
     words = ["--model", served(sizing.model), "--kv", plan.kv]
     for name, value, default in (
         ("weights", rounded_to(sizing.weights), None),
@@ -55,7 +56,7 @@ def users_of_a_shorter_context(
 
 def served(model: str) -> str:
     """A folder or hub name as it is; a model of which only the shape is known is somewhere."""
-    from kvq.capacity.plan.target import known_models
+    from kvq.capacity.plan.catalogue import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 

@@ -80,7 +80,16 @@ def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) ->
             f"Speed is a roofline at as many users as fit, with {'assumed' if assumed else 'measured'} "
             f"efficiencies; $ are for generated tokens at full load."
         )
-    if rows[0]["serve"] is None:
+    if rows[0]["state_bytes"]:
+        lines.append(
+            f"Recurrent states take {binary(rows[0]['state_bytes'])} of a GPU for every sequence, however "
+            f"long it is; their pool has room for two snapshots beside them where it can."
+        )
+    if rows[0]["refused"] is not None and rows[0]["engine"] == "kvq":
+        lines.append(
+            f"kvq does not run {rows[0]['model']}: {rows[0]['refused']}; this is of an engine that does."
+        )
+    elif rows[0]["serve"] is None:
         lines.append(
             "kvq serve runs on one GPU; this is the fullest one of an engine that spreads the model so."
         )

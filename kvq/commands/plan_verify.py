@@ -35,7 +35,7 @@ _COLUMNS = {
 
 def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
-    from kvq.capacity.plan.target import known_models
+    from kvq.capacity.plan.catalogue import known_models
     from kvq.commands.results import FinishedRows
     from kvq.commands.said import say_model
     from kvq.models.prepared import prepare

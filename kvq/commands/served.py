@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.commands.options import (
     POSITIVE,
     Finite,
@@ -47,6 +48,11 @@ class EngineOptions:
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
     swap_memory: str = option("0", "Host memory for preempted requests.", type=Size())
+    snapshot_every: int = option(
+        SNAPSHOT_EVERY,
+        "Tokens from one kept state to the next, for prefixes of hybrid models.",
+        type=click.IntRange(1, 1 << 24),
+    )
     itl_slo_s: float | None = option(
         None, "Seconds between tokens that steps shall not exceed.", names="--itl-slo", type=POSITIVE
     )

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.step_time import Efficiency
     from kvq.capacity.plan.target import Target
+    from kvq.sizing.shape import Shape
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OWN_GPUS = "A file of GPUs instead of kvq's own."
@@ -98,8 +99,10 @@ class SizingOptions:
 
         if weights_gb is not None and not weights_gb > 0:
             raise ConfigError(f"--weights-gb must be above 0, got {weights_gb}")
+        model = _name_or_folder(self.model)
         target = make_target(
-            _shape_or_folder(self.model),
+            model,
+            shape=_observed(model, counted=weights_gb is None),
             weights=self.weights,
             weight_bytes=None if weights_gb is None else round(weights_gb * 1e9),
             split=Split(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel),
@@ -169,12 +172,31 @@ def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":
     return known_gpus() if file is None else read_gpus(file)
 
 
-def _shape_or_folder(name: str) -> Path | str:
+def _name_or_folder(name: str) -> Path | str:
     """A model's name if its shape is known by it, else its folder: here, embedded, or from the hub."""
-    from kvq.capacity.plan.target import known_models
+    from kvq.capacity.plan.catalogue import is_known, known_models
 
-    if name.lower() in known_models() or not (Path(name).exists() or "/" in name or name == "tiny"):
+    is_here = Path(name).exists()
+    if name.lower() in known_models() or (is_known(name) and not is_here):
         return name
+    if not (is_here or "/" in name or name == "tiny"):
+        return name  # that nobody knows
     from kvq.models.resolve import resolve_model
 
     return resolve_model(name, weights=False).folder
+
+
+def _observed(model: Path | str, *, counted: bool) -> "Shape | None":
+    """Of a folder whose config.json does not say the shape by itself; None where it does."""
+    if isinstance(model, str):
+        return None
+    from kvq.capacity.plan.target import read_config
+    from kvq.geometry.families import FAMILIES, SIZED
+    from kvq.sizing.parameters import is_counted
+
+    family = str(read_config(model).get("model_type", ""))
+    if family in FAMILIES | SIZED and (is_counted(family) or not counted):
+        return None
+    from kvq.models.shape import read_shape
+
+    return read_shape(model)

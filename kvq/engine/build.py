@@ -151,6 +151,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         num_blocks=num_blocks,
         block_size=layout.block_size,
         **layout.holding,
+        snapshot_every=config.snapshot_every,
         host_slots=host_slots,
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )

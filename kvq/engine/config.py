@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.errors import ConfigError
 from kvq.sizes import parse_bytes
 from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
@@ -28,6 +29,7 @@ class EngineConfig:
     swap_memory: int | str = 0
     swap_folder: str | Path | None = None
     prefix_caching: bool = True
+    snapshot_every: int = SNAPSHOT_EVERY  # tokens from which recurrent states are kept for prefix caching
     reserve_fraction: float = RESERVE_FRACTION
     aging_s: float = 10.0
     itl_slo_s: float | None = None
@@ -37,7 +39,7 @@ class EngineConfig:
     step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "snapshot_every"):
             _check(name, getattr(self, name), 1, 1 << 24)
         for name in ("num_blocks", "max_context"):
             if getattr(self, name) is not None:

@@ -20,6 +20,7 @@ class LayerGeometry:
     readers: tuple[int, ...] = ()  # numbers of the layers that attend over its K and V, and store none
     q_heads: int | None = None  # None: as many as the model says
     has_sinks: bool | None = None  # None: as the model says
+    is_latent: bool = False  # K: what positions turn, V: the latent vector; every query head sees both
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -34,7 +35,9 @@ class LayerGeometry:
 
     @property
     def kind(self) -> str:
-        """`full` or `sliding`."""
+        """`full`, `sliding` or `latent`."""
+        if self.is_latent:
+            return "latent"
         return "full" if self.window is None else "sliding"
 
     @property
@@ -128,7 +131,7 @@ class ModelGeometry:
     @property
     def last_layer(self) -> int:
         """The highest number of a layer that attends or keeps a state."""
-        return max(*self._places, *(state.number for state in self.states))
+        return max([*self._places, *(state.number for state in self.states)])
 
     def stores(self, number: int) -> bool:
         """True if a layer of the model's code stores K and V of its own."""

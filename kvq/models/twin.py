@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from kvq.cache.attention import PACKED_NAME
 from kvq.errors import ModelError, first_lines
@@ -24,7 +23,7 @@ _SPREAD = 0.15  # of matrices, so large that attention is far from even
 _SPREAD_OF_STATES = 0.1  # of models that keep states: recurrences amplify what is rounded
 _ADDS = re.compile(r"post_\w*norm\b")  # norms of what layers add
 _ADDED = 0.3  # of it: where every layer adds as much as there is, roundings grow from one to the next
-_DECAYS = (-3.5, -0.5)  # logarithms of a recurrence's, so slow that what is far back still counts
+_DECAYS = {"A_log": (-3.5, -0.5), "dt_bias": (-4.0, -1.0)}  # slow: what is far back still counts
 _MOST_VALUES = 50_000_000
 _WIDTHS = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 12, "qk_head_dim": 24}
@@ -33,7 +32,8 @@ _STATE = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
-    "linear_head_dim": 64,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_num_heads": 8,
@@ -225,8 +225,8 @@ def _draw(model: Any) -> None:
     """Random numbers for all parameters, so that nothing that a family does stays unnoticed."""
     spread = _SPREAD if StateWatch.of(model.config) is None else _SPREAD_OF_STATES
     for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            parameter.uniform_(*_DECAYS)
+        if (last := name.rpartition(".")[2]) in _DECAYS:
+            parameter.uniform_(*_DECAYS[last])
         elif parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter) * (1.0 if name.endswith("sinks") else 0.2))
             if _ADDS.search(name):

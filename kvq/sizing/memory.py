@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
-from kvq.geometry import ModelGeometry
+from kvq.geometry import LayerGeometry, ModelGeometry, StateTensor
 from kvq.layout import BLOCK_SIZE, KVLayout, plan_layout
 from kvq.sizing.held import HeldAs
 from kvq.sizing.parameters import Parameters
@@ -49,7 +49,7 @@ class Split:
 
 def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
     """The whole model's, as an engine holds them."""
-    kept = parameters.embedding + parameters.other
+    kept = parameters.embedding + parameters.tables + parameters.other
     head = held.head_bytes(parameters)
     formula = f"{kept:,} x {held.other_bytes} B ({held.other})"
     if head:
@@ -82,7 +82,7 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
     """
     if split.gpus == 1:
         return terms
-    layers = len(geometry.layers)
+    layers = geometry.last_layer + 1
     stage = -(-layers // split.pipeline)
 
     def own(term: Term) -> Term:
@@ -95,12 +95,15 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
 
 
 def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
-    """The KV heads and layers of the fullest GPU; heads that don't go around are held by several GPUs.
+    """The KV heads, states and layers of the fullest GPU.
+
+    Heads that don't go around are held by several GPUs, latent vectors by all. Of recurrent states each has
+    a share, by heads or channels. Layers that share K and V are taken to be on the GPU that stores them.
 
     Raises:
         ConfigError: more stages than layers, or query heads that the ranks can't share.
     """
-    layers = len(geometry.layers)
+    layers = geometry.last_layer + 1
     if split.pipeline > layers:
         raise ConfigError(f"{split.pipeline} pipeline stages for {layers} layers; at most {layers}")
     if geometry.q_heads % split.tensor:
@@ -108,9 +111,32 @@ def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
         raise ConfigError(
             f"{geometry.q_heads} query heads can't be shared by {split.tensor} GPUs; use one of {fits}"
         )
-    stage = geometry.layers[: -(-layers // split.pipeline)]
-    own = tuple(replace(layer, kv_heads=-(-layer.kv_heads // split.tensor)) for layer in stage)
-    return replace(geometry, layers=own, q_heads=geometry.q_heads // split.tensor)
+    if split.gpus == 1:
+        return geometry
+    size = -(-layers // split.pipeline)
+    stages = [range(first, first + size) for first in range(0, layers, size)]
+    numbers = max(stages, key=lambda stage: sum(x.elements_per_token for x in _within(geometry, stage)))
+    own = [
+        replace(layer, index=i, kv_heads=-(-layer.kv_heads // split.tensor), readers=())
+        for i, layer in enumerate(_within(geometry, numbers))
+    ]
+    states = [replace(x, tensors=tuple(_share(t, split.tensor) for t in x.tensors)) for x in geometry.states]
+    return replace(
+        geometry,
+        layers=tuple(own),
+        q_heads=geometry.q_heads // split.tensor,
+        states=tuple(state for state in states if state.number in numbers),
+    )
+
+
+def _within(geometry: ModelGeometry, numbers: range) -> list[LayerGeometry]:
+    """The layers of a stage."""
+    return [layer for layer in geometry.layers if layer.number in numbers]
+
+
+def _share(tensor: StateTensor, ranks: int) -> StateTensor:
+    """Of a state, whose first dimension is heads or channels."""
+    return replace(tensor, shape=(-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
 
 
 def kv_layout(geometry: ModelGeometry, kv: str, *, block_size: int = BLOCK_SIZE) -> KVLayout:

@@ -15,6 +15,7 @@ class Parameters:
     """Numbers of values, by what quantizers treat alike and by what a token reads."""
 
     embedding: int = 0  # the input's; a lookup reads one row
+    tables: int = 0  # further ones of which a token reads a row, such as those of every layer in Gemma 3n
     head: int = 0  # the output's; 0 where the embedding serves for it
     attention: int = 0
     mlp: int = 0  # dense ones and shared experts
@@ -32,7 +33,7 @@ class Parameters:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.embedding + self.head + self.linear + self.experts + self.other
+        return self.embedding + self.tables + self.head + self.linear + self.experts + self.other
 
     @property
     def linear(self) -> int:
@@ -46,6 +47,11 @@ class Parameters:
         return head + self.attention + self.mlp + self.active_experts + self.other
 
 
+def is_counted(family: str) -> bool:
+    """Whether a config.json of the family says how many parameters there are."""
+    return family in _LAYERS
+
+
 def count_parameters(config: Config, geometry: ModelGeometry) -> Parameters:
     """Count a text model's parameters.
 
@@ -53,7 +59,7 @@ def count_parameters(config: Config, geometry: ModelGeometry) -> Parameters:
         ConfigError: a family whose layers aren't known here.
     """
     family = geometry.model_type
-    if family not in _LAYERS:
+    if not is_counted(family):
         raise ConfigError(
             f"the weights of {family} can't be counted from its config.json; give --weights, their bytes"
         )

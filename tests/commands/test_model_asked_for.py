@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import kvq as library
-from kvq.capacity.plan.target import known_models
+from kvq.capacity.plan.catalogue import known_models
 from kvq.errors import ConfigError, ModelError
 from kvq.models.resolve import EMBEDDED, resolve_model
 from tests.helpers_models import save_model

@@ -123,6 +123,7 @@ class Replica:
             windows=list(spec.time.windows),
             limits=list(spec.time.limits) or None,
             lag=spec.time.lag,
+            state_group=spec.time.state_group,
             reserve_blocks=reserve_blocks(spec.num_blocks),
         )
         most = spec.config.max_num_batched_tokens

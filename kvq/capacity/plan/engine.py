@@ -70,7 +70,7 @@ class Engine:
     def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
         """What each layer group gets, as in an engine for as many sequences, or for more than fit.
 
-        A staging area takes memory for each sequence that may run: then for as many as fit.
+        Staging areas and recurrent states take memory for every sequence that may run: for as many as fit.
         """
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)
@@ -82,7 +82,7 @@ class Engine:
         def is_too_many(sequences: int) -> bool:
             return _users(layout, shared(sequences), demand, sequences).paged < sequences
 
-        if self.sequences is None and layout.recipe.is_staged:
+        if self.sequences is None and (layout.recipe.is_staged or layout.states is not None):
             too_many = bisect_left(range(1, _MOST_SEQUENCES), True, key=is_too_many)
             return shared(max(1, too_many))
         one = bytes_of(layout, wanted_blocks(layout, sequences=1, **limits))

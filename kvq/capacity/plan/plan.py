@@ -42,10 +42,12 @@ class CapacityPlan:
     step_tokens: int  # most new tokens of a step, fewer than asked for where they fill a small staging area
     users: Users
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
+    state_bytes: int  # of a sequence's recurrent states, on it; in the blocks of a pool of their own
     latent: LatentKV | None  # the same in latent vectors, which kvq's engine does not keep
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
     serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # what so many users see
     usd_per_million_tokens: float | None  # generated ones, at full load
+    refused: str | None = None  # why kvq's engine does not run the model
     vllm: VllmCache | None = None  # what vLLM says of its blocks, where it is the engine
 
     @property
@@ -99,10 +101,12 @@ def make_plan(
         step_tokens=pools.step_tokens,
         users=users,
         serving=served,
+        state_bytes=layout.geometry.state_bytes(target.held.other_bytes),
         latent=latent_kv(target.latent_values, layout, kv, pools.terms[-1].nbytes, demand),
         time=time,
         serve=serve,
         usd_per_million_tokens=price,
+        refused=target.refused,
         vllm=pools.vllm,
     )
 

@@ -16,7 +16,7 @@ from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
-from kvq.layout import KVLayout
+from kvq.layout import GroupLayout, KVLayout, Role
 from kvq.sizing.parameters import Parameters
 
 
@@ -160,6 +160,7 @@ class StepTime:
     windows: tuple[int | None, ...]
     limits: tuple[int | None, ...] = ()  # tokens that a sequence has at most; empty: none are limited
     lag: int = 0  # tokens before a full block can be shared
+    state_group: int | None = None  # the layer group of recurrent states
     read_s: tuple[float, ...]  # of one token of KV that one decode sees
     pair_s: tuple[float, ...]  # of one token of a prefill and one token that it sees
     sequence_s: float = 0.0  # of a sequence that gets a token
@@ -231,7 +232,8 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
         windows=tuple(layout.holding["windows"]),
         limits=tuple(layout.holding["limits"]),
         lag=layout.holding["lag"],
-        read_s=tuple(machine.read_s(group.block_bytes / layout.block_size) for group in groups),
+        state_group=layout.holding["state_group"],
+        read_s=tuple(machine.read_s(_bytes_seen(group)) for group in groups),
         pair_s=tuple(
             machine.attention_s(
                 2 * q_heads * sum(one.geometry.k_head_dim + one.geometry.v_head_dim for one in group.layers)
@@ -242,9 +244,14 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
     )
 
 
+def _bytes_seen(group: GroupLayout) -> float:
+    """Of each token that a decode sees; of recurrent states two, that before it and its own."""
+    return group.block_bytes / (1 if group.role is Role.STATES else group.block_size)
+
+
 def read_share(parameters: Parameters, tokens: int) -> float:
     """Of the weights, what a step of so many tokens reads: looked-up rows and idle experts are left out."""
-    read: float = parameters.total
+    read: float = parameters.total - parameters.tables
     if parameters.head:
         read -= parameters.embedding
     if parameters.experts:

@@ -1,8 +1,8 @@
 """How many requests fit at once: in blocks, in reserved slots, and as latent vectors.
 
-kvq's engine stores K and V per head. Engines for multi-head latent attention keep the vectors which both are
-computed from, `kv_lora_rank` + `qk_rope_head_dim` values for each token and layer, on every tensor-parallel
-rank. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
+Engines for multi-head latent attention keep the vectors which K and V are computed from, `kv_lora_rank` +
+`qk_rope_head_dim` values for each token and layer, on every tensor-parallel rank; here they stand beside a
+model's K and V where those are stored per head. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
 import sys
@@ -53,7 +53,9 @@ def count_users(
             for kind in (held, alone)
         )
         fits.append(int((count - common - most + each) / each) if each else 0)
-    slot = layout.kv_bytes_per_token * demand.slot
+    slot = layout.kv_bytes_per_token * demand.slot + (
+        0 if layout.states is None else layout.states.block_bytes
+    )
     most = sys.maxsize if seats is None else seats
     return Users(
         paged=min(most, max(0, min(fits))),
@@ -74,7 +76,9 @@ class LatentKV:
 
 
 def latent_values(config: Mapping[str, Any], geometry: ModelGeometry) -> int | None:
-    """Of a token and layer; None of models without latent vectors."""
+    """Of a token and layer; None of models without latent vectors, and of those that are kept here too."""
+    if any(layer.is_latent for layer in geometry.layers):
+        return None
     rank, rope = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
     is_latent = geometry.layers[0].k_head_dim != geometry.layers[0].v_head_dim
     if not is_latent or type(rank) is not int or type(rope) is not int:

@@ -1,26 +1,109 @@
 """Models and GPUs that kvq knows, and how their parameters are counted."""
 
 import json
+import re
+import runpy
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvq.capacity.plan.catalogue import decode_shape, encode_shape, find_model, known_models
 from kvq.capacity.plan.gpus import find_gpu, known_gpus, read_gpus
-from kvq.capacity.plan.target import find_model, known_models
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
+from kvq.models.counted import count_module
 from kvq.sizing.parameters import count_parameters
 
 
 @pytest.mark.parametrize("name", known_models())
 def test_a_models_geometry_has_the_parameters_that_were_published_with_it(name):
     model = find_model(name)
-    geometry = parse_geometry(model.config)
-    counted = count_parameters(model.config, geometry)
-    assert model.parameters in (None, counted.total)
+    counted = model.parameters
+    assert model.published in (None, counted.total)
     assert counted.active <= counted.total
-    assert (counted.active < counted.total / 2) == bool(counted.experts)
+    if not counted.tables:
+        assert (counted.active < counted.total / 2) == bool(counted.experts)
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_a_model_has_about_as_many_parameters_as_its_name_says(name):
+    """Names round, and count vision towers and modules that guess tokens ahead."""
+    said = re.search(r"-(\d+(?:\.\d+)?)(b|m)(?:-a(\d+(?:\.\d+)?)(b|m))?(?:-|$)", name)
+    if said is None:
+        return
+    size = {"b": 1e9, "m": 1e6}
+    number, unit, active, of_active = said.groups()
+    counted = find_model(name).parameters
+    if not name.startswith("gemma-4-e"):
+        assert counted.total == pytest.approx(float(number) * size[unit], rel=0.25, abs=0.7 * size[unit])
+    if active is not None:
+        unit = size[of_active]
+        assert counted.active == pytest.approx(float(active) * unit, rel=0.25, abs=0.7 * unit)
+
+
+def test_every_model_says_where_and_when_its_facts_were_read():
+    models = known_models().values()
+    assert len(models) >= 80
+    assert len({model.model for model in models}) == len(models), "one model twice"
+    for model in models:
+        assert re.fullmatch(r"https://\S+/\S+", model.source), model.name
+        assert date.fromisoformat(model.read) <= date.today(), model.name
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", model.model), model.name
+
+
+def test_models_of_every_kind_of_layer_are_known():
+    geometries = {name: model.geometry for name, model in known_models().items()}
+    kinds = {
+        "states": [name for name, geometry in geometries.items() if geometry.states],
+        "latent": [name for name, g in geometries.items() if any(x.is_latent for x in g.layers)],
+        "shared": [name for name, g in geometries.items() if any(x.readers for x in g.layers)],
+        "windows": [name for name, g in geometries.items() if any(x.window for x in g.layers)],
+    }
+    assert {kind: len(names) for kind, names in kinds.items()} | {"states": 16, "latent": 12} == {
+        kind: len(names) for kind, names in kinds.items()
+    }
+    assert len(kinds["shared"]) >= 3
+    assert len(kinds["windows"]) > 10
+    state_classes = {state.kind for name in kinds["states"] for state in geometries[name].states}
+    assert {"Qwen3NextGatedDeltaNet", "NemotronHMamba2Mixer", "JambaMambaMixer", "Lfm2MoeShortConv"} < (
+        state_classes
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e2b", "kimi-k2", "mimo-v2-flash", "nemotron-3-nano-30b-a3b"])
+def test_shapes_are_written_and_read_again(name):
+    geometry = find_model(name).geometry
+    assert decode_shape(json.loads(json.dumps(encode_shape(geometry)))) == geometry
+
+
+def test_a_latent_layer_has_576_values_a_token_and_a_state_one_size():
+    v3 = find_model("deepseek-v3").geometry
+    assert v3.elements_per_token == 61 * 576
+    qwen = find_model("qwen3-next-80b-a3b").geometry
+    heads, conv = 32 * 128 * 128 * 4, (2 * 16 + 32) * 128 * 4 * 2
+    assert qwen.state_bytes(2) == 36 * (heads + conv)
+    assert qwen.elements_per_token == 12 * 2 * 2 * 256
+    assert (qwen.last_layer, len(qwen.layers), len(qwen.states)) == (47, 12, 36)
+
+
+TOOL = Path(__file__).parents[3] / "tools" / "model_catalogue.py"
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e2b", "bamba-9b", "deepseek-v2-lite"])
+def test_shapes_are_as_transformers_code_has_them(name):
+    assert runpy.run_path(str(TOOL))["differs"](find_model(name)) == []
+
+
+@pytest.mark.long
+def test_the_whole_catalogue_is_as_transformers_code_has_it():
+    run = subprocess.run([sys.executable, TOOL, "--check"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert ": no differences" in run.stdout
 
 
 SMALL = {
@@ -79,6 +162,7 @@ def test_every_familys_weights_are_those_of_the_live_model(name):
     counted = count_parameters(config, parse_geometry(config))
     buffers = sum(b.numel() for n, b in live.named_buffers() if n.endswith("e_score_correction_bias"))
     assert counted.total == sum(p.numel() for p in live.parameters()) + buffers
+    assert count_module(live) == counted
 
 
 def test_families_without_a_formula_say_what_to_give_instead():

@@ -1,5 +1,7 @@
 """Figures that people know, from the engine's own layout."""
 
+import json
+
 import pytest
 
 import kvq
@@ -102,11 +104,11 @@ def test_heads_that_do_not_go_around_are_held_by_several_gpus():
 def test_weights_by_format():
     model = find_model("llama-3-8b")
     parameters = count_parameters(model.config, parse_geometry(model.config))
-    assert sum(t.nbytes for t in weight_terms(parameters, held_as(model.config))) == 2 * model.parameters
+    assert sum(t.nbytes for t in weight_terms(parameters, held_as(model.config))) == 2 * model.published
     narrow = {term.name: term.nbytes for term in weight_terms(parameters, held_as(model.config, "int4"))}
     assert narrow["linear weights"] == parameters.linear // 2
     assert narrow["weight scales"] == 2 * parameters.linear / 128
-    assert sum(narrow.values()) < 0.36 * 2 * model.parameters  # the embeddings stay
+    assert sum(narrow.values()) < 0.36 * 2 * model.published  # the embeddings stay
 
 
 def test_experts_are_held_as_they_are_stored():
@@ -172,9 +174,55 @@ def test_lengths(tmp_path):
 
 
 def test_latent_vectors_take_what_their_paper_says():
-    plan = kvq.plan("deepseek-v3", gpu="h200", kv="fp16", context=4096, split=Split(tensor=16))
-    assert plan.latent.bytes_per_token == 61 * (512 + 64) * 2  # 68.6 KiB
-    assert plan.latent.users == plan.pool_bytes // (4096 * 61 * 576 * 2)
-    assert plan.latent.users > 2 * plan.users.paged  # K and V of 8 heads on each of 16 GPUs
-    assert kvq.plan("deepseek-v3", gpu="h200", kv="int4", context=4096, split=Split(tensor=16)).latent is None
+    plans = {
+        ranks: kvq.plan("deepseek-v3", gpu="h200", kv="fp16", context=4096, split=Split(tensor=ranks))
+        for ranks in (16, 32)
+    }
+    for plan in plans.values():  # every rank holds the whole vectors
+        assert plan.kv_bytes_per_token == 61 * (512 + 64) * 2  # 68.6 KiB
+        assert plan.latent is None
+        assert plan.users.paged == pytest.approx(plan.pool_bytes / (4096 * 61 * 576 * 2), rel=0.02)
+    assert plans[32].users.paged > plans[16].users.paged, "more room beside the weights"
+
+
+def test_latent_vectors_beside_k_and_v_of_every_head(tmp_path):
+    config = dict(find_model("deepseek-v3").config) | {"num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    geometry = parse_geometry(config)
+    plan = kvq.plan(tmp_path, gpu="h200", kv="fp16", context=4096)
+    if any(layer.is_latent for layer in geometry.layers):
+        assert plan.latent is None
+        assert plan.kv_bytes_per_token == 4 * 576 * 2
+    else:
+        assert plan.latent.bytes_per_token == 4 * (512 + 64) * 2
+        assert plan.latent.users == plan.pool_bytes // (4096 * 4 * 576 * 2)
+        assert plan.latent.users > 2 * plan.users.paged
     assert kvq.plan("llama-3-8b", gpu="h200", kv="fp16", context=4096).latent is None
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int4"])
+def test_a_sequences_states_are_one_size_beside_what_grows(kv):
+    short, long = (kvq.plan("qwen3-next-80b-a3b", gpu="h200", kv=kv, context=n, weights="int4",
+                            split=Split(tensor=2)) for n in (1024, 32768))  # fmt: skip
+    whole = find_model("qwen3-next-80b-a3b").geometry.state_bytes(2)
+    assert short.state_bytes == long.state_bytes == whole / 2, "each rank has its share of the heads"
+    for plan, tokens in ((short, 1024), (long, 32768)):
+        assert plan.users.bytes_per_request == tokens * plan.kv_bytes_per_token + plan.state_bytes
+        blocks, states = plan.num_blocks
+        assert states >= plan.users.paged
+        assert blocks >= plan.users.paged * tokens // 32
+        assert blocks * 32 * plan.kv_bytes_per_token + states * plan.state_bytes == plan.pool_bytes
+    assert short.users.paged > 2 * long.users.paged
+
+
+def test_a_stage_of_a_hybrid_holds_the_states_and_layers_of_its_numbers():
+    whole = find_model("qwen3.5-27b").geometry
+    own = split_geometry(whole, Split(tensor=2, pipeline=4))
+    assert [layer.number for layer in own.layers] == [3, 7, 11, 15]
+    assert [layer.index for layer in own.layers] == [0, 1, 2, 3]
+    assert len(own.states) == 12
+    assert own.state_bytes(2) == whole.state_bytes(2) / 8
+    latent = split_geometry(find_model("deepseek-v2-lite").geometry, Split(tensor=8, pipeline=3))
+    assert [(x.kv_heads, x.elements_per_token) for x in latent.layers] == [(1, 576)] * 9
+    shared = split_geometry(find_model("gemma-4-e2b").geometry, Split(pipeline=2))
+    assert len(shared.layers) == 15, "the stage of the layers that store"

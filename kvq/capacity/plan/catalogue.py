@@ -1,0 +1,132 @@
+"""Models that are known by their names: what of their published config.json decides about memory.
+
+Most shapes are read from the config's facts, as a folder's are. Of families whose layers differ in more than
+windows the shape stands beside them, as transformers' own code has it: tools/model_catalogue.py writes it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError, nearest
+from kvq.geometry import (
+    LayerGeometry,
+    ModelGeometry,
+    StateGeometry,
+    StateTensor,
+    parse_geometry,
+)
+from kvq.sizing.parameters import Parameters, count_parameters
+
+CATALOGUE = Path(__file__).with_name("models.json")
+_OF_A_LAYER = ("kv_heads", "k_head_dim", "v_head_dim", "window", "is_latent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """One model."""
+
+    name: str
+    model: str  # its repository on the Hugging Face hub
+    source: str  # the address that the facts were read from
+    read: str  # when, YYYY-MM-DD
+    note: str | None = None  # where the source is not the model's own config.json
+    published: int | None = None  # parameters, if somebody says the number to the last one
+    refused: str | None = None  # why kvq's engine does not run it
+    config: Mapping[str, Any]
+    shape: Mapping[str, Any] | None = None  # None: the config says it
+    counted: Mapping[str, int] | None = None  # parameters by kind; None: the config says them
+
+    @cached_property
+    def geometry(self) -> ModelGeometry:
+        """Its layers."""
+        return parse_geometry(self.config) if self.shape is None else decode_shape(self.shape)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """How many, by kind."""
+        if self.counted is not None:
+            return Parameters(**self.counted)
+        return count_parameters(self.config, self.geometry)
+
+
+@cache
+def known_models() -> Mapping[str, KnownModel]:
+    """By name."""
+    data = json.loads(CATALOGUE.read_text(encoding="utf8"))
+    return {name: KnownModel(name=name, **facts) for name, facts in data["models"].items()}
+
+
+@cache
+def _by_any_name() -> Mapping[str, KnownModel]:
+    known = known_models()
+    return {**{model.model.lower(): model for model in known.values()}, **known}
+
+
+def is_known(name: str) -> bool:
+    """Whether a name, the catalogue's or the hub's, is a known model's."""
+    return name.lower() in _by_any_name()
+
+
+def find_model(name: str) -> KnownModel:
+    """A model by its name, here or on the hub.
+
+    Raises:
+        ConfigError: none has it; the message has the nearest one.
+    """
+    found = _by_any_name().get(name.lower())
+    if found is None:
+        near = nearest(name, list(known_models()))
+        raise ConfigError(f"no model {name!r} is known{near or ';'} see kvq models")
+    return found
+
+
+def encode_shape(geometry: ModelGeometry) -> dict[str, Any]:
+    """A geometry as the catalogue has it: equal layers once, with their numbers."""
+    layers: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for layer in geometry.layers:
+        own = {key: value for key in _OF_A_LAYER if (value := getattr(layer, key))}
+        entry = layers.setdefault(tuple(own.items()), {"at": [], **own})
+        entry["at"].append(layer.number)
+        if layer.readers:
+            entry.setdefault("readers", {})[str(layer.number)] = list(layer.readers)
+    states: dict[StateGeometry, dict[str, Any]] = {}
+    for state in geometry.states:
+        key = StateGeometry(number=0, kind=state.kind, tensors=state.tensors)
+        tensors = [[x.name, x.index, list(x.shape), x.dtype] for x in state.tensors]
+        states.setdefault(key, {"at": [], "kind": state.kind, "tensors": tensors})["at"].append(state.number)
+    names = ("model_type", "q_heads", "hidden_size", "vocab_size", "max_context", "softcap", "has_sinks")
+    whole = {name: value for name in names if (value := getattr(geometry, name))}
+    found = {**whole, "layers": list(layers.values())}
+    return found | ({"states": list(states.values())} if states else {})
+
+
+def decode_shape(shape: Mapping[str, Any]) -> ModelGeometry:
+    """The geometry again."""
+    places: dict[int, dict[str, Any]] = {}
+    for entry in shape["layers"]:
+        own = {key: entry[key] for key in _OF_A_LAYER if key in entry}
+        for number in entry["at"]:
+            readers = entry.get("readers", {}).get(str(number), ())
+            places[number] = {**own, "number": number, "readers": tuple(readers)}
+    states = {
+        number: StateGeometry(
+            number=number,
+            kind=entry["kind"],
+            tensors=tuple(
+                StateTensor(name=name, index=index, shape=tuple(dims), dtype=dtype)
+                for name, index, dims, dtype in entry["tensors"]
+            ),
+        )
+        for entry in shape.get("states", ())
+        for number in entry["at"]
+    }
+    whole = {name: value for name, value in shape.items() if name not in ("layers", "states")}
+    return ModelGeometry(
+        **whole,
+        layers=tuple(LayerGeometry(index=i, **places[number]) for i, number in enumerate(sorted(places))),
+        states=tuple(states[number] for number in sorted(states)),
+    )
