@@ -35,18 +35,46 @@ PAGE = ROOT / "docs" / "models.md"
 MARK = "<!-- models -->\n"
 SECONDS = 120  # a model may take
 PROMPT, NEW = 70, 64  # tokens
-# What configurations leave open that their code needs.
+_KINDS = ("full_attention", "sliding_attention")
+_SHARED = {  # all layers read another model's K and V
+    "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    "num_hidden_layers": 6, "num_kv_shared_layers": 6,
+}  # fmt: skip
+# What configurations leave open that their code needs, or what makes encoders causal.
 GIVEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ministral": {"head_dim": 128},
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "cohere_compass_text": {
+        "rope_parameters": dict.fromkeys(_KINDS, {"rope_type": "default", "rope_theta": 1e4})
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "doge": {"num_experts": 16},
+    "gemma4_text": {"num_kv_shared_layers": 18},
+    "gemma4_assistant": {"text_config": _SHARED},
+    "qwen4_exp_text": {
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+    },
+    "reformer": {"is_decoder": True},
     "bamba": {"attn_layer_indices": [2, 5]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "lfm2": {"full_attn_idxs": [2, 5]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+}
+GIVEN |= {
+    name: {"is_decoder": True}
+    for name in (
+        *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod", "big_bird"),
+    )
 }
 Found = tuple[str, str]  # how it ends, and a text
 

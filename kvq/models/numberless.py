@@ -30,4 +30,3 @@ class _NothingChosen(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default and (x := args[0]).is_meta:
             return x.new_empty((0, x.ndim), dtype=torch.int64)
         return func(*args, **(kwargs or {}))
-

@@ -101,7 +101,9 @@ def observe(model: Any) -> ModelGeometry:
         raise ModelError(_refusal(model, "its code computes attention by itself, which can't be replaced"))
     if selector := _selector_in(model):
         raise ModelError(
-            _refusal(model, f"its layers select the keys they see by an indexer ({selector}): sparse attention")
+            _refusal(
+                model, f"its layers select the keys they see by an indexer ({selector}): sparse attention"
+            )
         )
     AttentionInterface.register(_NAME, _observed)
     watch = _Watch(about.get_text_config(decoder=True), StateWatch.of(about))
@@ -156,7 +158,9 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
     if not found:
         raise ModelError(_refusal(model, "no layer of it attends, so it has no KV cache"))
     if len(set(found)) < len(found) or not (states or sorted(found) == list(range(layers))):
-        calls_of = f"for {found}" if len(found) <= _TOKENS else f"{len(found)} times"
+        calls_of = f"for {found}"
+        if len(found) > _TOKENS:
+            calls_of = f"{len(found)} times, up to {max(map(found.count, found))} times a layer"
         raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
     if len(caps := {call.softcap for call in calls}) > 1:
         raise ModelError(_refusal(model, f"its layers cap scores at different numbers: {caps}"))

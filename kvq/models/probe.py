@@ -1,7 +1,7 @@
 """The load-time probe: does the model, run by kvq, compute what its own code computes?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,19 +86,25 @@ def _run(session: Session, tokens: list[list[int]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def eager_logits(weights: LoadedWeights, ids: list[int], counts: Sequence[int] = ()) -> Tensor:
+def eager_logits(
+    weights: LoadedWeights,
+    ids: list[int],
+    counts: Sequence[int] = (),
+    *,
+    told: Mapping[str, Tensor] | None = None,
+) -> Tensor:
     """fp32 [tokens, vocab] of the model's own attention over a whole sequence.
 
-    With `counts` over a cache of its own, so many tokens at a time.
+    `told`: what else its code is given. With `counts` over a cache of its own, so many tokens at a time.
     """
     from transformers import DynamicCache
 
     model, tokens = weights.model, torch.tensor([ids], device=weights.device)
-    cached = {"past_key_values": DynamicCache(config=model.config)} if counts else {}
+    given = {"past_key_values": DynamicCache(config=model.config)} if counts else told or {}
     model.set_attn_implementation("eager")
     try:
         parts = [
-            model(input_ids=part, use_cache=bool(counts), **cached).logits[0]
+            model(input_ids=part, use_cache=bool(counts), **given).logits[0]
             for part in tokens.split(list(counts) or len(ids), dim=1)
         ]
     finally:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 # The whole models' own heads are this and nothing else.
-_BARE = ("glm4v_text", "glm4v_moe_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+_BARE = (
+    "glm4v_text",
+    "glm4v_moe_text",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+)
 
 
 def know_text_model(model_type: str) -> None:

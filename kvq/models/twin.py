@@ -150,7 +150,10 @@ def _in_sections(config: dict[str, Any]) -> dict[str, Any]:
 def _with_heads(config: Mapping[str, Any], dim: int) -> dict[str, Any]:
     """Tables by layer whose heads are of that dimension."""
     return {
-        key: {number: {**own, **({"head_dim": dim} if "head_dim" in own else {})} for number, own in table.items()}
+        key: {
+            number: {**own, **({"head_dim": dim} if "head_dim" in own else {})}
+            for number, own in table.items()
+        }
         for key, table in config.items()
         if _is_by_layer(table)
     }
@@ -184,7 +187,9 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[st
     layers = config[counted[0]] if counted else len(kinds[0])
     lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
     shares = bool(config.get(_READERS))  # as many layers again, and of the same kinds
-    of_all, of_kinds = ([_until_all_kinds(value) for value in found] for found in ([*lists.values(), *kinds], kinds))
+    of_all, of_kinds = (
+        [_until_all_kinds(value) for value in found] for found in ([*lists.values(), *kinds], kinds)
+    )
     count = max([2, *(of_kinds if shares else of_all)])
     sharing = {_READERS: count} if shares else {}
     count *= 1 + shares

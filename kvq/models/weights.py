@@ -150,7 +150,9 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     if prepared.is_quantized:
         raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
     if is_whole(prepared.folder):
-        raise ModelError(f"{prepared.folder} reads images or sound too; weights of text models can be changed")
+        raise ModelError(
+            f"{prepared.folder} reads images or sound too; weights of text models can be changed"
+        )
     geometry = prepared.geometry
     verify_manifest(prepared.folder)
     build_skeleton(prepared)
