@@ -148,8 +148,8 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
 
     if is_whole(folder):
         config = load_config(folder)
-        stored = config.dtype or torch.float32 if dtype == "auto" else dtype
-        return load_module_from(folder, config, read_tensors(folder), stored, attention=attention)
+        chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
+        return load_module_from(folder, config, read_tensors(folder), chosen, attention=attention)
     return _load(
         folder,
         lambda settings: AutoModelForCausalLM.from_pretrained(

@@ -1,5 +1,6 @@
-"""Running a model's code on torch's meta device, where nothing has numbers: what it would choose by numbers it
-then chooses none of, such as the tokens of an expert.
+"""Running a model's code on torch's meta device, where nothing has numbers.
+
+What it would choose by numbers, such as the tokens of an expert, it then chooses none of.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def numberless() -> Iterator[None]:
-    """Within it, indexes of what isn't zero are none of a tensor without numbers, and nothing is validated."""
+    """Within it, nothing is found in a tensor without numbers that isn't zero, and nothing is validated."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
-        with _NothingChosen():
+        with _NothingChosen():  # type: ignore[no-untyped-call]
             yield
     finally:
         Distribution.set_default_validate_args(before)

@@ -51,8 +51,8 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None, folde
         raise refuse(_REFUSED[model_type])
     if parts := [name for name, part in config.items() if _is_model(name, part)]:
         raise refuse(
-            f"it is made of several models ({', '.join(sorted(parts))}); kvq serves the text of "
-            f"{', '.join(sorted(KINDS))}"
+            f"it is made of several models ({', '.join(sorted(parts))}) and is none of the {len(KINDS)} kinds "
+            f"of such whose text kvq serves (docs/models.md)"
         )
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         raise refuse("its attention adds ALiBi biases")

@@ -4,17 +4,12 @@ head they are causal language models like others.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 # The whole models' own heads are this and nothing else.
 _BARE = (
-    "glm4v_text",
-    "glm4v_moe_text",
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-    "qwen3_vl_text",
-    "qwen3_vl_moe_text",
+    *("glm4v_text", "glm4v_moe_text", "glm_ocr_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
 )
 
 

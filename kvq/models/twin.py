@@ -75,7 +75,7 @@ def build_twin(config: Mapping[str, Any]) -> Any:
     """
     errors = []
     try:
-        for small in map(_in_sections, _smaller(config_of(unquantized(config)))):
+        for small in map(in_sections, smaller(config_of(unquantized(config)))):
             try:
                 model = _made(small)
             except Exception as error:  # noqa: BLE001 - whatever numbers that don't fit make the code raise
@@ -99,7 +99,7 @@ def _made(config: Mapping[str, Any]) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build_random(config, torch.float32, torch.device("cpu")).eval()
-        _draw(model)
+        draw(model)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
@@ -107,13 +107,13 @@ def _made(config: Mapping[str, Any]) -> Any:
     return model
 
 
-def _smaller(about: Any) -> Iterator[dict[str, Any]]:
+def smaller(about: Any) -> Iterator[dict[str, Any]]:
     """Configs of less and less that is small, since not every family takes every size."""
     config, names = about.to_dict(), about.attribute_map
 
-    def known(sizes: Mapping[str, int]) -> dict[str, int]:
+    def known(sizes: Mapping[str, int]) -> dict[str, Any]:
         own = {names.get(name, name): size for name, size in sizes.items()}
-        one = {name: size for name, size in own.items() if type(config.get(name)) is int}
+        one: dict[str, Any] = {name: size for name, size in own.items() if type(config.get(name)) is int}
         of_layers = {name: size for name, size in own.items() if _is_sizes(short.get(name))}
         return one | {name: [size] * len(short[name]) for name, size in of_layers.items()}
 
@@ -134,7 +134,7 @@ def _smaller(about: Any) -> Iterator[dict[str, Any]]:
     yield {**config, **short}
 
 
-def _in_sections(config: dict[str, Any]) -> dict[str, Any]:
+def in_sections(config: dict[str, Any]) -> dict[str, Any]:
     """The same, its rotated pairs shared out as its sections are, where positions have several."""
     rope = config.get("rope_parameters")
     sections = rope.get("mrope_section") if isinstance(rope, Mapping) else None
@@ -176,8 +176,8 @@ def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
 def _is_reach(name: object, value: object) -> bool:
     """Whether a field says how far a layer sees, or where it begins to compute otherwise."""
     name = str(name)
-    is_one = any(part in name for part in _REACHES)
-    return is_one and "layer" not in name and type(value) in (int, float) and value > WINDOW
+    is_one = any(part in name for part in _REACHES) and "layer" not in name
+    return is_one and isinstance(value, int | float) and value > WINDOW
 
 
 def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _until_all_kinds(values: list[Any]) -> int:
 
 
 @torch.no_grad()
-def _draw(model: Any) -> None:
+def draw(model: Any) -> None:
     """Random numbers for all parameters, so that nothing that a family does stays unnoticed."""
     spread = _SPREAD if StateWatch.of(model.config) is None else _SPREAD_OF_STATES
     for name, parameter in model.named_parameters():

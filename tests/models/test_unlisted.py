@@ -6,7 +6,6 @@ import re
 
 import pytest
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvq.errors import ModelError
 from kvq.geometry import FAMILIES
@@ -21,7 +20,7 @@ from kvq.server.config import ServerConfig
 from tests.helpers_models import eager_logits, load_eager, random_tokens
 from tests.models.test_families import check_against_transformers
 from tests.models.wrong_models import PLAIN, WRONG, plainly, save_wrong
-from tools.model_table import apart
+from tools.model_table import all_names, apart
 
 # Experts, windows beside full layers, sinks, latent attention, heads of two sizes, gates.
 SAMPLE = ["olmoe", "cohere2_moe", "flint", "minicpm3", "gemma4_text", "afmoe"]
@@ -58,7 +57,7 @@ def test_its_blocks_may_have_any_format(tmp_path):
 
 @pytest.mark.long
 def test_every_causal_model_of_transformers_is_served_rightly_or_refused():
-    found = {name: apart(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    found = {name: apart(name) for name in all_names()}
     assert [name for name, (end, _) in found.items() if end == "WRONG"] == []
     assert sum(end in ("list", "proof") for end, _ in found.values()) >= 60
     assert {name for name, (end, _) in found.items() if end == "list"} == set(FAMILIES)
