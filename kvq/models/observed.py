@@ -124,7 +124,8 @@ def observe(model: Any) -> ModelGeometry:
     except ModelError as error:
         raise ModelError(_refusal(model, str(error))) from error
     except Exception as error:  # whatever code raises that computes with numbers
-        why = f"its code can't be watched without numbers ({first_lines(error)})"
+        what = "watched without numbers" if "meta" in str(error) else "run with token ids and positions alone"
+        why = f"its code can't be {what} ({first_lines(error)})"
         raise ModelError(_refusal(model, why)) from error
     finally:
         model.set_attn_implementation(before)
@@ -160,7 +161,9 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
     if len(set(found)) < len(found) or not (states or sorted(found) == list(range(layers))):
         calls_of = f"for {found}"
         if len(found) > _TOKENS:
-            calls_of = f"{len(found)} times, up to {max(map(found.count, found))} times a layer"
+            calls_of = f"{len(found)} times"
+            if (most := max(map(found.count, found))) > 1:
+                calls_of += f", up to {most} times a layer"
         raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
     if len(caps := {call.softcap for call in calls}) > 1:
         raise ModelError(_refusal(model, f"its layers cap scores at different numbers: {caps}"))
