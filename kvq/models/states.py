@@ -68,6 +68,13 @@ class LayerState:
         self.values["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """As `MiniMaxCache` has it."""
+        return self.values.get(("linear", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.values["linear", 0] = linear_cache
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -189,27 +196,35 @@ def cut_states(model: nn.Module, geometry: ModelGeometry) -> None:
 class _Cut:
     """A module's forward pass over a step."""
 
-    def __init__(self, forward: Callable[..., Tensor], number: int) -> None:
+    def __init__(self, forward: Callable[..., Any], number: int) -> None:
         self._forward = forward
         self._number = number
         self._signature = signature(forward)
         self._cache = next(name for name in CACHE_NAMES if name in self._signature.parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         states = _running.states
         if states is None:
-            return self._forward(*args, **kwargs)
+            alone: Tensor | tuple[Tensor | None, ...] = self._forward(*args, **kwargs)
+            return alone
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         hidden = given.pop(_HIDDEN)
         given = {name: value for name, value in given.items() if name not in ("kvq_step", self._cache)}
         length = hidden.shape[1]
 
-        def compute(tokens: Tensor, state: LayerState, rows: Rows) -> Tensor:
-            cut = {name: _of_rows(value, rows, length) for name, value in given.items()}
-            return self._forward(tokens, **cut, **{self._cache: state})
+        more: tuple[None, ...] = ()  # what some return behind their result, and nobody needs
 
-        return states.run(self._number, hidden, compute)
+        def compute(tokens: Tensor, state: LayerState, rows: Rows) -> Tensor:
+            nonlocal more
+            cut = {name: _of_rows(value, rows, length) for name, value in given.items()}
+            found = self._forward(tokens, **cut, **{self._cache: state})
+            result: Tensor = found[0] if isinstance(found, tuple) else found
+            more = (None,) * (len(found) - 1) if isinstance(found, tuple) else ()
+            return result
+
+        out = states.run(self._number, hidden, compute)
+        return (out, *more) if more else out
 
 
 def _of_rows(value: Any, rows: Rows, length: int) -> Any:
