@@ -17,22 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvq.blockmgr import StateMove
-from kvq.cache.states import StateSlots
+from kvq.cache.states import StateSlots, Tensors
 from kvq.geometry import ModelGeometry
 
 CACHE_NAMES = ("cache_params", "past_key_values")  # what modules call what holds their states
 _HIDDEN = "hidden_states"
 
 Rows = slice | Tensor  # of a step; int64 where they are no neighbours
-Values = dict[tuple[str, int], Tensor]  # a layer's tensors by name and index, [batch, *shape] each
 
 
 class LayerState:
     """One layer's state as transformers' modules see a cache. Source: `transformers.Cache`, 5.x."""
 
-    def __init__(self, values: Values | None = None) -> None:
+    def __init__(self, values: Tensors | None = None) -> None:
         """`values`: copies, which the module may change; None before the first token."""
-        self.values: Values = {} if values is None else values
+        self.values: Tensors = {} if values is None else values
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.values.get(("conv", state_idx))
@@ -92,7 +91,7 @@ class StepStates:
     slots: StateSlots
     moves: Sequence[StateMove]  # of the step's sequences, in the order of their tokens
     device: torch.device
-    _new: list[tuple[int, Tensor, Values]] = field(default_factory=list)  # layer, blocks, states
+    _new: list[tuple[int, Tensor, Tensors]] = field(default_factory=list)  # layer, blocks, states
 
     @classmethod
     def of(cls, slots: StateSlots, moves: Sequence[StateMove | None], device: torch.device) -> "StepStates":
