@@ -198,15 +198,15 @@ class _Cut:
     def __init__(self, forward: Callable[..., Any], number: int) -> None:
         self._forward = forward
         self._number = number
-        self._signature = signature(forward)
-        self._cache = next(name for name in CACHE_NAMES if name in self._signature.parameters)
+        self.__signature__ = signature(forward)
+        self._cache = next(name for name in CACHE_NAMES if name in self.__signature__.parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         states = _running.states
         if states is None:
             alone: Tensor | tuple[Tensor | None, ...] = self._forward(*args, **kwargs)
             return alone
-        given = self._signature.bind(*args, **kwargs).arguments
+        given = self.__signature__.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         hidden = given.pop(_HIDDEN)
         given = {name: value for name, value in given.items() if name not in ("kvq_step", self._cache)}

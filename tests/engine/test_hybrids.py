@@ -126,6 +126,12 @@ def test_beams_are_those_of_beams_that_are_computed_in_full(family):
     assert_balanced(llm)
 
 
+@pytest.mark.parametrize("family", QUICK)
+def test_steps_that_are_launched_ahead_read_the_states_of_those_before(family):
+    llm = engine(hybrid(family)[0], async_scheduling=True, num_blocks=60, snapshot_every=16)
+    check(family, llm, 20, runs=2)
+
+
 # Prefixes
 
 
