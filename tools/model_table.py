@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvq.errors import ModelError, first_lines
@@ -183,9 +183,12 @@ def _own_logits(own: Any, tokens: list[int], *, keeps_states: bool) -> Iterator[
     ids = torch.tensor([tokens])
     yield own(input_ids=ids, use_cache=False).logits[0]
     if keeps_states:
-        cache = DynamicCache(config=own.config)
-        parts = ids.split([PROMPT] + [1] * (len(tokens) - PROMPT), dim=1)
-        yield torch.cat([own(input_ids=part, past_key_values=cache).logits[0] for part in parts])
+        parts, cache = [], None
+        for part in ids.split([PROMPT] + [1] * (len(tokens) - PROMPT), dim=1):
+            output = own(input_ids=part, past_key_values=cache, use_cache=True)
+            parts.append(output.logits[0])
+            cache = output.past_key_values
+        yield torch.cat(parts)
 
 
 def layers_of(geometry: ModelGeometry) -> str:

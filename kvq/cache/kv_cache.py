@@ -65,6 +65,7 @@ class KVCache(BlockCache):
         self._centering: dict[int, Centering] = {}
         self._staged: dict[int, StagedLayer] = {}
         self.group_of: dict[int, int] = {}
+        self.states: StateSlots | None = None  # recurrent ones, if the model has any; others after `grow`
         where = Device.of(device)
         for group in layout.sealed:
             for layer in group.layers:
@@ -127,12 +128,6 @@ class KVCache(BlockCache):
             recent=batches[recent],
             sinks=batches[sinks] if sinks < len(self.layout.attended) else None,
         )
-
-    @property
-    def states(self) -> StateSlots | None:
-        """The recurrent states, if the model has any. Another object after `grow`."""
-        group = self.layout.states
-        return None if group is None else StateSlots(group, self._parts[group.group.index][0])
 
     def seal(self, layer: int, batch: StagedBatch) -> None:
         """Quantize what a step's new tokens, written before, make old enough: as `attend` does first."""
@@ -253,6 +248,9 @@ class KVCache(BlockCache):
         """View a pool anew. Views made during inference could not be written outside it."""
         self._parts[group] = self._pools[group].parts
         layout = self.layout.groups[group]
+        if layout.role is Role.STATES:
+            [memory] = self._parts[group]
+            self.states = StateSlots(layout, memory)
         for position, layer in enumerate(layout.layers):
             view = self._pools[group].layer(position, self.layout.recipe)
             self._views[layout.role][layer.geometry.index] = view

@@ -50,7 +50,7 @@ class LayerGeometry:
 class StateTensor:
     """A tensor of a recurrent state, of one sequence."""
 
-    name: str  # `conv` or `recurrent`
+    name: str  # `conv`, `recurrent` or `linear`
     index: int  # among the layer's of that name
     shape: tuple[int, ...]
     dtype: str | None  # torch's name of it; None: what the model computes in

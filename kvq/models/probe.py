@@ -97,16 +97,14 @@ def eager_logits(
 
     `told`: what else its code is given. With `counts` over a cache of its own, so many tokens at a time.
     """
-    from transformers import DynamicCache
-
     model, tokens = weights.model, torch.tensor([ids], device=weights.device)
-    given = {"past_key_values": DynamicCache(config=model.config)} if counts else told or {}
     model.set_attn_implementation("eager")
+    parts, cache = [], None
     try:
-        parts = [
-            model(input_ids=part, use_cache=bool(counts), **given).logits[0]
-            for part in tokens.split(list(counts) or len(ids), dim=1)
-        ]
+        for part in tokens.split(list(counts) or len(ids), dim=1):
+            output = model(input_ids=part, use_cache=bool(counts), past_key_values=cache, **(told or {}))
+            parts.append(output.logits[0])
+            cache = output.past_key_values if counts else None
     finally:
         model.set_attn_implementation(PACKED_NAME)
     return torch.cat(parts).float()
