@@ -48,9 +48,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
-    "cohere_compass_text": {
-        "rope_parameters": dict.fromkeys(_KINDS, _ROTATED)
-    },
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(_KINDS, _ROTATED)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "doge": {"num_experts": 16},
     "gemma4_text": {"num_kv_shared_layers": 18},

@@ -39,6 +39,7 @@ class _Tower(nn.Module):
 
     _from_config = classmethod(lambda cls, *_, **__: cls())
 
+
 # What text parts are given, which their classes' defaults leave out.
 TEXTS: dict[str, dict[str, Any]] = {
     "gemma4": {"num_kv_shared_layers": 18},

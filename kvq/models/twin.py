@@ -49,6 +49,7 @@ _SIZES = {
     "hidden_size_per_layer_input": 8,
     "max_position_embeddings": CONTEXT,
     "moe_intermediate_size": 32,
+    "intermediate_size_mlp": 80,
     "ffn_hidden_size": 80,
     "expert_ffn_hidden_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -185,7 +186,9 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[st
     kinds = [found for name in _KINDS if isinstance(found := getattr(about, name, None), list)]
     counted = [name for name in names if name in config]
     layers = config[counted[0]] if counted else len(kinds[0])
-    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
+    named = {key: value for key, value in config.items() if isinstance(value, list)}
+    numbered = {key for key, value in named.items() if key.endswith(_NUMBERS) or value == list(range(layers))}
+    lists = {key: value for key, value in named.items() if len(value) == layers and key not in numbered}
     shares = bool(config.get(_READERS))  # as many layers again, and of the same kinds
     of_all, of_kinds = (
         [_until_all_kinds(value) for value in found] for found in ([*lists.values(), *kinds], kinds)
@@ -196,11 +199,7 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[st
     if count > _MOST_LAYERS:
         return {}
     tables = {key: _below(value, count) for key, value in config.items() if _is_by_layer(value)}
-    numbers = {
-        key: [number for number in value if number < count]
-        for key, value in config.items()
-        if key.endswith(_NUMBERS) and isinstance(value, list)
-    }
+    numbers = {key: [number for number in named[key] if number < count] for key in numbered}
     lists = {key: value[:count] for key, value in lists.items()}
     return dict.fromkeys(counted[:1], min(count, layers)) | lists | numbers | tables | sharing
 

@@ -48,7 +48,7 @@ def small_folder(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_blocks", "chunk"), [(12, 40), (200, 512)])
+@pytest.mark.parametrize(("num_blocks", "chunk"), [(12, 40), pytest.param(200, 512, marks=pytest.mark.long)])
 def test_tokens_are_those_of_generate_through_small_pools_and_chunks(family, num_blocks, chunk):
     folder = small_folder(family)
     reference = load_eager(folder)

@@ -115,7 +115,9 @@ def test_older_names_and_shards_are_read_too(gemma, tmp_path):
 def test_a_missing_tensor_of_the_text_part_is_named(gemma, tmp_path):
     tensors = load_file(gemma / "model.safetensors")
     lost = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
-    save_file({n: x for n, x in tensors.items() if n != lost}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: x for n, x in tensors.items() if n != lost}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
     (tmp_path / "config.json").write_bytes((gemma / "config.json").read_bytes())
     with pytest.raises(ModelError, match=r"lacks 1 tensors, first model\.layers\.1\.mlp\.up_proj\.weight"):
         load(tmp_path)
@@ -156,7 +158,10 @@ def test_it_is_inspected_and_a_server_checks_it(gemma, capsys):
 
 def test_a_whole_model_that_nobody_compared_is_refused_by_name(tmp_path):
     AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"paligemma: it is made of several models \(text_config, vision_config\) and is none of"):
+    with pytest.raises(
+        ModelError,
+        match=r"paligemma: it is made of several models \(text_config, vision_config\) and is none of",
+    ):
         prepare(tmp_path)
 
 
