@@ -146,12 +146,13 @@ class StepStates:
             put(rows, compute(hidden[0, rows][:, None], state, rows))
             self._new.append((number, targets, state.values))
         for source, pieces in self._others:
-            values = None if source is None else self.slots.read(number, source)
-            for piece in pieces:
-                state, span = LayerState(values), slice(piece.begin, piece.end)
+            state = LayerState(None if source is None else self.slots.read(number, source))
+            for i, piece in enumerate(pieces):
+                if i:  # what was computed is to be stored as it is
+                    state = LayerState({key: value.clone() for key, value in state.values.items()})
+                span = slice(piece.begin, piece.end)
                 put(span, compute(hidden[:, span], state, span))
                 self._new.append((number, self._numbers([piece.block]), state.values))
-                values = {key: value.clone() for key, value in state.values.items()}
         assert out is not None, "a step has tokens"
         return out[None]
 
