@@ -80,7 +80,7 @@ Found = tuple[str, str]  # how it ends, and a text
 
 
 def tried(name: str) -> Found:
-    """One family: "list", "proof", "text" or "refused" with layers or the reason, or "not built" with the reason."""
+    """How one family ends, one of `ENDS`, and its layers or the reason."""
     if name in KINDS:
         return _tried_whole(name)
     try:

@@ -28,7 +28,7 @@ def is_listed(geometry: ModelGeometry) -> bool:
 
 
 def _is_model(name: str, part: object) -> bool:
-    """Whether a field describes a model; attention and feed-forward layers are described alike."""
+    """Whether a field describes a model; DBRX's attention and experts are described alike."""
     return isinstance(part, Mapping) and "model_type" in part and name not in ("attn_config", "ffn_config")
 
 
@@ -51,8 +51,8 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None, folde
         raise refuse(_REFUSED[model_type])
     if parts := [name for name, part in config.items() if _is_model(name, part)]:
         raise refuse(
-            f"it is made of several models ({', '.join(sorted(parts))}) and is none of the {len(KINDS)} kinds "
-            f"of such whose text kvq serves (docs/models.md)"
+            f"it is made of several models ({', '.join(sorted(parts))}) and is none of the {len(KINDS)} "
+            f"kinds of such whose text kvq serves (docs/models.md)"
         )
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         raise refuse("its attention adds ALiBi biases")

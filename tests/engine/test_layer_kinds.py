@@ -1,5 +1,4 @@
-"""Layers that read another's K and V, attend in chunks, or have sinks alone: the tokens of `generate`, and every
-command on them."""
+"""Layers that read another's K and V, attend in chunks, or have sinks alone: the tokens of `generate`."""
 
 import json
 from functools import cache

@@ -1,4 +1,4 @@
-"""Of checkpoints that read images or sound too, the language part is served: on text, the whole model's logits."""
+"""Of checkpoints that read images or sound too, text is served: with the whole model's logits."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from kvq.server.config import ServerConfig
 from tests.helpers_models import Decoded, random_tokens, run_step
 from tools.whole_models import save_whole
 
-# Windows; K and V that layers share; chunks; positions in three sections, one of them without a class for text.
+# Windows; K and V that layers share; chunks; positions in three sections, without a class for text alone.
 SAMPLE = ["gemma3", "gemma4", "llama4", "qwen2_5_vl"]
 REST = [name for name in KINDS if name not in SAMPLE]
 
@@ -149,7 +149,7 @@ def test_flat_configs_of_older_qwen_are_read(tmp_path):
 
 
 def test_it_is_inspected_and_a_server_checks_it(gemma, capsys):
-    with pytest.raises(SystemExit, match="^0?$|None"):
+    with pytest.raises(SystemExit, match=r"^0?$|None"):
         main(["inspect", "--model", str(gemma)])
     assert "gemma3_text" in capsys.readouterr().out
     found = check_config(ServerConfig(model=Path(gemma), kv="int8", port=0))
