@@ -80,9 +80,7 @@ def snapshots_table(result: dict) -> str:
             f"({again / first:.1%}) | {turn * 1000:.0f} ms ({turn / first:.1%}) |"
         )
     tokens, repeats = result["rows"][0]["prompt_tokens"], len(result["rows"][0]["ttft_s"]["first"]["all"])
-    return "\n".join(
-        [*lines, "", f"Medians of {repeats} prompts of {tokens:,} tokens. {_measured(result)}"]
-    )
+    return "\n".join([*lines, "", f"Medians of {repeats} prompts of {tokens:,} tokens. {_measured(result)}"])
 
 
 def weights_table(result: dict) -> str:

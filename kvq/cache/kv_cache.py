@@ -103,7 +103,7 @@ class KVCache(BlockCache):
             self._centering[index] = Centering(
                 centers.layers[index],
                 layer,
-                q_heads=self.layout.geometry.q_heads,
+                q_heads=self.layout.geometry.q_heads_of(index),
                 softcap=self.layout.geometry.softcap,
                 device=device,
             )
@@ -259,7 +259,7 @@ class KVCache(BlockCache):
 def _kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
     return KernelSpec(
         formats=layer.formats,
-        q_heads=layout.geometry.q_heads,
+        q_heads=layout.geometry.q_heads_of(layer.geometry.index),
         kv_heads=layer.geometry.kv_heads,
         block_size=layout.block_size,
         is_staged=layout.recipe.is_staged,

@@ -9,6 +9,7 @@ from kvq.geometry.geometry import LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
+CHUNK_KEY = "attention_chunk_size"  # what configs call the length of chunks
 _MAX_LAYERS = 10_000
 _MAX_WINDOW = (1 << 31) - 1  # tokens, in kernels
 MAX_CONTEXT = 1 << 30  # tokens; positions of kernels have 32 bits
@@ -37,7 +38,14 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     default = None if "num_key_value_heads" in config else family.kv_heads  # null: as many as query heads
     kv_heads = heads if family.latent else reader.count("num_key_value_heads", default or heads)
     layers = tuple(
-        LayerGeometry(index=i, kv_heads=kv_heads, k_head_dim=k_dim, v_head_dim=v_dim, window=window)
+        LayerGeometry(
+            index=i,
+            kv_heads=kv_heads,
+            k_head_dim=k_dim,
+            v_head_dim=v_dim,
+            window=window,
+            is_chunked=window is not None and family.window_key == CHUNK_KEY,
+        )
         for i, window in enumerate(reader.windows(num_layers))
     )
     softcap = config.get("attn_logit_softcapping", family.softcap)

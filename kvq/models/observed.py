@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
-from kvq.geometry.parse import MAX_CONTEXT
+from kvq.geometry.parse import CHUNK_KEY, MAX_CONTEXT
 from kvq.models.config_values import check_values
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
+from kvq.models.numberless import numberless
 from kvq.models.observed_states import StateWatch
 
 _NAME = "kvq_observed"
+_CHUNKED = "chunked_attention"  # a kind of layers
+_SELECTS = "Indexer"  # part of the names of modules that select keys
 _TOKENS = 7
 _TAKEN = {"scaling", "softcap", "s_aux", "sliding_window", "kvq_step"}  # by kvq's attention
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "dropout", "output_router_logits"}
@@ -45,14 +48,21 @@ class _Call:
     k_head_dim: int
     v_head_dim: int
     window: int | None
+    is_chunked: bool
     softcap: float | None
     has_sinks: bool
+    states: tuple[Tensor, Tensor]  # K and V
+
+    def shares_with(self, other: "_Call") -> bool:
+        """True if it attends over the very K and V of an earlier call."""
+        return all(a is b for a, b in zip(self.states, other.states, strict=True))
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
     """What attention was called with, in order, and what keeps states."""
 
+    about: Any  # the model's configuration
     states: StateWatch | None
     calls: list[_Call] = field(default_factory=list)
 
@@ -71,7 +81,11 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
             f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
             f"were checked, and transformers has no code for it to check (by its config.json)"
         ) from error
-    return observe(build_on_meta(folder, unquantized(config)).to(torch.bfloat16))  # in which all experts run
+    model: Any = build_on_meta(folder, unquantized(config))
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # which takes all shapes
+    with numberless():
+        return observe(model)
 
 
 def observe(model: Any) -> ModelGeometry:
@@ -85,8 +99,15 @@ def observe(model: Any) -> ModelGeometry:
     about = model.config
     if not can_replace_attention(model):
         raise ModelError(_refusal(model, "its code computes attention by itself, which can't be replaced"))
+    if selector := _selector_in(model):
+        raise ModelError(
+            _refusal(
+                model, f"its layers select the keys they see by an indexer ({selector}): sparse attention"
+            )
+        )
     AttentionInterface.register(_NAME, _observed)
-    watch, device = _Watch(StateWatch.of(about)), next(model.parameters()).device
+    watch = _Watch(about.get_text_config(decoder=True), StateWatch.of(about))
+    device = next(model.parameters()).device
     before = about._attn_implementation
     positions = torch.arange(_TOKENS, device=device)[None]
     model.set_attn_implementation(_NAME)
@@ -103,7 +124,8 @@ def observe(model: Any) -> ModelGeometry:
     except ModelError as error:
         raise ModelError(_refusal(model, str(error))) from error
     except Exception as error:  # whatever code raises that computes with numbers
-        why = f"its code can't be watched without numbers ({first_lines(error)})"
+        what = "watched without numbers" if "meta" in str(error) else "run with token ids and positions alone"
+        why = f"its code can't be {what} ({first_lines(error)})"
         raise ModelError(_refusal(model, why)) from error
     finally:
         model.set_attn_implementation(before)
@@ -114,6 +136,12 @@ def can_replace_attention(model: Any) -> bool:
     """True if a model's code looks up its attention function."""
     can: bool = type(model)._can_set_attn_implementation()
     return can
+
+
+def _selector_in(model: Any) -> str | None:
+    """What selects keys for a layer: over short contexts all of them, so that no small model shows it."""
+    names = (type(module).__name__ for module in model.modules())
+    return next((name for name in names if _SELECTS in name), None)
 
 
 def _modules(watch: "_Watch") -> AbstractContextManager[None]:
@@ -131,39 +159,80 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
     if not found:
         raise ModelError(_refusal(model, "no layer of it attends, so it has no KV cache"))
     if len(set(found)) < len(found) or not (states or sorted(found) == list(range(layers))):
-        calls_of = f"for {found}" if len(found) <= _TOKENS else f"{len(found)} times"
+        calls_of = f"for {found}"
+        if len(found) > _TOKENS:
+            calls_of = f"{len(found)} times"
+            if (most := max(map(found.count, found))) > 1:
+                calls_of += f", up to {most} times a layer"
         raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
-    if len(shapes := {(call.q_heads, call.softcap, call.has_sinks) for call in calls}) > 1:
-        raise ModelError(
-            _refusal(model, f"its layers differ in query heads, caps or sinks: {sorted(shapes)}")
-        )
+    if len(caps := {call.softcap for call in calls}) > 1:
+        raise ModelError(_refusal(model, f"its layers cap scores at different numbers: {caps}"))
     context = getattr(about, "max_position_embeddings", None)
     if type(context) is not int or not 1 <= context <= MAX_CONTEXT:
         raise ModelError(_refusal(model, f"its longest context is {context!r}"))
+    most = max(call.q_heads for call in calls)
     try:
         return ModelGeometry(
             model_type=about.model_type,
-            layers=tuple(
-                LayerGeometry(
-                    index=place,
-                    number=call.layer,
-                    kv_heads=call.kv_heads,
-                    k_head_dim=call.k_head_dim,
-                    v_head_dim=call.v_head_dim,
-                    window=call.window,
-                )
-                for place, call in enumerate(sorted(calls, key=lambda call: call.layer))
-            ),
-            q_heads=calls[0].q_heads,
+            layers=_layers_of(model, calls, most),
+            q_heads=most,
             hidden_size=about.hidden_size,
             vocab_size=about.vocab_size,
             max_context=context,
             softcap=calls[0].softcap,
-            has_sinks=calls[0].has_sinks,
+            has_sinks=any(call.has_sinks for call in calls),
             states=states,
         )
     except ConfigError as error:
         raise ModelError(_refusal(model, str(error))) from error
+
+
+def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry, ...]:
+    """The layers that store K and V, in order; `most`: query heads that a layer has unless it says so.
+
+    Raises:
+        ModelError: layers that share K and V, but see other tokens of them.
+    """
+    owners: dict[int, _Call] = {}  # by number of the layer
+    for call in calls:  # in the order in which they were made
+        first = next((owner for owner in owners.values() if call.shares_with(owner)), call)
+        owners[call.layer] = first
+        if (call.window, call.q_heads, call.has_sinks) != (first.window, first.q_heads, first.has_sinks):
+            raise ModelError(
+                _refusal(
+                    model,
+                    f"layer {call.layer} shares K and V with layer {first.layer}, but has another window, "
+                    f"other query heads or sinks",
+                )
+            )
+    stored = sorted({owner.layer for owner in owners.values()})
+    has_sinks = any(call.has_sinks for call in calls)
+    return tuple(
+        LayerGeometry(
+            index=place,
+            number=number,
+            kv_heads=own.kv_heads,
+            k_head_dim=own.k_head_dim,
+            v_head_dim=own.v_head_dim,
+            window=own.window,
+            is_chunked=own.is_chunked,
+            readers=tuple(x for x in sorted(owners) if x != number and owners[x] is own),
+            q_heads=None if own.q_heads == most else own.q_heads,
+            has_sinks=None if own.has_sinks == has_sinks else own.has_sinks,
+        )
+        for place, number in enumerate(stored)
+        for own in (owners[number],)
+    )
+
+
+def _chunk_of(about: Any, layer: int) -> int | None:
+    """How long the chunks are that a layer's queries see, where its config names them: code that attends in
+    chunks says so in its masks only."""
+    kinds = getattr(about, "layer_types", None)
+    if not isinstance(kinds, list) or layer >= len(kinds) or kinds[layer] != _CHUNKED:
+        return None
+    found = getattr(about, CHUNK_KEY, None)
+    return found if type(found) is int else None
 
 
 def _observed(
@@ -193,7 +262,7 @@ def _observed(
         raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq's doesn't take")
     if watch.states is not None:
         watch.states.attended()
-    window = passed.get("sliding_window")
+    window, chunk = passed.get("sliding_window"), _chunk_of(watch.about, layer)
     watch.calls.append(
         _Call(
             layer=layer,
@@ -201,9 +270,11 @@ def _observed(
             kv_heads=key.shape[1],
             k_head_dim=key.shape[3],
             v_head_dim=value.shape[3],
-            window=window or None,
+            window=chunk or window or None,
+            is_chunked=chunk is not None,
             softcap=passed.get("softcap"),
             has_sinks=passed.get("s_aux") is not None,
+            states=(key, value),
         )
     )
     if key.shape[2] != query.shape[2]:
