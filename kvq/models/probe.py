@@ -77,11 +77,16 @@ def probe(weights: LoadedWeights) -> None:
 
 
 def _noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
-    """How far torch's attention is from the model's own eager one, where it computes the same: what rounding to
-    the model's numbers makes of nothing. 0 where torch's leaves something out, and where no twin has proven that
-    all else is right."""
+    """How far torch's attention is from the model's own eager one, where it computes the same: what rounding makes
+    of nothing. 0 where torch's leaves something out, and where no twin has proven that all else is right.
+    """
     geometry = weights.geometry
-    if is_listed(geometry) or geometry.softcap is not None or geometry.has_sinks or any(x.is_chunked for x in geometry.layers):
+    if (
+        is_listed(geometry)
+        or geometry.softcap is not None
+        or geometry.has_sinks
+        or any(x.is_chunked for x in geometry.layers)
+    ):
         return 0.0
     found = [eager_logits(weights, ids, attention="sdpa") for ids in tokens]
     noise = max(map(relative_error, found, own))

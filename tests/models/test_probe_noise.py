@@ -27,7 +27,12 @@ def test_a_proven_model_may_differ_as_much_as_torchs_attention_does(strict, tmp_
 
 def test_a_listed_one_may_not(strict, tmp_path):
     config = AutoConfig.for_model(
-        "llama", vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2
+        "llama",
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
     )
     build_random(config.to_dict(), torch.bfloat16, torch.device("cpu")).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="its own attention differs"):
