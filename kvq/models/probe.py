@@ -77,7 +77,7 @@ def probe(weights: LoadedWeights) -> None:
 
 
 def _noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
-    """How far torch's attention is from the model's own eager one, where it computes the same: by rounding.
+    """How far torch's attention is from the model's own eager one, which compute the same: by rounding alone.
 
     0 where torch's leaves something out, and where no twin has proven that all else is right.
     """

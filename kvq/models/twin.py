@@ -115,6 +115,7 @@ def smaller(about: Any) -> Iterator[dict[str, Any]]:
     def known(sizes: Mapping[str, int]) -> dict[str, Any]:
         own = {names.get(name, name): size for name, size in sizes.items()}
         one: dict[str, Any] = {name: size for name, size in own.items() if type(config.get(name)) is int}
+        one |= {name: min(one[name], config[name]) for name in one if name == "num_experts_per_tok"}
         of_layers = {name: size for name, size in own.items() if _is_sizes(short.get(name))}
         return one | {name: [size] * len(short[name]) for name, size in of_layers.items()}
 
