@@ -37,7 +37,12 @@ SECONDS = 120  # a model may take
 PROMPT, NEW = 70, 64  # tokens
 # What configurations leave open that their code needs.
 GIVEN: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 1408,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128},

@@ -3,22 +3,27 @@
 Nothing is guessed from names of fields: what a layer hands to attention is what it would hand to kvq.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
 from kvq.geometry.parse import MAX_CONTEXT
 from kvq.models.config_values import check_values
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
+from kvq.models.observed_latents import LatentDims, Product, latent_dims
 from kvq.models.observed_states import StateWatch
+from kvq.models.twin import build_twin
 
+_log = logging.getLogger("kvq")
 _NAME = "kvq_observed"
 _TOKENS = 7
 _TAKEN = {"scaling", "softcap", "s_aux", "sliding_window", "kvq_step"}  # by kvq's attention
@@ -47,14 +52,42 @@ class _Call:
     window: int | None
     softcap: float | None
     has_sinks: bool
+    latent: LatentDims | None = None  # what K and V were multiplied out from, if they were
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """What attention was called with, in order, and what keeps states."""
+    """What attention was called with, in order, what Linear layers gave before, and what keeps states."""
 
     states: StateWatch | None
     calls: list[_Call] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # since the last call
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Within it, what modules do is known."""
+
+        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if isinstance(module, nn.Linear) and isinstance(output, Tensor):
+                self.products.append(Product(module, inputs[0], output))
+
+        hook = nn.modules.module.register_module_forward_hook(note)
+        try:
+            with nullcontext() if self.states is None else self.states.modules():
+                yield
+        finally:
+            hook.remove()
+
+
+class _NothingFound(TorchFunctionMode):
+    """On the meta device nothing is known to be other than zero: code that looks for what is finds nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.nonzero, Tensor.nonzero) and args[0].device.type == "meta":
+            return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
 
 
 def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
@@ -71,7 +104,24 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
             f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
             f"were checked, and transformers has no code for it to check (by its config.json)"
         ) from error
-    return observe(build_on_meta(folder, unquantized(config)).to(torch.bfloat16))  # in which all experts run
+    found = observe(build_on_meta(folder, unquantized(config)).to(torch.bfloat16))  # in which all experts run
+    if any(layer.is_latent for layer in found.layers) and not _has_latents(config):
+        _log.warning(
+            "%s seems to multiply K and V out from latents, but a small one of it holds other numbers; K and "
+            "V of every head are stored",
+            found.model_type,
+        )
+        return found.expanded()
+    return found
+
+
+def _has_latents(config: Mapping[str, Any]) -> bool:
+    """Whether K and V of a small model of that kind are what latents give, in numbers."""
+    try:
+        small = observe(build_twin(config))
+    except ModelError:  # which the proof tells
+        return True
+    return any(layer.is_latent for layer in small.layers)
 
 
 def observe(model: Any) -> ModelGeometry:
@@ -91,7 +141,7 @@ def observe(model: Any) -> ModelGeometry:
     positions = torch.arange(_TOKENS, device=device)[None]
     model.set_attn_implementation(_NAME)
     try:
-        with torch.inference_mode(), quiet_logs("transformers"), device, _modules(watch):
+        with torch.inference_mode(), quiet_logs("transformers"), device, watch.modules(), _NothingFound():
             model(
                 input_ids=torch.zeros_like(positions),
                 position_ids=positions,
@@ -114,10 +164,6 @@ def can_replace_attention(model: Any) -> bool:
     """True if a model's code looks up its attention function."""
     can: bool = type(model)._can_set_attn_implementation()
     return can
-
-
-def _modules(watch: "_Watch") -> AbstractContextManager[None]:
-    return nullcontext() if watch.states is None else watch.states.modules()
 
 
 def _refusal(model: Any, why: str) -> str:
@@ -144,15 +190,7 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
         return ModelGeometry(
             model_type=about.model_type,
             layers=tuple(
-                LayerGeometry(
-                    index=place,
-                    number=call.layer,
-                    kv_heads=call.kv_heads,
-                    k_head_dim=call.k_head_dim,
-                    v_head_dim=call.v_head_dim,
-                    window=call.window,
-                )
-                for place, call in enumerate(sorted(calls, key=lambda call: call.layer))
+                _layer_of(place, call) for place, call in enumerate(sorted(calls, key=lambda call: call.layer))
             ),
             q_heads=calls[0].q_heads,
             hidden_size=about.hidden_size,
@@ -164,6 +202,28 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
         )
     except ConfigError as error:
         raise ModelError(_refusal(model, str(error))) from error
+
+
+def _layer_of(place: int, call: _Call) -> LayerGeometry:
+    """The layer as it is stored: latents, where K and V were multiplied out from some."""
+    heads = LayerGeometry(
+        index=place,
+        number=call.layer,
+        kv_heads=call.kv_heads,
+        k_head_dim=call.k_head_dim,
+        v_head_dim=call.v_head_dim,
+        window=call.window,
+    )
+    if call.latent is None:
+        return heads
+    return replace(
+        heads,
+        kv_heads=1,
+        k_head_dim=call.latent.rotary,
+        v_head_dim=call.latent.latent,
+        is_latent=True,
+        expansion=call.latent.expansion,
+    )
 
 
 def _observed(
@@ -204,8 +264,10 @@ def _observed(
             window=window or None,
             softcap=passed.get("softcap"),
             has_sinks=passed.get("s_aux") is not None,
+            latent=latent_dims(module, watch.products, query, key, value),
         )
     )
+    watch.products.clear()
     if key.shape[2] != query.shape[2]:
         raise ModelError(f"layer {layer} attends from {query.shape[2]} tokens to {key.shape[2]} new keys")
     return value.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
