@@ -73,21 +73,141 @@ KVQ_TILE_TARGET inline Two two_of(vf a, vf b) {
     return {high, (reg)_mm512_cvtne2ps_pbh((__m512)(b - top_b), (__m512)(a - top_a))};
 }
 
+enum RowKind { ANY_ROW, BF16_ROW, FP8_ROW, INT8_ROW, INT4_ROW };
+
+// A stored row, 32 elements at a time. Each kind of code has such a reader; all but the last take rows of a multiple
+// of 32 elements, without means.
+struct Bf16Row {
+    const uint8_t* codes;
+    Bf16Row(Stored& stored, int64_t block, int offset, float*) : codes(row_codes(stored.rows, block, 0, offset)) {}
+    float scale() const { return 1; }
+    Two at(int i) const { return {_mm512_loadu_si512(codes + i * 64), reg{}}; }
+};
+
+inline float scale_of(const KvqRows& rows, int64_t block, int offset) {
+    return rows.scales ? from_fp16(*(const uint16_t*)row_scales(rows, block, 0, offset)) : rows.static_scales[0];
+}
+
+struct Int8Row {
+    const KvqRows& rows;
+    const uint8_t* codes;
+    float factor;
+    Int8Row(Stored& stored, int64_t block, int offset, float*)
+        : rows(stored.rows), codes(row_codes(rows, block, 0, offset)), factor(scale_of(rows, block, offset)) {}
+    float scale() const { return factor; }
+    KVQ_TILE_TARGET Two at(int i) const {
+        const __m128i* p = (const __m128i*)(codes + i * 32);
+        __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+        __m512 b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p + 1)));
+        return {(reg)_mm512_cvtne2ps_pbh(b, a), reg{}};
+    }
+};
+
+struct Fp8Row {
+    const KvqRows& rows;
+    const uint8_t* codes;
+    float factor;
+    Fp8Row(Stored& stored, int64_t block, int offset, float*)
+        : rows(stored.rows), codes(row_codes(rows, block, 0, offset)), factor(scale_of(rows, block, offset)) {}
+    float scale() const { return factor; }
+    Two at(int i) const {  // E4M3FN's exponent and mantissa lie in bf16 as they are; see fp8_values
+        reg code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i * 32)));
+        reg magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+        reg sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+        reg x = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+        const reg small = _mm512_castsi128_si512(  // 0 to 7 times 2^-9
+            _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+        x = _mm512_mask_permutexvar_epi16(x, _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, small);
+        x = _mm512_mask_mov_epi16(x, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)),
+                                  _mm512_set1_epi16(0x7fc0));
+        return {_mm512_or_si512(x, sign), reg{}};
+    }
+};
+
+// Scales and minimums of a row's groups, in turn, as numbers; the same as pair_of gives.
+inline void read_pairs(float* out, const KvqRows& rows, const uint8_t* scales, int groups) {
+    for (int at = 0; at < 2 * groups; at += W) {
+        __mmask16 there = 2 * groups - at >= W ? 0xffff : (1 << (2 * groups - at)) - 1;
+        if (!rows.narrow) {
+            __m256i half = _mm256_maskz_loadu_epi16(there, (const uint16_t*)scales + at);
+            store(out + at, (vf)_mm512_cvtph_ps(half));
+            continue;
+        }
+        __m128i bytes = _mm_maskz_loadu_epi8(there, scales + at);
+        vi codes = (vi)_mm512_cvtepu8_epi32(bytes);
+        vf scale = (vf)((codes << 20) + (107 << 23));
+        vf minimum = floats((vi)_mm512_cvtepi8_epi32(bytes)) * narrow_step(rows.bits) * (vf)_mm512_moveldup_ps((__m512)scale);
+        store(out + at, (vf)_mm512_mask_mov_ps((__m512)scale, 0xaaaa, (__m512)minimum));
+    }
+}
+
+// Groups of a multiple of 16 elements: what their 16 codes stand for is looked up.
+struct Int4Row {
+    const uint8_t* codes;
+    const float* pairs;
+    int half, group_size, group, end;  // blocks of half a row; the next group, and the block that it begins in
+    reg high, low;                 // of the groups of a block's halves
+    Int4Row(Stored& stored, int64_t block, int offset, float* room)
+        : codes(row_codes(stored.rows, block, 0, offset)), pairs(room), half(stored.rows.dim / 2 / TILE_PAIRS),
+          group_size(stored.rows.group_size), group(0), end(0) {
+        read_pairs(room, stored.rows, row_scales(stored.rows, block, 0, offset), stored.rows.dim / group_size);
+    }
+    float scale() const { return 1; }
+    vf table(int group) const {
+        const vf CODES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        return CODES * all(pairs[2 * group]) + all(pairs[2 * group + 1]);
+    }
+    KVQ_TILE_TARGET Two at(int i) {  // in order
+        if (i == end) {
+            vf first = table(group++);
+            Two x = two_of(first, group_size < TILE_PAIRS ? table(group++) : first);
+            high = x.high, low = x.low;
+            end += group_size < TILE_PAIRS ? 1 : group_size / TILE_PAIRS;
+        }
+        const uint8_t* from = codes + (i < half ? i : i - half) * 32;
+        reg code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+        code = i < half ? _mm512_and_si512(code, _mm512_set1_epi16(15)) : _mm512_srli_epi16(code, 4);
+        code = _mm512_mask_add_epi16(code, 0xffff0000, code, _mm512_set1_epi16(16));
+        return {_mm512_permutexvar_epi16(code, high), _mm512_permutexvar_epi16(code, low)};
+    }
+};
+
+struct AnyRow {
+    float* x;
+    AnyRow(Stored& stored, int64_t block, int offset, float* room) : x(room) {
+        stored.read(x, block, offset);
+        for (int i = stored.rows.dim; i % TILE_PAIRS; i++) x[i] = 0;
+    }
+    float scale() const { return 1; }
+    KVQ_TILE_TARGET Two at(int i) const { return two_of(load(x + i * TILE_PAIRS), load(x + i * TILE_PAIRS + W)); }
+};
+
+inline RowKind kind_of(const KvqRows& rows) {
+    if (rows.means || rows.dim % TILE_PAIRS) return ANY_ROW;
+    if (rows.code == KVQ_BF16) return BF16_ROW;
+    if (rows.code == KVQ_FP8) return FP8_ROW;
+    if (rows.code == KVQ_INT8) return INT8_ROW;
+    bool looked_up = rows.code == KVQ_INT4 && rows.group_size % TILE_ROWS == 0 && rows.dim / 2 % TILE_PAIRS == 0;
+    return looked_up && (rows.group_size < TILE_PAIRS || rows.group_size % TILE_PAIRS == 0) ? INT4_ROW : ANY_ROW;
+}
+
 // Stored rows of a tile: as keys [elements / 32][TILE][32], and as values [elements / 16][TILE / 2][16][2].
 struct TileRows {
     bf16 *keys, *low_keys, *values, *low_values;  // values: of latents only
     float* scales;  // [TILE] that keys and values are still to be multiplied by
     float *rows, *mean;  // two decoded rows; a block's mean
     int blocks;          // of 32 elements
-    bool is_exact;       // the low parts are zero
-    bool is_scaled;
+    RowKind kind;
+    bool is_exact;   // the low parts are zero
+    bool is_scaled;  // `scales` are not all 1
 };
 
 inline TileRows take_tile_rows(const KvqRows& rows, int width, bool has_values, Memory& memory) {
     TileRows t;
     t.blocks = width / TILE_PAIRS;
-    t.is_scaled = rows.code == KVQ_FP8 || rows.code == KVQ_INT8;
-    t.is_exact = t.is_scaled || (rows.code == KVQ_BF16 && !rows.means);
+    t.kind = kind_of(rows);
+    t.is_scaled = t.kind == FP8_ROW || t.kind == INT8_ROW;
+    t.is_exact = t.is_scaled || t.kind == BF16_ROW;
     int64_t size = (int64_t)t.blocks * BLOCK;
     t.keys = memory.take<bf16>(size);
     t.low_keys = memory.take<bf16>(t.is_exact ? 0 : size);
@@ -97,16 +217,6 @@ inline TileRows take_tile_rows(const KvqRows& rows, int width, bool has_values, 
     t.rows = memory.take<float>(2 * width);
     t.mean = memory.take<float>(width);
     return t;
-}
-
-// Codes of FP8 or INT8 as numbers; returns what they are to be multiplied by.
-inline float read_codes(float* x, const KvqRows& rows, int64_t block, int offset) {
-    const uint8_t* codes = row_codes(rows, block, 0, offset);
-    if (rows.code == KVQ_FP8)
-        convert_bytes(x, codes, rows.dim, [](vi c) { return fp8_values(c); });
-    else
-        convert_bytes(x, codes, rows.dim, [](vi c) { return floats((c ^ 128) - 128); });
-    return rows.scales ? from_fp16(*(const uint16_t*)row_scales(rows, block, 0, offset)) : rows.static_scales[0];
 }
 
 // Two keys' numbers, element by element.
@@ -122,42 +232,55 @@ inline void store_pair(bf16* values, int pair, int block, reg a, reg b) {
                             _mm512_permutex2var_epi16(a, _mm512_load_si512(ORDER[i]), b));
 }
 
+// 32 elements of two keys.
+inline void put_pair(const TileRows& t, int key, int i, Two a, Two b) {
+    int64_t at = (int64_t)i * BLOCK + key * TILE_PAIRS;
+    _mm512_storeu_si512(t.keys + at, a.high);
+    _mm512_storeu_si512(t.keys + at + TILE_PAIRS, b.high);
+    if (t.values) store_pair(t.values, key / 2, i, a.high, b.high);
+    if (t.is_exact) return;
+    _mm512_storeu_si512(t.low_keys + at, a.low);
+    _mm512_storeu_si512(t.low_keys + at + TILE_PAIRS, b.low);
+    if (t.values) store_pair(t.low_values, key / 2, i, a.low, b.low);
+}
+
 // Fill a tile with the keys [skip, keys) of a span, and zeros.
-KVQ_TILE_TARGET inline void fill_tile(TileRows& t, Stored& stored, Span span) {
-    const KvqRows& rows = stored.rows;
-    int width = t.blocks * TILE_PAIRS;
-    float* x[2] = {t.rows, t.rows + width};
+template <class Row>
+KVQ_TILE_TARGET inline void fill_pairs(const TileRows& t, Stored& stored, Span span) {
     for (int key = 0; key < TILE; key += 2) {
+        bool exists[2];
+        int64_t block[2];
+        int offset[2];
         for (int i = 0; i < 2; i++) {
+            exists[i] = key + i >= span.skip && key + i < span.keys;
             t.scales[key + i] = 1;
-            if (key + i < span.skip || key + i >= span.keys) {
-                memset(x[i], 0, (size_t)width * 4);
-                continue;
-            }
-            for (int j = rows.dim; j < width; j++) x[i][j] = 0;
-            if (t.is_scaled)
-                t.scales[key + i] = read_codes(x[i], rows, *span.here.entry, span.here.offset);
-            else
-                stored.read(x[i], *span.here.entry, span.here.offset);
+            if (!exists[i]) continue;
+            block[i] = *span.here.entry, offset[i] = span.here.offset;
             span.here.skip(1);
         }
-        for (int block = 0; block < t.blocks; block++) {
-            Two two[2];
-            for (int i = 0; i < 2; i++) {
-                const float* from = x[i] + block * TILE_PAIRS;
-                bf16* to = t.keys + (int64_t)block * BLOCK + (key + i) * TILE_PAIRS;
-                if (t.is_exact) {
-                    two[i].high = (reg)_mm512_cvtne2ps_pbh((__m512)load(from + W), (__m512)load(from));
-                } else {
-                    two[i] = two_of(load(from), load(from + W));
-                    _mm512_storeu_si512(t.low_keys + (to - t.keys), two[i].low);
-                }
-                _mm512_storeu_si512(to, two[i].high);
-            }
-            if (!t.values) continue;
-            store_pair(t.values, key / 2, block, two[0].high, two[1].high);
-            if (!t.is_exact) store_pair(t.low_values, key / 2, block, two[0].low, two[1].low);
+        int any = exists[0] ? 0 : 1;  // what is not there is read from beside it, or from nowhere
+        if (!exists[any]) {
+            for (int i = 0; i < t.blocks; i++) put_pair(t, key, i, Two{}, Two{});
+            continue;
         }
+        int a = exists[0] ? 0 : any, b = exists[1] ? 1 : any;
+        Row first(stored, block[a], offset[a], t.rows), second(stored, block[b], offset[b], t.rows + t.blocks * TILE_PAIRS);
+        if (exists[0]) t.scales[key] = first.scale();
+        if (exists[1]) t.scales[key + 1] = second.scale();
+        for (int i = 0; i < t.blocks; i++) {
+            Two x = first.at(i), y = second.at(i);
+            put_pair(t, key, i, exists[0] ? x : Two{}, exists[1] ? y : Two{});
+        }
+    }
+}
+
+inline void fill_tile(const TileRows& t, Stored& stored, Span span) {
+    switch (t.kind) {
+        case BF16_ROW: return fill_pairs<Bf16Row>(t, stored, span);
+        case FP8_ROW: return fill_pairs<Fp8Row>(t, stored, span);
+        case INT8_ROW: return fill_pairs<Int8Row>(t, stored, span);
+        case INT4_ROW: return fill_pairs<Int4Row>(t, stored, span);
+        default: return fill_pairs<AnyRow>(t, stored, span);
     }
 }
 
