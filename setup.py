@@ -24,6 +24,7 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI} if IS_X86 else {})}
 SOURCES = {  # and what each file needs
     "attend/attend.cpp": ["-ffp-contract=fast"],
+    "attend_latent/attend_latent.cpp": ["-ffp-contract=fast"],
     "copy_blocks/copy_blocks.cpp": [],
     "decoder/decoder.cpp": ["-ffp-contract=off"],  # bit-equal to calls one after the other
     "gather_dense/gather_dense.cpp": ["-ffp-contract=off"],  # bit-equal to the reference,

@@ -44,7 +44,12 @@ _SHARED = {  # all layers read another model's K and V
 }  # fmt: skip
 # What configurations leave open that their code needs, or what makes encoders causal.
 GIVEN: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 1408,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},

@@ -67,6 +67,43 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return fast
 
 
+def train(model, ids, *, minutes, seq, batch, lr, lr_muon, seed, bf16) -> None:
+    """Train a model on int32 token ids for some minutes, Muon for its matrices and AdamW for the rest."""
+    dev = next(model.parameters()).device
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    optimizers = [
+        Muon(matrices, lr=lr_muon, momentum=0.95, weight_decay=0.05, bf16=bf16),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    for opt in optimizers:
+        for g in opt.param_groups:
+            g["peak"] = g["lr"]
+    start, budget, step, ema = time.time(), minutes * 60, 0, None
+    gen = torch.Generator().manual_seed(seed)
+    while (done := (time.time() - start) / budget) < 1:
+        warm = min(1.0, (step + 1) / 50)
+        scale = warm * min(1.0, 0.02 + (1 - done) / 0.4)  # constant, then linear decay over the last 40%
+        for opt in optimizers:
+            for g in opt.param_groups:
+                g["lr"] = g["peak"] * scale
+        at = torch.randint(0, len(ids) - seq - 1, (batch,), generator=gen)
+        x = torch.stack([ids[i : i + seq] for i in at]).long().to(dev)
+        with torch.autocast(dev.type, torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in optimizers:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        step += 1
+        ema = loss.item() if ema is None else 0.98 * ema + 0.02 * loss.item()
+        if step % 50 == 0:
+            speed = step * seq * batch / (time.time() - start)
+            print(f"step {step} done {done:.1%} loss {ema:.3f}, {speed:.0f} tok/s", flush=True)
+    print(f"trained for {step} steps, loss {ema:.3f}")
+
+
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--text", required=True)
@@ -102,39 +139,10 @@ def main() -> None:
     )
     model = LlamaForCausalLM(cfg).to(dev)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {dev}", flush=True)
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    rest = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
-    optimizers = [
-        Muon(matrices, lr=a.lr_muon, momentum=0.95, weight_decay=0.05, bf16=a.bf16),
-        torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-    for opt in optimizers:
-        for g in opt.param_groups:
-            g["peak"] = g["lr"]
-    start, budget, step, ema = time.time(), a.minutes * 60, 0, None
-    gen = torch.Generator().manual_seed(a.seed)
-    while (done := (time.time() - start) / budget) < 1:
-        warm = min(1.0, (step + 1) / 50)
-        scale = warm * min(1.0, 0.02 + (1 - done) / 0.4)  # constant, then linear decay over the last 40%
-        for opt in optimizers:
-            for g in opt.param_groups:
-                g["lr"] = g["peak"] * scale
-        at = torch.randint(0, len(ids) - a.seq - 1, (a.batch,), generator=gen)
-        x = torch.stack([ids[i : i + a.seq] for i in at]).long().to(dev)
-        with torch.autocast(dev, torch.bfloat16, enabled=a.bf16):
-            loss = model(input_ids=x, labels=x).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in optimizers:
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        step += 1
-        ema = loss.item() if ema is None else 0.98 * ema + 0.02 * loss.item()
-        if step % 50 == 0:
-            speed = step * a.seq * a.batch / (time.time() - start)
-            print(f"step {step} done {done:.1%} loss {ema:.3f}, {speed:.0f} tok/s", flush=True)
+    train(
+        model, ids, minutes=a.minutes, seq=a.seq, batch=a.batch, lr=a.lr, lr_muon=a.lr_muon, seed=a.seed, bf16=a.bf16
+    )
     model.to(torch.bfloat16).save_pretrained(out)
-    print(f"saved after {step} steps, loss {ema:.3f}")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from kvq.cache.eager import eager
+from kvq.cache.expansion import LatentExpansion
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions
 
 NAME = "kvq"
 PACKED_NAME = "kvq_packed"
+EXPANSION = "kvq_expansion"  # attribute of an attention module whose layer stores latents
 
 
 class PackedAttention(Protocol):
@@ -34,6 +36,18 @@ class PackedAttention(Protocol):
 
     def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         """The same over what a layer has written already."""
+
+    def attend_latents(
+        self,
+        layer: int,
+        q: Tensor,
+        rotary: Tensor,
+        latents: Tensor,
+        expansion: LatentExpansion,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Write the rotary part of keys and latents, [tokens, 1, dim], then attend with the queries of heads:
+        [tokens, q_heads, dim] in and out."""
 
 
 class BatchAttention(Protocol):
@@ -157,6 +171,10 @@ def kvq_attention(
     if query.shape[2] != key.shape[2]:
         raise ModelError(f"layer {number} attends from {query.shape[2]} of a step's {key.shape[2]} tokens")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
+    expansion: LatentExpansion | None = getattr(module, EXPANSION, None)
+    if expansion is not None:
+        rotary = k[:, :1, expansion.dims.k_dim :]  # the same in all heads
+        return step.attend_latents(layer, q, rotary, expansion.take(len(q)), expansion, options)[None], None
     if step.geometry.stores(number):
         return step.attend(layer, q, k, v, options)[None], None
     return step.attend_over(layer, q, options)[None], None
@@ -171,7 +189,7 @@ def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]
     place = geometry.place(number)
     if place is None:
         raise ModelError(f"{geometry.model_type} layer {number} attends, but has no K and V by its config")
-    own = geometry.layers[place]
+    own = geometry.layers[place].expanded(geometry.q_heads)
     of_model = {
         "q_heads": geometry.q_heads_of(place),
         "softcap": geometry.softcap,

@@ -87,14 +87,18 @@ class KVCache(BlockCache):
             plain = self.layout.staging_of(self.group_of[index]).layers
             written = next(_kernel_spec(self.layout, x) for x in plain if x.geometry.index == index)
             sees_old = self.layout.written_from(self.group_of[index]) is not None
-            self._staged[index] = StagedLayer(spec, written, where, backend, sees_old=sees_old)
-        fused = backend if backend.startswith(("reference", "triton")) else "auto"  # C++: see CpuDecoder
+            self._staged[index] = StagedLayer(
+                spec, written, where, backend, sees_old=sees_old, is_latent=layer.geometry.is_latent
+            )
+        attend = "attend_latent" if layer.geometry.is_latent else "attend"
         self._kernels[index] = {
             "write_kv": select("write_kv", written, where, backend),
-            "attend": select("attend", spec, where, backend),
+            "attend": select(attend, spec, where, backend),
             "gather_dense": select("gather_dense", spec, where, backend),
-            "rope_write": select("rope_write", written, where, fused),
         }
+        if not layer.geometry.is_latent:
+            fused = backend if backend.startswith(("reference", "triton")) else "auto"  # C++: see CpuDecoder
+            self._kernels[index]["rope_write"] = select("rope_write", written, where, fused)
 
     def _center(self, layer: LayerLayout, device: torch.device) -> None:
         """Make what takes out a layer's calibrated centers, if the recipe has any."""

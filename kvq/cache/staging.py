@@ -20,7 +20,14 @@ class StagedLayer:
     """The kernels of a staged layer: seals blocks, and attends from all forms of its tokens."""
 
     def __init__(
-        self, spec: KernelSpec, plain: KernelSpec, device: Device, backend: str, *, sees_old: bool = True
+        self,
+        spec: KernelSpec,
+        plain: KernelSpec,
+        device: Device,
+        backend: str,
+        *,
+        sees_old: bool = True,
+        is_latent: bool = False,
     ) -> None:
         """`spec`: of sealed blocks; `plain`: of the staging area's. `sees_old`: False for layers whose window
         ends within the recent tokens: blocks leave it before they are old enough, so none may be sealed.
@@ -30,8 +37,9 @@ class StagedLayer:
         """
         self._sees_old = sees_old
         self.seal: Seal = select("seal", spec, device, backend).run
-        self._attend_sealed = select("attend", spec, device, backend)
-        self._attend_plain = select("attend", plain, device, backend)
+        attend = "attend_latent" if is_latent else "attend"
+        self._attend_sealed = select(attend, spec, device, backend)
+        self._attend_plain = select(attend, plain, device, backend)
         self._merge = select("merge_partials", plain, device)
 
     def attend(

@@ -7,6 +7,14 @@ from kvq.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Expansion:
+    """What the model's code multiplies a latent vector out to, for every query head."""
+
+    k_dim: int  # elements of its key beside those that positions turn
+    v_dim: int  # elements of its value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
     """One attention layer that stores K and V. `window`: tokens that a query sees, its own included."""
 
@@ -21,6 +29,7 @@ class LayerGeometry:
     q_heads: int | None = None  # None: as many as the model says
     has_sinks: bool | None = None  # None: as the model says
     is_latent: bool = False  # K: what positions turn, V: the latent vector; every query head sees both
+    expansion: Expansion | None = None  # of a latent layer, where it is known
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -44,6 +53,20 @@ class LayerGeometry:
     def elements_per_token(self) -> int:
         """K and V elements that one token adds to this layer."""
         return self.kv_heads * (self.k_head_dim + self.v_head_dim)
+
+    def expanded(self, q_heads: int) -> "LayerGeometry":
+        """The layer with K and V of every head in place of latent vectors, as the model's code attends."""
+        if self.expansion is None:
+            return self
+        own = self.expansion
+        return replace(
+            self,
+            kv_heads=q_heads,
+            k_head_dim=own.k_dim + self.k_head_dim,
+            v_head_dim=own.v_dim,
+            is_latent=False,
+            expansion=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +173,10 @@ class ModelGeometry:
             return replace(state, tensors=tensors)
 
         return replace(self, states=tuple(map(held, self.states)))
+
+    def expanded(self) -> "ModelGeometry":
+        """The same with K and V of every head in place of latent vectors."""
+        return replace(self, layers=tuple(layer.expanded(self.q_heads) for layer in self.layers))
 
     @property
     def head_dims(self) -> list[tuple[int, int]]:

@@ -1,11 +1,12 @@
 """Geometry from the dict of a config.json, without transformers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvq.errors import ConfigError, nearest
 from kvq.geometry.families import FAMILIES, SIZED, Family
-from kvq.geometry.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry.geometry import Expansion, LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
@@ -34,15 +35,12 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     if num_layers > _MAX_LAYERS:
         raise ConfigError(f"config.json: {num_layers} layers are more than the {_MAX_LAYERS} kvq allows")
     hidden = reader.count("hidden_size", family.hidden_size)
-    k_dim, v_dim = reader.head_dims(hidden, heads)
-    default = None if "num_key_value_heads" in config else family.kv_heads  # null: as many as query heads
-    kv_heads = heads if family.latent else reader.count("num_key_value_heads", default or heads)
+    stored = reader.latents() if family.latent else reader.heads(hidden, heads)
     layers = tuple(
-        LayerGeometry(
+        replace(
+            stored,
             index=i,
-            kv_heads=kv_heads,
-            k_head_dim=k_dim,
-            v_head_dim=v_dim,
+            number=i,
             window=window,
             is_chunked=window is not None and family.window_key == CHUNK_KEY,
         )
@@ -94,14 +92,25 @@ class _Reader:
             raise ConfigError(f"config.json: {name} may be up to {most}, got {value!r:.100}")
         return value
 
-    def head_dims(self, hidden: int, heads: int) -> tuple[int, int]:
-        """K and V head dimensions in elements."""
-        if self.family.latent:
-            k_dim = self.count("qk_nope_head_dim", 128) + self.count("qk_rope_head_dim", 64)
-            return k_dim, self.count("v_head_dim", 128)
-        derived = self.family.head_dim or hidden // heads
+    def heads(self, hidden: int, q_heads: int) -> LayerGeometry:
+        """A layer that stores K and V of each of its heads."""
+        derived = self.family.head_dim or hidden // q_heads
         dim = derived if self.family.head_dim_is_fixed else self.count("head_dim", derived)
-        return dim, dim
+        default = None if "num_key_value_heads" in self.config else self.family.kv_heads  # null: q_heads
+        kv_heads = self.count("num_key_value_heads", default or q_heads)
+        return LayerGeometry(index=0, kv_heads=kv_heads, k_head_dim=dim, v_head_dim=dim)
+
+    def latents(self) -> LayerGeometry:
+        """A layer that stores a latent vector for all heads, and the part of keys that positions turn."""
+        k_dim, v_dim = self.count("qk_nope_head_dim", 128), self.count("v_head_dim", 128)
+        return LayerGeometry(
+            index=0,
+            kv_heads=1,
+            k_head_dim=self.count("qk_rope_head_dim", 64),
+            v_head_dim=self.count("kv_lora_rank", 512),
+            is_latent=True,
+            expansion=Expansion(k_dim=k_dim, v_dim=v_dim),
+        )
 
     def windows(self, num_layers: int) -> list[int | None]:
         """The window of every layer; None for full attention."""

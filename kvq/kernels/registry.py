@@ -75,12 +75,20 @@ def _kernels() -> Iterator[Kernel]:
             },
         ),
         ("rope_write", {"triton": gpu.supports, "triton-8bit": gpu.supports_8bit}),
-        ("attend_latent", dict.fromkeys(("triton", "triton-8bit"), gpu.supports_latent)),
+        (
+            "attend_latent",
+            {
+                **dict.fromkeys(("cpu", "cpu-fp32"), library.supports_latent),
+                **dict.fromkeys(("triton", "triton-8bit"), gpu.supports_latent),
+            },
+        ),
     ):
         reference = _function(name, "reference")
         yield Kernel(operation=name, backend="reference", run=reference, supports=supported_everywhere)
         for backend, supports in backends.items():
             run = _function(name, "cpu") if backend.startswith("cpu") else gpu.lazy(name)
+            if (name, backend) == ("attend_latent", "cpu-fp32"):
+                run = partial(run, exact=True)
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
     for name in LINEAR_OPERATIONS:
         for backend, run, supports in (

@@ -3,9 +3,10 @@
 Nothing is guessed from names of fields: what a layer hands to attention is what it would hand to kvq.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -18,8 +19,11 @@ from kvq.geometry.parse import CHUNK_KEY, MAX_CONTEXT
 from kvq.models.config_values import check_values
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
 from kvq.models.numberless import numberless
+from kvq.models.observed_latents import LatentDims, Product, latent_dims
 from kvq.models.observed_states import StateWatch
+from kvq.models.twin import build_twin
 
+_log = logging.getLogger("kvq")
 _NAME = "kvq_observed"
 _CHUNKED = "chunked_attention"  # a kind of layers
 _SELECTS = "Indexer"  # part of the names of modules that select keys
@@ -52,6 +56,7 @@ class _Call:
     softcap: float | None
     has_sinks: bool
     states: tuple[Tensor, Tensor]  # K and V
+    latent: LatentDims | None = None  # what those were multiplied out from, if they were
 
     def shares_with(self, other: "_Call") -> bool:
         """True if it attends over the very K and V of an earlier call."""
@@ -60,11 +65,27 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """What attention was called with, in order, and what keeps states."""
+    """What attention was called with, in order, what Linear layers gave before, and what keeps states."""
 
     about: Any  # the model's configuration
     states: StateWatch | None
     calls: list[_Call] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # since the last call
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Within it, what modules do is known."""
+
+        def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if isinstance(module, nn.Linear) and isinstance(output, Tensor):
+                self.products.append(Product(module, inputs[0], output))
+
+        hook = nn.modules.module.register_module_forward_hook(note)
+        try:
+            with nullcontext() if self.states is None else self.states.modules():
+                yield
+        finally:
+            hook.remove()
 
 
 def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
@@ -85,7 +106,24 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # which takes all shapes
     with numberless():
-        return observe(model)
+        found = observe(model)
+    if any(layer.is_latent for layer in found.layers) and not _has_latents(config):
+        _log.warning(
+            "%s seems to multiply K and V out from latents, but a small one of it holds other numbers; K and "
+            "V of every head are stored",
+            found.model_type,
+        )
+        return found.expanded()
+    return found
+
+
+def _has_latents(config: Mapping[str, Any]) -> bool:
+    """Whether K and V of a small model of that kind are what latents give, in numbers."""
+    try:
+        small = observe(build_twin(config))
+    except ModelError:  # which the proof tells
+        return True
+    return any(layer.is_latent for layer in small.layers)
 
 
 def observe(model: Any) -> ModelGeometry:
@@ -112,7 +150,7 @@ def observe(model: Any) -> ModelGeometry:
     positions = torch.arange(_TOKENS, device=device)[None]
     model.set_attn_implementation(_NAME)
     try:
-        with torch.inference_mode(), quiet_logs("transformers"), device, _modules(watch):
+        with torch.inference_mode(), quiet_logs("transformers"), device, watch.modules():
             model(
                 input_ids=torch.zeros_like(positions),
                 position_ids=positions,
@@ -142,10 +180,6 @@ def _selector_in(model: Any) -> str | None:
     """What selects keys for a layer: over short contexts all of them, so that no small model shows it."""
     names = (type(module).__name__ for module in model.modules())
     return next((name for name in names if _SELECTS in name), None)
-
-
-def _modules(watch: "_Watch") -> AbstractContextManager[None]:
-    return nullcontext() if watch.states is None else watch.states.modules()
 
 
 def _refusal(model: Any, why: str) -> str:
@@ -208,14 +242,8 @@ def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry
     stored = sorted({owner.layer for owner in owners.values()})
     has_sinks = any(call.has_sinks for call in calls)
     return tuple(
-        LayerGeometry(
-            index=place,
-            number=number,
-            kv_heads=own.kv_heads,
-            k_head_dim=own.k_head_dim,
-            v_head_dim=own.v_head_dim,
-            window=own.window,
-            is_chunked=own.is_chunked,
+        replace(
+            _stored(place, own),
             readers=tuple(x for x in sorted(owners) if x != number and owners[x] is own),
             q_heads=None if own.q_heads == most else own.q_heads,
             has_sinks=None if own.has_sinks == has_sinks else own.has_sinks,
@@ -233,6 +261,29 @@ def _chunk_of(about: Any, layer: int) -> int | None:
         return None
     found = getattr(about, CHUNK_KEY, None)
     return found if type(found) is int else None
+
+
+def _stored(place: int, call: _Call) -> LayerGeometry:
+    """The layer as it is stored: latents, where K and V were multiplied out from some."""
+    heads = LayerGeometry(
+        index=place,
+        number=call.layer,
+        kv_heads=call.kv_heads,
+        k_head_dim=call.k_head_dim,
+        v_head_dim=call.v_head_dim,
+        window=call.window,
+        is_chunked=call.is_chunked,
+    )
+    if call.latent is None:
+        return heads
+    return replace(
+        heads,
+        kv_heads=1,
+        k_head_dim=call.latent.rotary,
+        v_head_dim=call.latent.latent,
+        is_latent=True,
+        expansion=call.latent.expansion,
+    )
 
 
 def _observed(
@@ -275,8 +326,10 @@ def _observed(
             softcap=passed.get("softcap"),
             has_sinks=passed.get("s_aux") is not None,
             states=(key, value),
+            latent=latent_dims(module, watch.products, query, key, value),
         )
     )
+    watch.products.clear()
     if key.shape[2] != query.shape[2]:
         raise ModelError(f"layer {layer} attends from {query.shape[2]} tokens to {key.shape[2]} new keys")
     return value.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None

@@ -221,6 +221,8 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     check_manifest(source.folder)
     config = read_config(source.folder)
     geometry = check_supported(config, max_context=max_context, folder=source.folder)
+    if cache != "kvq":  # others attend over K and V of heads
+        geometry = geometry.expanded()
     check_values(source.folder, config, geometry.vocab_size)
     dtype = pick_dtype(options["dtype"], device, config)
     if config.get("quantization_config") is not None:

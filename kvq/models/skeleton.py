@@ -76,8 +76,8 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
         raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
     if not is_listed(prepared.geometry):
         return  # read off transformers' own code
-    if (live := parse_geometry(model.config.to_dict())) != prepared.geometry:
-        ours = prepared.geometry
+    live, ours = (x.expanded() for x in (parse_geometry(model.config.to_dict()), prepared.geometry))
+    if live != ours:
         name = next(
             field.name for field in fields(ours) if getattr(ours, field.name) != getattr(live, field.name)
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.cache.backend import CacheBackend
+from kvq.cache.expansion import LatentExpansion
 from kvq.cache.kv_cache import KVCache, attended, slots_of
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -38,6 +39,26 @@ class PackedStep:
         `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's
         tokens are padding: not written, and zero in the result, [rows, q_heads, v_head_dim].
         """
+        self._write(layer, k, v)
+        return self.attend_over(layer, q, options)
+
+    def attend_latents(
+        self,
+        layer: int,
+        q: Tensor,
+        rotary: Tensor,
+        latents: Tensor,
+        expansion: LatentExpansion,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """The same of a layer that stores latents as V and the rotary part of keys as K, [rows, 1, dim].
+
+        `q`: of heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
+        """
+        self._write(layer, rotary, latents)
+        return expansion.values(self.attend_over(layer, expansion.absorbed(q), options))
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         began = perf_counter()
         tokens = self.bad_tokens.shape[0]
         k, v = k[:tokens], v[:tokens]
@@ -45,7 +66,6 @@ class PackedStep:
             self.observer(layer, k, v)
         self.bad_tokens |= self.cache.write(layer, k, v, slots_of(self.cache, layer, self.batches))
         self.attention_s += perf_counter() - began
-        return self.attend_over(layer, q, options)
 
     def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         """Attend from a layer's tokens over what is written, by it or by the layer that it shares with."""

@@ -5,8 +5,7 @@
 // A tile of TILE keys is decoded once for all query rows of the task. Splits lie at fixed key positions
 // and every query row is computed by itself, so how a context came in changes no bit of what comes out.
 
-#include "plan.h"
-#include "softmax.h"
+#include "work.h"
 
 namespace {
 
@@ -73,19 +72,6 @@ inline void score_tile(const Call& call, const Task& task, Scratch& scratch, con
     add_scores(scratch.scores, scratch.means.scores + blocks.first - read.first_block, task.rows, blocks);
 }
 
-// Scores of a tile into weights; a row weighs what it sees of it.
-inline void weigh_tile(const Call& call, const Task& task, const Scratch& scratch, const Read& read) {
-    int own = position(call, task, 0), left = call.group - task.row % call.group;  // rows of the same token
-    Seen seen = seen_from(call.options, own, task.keys);
-    for (int r = 0; r < task.rows; r++, left--) {
-        if (left == 0) left = call.group, seen = seen_from(call.options, ++own, task.keys);
-        int low = seen.low - read.at, high = seen.high - read.at;
-        mask(scratch.scores + r * TILE, low > read.skip ? low : read.skip, high < read.keys ? high : read.keys,
-             call.options.softcap);
-    }
-    take_weights(scratch.scores, task.rows, scratch.run, scratch.running);
-}
-
 // What a tile's values add, into scratch.run.out; its weights into scratch.means.
 inline void add_tile(const Call& call, const Task& task, Scratch& scratch, const Read& read) {
     const KvqRows& rows = call.layer.v;
@@ -114,9 +100,6 @@ inline void start_split(const Call& call, const Task& task, const Scratch& scrat
     if (call.v_integer) start_values(scratch.v, call.v_cut, task.rows);
     if (call.v_means.rows) start_means(scratch.means, call.v_means, task.rows);
 }
-
-// Where an element of V lies in a row of scratch.run.out.
-inline int place_of_value(const Call& call, int element) { return call.v_integer ? call.v_cut.index[element] : element; }
 
 inline void end_split(const Call& call, const Task& task, const Scratch& scratch) {
     for (int r = 0; r < task.rows; r++) scratch.run.total[r] = sum(load(scratch.running.totals + r * W));
@@ -174,34 +157,12 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
         ask_for_means(call, task, at + span, seen.high);
         if (at == begin || at % span == 0) start_span(call, task, scratch, SpanBlocks(at, size, seen.low, seen.high));
         score_tile(call, task, scratch, read);
-        weigh_tile(call, task, scratch, read);
+        weigh_tile(call, task, scratch.scores, scratch.run, scratch.running, at, skip, keys);
         add_tile(call, task, scratch, read);
         if (at + keys == end || (at + TILE) % span == 0)
             end_span(call, task, scratch, SpanBlocks(at, size, seen.low, seen.high));
     }
     end_split(call, task, scratch);
-}
-
-// Divide, add the sink, undo V's rotation, and hand the rows over.
-inline void write_out(const Call& call, const Task& task, const Scratch& scratch) {
-    const KvqRows& v = call.layer.v;
-    for (int r = 0; r < task.rows; r++) {
-        int64_t token = task.token + (task.row + r) / call.group;
-        int head = task.head * call.group + (task.row + r) % call.group;
-        const float* out = scratch.sum.out + (int64_t)r * call.v_width;
-        float *x = scratch.row, total = scratch.sum.total[r], top = scratch.sum.top[r], decay = 1;
-        if (call.options.sinks) {
-            float sink = call.options.sinks[head], higher = sink > top ? sink : top;
-            decay = top == higher ? 1.0f : __builtin_expf(top - higher);  // both may be infinite
-            total = total * decay + (sink == higher ? 1.0f : __builtin_expf(sink - higher));
-            top = higher;
-        }
-        float factor = total == 0 ? 0.0f : decay / total;
-        for (int i = 0; i < v.dim; i++) x[i] = out[place_of_value(call, i)] * factor;
-        if (v.rotated) rotate(x, v.dim);
-        write_floats(row_of(call, task, call.out, r), x, v.dim, call.out.code);
-        call.lse[token * call.options.q_heads + head] = total == 0 ? minus_infinity() : top + __builtin_logf(total);
-    }
 }
 
 inline Scratch take_scratch(const Call& call, Memory& memory) {
@@ -221,36 +182,22 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     return s;
 }
 
-// Of queries that were read.
-inline void run_item(const Call& call, const Plan& plan, Item item, Scratch scratch, Partial* partials) {
-    const Task& task = plan.tasks[item.task];
-    if (item.split >= 0) {
-        scratch.run = partials[task.partial + item.split - task.first];
-        return run_split(call, task, scratch, item.split);
-    }
-    start(scratch.sum, task.rows, call.v_width);
-    for (int split = task.first; split < task.last; split++) {
+// What work.h runs.
+struct Attend {
+    typedef ::Scratch Scratch;
+    static Scratch take(const Call& call, Memory& memory) { return take_scratch(call, memory); }
+    static void read(const Call& call, const Task& task, Scratch& scratch) { read_queries(call, task, scratch); }
+    static void run(const Call& call, const Task& task, Scratch& scratch, int split) {
         run_split(call, task, scratch, split);
-        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, scratch.run, r, call.v_width);
     }
-    write_out(call, task, scratch);
-}
-
-inline void merge_task(const Call& call, const Task& task, Scratch scratch, const Partial* partials) {
-    start(scratch.sum, task.rows, call.v_width);
-    for (int split = task.first; split < task.last; split++) {
-        Partial part = partials[task.partial + split - task.first];
-        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, part, r, call.v_width);
-    }
-    write_out(call, task, scratch);
-}
+};
 
 }  // namespace
 
 KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse, const KvqBatch* batch,
                    const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
-                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}, {}, {}, false};
+                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
     call.k_integer = !options->exact && takes_integers(layer->k);
     call.v_integer = !options->exact && takes_integers(layer->v);
@@ -259,50 +206,5 @@ KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out
     call.k_means = means_of(layer->k, options->exact, keys_cut);
     call.v_means = means_of(layer->v, options->exact, values_cut);
     call.v_means_lie_alike = lie_alike(call);
-    for (int s = 0; s < batch->sequences; s++) {
-        int rows = batch->query_lens[s] * call.group;
-        if (rows > call.rows) call.rows = rows < ROWS ? rows : ROWS;
-    }
-    Plan plan = {};
-    plan_work(call, plan);
-    int threads = options->threads;
-    if (threads > plan.num_items) threads = plan.num_items > 0 ? (int)plan.num_items : 1;
-    Memory sizes = {};
-    take_scratch(call, sizes);
-    int64_t each = sizes.used;
-    sizes.used = each * threads + plan.partial_bytes;
-    sizes.take<Task>(plan.num_tasks), sizes.take<Item>(plan.num_items), sizes.take<Partial>(plan.num_partials);
-    Kept* kept = take_memory(sizes.used);
-    if (!kept) return KVQ_NO_MEMORY;
-    Memory memory = {(uint8_t*)kept, 64};
-    plan.tasks = memory.take<Task>(plan.num_tasks);
-    plan.items = memory.take<Item>(plan.num_items);
-    Partial* partials = memory.take<Partial>(plan.num_partials);
-    plan_work(call, plan);
-    for (int64_t i = 0; i < plan.num_tasks; i++) {
-        const Task& task = plan.tasks[i];
-        for (int split = task.first; task.partial >= 0 && split < task.last; split++)
-            partials[task.partial + split - task.first] = take_partial(call, task.rows, memory);
-    }
-    uint8_t* scratches = memory.begin + memory.used;
-    // A thread takes some neighbouring splits, whose first rows the one before has asked for.
-    int64_t neighbours = plan.num_items / (8 * threads);
-    neighbours = neighbours < 1 ? 1 : neighbours > 8 ? 8 : neighbours;
-#pragma omp parallel num_threads(threads)
-    {
-        Memory own = {scratches + each * thread_number(), 0};
-        Scratch scratch = take_scratch(call, own);
-        int last = -1;  // task, whose queries are there
-#pragma omp for schedule(dynamic, neighbours)
-        for (int64_t i = 0; i < plan.num_items; i++) {
-            Item item = plan.items[i];
-            if (item.task != last) read_queries(call, plan.tasks[last = item.task], scratch);
-            run_item(call, plan, item, scratch, partials);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < plan.num_tasks; i++)
-            if (plan.tasks[i].partial >= 0) merge_task(call, plan.tasks[i], scratch, partials);
-    }
-    give_back(kept);
-    return KVQ_OK;
+    return run_plan<Attend>(call);
 }

@@ -31,8 +31,25 @@ def attend(
         MemoryError: no room for scratch memory.
         ConfigError: shapes that don't fit the blocks or the batch.
     """
+    return run_attention(
+        "attend", q, kv, batch, options, q_dim=kv.formats.k_head_dim, skip_last=skip_last, exact=exact
+    )
+
+
+def run_attention(
+    kernel: str,
+    q: Tensor,
+    kv: PagedKV,
+    batch: SequenceBatch,
+    options: AttentionOptions,
+    *,
+    q_dim: int,
+    skip_last: int,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """One of the C++ kernels that attend over blocks, with queries of `q_dim` elements; see `attend`."""
     tokens, q_heads, _ = q.shape
-    check_shape("q", q, q_heads, kv.formats.k_head_dim)
+    check_shape("q", q, q_heads, q_dim)
     new, contexts = batch.query_lens, batch.context_lens
     rows, width = batch.tables.shape
     if tokens != sum(new) or len(contexts) != len(new) or rows < len(new) or skip_last < 0:
@@ -67,7 +84,7 @@ def attend(
         exact=exact,
         **_part(options.part),
     )
-    run("attend", layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)
+    run(kernel, layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)
     return out.to(q.dtype), lse
 
 

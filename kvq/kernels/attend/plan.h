@@ -19,6 +19,7 @@ struct Call {
     IntegerCut k_cut, v_cut;
     Means k_means, v_means;
     bool v_means_lie_alike;  // a row of their results is laid out as one of V's
+    int row_unit;            // partial results have room for a multiple of so many rows
 };
 
 inline int position(const Call& call, const Task& task, int row) {
@@ -78,6 +79,7 @@ struct Plan {
 inline Partial take_partial(const Call& call, int rows, Memory& memory) {
     float* top = memory.take<float>(rows);
     float* total = memory.take<float>(rows);
+    rows = (rows + call.row_unit - 1) / call.row_unit * call.row_unit;
     return {top, total, memory.take<float>((int64_t)rows * call.v_width)};
 }
 

@@ -133,6 +133,8 @@ KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v
                      int64_t tokens, uint8_t* bad, int threads);
 KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse,
                    const KvqBatch* batch, const KvqAttention* options);
+KVQ_KERNEL(attend_latent)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse,
+                          const KvqBatch* batch, const KvqAttention* options);
 KVQ_KERNEL(gather_dense)(const KvqLayer* layer, const KvqPositions* from, const KvqGathered* k,
                          const KvqGathered* v, int unrotate, int threads);
 KVQ_KERNEL(merge_partials)(const float* outs, const float* lses, const float* sinks, float* out, float* lse,

@@ -99,6 +99,13 @@ def supports(spec: KernelSpec, device: Device) -> Support:
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
+def supports_latent(spec: KernelSpec, device: Device) -> Support:
+    """The same for attention over latents: one KV head."""
+    if device.type == "cpu" and spec.kv_heads != 1:
+        return Support(False, f"takes latents of one KV head for all query heads, not {spec.kv_heads}")
+    return supports(spec, device)
+
+
 def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
     """The same; every format and shape."""
     if device.type != "cpu":

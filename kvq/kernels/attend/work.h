@@ -1,0 +1,125 @@
+// Runs a plan's items on threads, merges what they found, and writes it. A kind of attention has a Scratch of its
+// own, with `row`, `run` and `sum`, and says how queries are read and a split is run.
+#pragma once
+
+#include "plan.h"
+#include "softmax.h"
+
+namespace {
+
+// Scores [rows, TILE] of the keys [skip, keys) from position `at` on into weights; a row weighs what it sees of them.
+inline void weigh_tile(const Call& call, const Task& task, float* scores, Partial run, Running running, int at,
+                       int skip, int keys) {
+    int own = position(call, task, 0), left = call.group - task.row % call.group;  // rows of the same token
+    Seen seen = seen_from(call.options, own, task.keys);
+    for (int r = 0; r < task.rows; r++, left--) {
+        if (left == 0) left = call.group, seen = seen_from(call.options, ++own, task.keys);
+        int low = seen.low - at, high = seen.high - at;
+        mask(scores + r * TILE, low > skip ? low : skip, high < keys ? high : keys, call.options.softcap);
+    }
+    take_weights(scores, task.rows, run, running);
+}
+
+// Where an element of V lies in a row of partial results.
+inline int place_of_value(const Call& call, int element) { return call.v_integer ? call.v_cut.index[element] : element; }
+
+// Divide, add the sink, undo V's rotation, and hand the rows over.
+inline void write_out(const Call& call, const Task& task, float* x, const Partial& sum) {
+    const KvqRows& v = call.layer.v;
+    for (int r = 0; r < task.rows; r++) {
+        int64_t token = task.token + (task.row + r) / call.group;
+        int head = task.head * call.group + (task.row + r) % call.group;
+        const float* out = sum.out + (int64_t)r * call.v_width;
+        float total = sum.total[r], top = sum.top[r], decay = 1;
+        if (call.options.sinks) {
+            float sink = call.options.sinks[head], higher = sink > top ? sink : top;
+            decay = top == higher ? 1.0f : __builtin_expf(top - higher);  // both may be infinite
+            total = total * decay + (sink == higher ? 1.0f : __builtin_expf(sink - higher));
+            top = higher;
+        }
+        float factor = total == 0 ? 0.0f : decay / total;
+        for (int i = 0; i < v.dim; i++) x[i] = out[place_of_value(call, i)] * factor;
+        if (v.rotated) rotate(x, v.dim);
+        write_floats(row_of(call, task, call.out, r), x, v.dim, call.out.code);
+        call.lse[token * call.options.q_heads + head] = total == 0 ? minus_infinity() : top + __builtin_logf(total);
+    }
+}
+
+// Of queries that were read.
+template <class Kind>
+inline void run_item(const Call& call, const Plan& plan, Item item, typename Kind::Scratch scratch, Partial* partials) {
+    const Task& task = plan.tasks[item.task];
+    if (item.split >= 0) {
+        scratch.run = partials[task.partial + item.split - task.first];
+        return Kind::run(call, task, scratch, item.split);
+    }
+    start(scratch.sum, task.rows, call.v_width);
+    for (int split = task.first; split < task.last; split++) {
+        Kind::run(call, task, scratch, split);
+        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, scratch.run, r, call.v_width);
+    }
+    write_out(call, task, scratch.row, scratch.sum);
+}
+
+template <class Kind>
+inline void merge_task(const Call& call, const Task& task, typename Kind::Scratch scratch, const Partial* partials) {
+    start(scratch.sum, task.rows, call.v_width);
+    for (int split = task.first; split < task.last; split++) {
+        Partial part = partials[task.partial + split - task.first];
+        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, part, r, call.v_width);
+    }
+    write_out(call, task, scratch.row, scratch.sum);
+}
+
+// All of a call, once `call` says how its rows lie.
+template <class Kind>
+inline int run_plan(Call& call) {
+    for (int s = 0; s < call.batch.sequences; s++) {
+        int rows = call.batch.query_lens[s] * call.group;
+        if (rows > call.rows) call.rows = rows < ROWS ? rows : ROWS;
+    }
+    Plan plan = {};
+    plan_work(call, plan);
+    int threads = call.options.threads;
+    if (threads > plan.num_items) threads = plan.num_items > 0 ? (int)plan.num_items : 1;
+    Memory sizes = {};
+    Kind::take(call, sizes);
+    int64_t each = sizes.used;
+    sizes.used = each * threads + plan.partial_bytes;
+    sizes.take<Task>(plan.num_tasks), sizes.take<Item>(plan.num_items), sizes.take<Partial>(plan.num_partials);
+    Kept* kept = take_memory(sizes.used);
+    if (!kept) return KVQ_NO_MEMORY;
+    Memory memory = {(uint8_t*)kept, 64};
+    plan.tasks = memory.take<Task>(plan.num_tasks);
+    plan.items = memory.take<Item>(plan.num_items);
+    Partial* partials = memory.take<Partial>(plan.num_partials);
+    plan_work(call, plan);
+    for (int64_t i = 0; i < plan.num_tasks; i++) {
+        const Task& task = plan.tasks[i];
+        for (int split = task.first; task.partial >= 0 && split < task.last; split++)
+            partials[task.partial + split - task.first] = take_partial(call, task.rows, memory);
+    }
+    uint8_t* scratches = memory.begin + memory.used;
+    // A thread takes some neighbouring splits, whose first rows the one before has asked for.
+    int64_t neighbours = plan.num_items / (8 * threads);
+    neighbours = neighbours < 1 ? 1 : neighbours > 8 ? 8 : neighbours;
+#pragma omp parallel num_threads(threads)
+    {
+        Memory own = {scratches + each * thread_number(), 0};
+        typename Kind::Scratch scratch = Kind::take(call, own);
+        int last = -1;  // task, whose queries are there
+#pragma omp for schedule(dynamic, neighbours)
+        for (int64_t i = 0; i < plan.num_items; i++) {
+            Item item = plan.items[i];
+            if (item.task != last) Kind::read(call, plan.tasks[last = item.task], scratch);
+            run_item<Kind>(call, plan, item, scratch, partials);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < plan.num_tasks; i++)
+            if (plan.tasks[i].partial >= 0) merge_task<Kind>(call, plan.tasks[i], scratch, partials);
+    }
+    give_back(kept);
+    return KVQ_OK;
+}
+
+}  // namespace
