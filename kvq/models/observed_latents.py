@@ -40,7 +40,10 @@ def latent_dims(
     """
     own = set(module.children())
     made = next((x for x in products if x.linear in own and _storage(x.output) == _storage(value)), None)
-    if made is None or made.linear.bias is not None or query.shape[1] != key.shape[1]:
+    if made is None or query.shape[1] != key.shape[1]:
+        return None
+    bias: Tensor | None = made.linear.bias
+    if bias is not None:
         return None
     heads, tokens, v_dim = value.shape[1:]
     width, rest = divmod(made.linear.out_features, heads)
@@ -59,7 +62,8 @@ def latent_dims(
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 def _holds(key: Tensor, own: Tensor) -> bool:
