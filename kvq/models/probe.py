@@ -12,6 +12,7 @@ from kvq.errors import ModelError
 from kvq.formats import KVRecipe
 from kvq.formats.weights import Inputs
 from kvq.layout import plan_layout
+from kvq.models.fused_layers import is_fused
 from kvq.models.session import Session
 from kvq.models.support import is_listed
 from kvq.models.weights import LoadedWeights
@@ -26,7 +27,7 @@ _LENGTHS = (7, 5)  # tokens of the two probed sequences
 
 
 def probe(weights: LoadedWeights) -> None:
-    """Run two short sequences packed, alone, and through the model's own eager attention.
+    """Run two short sequences packed, and through the model's own eager attention; alone if that differs.
 
     Raises:
         ModelError: a layer called kvq's attention not exactly once, a sequence changed with its
@@ -45,35 +46,53 @@ def probe(weights: LoadedWeights) -> None:
         [(31 * i + 977 * s + 5) % geometry.vocab_size for i in range(min(n, length))]
         for s, n in enumerate(_LENGTHS)
     ]
-    layers: list[int] = []
+    packed = _observed(session, tokens)
+    own = [eager_logits(weights, ids) for ids in tokens]
+    limit = _TOLERANCE.get(next(weights.model.parameters()).dtype, 1e-1)
+    for layer in quantized_layers(weights.model).values():
+        limit = max(limit, _SIXTEEN_BITS if layer.fmt.inputs is Inputs.FULL else _ROUNDED_INPUTS)
+    worst = _furthest(weights, packed, own)
+    if worst <= limit or worst <= _OF_NOISE * _noise(weights, tokens, own):
+        return
+    what, alone = "its own attention differs", [_run(session, [ids])[0] for ids in tokens]
+    if (changed := _furthest(weights, packed, alone)) > limit:
+        what, worst = "a batch neighbour changes its results", changed
+    raise ModelError(
+        f"kvq does not run {geometry.model_type}: {what} (relative error {worst:.1e}, allowed {limit:.0e})"
+    )
+
+
+def _observed(session: Session, tokens: list[list[int]]) -> list[Tensor]:
+    """Logits of the sequences, packed, of a model whose layers were seen to attend once each.
+
+    Raises:
+        ModelError: they weren't.
+    """
+    geometry, layers = session.weights.geometry, list[int]()
     session.observer = lambda layer, k, v: layers.append(layer)
-    _run(session, tokens)
-    session.observer = None  # for it layers may go another way
     packed = _run(session, tokens)
+    session.observer = None
     if sorted(layers) != list(range(len(geometry.layers))):
         raise ModelError(
             f"kvq does not run {geometry.model_type}: its {len(geometry.layers)} layers called the "
             f"registered attention for {sorted(layers)}, not once each"
         )
-    alone = [_run(session, [ids])[0] for ids in tokens]
-    own = [eager_logits(weights, ids) for ids in tokens]
-    limit = _TOLERANCE.get(next(weights.model.parameters()).dtype, 1e-1)
-    for layer in quantized_layers(weights.model).values():
-        limit = max(limit, _SIXTEEN_BITS if layer.fmt.inputs is Inputs.FULL else _ROUNDED_INPUTS)
-    for what, others in (
-        ("a batch neighbour changes its results", alone),
-        ("its own attention differs", own),
-    ):
-        worst = max(relative_error(a, b) for a, b in zip(packed, others, strict=True))
-        if math.isnan(worst):
-            raise ModelError(
-                f"{weights.prepared.folder}: its weights or config give NaN or infinity in the logits"
-            )
-        if not worst <= limit and not worst <= _OF_NOISE * _noise(weights, tokens, own):
-            raise ModelError(
-                f"kvq does not run {geometry.model_type}: {what} (relative error {worst:.1e}, "
-                f"allowed {limit:.0e})"
-            )
+    # Fused layers go another way when nobody observes them.
+    return _run(session, tokens) if is_fused(session.weights.model) else packed
+
+
+def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest relative error of a sequence.
+
+    Raises:
+        ModelError: something is not a number.
+    """
+    worst = max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
+    if math.isnan(worst):
+        raise ModelError(
+            f"{weights.prepared.folder}: its weights or config give NaN or infinity in the logits"
+        )
+    return worst
 
 
 def _noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
