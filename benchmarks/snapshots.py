@@ -54,7 +54,7 @@ def measure(family: str, tokens: int, repeats: int, folder: Path) -> dict[str, A
     found: dict[str, int] = {}
     generator = torch.Generator().manual_seed(0)
     for _ in range(repeats):
-        prompt = torch.randint(3, 4096, (tokens,), generator=generator).tolist()
+        prompt, answer = torch.randint(3, 4096, (tokens,), generator=generator).tolist(), list[int]()
         for kind in ttft:
             if kind == "next turn":
                 prompt = prompt + answer + torch.randint(3, 4096, (40,), generator=generator).tolist()

@@ -200,8 +200,13 @@ def layers_of(geometry: ModelGeometry) -> str:
         "full" if x.window is None else f"{'chunks' if x.is_chunked else 'windows'} of {x.window}"
         for x in geometry.layers
     }
-    dims = {f"{x.k_head_dim}/{x.v_head_dim}" for x in geometry.layers if x.k_head_dim != x.v_head_dim}
+    dims = {
+        f"{x.k_head_dim}/{x.v_head_dim}"
+        for x in geometry.layers
+        if x.k_head_dim != x.v_head_dim and not x.is_latent
+    }
     extras = [f"K/V dimensions {', '.join(sorted(dims))}"] if dims else []
+    extras += ["latents"] if any(x.is_latent for x in geometry.layers) else []
     extras += sorted({f"states of {state.kind}" for state in geometry.states})
     readers = sum(len(x.readers) for x in geometry.layers)
     extras += [f"{readers} that read others' K/V"] if readers else []
