@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.snapshots --json benchmarks/results/snapshots-cpu.json
 
-Random models of a few layers of each kind. In every repeat each prompt comes for the first time, again, and as
-the next turn of a conversation, one after another; all must give the tokens that they give without prefix
+Random models of a few layers of each kind. In every repeat each prompt comes for the first time, again, and
+as the next turn of a conversation, one after another; all must give the tokens that they give without prefix
 caching.
 """
 
