@@ -102,7 +102,8 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
             f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
             f"were checked, and transformers has no code for it to check (by its config.json)"
         ) from error
-    model: Any = build_on_meta(folder, unquantized(config)).to(torch.bfloat16)  # other states are of their own type
+    model: Any = build_on_meta(folder, unquantized(config))
+    model = model.to(torch.bfloat16)  # so that states of a type of their own show
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # which takes all shapes
     with numberless():
