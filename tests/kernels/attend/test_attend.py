@@ -66,13 +66,13 @@ def dense(
     sinks: Tensor | None = None,
     part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last rows of one sequence, one query and head at a time, in fp64.
+    """Attention of the last rows of one sequence, one query at a time, in fp64.
 
     `q` [new, q_heads, k_dim]; `k`, `v` [context, kv_heads, dim].
     """
-    q, k, v = q.double(), k.double(), v.double()
     new, q_heads, _ = q.shape
     context, kv_heads, _ = k.shape
+    q, k, v = q.double(), *(x.double().repeat_interleave(q_heads // kv_heads, dim=1) for x in (k, v))
     out = torch.zeros(new, q_heads, v.shape[-1], dtype=torch.float64)
     lse = torch.zeros(new, q_heads, dtype=torch.float64)
     for i in range(new):
@@ -83,15 +83,13 @@ def dense(
         elif part is not None:
             oldest, end = max(oldest, part.first), min(edge(part, position), part.last or context)
         end = max(oldest, end)
-        for head in range(q_heads):
-            kv_head = head // (q_heads // kv_heads)
-            scores = k[oldest:end, kv_head] @ q[i, head] * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            logits = scores if sinks is None else torch.cat((scores, sinks[head, None].double()))
-            lse[i, head] = torch.logsumexp(logits, dim=0)
-            weights = torch.exp(scores - lse[i, head])
-            out[i, head] = weights @ v[oldest:end, kv_head]
+        scores = torch.einsum("thd,hd->ht", k[oldest:end], q[i]) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        logits = scores if sinks is None else torch.cat((scores, sinks[:, None].double()), dim=1)
+        lse[i] = torch.logsumexp(logits, dim=1)
+        weights = torch.exp(scores - lse[i, :, None])
+        out[i] = torch.einsum("ht,thd->hd", weights, v[oldest:end])
     return out, lse
 
 
