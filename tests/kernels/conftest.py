@@ -29,19 +29,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.long)
 
 
-def _is_on_the_diagonal(item: pytest.Item, values: dict[str, list[str]], count: int) -> bool:
+def _is_on_the_diagonal(item: pytest.Item, values: list[list[str]], count: int) -> bool:
     """Of a product, one case for every value of the parameter with most; the others' take turns."""
-    if not values or math.prod(map(len, values.values())) != count:
+    if not values or math.prod(map(len, values)) != count:
         return True
-    at = {name: found.index(repr(_params(item)[name])) for name, found in values.items()}
-    turn = at[max(values, key=lambda name: len(values[name]))]
-    return all(at[name] == turn % len(found) for name, found in values.items())
+    at = [found.index(own) for found, own in zip(values, _own(item), strict=True)]
+    turn = at[max(range(len(values)), key=lambda i: len(values[i]))]
+    return all(own == turn % len(found) for own, found in zip(at, values, strict=True))
 
 
-def _values(items: list[pytest.Item]) -> dict[str, list[str]]:
+def _values(items: list[pytest.Item]) -> list[list[str]]:
     """Of every parameter, as they come."""
-    names = [name for name, value in _params(items[0]).items() if value != "triton"]
-    return {name: list(dict.fromkeys(repr(_params(item)[name]) for item in items)) for name in names}
+    return [list(dict.fromkeys(column)) for column in zip(*map(_own, items), strict=True)]
+
+
+def _own(item: pytest.Item) -> list[str]:
+    """An item's values but for the implementation; those of parameters that are given together are one."""
+    left = {name: repr(value) for name, value in _params(item).items() if value != "triton"}
+    together = [
+        [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        for names in (mark.args[0] for mark in item.iter_markers("parametrize"))
+    ]
+    joined = [str([left.pop(name) for name in names if name in left]) for names in together]
+    return [*left.values(), *joined]
 
 
 def _is_later(item: pytest.Item) -> bool:

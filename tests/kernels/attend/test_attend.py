@@ -168,7 +168,7 @@ class Case:
         self.cache = KVCache(written.layout, num_blocks=written.num_blocks, device=CPU, backend="reference")
         for group in range(len(written.num_blocks)):
             self.cache.pool(group).copy_(written.pool(group))
-        self.k, self.v = list(k), list(v)
+        self.k, self.v = ([x.clone() for x in rows] for rows in (k, v))
         q_heads, _ = self.heads
         self.q = rows_like_kv(sum(self.query_lens), q_heads, self.dims[0], 77).to(self.dtype)
 
