@@ -29,7 +29,7 @@ if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ k
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Tests and libraries stay: else whoever collects garbage, as every engine does, looks through them all."""
+    """Tests and libraries stay: who collects garbage, as every engine does, need not look through them."""
     gc.disable()
     try:
         return (yield)
