@@ -29,7 +29,8 @@ demo: setup-demo
 	@echo 'kvq is in $(BIN): . $(BIN)/activate'
 
 test: lint
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" --durations=10
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" --durations=10
 
 test-long: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10

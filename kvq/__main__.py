@@ -1,13 +1,17 @@
 """`kvq` and `python -m kvq`."""
 
+import atexit
 import os
 import signal
 import sys
 from types import FrameType
 
+_ended: list[int] = []  # the command's exit status, once it has one
+
 
 def main() -> None:
     """The command. Signals while its own modules are loaded end it as later on: in one line, with 130."""
+    atexit.register(_leave)  # the first, so that it runs after all others
     heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _end) for number in heard}
     from kvq.cli import main as run
@@ -17,19 +21,23 @@ def main() -> None:
     try:
         run()
     except SystemExit as end:
-        if sys.argv[1:2] != ["serve"] or not isinstance(end.code, int | None):
-            raise
-        _leave(end.code or 0)
+        if isinstance(end.code, int | None):
+            _ended.append(end.code or 0)
+            if sys.argv[1:2] == ["serve"]:  # which has put its things away, whatever its threads wait for
+                _leave()
+        raise
 
 
-def _leave(status: int) -> None:
-    """End now: a server has put its things away, and taking modules apart takes a second or more."""
-    from contextlib import suppress
-
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+def _leave() -> None:
+    """End now: taking torch's modules apart takes a second of processor time."""
+    if not _ended:
+        return
+    try:
+        for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    os._exit(status)
+    except (AttributeError, OSError, ValueError):  # nobody reads it, or the disk is full: Python says so
+        return
+    os._exit(_ended[0])
 
 
 def _end(number: int, frame: FrameType | None) -> None:

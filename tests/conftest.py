@@ -1,7 +1,9 @@
 """Fixtures that several tests share. Nothing here reaches for a network."""
 
 import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ k
     from kvq.kernels.native import library
 
     library._path = lambda: next(Path(os.environ["KVQ_TEST_KERNELS"]).rglob("_kernels*.so"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Tests and libraries stay: who collects garbage, as every engine does, need not look through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
 
 SHARED = Path(__file__).parents[2] / "shared"
 

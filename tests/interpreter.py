@@ -1,8 +1,8 @@
 """Triton's interpreter, made quicker: it does over and over what it needs to do once.
 
 It looks through Triton's whole language for what to patch whenever a kernel calls a function, makes a
-table of NumPy's types for every value, compares shapes number by number, and looks for overflows with
-tensors of its own.
+table of NumPy's types for every value, describes every value's shape anew, compares shapes number by
+number, and looks for overflows with tensors of its own.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,14 @@ _OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 def make_quicker() -> None:
     """Patch the language once a launch, keep what never changes, compare and check at once."""
+    from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     interpreter._patch_lang = _Patches(interpreter).patch
     interpreter._get_np_dtype = _numpy_types(interpreter)
+    core.block_type.__init__ = _block_types(core)
+    core.tensor.__init__ = _tensors(core)
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
     TritonSemantic.broadcast_impl_value = _broadcasting(TritonSemantic.broadcast_impl_value)
 
@@ -64,6 +67,34 @@ def _numpy_types(interpreter: ModuleType) -> Callable[[Any], Any]:
         return look_up(scalar) if scalar.is_ptr() else of_numbers(scalar)
 
     return type_of
+
+
+def _block_types(core: ModuleType) -> Callable[..., None]:
+    """Types of one element and shape are checked and described once, with what tensors say of their shape."""
+    describe = core.block_type.__init__
+    known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}  # their elements live, so ids are theirs
+
+    def start(self: Any, element: Any, shape: Any) -> None:
+        key = id(element), tuple(getattr(x, "value", x) for x in shape)
+        if key in known:
+            self.__dict__.update(known[key])
+            return
+        describe(self, element, shape)
+        self.of_tensors = core.constexpr(self.numel), core.tuple([core.constexpr(x) for x in self.shape])
+        if not element.is_ptr():  # of which every argument has one of its own
+            known[key] = dict(self.__dict__)
+
+    return start
+
+
+def _tensors(core: ModuleType) -> Callable[..., None]:
+    of_scalars = core.constexpr(1), core.tuple([])
+
+    def start(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = kind.of_tensors if kind.is_block() else of_scalars
+
+    return start
 
 
 def _broadcasting(broadcast: Callable[..., Any]) -> Callable[..., Any]:

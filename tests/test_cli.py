@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -385,9 +386,28 @@ def test_a_reader_that_goes_away_ends_the_command_quietly():
     assert "Traceback" not in err
 
 
+def test_a_command_ends_with_its_status_once_all_that_waits_for_the_end_has_run():
+    code = """
+import atexit, sys, threading, time
+import kvq.cli, kvq.__main__
+
+def command():
+    atexit.register(print, "at exit")
+    threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
+    sys.exit(3)
+
+kvq.cli.main = command
+kvq.__main__.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "a thread\nat exit\n", "")
+
+
 @pytest.mark.parametrize("script", ["measure_formats.py", "stream_int4.py"])
-def test_examples_run(script):
-    path = Path(__file__).parents[1] / "examples" / script
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "int4" in done.stdout
+def test_examples_run(script, capsys, monkeypatch):
+    path = str(Path(__file__).parents[1] / "examples" / script)
+    monkeypatch.setattr(sys, "argv", [path])
+    runpy.run_path(path, run_name="__main__")
+    assert "int4" in capsys.readouterr().out

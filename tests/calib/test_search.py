@@ -164,7 +164,7 @@ def test_biases_that_rope_turns_are_paid_for_with_2_bits_elsewhere(tmp_path):
     assert found.chosen.perplexity_change < 0.10
 
 
-@pytest.mark.parametrize("head_dim", [80, 160])
+@pytest.mark.parametrize("head_dim", [80, pytest.param(160, marks=pytest.mark.long)])
 def test_no_recipe_is_worse_than_the_default_format_of_odd_head_dimensions(head_dim, tmp_path):
     save_model(tmp_path, "llama", head_dim=head_dim, vocab_size=4096, num_hidden_layers=2)
     for path in EMBEDDED["tiny"].glob("tokenizer*"):

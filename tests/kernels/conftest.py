@@ -1,4 +1,8 @@
-"""What Triton's interpreter, which is slow, runs every day and what it leaves to the long run."""
+"""What runs every day and what is left to the long run.
+
+The reference and the C++ kernels for the CPU at hand run every case; Triton's interpreter, which is slow,
+and the C++ kernels for lesser CPUs, whose sources are the same, run a few of each test.
+"""
 
 import math
 from collections import defaultdict
@@ -7,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.backends import EXACT_NAMES, NAMES
+
+_IN_PART = {*NAMES[2:], *EXACT_NAMES}
 _HERE = Path(__file__).parent
 # What joins two kinds: rotation and a scale per head, say.
 _JOINED = {"fp32_rot", "bf16_rot", "fp8_per_head_rot", "int8_per_head_rot", "int4/bf16", "int4_g24"}
@@ -20,28 +27,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what comes later."""
     cases = defaultdict(list)
     for item in items:
-        if _HERE in item.path.parents and "triton" in _params(item).values():
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for same in cases.values():
+        own = [x for x in _params(item).values() if isinstance(x, str) and x in _IN_PART]
+        if own and _HERE in item.path.parents:
+            cases[item.nodeid.partition("[")[0], own[0]].append(item)
+    for (_, backend), same in cases.items():
         values = _values(same)
         for item in same:
-            if _is_later(item) or not _is_on_the_diagonal(item, values, len(same)):
+            is_later = backend == "triton" and _is_later(item)
+            if is_later or not _is_on_the_diagonal(item, values, len(same)):
                 item.add_marker(pytest.mark.long)
 
 
-def _is_on_the_diagonal(item: pytest.Item, values: dict[str, list[str]], count: int) -> bool:
+def _is_on_the_diagonal(item: pytest.Item, values: list[list[str]], count: int) -> bool:
     """Of a product, one case for every value of the parameter with most; the others' take turns."""
-    if not values or math.prod(map(len, values.values())) != count:
+    if not values or math.prod(map(len, values)) != count:
         return True
-    at = {name: found.index(repr(_params(item)[name])) for name, found in values.items()}
-    turn = at[max(values, key=lambda name: len(values[name]))]
-    return all(at[name] == turn % len(found) for name, found in values.items())
+    at = [found.index(own) for found, own in zip(values, _own(item), strict=True)]
+    turn = at[max(range(len(values)), key=lambda i: len(values[i]))]
+    return all(own == turn % len(found) for own, found in zip(at, values, strict=True))
 
 
-def _values(items: list[pytest.Item]) -> dict[str, list[str]]:
+def _values(items: list[pytest.Item]) -> list[list[str]]:
     """Of every parameter, as they come."""
-    names = [name for name, value in _params(items[0]).items() if value != "triton"]
-    return {name: list(dict.fromkeys(repr(_params(item)[name]) for item in items)) for name in names}
+    return [list(dict.fromkeys(column)) for column in zip(*map(_own, items), strict=True)]
+
+
+def _own(item: pytest.Item) -> list[str]:
+    """An item's values but for the implementation; those of parameters that are given together are one."""
+    left = {name: repr(x) for name, x in _params(item).items() if not (isinstance(x, str) and x in _IN_PART)}
+    together = [
+        [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        for names in (mark.args[0] for mark in item.iter_markers("parametrize"))
+    ]
+    joined = [str([left.pop(name) for name in names if name in left]) for names in together]
+    return [*left.values(), *joined]
 
 
 def _is_later(item: pytest.Item) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
 from tests.kernels.backends import ATTENTION, kernel
 from tests.kernels.kit import (
+    CPU,
     KINDS,
     MEANS,
     POISON,
@@ -67,13 +69,13 @@ def dense(
     part: Part | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last rows of one sequence, one query and head at a time, in fp64.
+    """Attention of the last rows of one sequence, one query at a time, in fp64.
 
     `q` [new, q_heads, k_dim]; `k`, `v` [context, kv_heads, dim].
     """
-    q, k, v = q.double(), k.double(), v.double()
     new, q_heads, _ = q.shape
     context, kv_heads, _ = k.shape
+    q, k, v = q.double(), *(x.double().repeat_interleave(q_heads // kv_heads, dim=1) for x in (k, v))
     out = torch.zeros(new, q_heads, v.shape[-1], dtype=torch.float64)
     lse = torch.zeros(new, q_heads, dtype=torch.float64)
     for i in range(new):
@@ -86,21 +88,55 @@ def dense(
         elif part is not None:
             oldest, end = max(oldest, part.first), min(edge(part, position), part.last or context)
         end = max(oldest, end)
-        for head in range(q_heads):
-            kv_head = head // (q_heads // kv_heads)
-            scores = k[oldest:end, kv_head] @ q[i, head] * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            logits = scores if sinks is None else torch.cat((scores, sinks[head, None].double()))
-            lse[i, head] = torch.logsumexp(logits, dim=0)
-            weights = torch.exp(scores - lse[i, head])
-            out[i, head] = weights @ v[oldest:end, kv_head]
+        scores = torch.einsum("thd,hd->ht", k[oldest:end], q[i]) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        logits = scores if sinks is None else torch.cat((scores, sinks[:, None].double()), dim=1)
+        lse[i] = torch.logsumexp(logits, dim=1)
+        weights = torch.exp(scores - lse[i, :, None])
+        out[i] = torch.einsum("ht,thd->hd", weights, v[oldest:end])
     return out, lse
 
 
 def edge(part: Part, position: int) -> int:
     """The first key that is young for a query."""
     return max(0, position + 1 - part.recent) // part.block_size * part.block_size
+
+
+@lru_cache(maxsize=64)
+def _written(
+    kv: str,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    context_lens: tuple[int, ...],
+    order: BlockOrder,
+    fill: int,
+    num_blocks: int,
+    block_size: int,
+) -> tuple[KVCache, list[Tensor], list[Tensor]]:
+    """A cache whose second layer holds sequences, and what it gives for their K and V.
+
+    Made once for all implementations, and copied for each: not to be changed.
+    """
+    q_heads, kv_heads = heads
+    cache = poisoned_cache(
+        kv,
+        [dims, dims],
+        kv_heads=kv_heads,
+        q_heads=q_heads,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        order=order,
+        fill=fill,
+    )
+    tables = Tables.scattered(list(context_lens), block_size, num_blocks)
+    found: dict[str, list[Tensor]] = {"k": [], "v": []}
+    for i, context in enumerate(context_lens):
+        k, v = (rows_like_kv(context, kv_heads, dim, 2 * i + at) for at, dim in enumerate(dims))
+        write_sequence(cache.layer(1), k, v, tables.blocks[i])
+        found["k"].append(unrotated(cache, 1, "k", k))
+        found["v"].append(unrotated(cache, 1, "v", v))
+    return cache, found["k"], found["v"]
 
 
 @dataclass
@@ -120,26 +156,23 @@ class Case:
     block_size: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        q_heads, kv_heads = self.heads
-        self.cache: KVCache = poisoned_cache(
-            self.kv,
-            [self.dims, self.dims],
-            kv_heads=kv_heads,
-            q_heads=q_heads,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            order=self.order,
-            fill=self.fill,
-        )
         self.tables = Tables.scattered(self.context_lens, self.block_size, self.num_blocks)
         self.batch: SequenceBatch = self.tables.batch(self.query_lens, self.context_lens, self.unused)
-        self.k, self.v = [], []
-        for i, context in enumerate(self.context_lens):
-            k = rows_like_kv(context, kv_heads, self.dims[0], 2 * i)
-            v = rows_like_kv(context, kv_heads, self.dims[1], 2 * i + 1)
-            write_sequence(self.cache.layer(1), k, v, self.tables.blocks[i])
-            self.k.append(unrotated(self.cache, 1, "k", k))
-            self.v.append(unrotated(self.cache, 1, "v", v))
+        written, k, v = _written(
+            self.kv,
+            self.dims,
+            self.heads,
+            tuple(self.context_lens),
+            self.order,
+            self.fill,
+            self.num_blocks,
+            self.block_size,
+        )
+        self.cache = KVCache(written.layout, num_blocks=written.num_blocks, device=CPU, backend="reference")
+        for group in range(len(written.num_blocks)):
+            self.cache.pool(group).copy_(written.pool(group))
+        self.k, self.v = ([x.clone() for x in rows] for rows in (k, v))
+        q_heads, _ = self.heads
         self.q = rows_like_kv(sum(self.query_lens), q_heads, self.dims[0], 77).to(self.dtype)
 
     def attend(self, **options: Any) -> tuple[Tensor, Tensor]:

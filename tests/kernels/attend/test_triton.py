@@ -1,7 +1,9 @@
 """attend in Triton's interpreter: what its host code decides, beyond the suite of all backends."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -224,13 +226,18 @@ def test_weights_in_fp16_hold_values_of_any_size(
     compare(rows_like_kv(1, 6, 64, 3), cache, tables.batch([1], [50]), allowed=4e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 3.0}])
-@pytest.mark.parametrize("compute", ["fp32", "fp16"])
-@pytest.mark.parametrize("new", [[3, 1], [23, 2]], ids=["decode", "extend"])
-@pytest.mark.parametrize(
-    "kv", ["int4_mean", "int4_g16_s8_mean/int4_g64_s8_mean_rot", "int8/int4_mean", "int3_mean/int2_mean"]
-)
-@pytest.mark.parametrize("dim", [128, 64])
+def means_cases() -> Iterator[Any]:
+    """Every case, of which 8 hold every pair of values; the others are left to the long run."""
+    kinds = ["int4_mean", "int4_g16_s8_mean/int4_g64_s8_mean_rot", "int8/int4_mean", "int3_mean/int2_mean"]
+    values = [(128, 64), kinds, ([3, 1], [23, 2]), ("fp32", "fp16"), ({}, {"window": 70, "softcap": 3.0})]
+    for dim, kv, new, compute, options in product(*(range(len(x)) for x in values)):
+        low, high = dim ^ kv % 2, dim ^ kv // 2
+        is_daily = (new, compute, options) == (low, high, low ^ high ^ dim)
+        case = [x[i] for x, i in zip(values, (dim, kv, new, compute, options), strict=True)]
+        yield pytest.param(*case, marks=[] if is_daily else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("dim", "kv", "new", "compute", "options"), means_cases())
 def test_means_of_blocks_are_keys_and_values_of_tiles_that_lie_in_one(
     dim: int, kv: str, new: list[int], compute: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,9 +48,9 @@ def compile_all(device: str, formats: list[str]) -> None:
             assert used["fused"] == 0, f"a product and a sum are rounded once, so bits change: {used}"
 
 
-@pytest.mark.parametrize("device", ["sm80", "sm90"])
-def test_kernels_compile(device: str) -> None:
-    compile_all(device, FEW)
+@pytest.mark.parametrize(("device", "formats"), [("sm80", FEW[:1]), ("sm90", FEW)])
+def test_kernels_compile(device: str, formats: list[str]) -> None:
+    compile_all(device, formats)
 
 
 def test_kernels_compile_for_amd() -> None:
