@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.cache.backend import CacheBackend
+from kvq.cache.expanded import attend_latents
 from kvq.cache.expansion import LatentExpansion
 from kvq.cache.kv_cache import KVCache, attended, slots_of
 from kvq.geometry import ModelGeometry
@@ -55,7 +56,15 @@ class PackedStep:
         `q`: of heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
         """
         self._write(layer, rotary, latents)
-        return expansion.values(self.attend_over(layer, expansion.absorbed(q), options))
+        began = perf_counter()
+        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
+        out = attend_latents(
+            self.cache, layer, q[:tokens], self.batches, self._within(layer, options), expansion
+        )
+        if rows > tokens:
+            out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
+        self.attention_s += perf_counter() - began
+        return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         began = perf_counter()
@@ -102,6 +111,8 @@ class PackedStep:
 
     def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         """[tokens, q_heads, v_head_dim]; the layer's own window comes on top of the options."""
-        options = options.within(self.geometry.layers[layer].window).within(self.window_limit)
-        out, _ = attended(self.cache, layer, q, self.batches, options)
+        out, _ = attended(self.cache, layer, q, self.batches, self._within(layer, options))
         return out
+
+    def _within(self, layer: int, options: AttentionOptions) -> AttentionOptions:
+        return options.within(self.geometry.layers[layer].window).within(self.window_limit)

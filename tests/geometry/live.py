@@ -2,16 +2,18 @@
 
 from typing import Any
 
-from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry
+from kvq.geometry import FAMILIES, Expansion, LayerGeometry, ModelGeometry
 
 
 def live_geometry(config: Any) -> ModelGeometry:
     """Return the geometry of an instantiated transformers config, its class defaults applied."""
     family = FAMILIES[config.model_type]
     heads = config.num_attention_heads
+    latent = {}
     if family.latent:
-        dims = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-        kv_heads = heads
+        dims, kv_heads = (config.qk_rope_head_dim, config.kv_lora_rank), 1
+        expansion = Expansion(k_dim=config.qk_nope_head_dim, v_dim=config.v_head_dim)
+        latent = {"is_latent": True, "expansion": expansion}
     else:
         given = None if family.head_dim_is_fixed else getattr(config, "head_dim", None)
         dim = given or config.hidden_size // heads
@@ -21,7 +23,9 @@ def live_geometry(config: Any) -> ModelGeometry:
     return ModelGeometry(
         model_type=config.model_type,
         layers=tuple(
-            LayerGeometry(index=i, kv_heads=kv_heads, k_head_dim=dims[0], v_head_dim=dims[1], window=w)
+            LayerGeometry(
+                index=i, kv_heads=kv_heads, k_head_dim=dims[0], v_head_dim=dims[1], window=w, **latent
+            )
             for i, w in enumerate(_windows(config, family.ignores_layer_types))
         ),
         q_heads=heads,

@@ -119,10 +119,15 @@ def test_numbers_of_a_known_model_come_out_as_published():
     assert geometry.elements_per_token == 42 * 8 * (256 + 256)
 
 
-def test_latent_attention_has_a_k_dimension_unlike_its_v_dimension():
+def test_latent_attention_stores_576_elements_for_all_heads():
     geometry = parse_geometry({"model_type": "deepseek_v3"})
-    assert set(geometry.head_dims) == {(192, 128)}
-    assert set(geometry.kv_heads) == {128}
+    assert set(geometry.head_dims) == {(64, 512)}
+    assert set(geometry.kv_heads) == {1}
+    assert geometry.layers[0].elements_per_token == 576
+    expanded = geometry.expanded()
+    assert set(expanded.head_dims) == {(192, 128)}
+    assert set(expanded.kv_heads) == {128}
+    assert expanded.expanded() == expanded
 
 
 @pytest.mark.parametrize(
