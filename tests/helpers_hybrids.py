@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [2, 5]},
     "kimi_linear": {},  # Kimi delta attention, latent attention
     "bailing_hybrid": {},
+    "minimax": {},  # lightning attention
 }
 QUICK = ("qwen3_next", "falcon_h1", "lfm2")
 OTHERS = tuple(sorted(FAMILIES.keys() - {*QUICK}))

@@ -210,7 +210,7 @@ def test_a_staged_recipe_keeps_recent_tokens_and_sinks_in_bf16_groups_over_the_s
     assert [group.limit for group in layout.groups] == limits
     assert layout.exact == ExactTokens(sinks=sinks, recent=40)
     block_bytes = [group.block_bytes for group in layout.groups]
-    held = {"windows": windows, "limits": limits, "block_bytes": block_bytes, "lag": 40}
+    held = {"windows": windows, "limits": limits, "block_bytes": block_bytes, "lag": 40, "state_group": None}
     assert layout.holding == held
     assert [group.holds_all for group in layout.groups] == [True, *[False] * 5]
     names = ["full", "sliding-64", *[f"recent-{40 + block_size}"] * 2, *[f"sinks-{sinks}"] * 2]

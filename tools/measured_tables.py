@@ -36,6 +36,8 @@ def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
     if "load" in result["rows"][0]:
         return predictions_table(result)
+    if "share_of_first" in result["rows"][0]:
+        return snapshots_table(result)
     if "routing" in result["rows"][0]:
         return routing_table(result)
     if "terms" in result["rows"][0]:
@@ -63,6 +65,22 @@ def table(result: dict) -> str:
     if "intervals" in result["rows"][0]:
         return quality_table(result)
     return caches_table(result) if "step_ms_median" in result["rows"][0] else perplexity_table(result)
+
+
+def snapshots_table(result: dict) -> str:
+    """The table of a benchmarks/snapshots.py result."""
+    lines = [
+        "| family | state of a sequence | TTFT of a new prompt | again | as the next turn |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        first, again, turn = (row["ttft_s"][kind]["median"] for kind in ("first", "again", "next turn"))
+        lines.append(
+            f"| `{row['family']}` | {row['state_bytes']:,} B | {first:.2f} s | {again * 1000:.0f} ms "
+            f"({again / first:.1%}) | {turn * 1000:.0f} ms ({turn / first:.1%}) |"
+        )
+    tokens, repeats = result["rows"][0]["prompt_tokens"], len(result["rows"][0]["ttft_s"]["first"]["all"])
+    return "\n".join([*lines, "", f"Medians of {repeats} prompts of {tokens:,} tokens. {_measured(result)}"])
 
 
 def weights_table(result: dict) -> str:

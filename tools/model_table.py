@@ -18,24 +18,31 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvq.errors import ModelError, first_lines
 from kvq.geometry import FAMILIES, ModelGeometry
 from kvq.models import Model, load
-from kvq.models.modules import config_of
 from kvq.models.probe import relative_error
 from kvq.models.proof import TOLERANCE
 from kvq.models.support import check_supported
+from kvq.models.text_part import KINDS
 from kvq.models.twin import CONTEXT, build_twin
+from tools.whole_models import save_whole
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 MARK = "<!-- models -->\n"
 SECONDS = 120  # a model may take
 PROMPT, NEW = 70, 64  # tokens
-# What configurations leave open that their code needs.
+_KINDS = ("full_attention", "sliding_attention")
+_ROTATED = {"rope_type": "default", "rope_theta": 1e4}
+_SHARED = {  # all layers read another model's K and V
+    "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    "num_hidden_layers": 6, "num_kv_shared_layers": 6,
+}  # fmt: skip
+# What configurations leave open that their code needs, or what makes encoders causal.
 GIVEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "num_experts_per_tok": 2,
@@ -45,7 +52,20 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ministral": {"head_dim": 128},
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(_KINDS, _ROTATED)},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "doge": {"num_experts": 16},
+    "gemma4_text": {"num_kv_shared_layers": 18},
+    "gemma4_assistant": {"text_config": _SHARED},
+    "qwen4_exp_text": {
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+    },
+    "reformer": {"is_decoder": True},
     "bamba": {"attn_layer_indices": [2, 5]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "lfm2": {"full_attn_idxs": [2, 5]},
@@ -53,14 +73,25 @@ GIVEN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
 }
+GIVEN |= {
+    name: {"is_decoder": True}
+    for name in (
+        *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod", "big_bird"),
+    )
+}
 Found = tuple[str, str]  # how it ends, and a text
 
 
 def tried(name: str) -> Found:
-    """One family: "list", "proof" or "refused" with layers or the reason, or "not built" with the reason."""
+    """How one family ends, one of `ENDS`, and its layers or the reason."""
+    if name in KINDS:
+        return _tried_whole(name)
     try:
-        config = AutoConfig.for_model(name, **GIVEN.get(name, {})).to_dict()
-        check_supported(saved(config), max_context=CONTEXT, folder=Path(name))
+        about = AutoConfig.for_model(name, **GIVEN.get(name, {}))
+        config = about.to_dict()
+        check_supported(saved(about), max_context=CONTEXT, folder=Path(name))
     except ModelError as error:
         return "refused", _why(error)
     except Exception as error:  # noqa: BLE001 - whatever a family's code raises
@@ -83,16 +114,35 @@ def tried(name: str) -> Found:
         own = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        error = difference(served, own)
+        return _compared(served, own, "list" if name in FAMILIES else "proof")
+
+
+def _tried_whole(name: str) -> Found:
+    """A kind of model of which the text is served, against the whole model on text."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            whole = save_whole(Path(folder), name)
+        except Exception as error:  # noqa: BLE001 - whatever a family's code raises
+            return "not built", first_lines(error)
+        try:
+            served = load(folder, "fp32", device="cpu", dtype="fp32", block_size=16)
+        except ModelError as error:
+            return "refused", _why(error)
+        how, found = _compared(served, whole, "text")
+        return how, f"`{served.geometry.model_type}`; {found}"
+
+
+def _compared(served: Model, own: Any, how: str) -> Found:
+    error = difference(served, own)
     if error is None or error > TOLERANCE:
         return "WRONG", f"{error}"
-    return "list" if name in FAMILIES else "proof", f"{error:.0e}; {layers_of(served.geometry)}"
+    return how, f"{error:.0e}; {layers_of(served.geometry)}"
 
 
-def saved(config: dict[str, Any]) -> dict[str, Any]:
+def saved(config: Any) -> dict[str, Any]:
     """What transformers writes into config.json of it: less defaults, numbers that JSON lacks as objects."""
     with tempfile.TemporaryDirectory() as folder:
-        config_of(config).save_pretrained(folder)
+        config.save_pretrained(folder)
         found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         return found
 
@@ -136,17 +186,30 @@ def _own_logits(own: Any, tokens: list[int], *, keeps_states: bool) -> Iterator[
     ids = torch.tensor([tokens])
     yield own(input_ids=ids, use_cache=False).logits[0]
     if keeps_states:
-        cache = DynamicCache(config=own.config)
-        parts = ids.split([PROMPT] + [1] * (len(tokens) - PROMPT), dim=1)
-        yield torch.cat([own(input_ids=part, past_key_values=cache).logits[0] for part in parts])
+        parts, cache = [], None
+        for part in ids.split([PROMPT] + [1] * (len(tokens) - PROMPT), dim=1):
+            output = own(input_ids=part, past_key_values=cache, use_cache=True)
+            parts.append(output.logits[0])
+            cache = output.past_key_values
+        yield torch.cat(parts)
 
 
 def layers_of(geometry: ModelGeometry) -> str:
     """The kinds of layers, in words."""
-    kinds = {f"windows of {x.window}" if x.window else "full" for x in geometry.layers}
-    dims = {f"{x.k_head_dim}/{x.v_head_dim}" for x in geometry.layers if x.k_head_dim != x.v_head_dim}
+    kinds = {
+        "full" if x.window is None else f"{'chunks' if x.is_chunked else 'windows'} of {x.window}"
+        for x in geometry.layers
+    }
+    dims = {
+        f"{x.k_head_dim}/{x.v_head_dim}"
+        for x in geometry.layers
+        if x.k_head_dim != x.v_head_dim and not x.is_latent
+    }
     extras = [f"K/V dimensions {', '.join(sorted(dims))}"] if dims else []
+    extras += ["latents"] if any(x.is_latent for x in geometry.layers) else []
     extras += sorted({f"states of {state.kind}" for state in geometry.states})
+    readers = sum(len(x.readers) for x in geometry.layers)
+    extras += [f"{readers} that read others' K/V"] if readers else []
     extras += ["sinks"] if geometry.has_sinks else []
     extras += ["capped scores"] if geometry.softcap else []
     return ", ".join([*sorted(kinds), *extras])
@@ -179,8 +242,10 @@ def page(found: dict[str, Found]) -> str:
     """The tables of docs/models.md."""
     parts = {kind: {n: text for n, (end, text) in found.items() if end == kind} for kind in ENDS}
     lines = [
-        f"transformers {transformers.__version__} knows {len(found)} causal language models. "
-        f"{len(parts['list'])} of kvq's list are served, {len(parts['proof'])} more by proof, "
+        f"transformers {transformers.__version__} knows {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} causal "
+        f"language models, {len(found)} with those that read images or sound too and whose text is served. "
+        f"{len(parts['list'])} of kvq's list are served, {len(parts['proof'])} more by proof, of "
+        f"{len(parts['text'])} the text, "
         f"{len(parts['refused'])} are refused and {len(parts['not built'])} could not be built small. "
         f"{len(parts['WRONG'])} gave anything else than their own attention."
     ]
@@ -197,14 +262,20 @@ ENDS = {
     "WRONG": ("Wrong", "relative error"),
     "list": ("Served, of the list", "relative error; layers"),
     "proof": ("Served by proof", "relative error; layers"),
+    "text": ("Served, the text of models that read images or sound too", "of; relative error; layers"),
     "refused": ("Refused", "why"),
     "not built": ("Not built small", "why"),
 }
 
 
+def all_names() -> list[str]:
+    """Causal language models of transformers', and others whose text is served."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *KINDS})
+
+
 def main() -> int:
     """Try them all, or those that are named."""
-    names = sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    names = sys.argv[1:] or all_names()
     found = {}
     for name in names:
         found[name] = apart(name)

@@ -3,11 +3,11 @@ latents matter.
 
     python -m tools.train_latent --out FOLDER
 
-Its tokenizer is that of the embedded model, its text CPython's help topics that are not held out, or --text. A
-layer keeps 128 elements of a latent and 32 that positions turn for 8 heads of 64 + 32 elements of K and 32 of V:
-160 a token in place of 1,024. Nothing in training is quantized. At the end it has to show damage on the held-out
-topics, or the script fails: with the latents of other tokens in their places, with only 64 tokens seen, and in
-INT2.
+Its tokenizer is that of the embedded model, its text CPython's help topics that are not held out, or
+--text. A layer keeps 128 elements of a latent and 32 that positions turn for 8 heads of 64 + 32 elements of
+K and 32 of V: 160 a token in place of 1,024. Nothing in training is quantized. At the end it has to show
+damage on the held-out topics, or the script fails: with the latents of other tokens in their places, with
+only 64 tokens seen, and in INT2.
 """
 
 import argparse
@@ -67,9 +67,7 @@ def shuffled(model: DeepseekV3ForCausalLM) -> Iterator[None]:
         order = torch.randperm(latents.shape[1], generator=torch.Generator().manual_seed(0))
         return latents[:, order]
 
-    hooks = [
-        layer.self_attn.kv_a_layernorm.register_forward_hook(shuffle) for layer in model.model.layers
-    ]
+    hooks = [layer.self_attn.kv_a_layernorm.register_forward_hook(shuffle) for layer in model.model.layers]
     try:
         yield
     finally:
@@ -86,7 +84,9 @@ def divergence(model: DeepseekV3ForCausalLM, ids: Tensor) -> float:
     return float(functional.kl_div(found, want, log_target=True, reduction="batchmean"))
 
 
-def damage(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, float]:
+def damage(
+    model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> dict[str, float]:
     """Mean KL, in nats, of what must look bad, by its name."""
     text = default_text().text
     ids = torch.tensor([tokenizer(text)["input_ids"][:SHOWN]])

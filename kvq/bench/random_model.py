@@ -52,6 +52,7 @@ def random_model(
     for name in _TOKENIZER:
         shutil.copy(EMBEDDED["tiny"] / name, folder / name)
     geometry = check_supported(config, max_context=None, folder=folder)
+    geometry = geometry.computed_in(str(dtype).removeprefix("torch."))
     prepared = PreparedModel(
         source=ModelSource(folder=folder.resolve(), name=folder.name),
         config=config,

@@ -10,7 +10,6 @@ from kvq.capacity.plan.step_time import read_share
 from kvq.engine import StepStats
 from kvq.errors import ConfigError
 from kvq.models import Model
-from kvq.models.checkpoint import read_json
 from kvq.sizing.parameters import Parameters, count_parameters
 from kvq.weights import weight_bytes
 
@@ -32,7 +31,7 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
     layout, geometry = model.layout, model.geometry
     parameters = None
     with suppress(ConfigError):
-        parameters = count_parameters(read_json(model.prepared.folder / "config.json"), geometry)
+        parameters = count_parameters(model.prepared.config, geometry)
     slides = any(group.group.window is not None for group in layout.groups)
     if len(steps) < _FEWEST_STEPS or slides or parameters is None or parameters.experts:
         return None

@@ -56,7 +56,8 @@ class Blocks:
         self.block_bytes = block_bytes
         self.ends = [None if limit is None else limit // block_size for limit in limits]  # of tables, blocks
         self.pools = [
-            BlockPool(count, on_evict=self._listener(group)) for group, count in enumerate(num_blocks)
+            BlockPool(count, on_evict=self._listener(group), favours_hits=windows[group] is not None)
+            for group, count in enumerate(num_blocks)
         ]
         if state_group is not None and windows[state_group] != STATE_WINDOW:
             raise ConfigError(f"layer group {state_group} holds states, so its window is {STATE_WINDOW}")

@@ -34,6 +34,8 @@ class Account:
         return max(0, self.owned + count - self.quota) if count else 0
 
 
+_MOST_FAVOURED = 0.75  # of a pool's blocks
+
 # Told the evicted blocks and their entries; returns cached blocks that nobody can find without them.
 EvictionListener = Callable[[list[BlockId], list[object]], Iterable[BlockId]]
 
@@ -45,7 +47,10 @@ class BlockPool:
     `keep`, else free. Every change of state is O(1) a block.
     """
 
-    def __init__(self, num_blocks: int, *, on_evict: EvictionListener | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, *, on_evict: EvictionListener | None = None, favours_hits: bool = False
+    ) -> None:
+        """`favours_hits`: blocks that were shared once go after those that never were, whatever their age."""
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -54,6 +59,9 @@ class BlockPool:
         self._accounts: list[Account | None] = [None] * num_blocks  # who allocated it, if under a quota
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self._favoured: OrderedDict[BlockId, None] = OrderedDict()  # cached ones that go after all those
+        self._hit: set[BlockId] = set()  # blocks that were shared since they are indexed, if that counts
+        self._favours_hits = favours_hits
         self._has_accounts = False  # True once any block belonged to one
         self._on_evict = on_evict
 
@@ -65,17 +73,17 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks without references that hold indexed tokens."""
-        return len(self._cached)
+        return len(self._cached) + len(self._favoured)
 
     @property
     def num_live(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - self.num_available
 
     @property
     def num_available(self) -> int:
         """Blocks that an allocation could take: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     def usage(self) -> PoolUsage:
         """The three gauges."""
@@ -87,7 +95,7 @@ class BlockPool:
         """True if `allocate(count, account)` would succeed now. Changes nothing."""
         if account is not None and account.excess(count) > len(account.cached):
             return False
-        return count <= len(self._free) + len(self._cached)
+        return count <= self.num_available
 
     def allocate(self, count: int, account: Account | None = None) -> list[BlockId]:
         """Take `count` blocks, each with one reference: free ones first, least recently freed first.
@@ -104,12 +112,11 @@ class BlockPool:
         if account is not None:
             while account.excess(count):
                 oldest, _ = account.cached.popitem(last=False)
-                del self._cached[oldest]
+                self._uncache(oldest)
                 self._evict([oldest])
         free, refs = self._free, self._refs
         if count > len(free):
-            pop = self._cached.popitem
-            self._evict([pop(last=False)[0] for _ in range(count - len(free))])
+            self._evict(self._least_used(count - len(free)))
         take = free.popleft
         taken = [take() for _ in range(count)]
         for block in taken:
@@ -127,10 +134,12 @@ class BlockPool:
         self._refs[block] = refs + 1
         if not refs:
             assert self._entries[block] is not None, f"block {block} is free, it can't be shared"
-            del self._cached[block]
+            self._uncache(block)
             account = self._accounts[block]
             if account is not None:
                 del account.cached[block]
+        if self._favours_hits and self._entries[block] is not None:
+            self._hit.add(block)
 
     def release(self, block: BlockId) -> None:
         """Drop a reference; without any left, the block is cached if it is indexed, else free."""
@@ -148,6 +157,8 @@ class BlockPool:
                 continue
             if entries[block] is None:
                 free(block)
+            elif block in self._hit:
+                self._favour(block)
             else:
                 cached[block] = None
             if self._has_accounts and (account := self._accounts[block]) is not None:
@@ -180,7 +191,7 @@ class BlockPool:
 
     def cached_blocks(self) -> list[BlockId]:
         """The cached blocks, least recently used first."""
-        return list(self._cached)
+        return [*self._cached, *self._favoured]
 
     def num_indexed(self) -> int:
         """Blocks with an index entry, live or cached. O(blocks)."""
@@ -202,19 +213,21 @@ class BlockPool:
         Cached blocks that can't be found without it go with it.
         """
         if not self._refs[block]:
-            del self._cached[block]
+            self._uncache(block)
             self._evict([block])
             return
         entry, self._entries[block] = self._entries[block], None
+        self._hit.discard(block)
         stranded = list(self._on_evict([block], [entry])) if self._on_evict is not None else []
         for other in stranded:
-            del self._cached[other]
+            self._uncache(other)
         self._evict(stranded)
 
     def drop_cached(self) -> None:
         """Evict every cached block."""
-        blocks = list(self._cached)
+        blocks = self.cached_blocks()
         self._cached.clear()
+        self._favoured.clear()
         self._evict(blocks)
 
     def grow(self, num_blocks: int) -> None:
@@ -230,7 +243,9 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is in two states or in none."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {*self._cached, *self._favoured}
+        assert len(cached) == self.num_cached, "a block is cached twice"
+        assert self._favoured.keys() <= self._hit, "a block is favoured that nobody shared"
         assert len(free) == len(self._free), "a block is in the free list twice"
         assert min(self._refs) >= 0, "a reference count is negative"
         idle = {i for i, refs in enumerate(self._refs) if not refs}
@@ -254,6 +269,7 @@ class BlockPool:
             entries = [known[block] for block in blocks]
             for block in blocks:
                 known[block] = None
+            self._hit.difference_update(blocks)
             if self._has_accounts:
                 for block in blocks:
                     if (account := self._accounts[block]) is not None:
@@ -262,7 +278,27 @@ class BlockPool:
             self._free.extend(blocks)
             blocks = list(self._on_evict(blocks, entries)) if self._on_evict is not None else []
             for block in blocks:
-                del self._cached[block]
+                self._uncache(block)
+
+    def _uncache(self, block: BlockId) -> None:
+        """Take a block out of the cached ones."""
+        if block in self._favoured:
+            del self._favoured[block]
+        else:
+            del self._cached[block]
+
+    def _favour(self, block: BlockId) -> None:
+        """Keep a block longer than those that nobody shared, which have a quarter of the pool in any case."""
+        self._favoured[block] = None
+        if len(self._favoured) > _MOST_FAVOURED * self.num_blocks:
+            oldest, _ = self._favoured.popitem(last=False)
+            self._hit.discard(oldest)
+            self._cached[oldest] = None
+
+    def _least_used(self, count: int) -> list[BlockId]:
+        """Take so many cached blocks out, in the order in which they are given away."""
+        pools = self._cached, self._favoured
+        return [(pools[0] or pools[1]).popitem(last=False)[0] for _ in range(count)]
 
     def _close(self, block: BlockId) -> None:
         account = self._accounts[block]
@@ -279,5 +315,5 @@ class BlockPool:
             )
         return OutOfBlocks(
             f"need {count} blocks, but only {len(self._free)} of {self.num_blocks} are free and "
-            f"{len(self._cached)} cached; shorten or finish a sequence, or give the pool more memory"
+            f"{self.num_cached} cached; shorten or finish a sequence, or give the pool more memory"
         )

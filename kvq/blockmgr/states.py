@@ -41,7 +41,8 @@ class States:
         """True if the state after a full block is to be found again."""
         if sequence.tail is None or not sequence.indexing:
             return False
-        return index == sequence.tail or (index + 1) * self.block_size % self.every == 0
+        end = (index + 1) * self.block_size
+        return index == sequence.tail or end % self.every == 0 or end == sequence.adopted
 
     def step(self, sequence: Sequence, count: int, *, snapshots: bool) -> StateStep:
         """How one token more, or `count`, change the entries; whether or not `snapshots` stay behind."""

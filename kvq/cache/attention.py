@@ -152,6 +152,7 @@ def kvq_attention(
     if scale is None:
         scale = query.shape[3] ** -0.5
     claims = {
+        "q_heads": query.shape[1],
         "kv_heads": key.shape[1],
         "k_head_dim": key.shape[3],
         "v_head_dim": value.shape[3],
@@ -167,6 +168,8 @@ def kvq_attention(
         _place(waiting.geometry, number, claims)
         return waiting.attend(query, key, value, attention_mask, options), None
     layer = _place(step.geometry, number, claims)
+    if query.shape[2] != key.shape[2]:
+        raise ModelError(f"layer {number} attends from {query.shape[2]} of a step's {key.shape[2]} tokens")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
     expansion: LatentExpansion | None = getattr(module, EXPANSION, None)
     if expansion is not None:
@@ -187,8 +190,13 @@ def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]
     if place is None:
         raise ModelError(f"{geometry.model_type} layer {number} attends, but has no K and V by its config")
     own = geometry.layers[place].expanded(geometry.q_heads)
+    of_model = {
+        "q_heads": geometry.q_heads_of(place),
+        "softcap": geometry.softcap,
+        "has_sinks": geometry.has_sinks_of(place),
+    }
     for name, value in claims.items():
-        expected = getattr(geometry if name in ("softcap", "has_sinks") else own, name)
+        expected = getattr(own, name) if name not in of_model else of_model[name]
         if value != expected:
             raise ModelError(
                 f"{geometry.model_type} layer {number}: the model code uses {name}={value}, "

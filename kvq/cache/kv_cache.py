@@ -66,6 +66,7 @@ class KVCache(BlockCache):
         self._centering: dict[int, Centering] = {}
         self._staged: dict[int, StagedLayer] = {}
         self.group_of: dict[int, int] = {}
+        self.states: StateSlots | None = None  # recurrent ones, if the model has any; others after `grow`
         where = Device.of(device)
         for group in layout.sealed:
             for layer in group.layers:
@@ -107,7 +108,7 @@ class KVCache(BlockCache):
             self._centering[index] = Centering(
                 centers.layers[index],
                 layer,
-                q_heads=self.layout.geometry.q_heads,
+                q_heads=self.layout.geometry.q_heads_of(index),
                 softcap=self.layout.geometry.softcap,
                 device=device,
             )
@@ -132,12 +133,6 @@ class KVCache(BlockCache):
             recent=batches[recent],
             sinks=batches[sinks] if sinks < len(self.layout.attended) else None,
         )
-
-    @property
-    def states(self) -> StateSlots | None:
-        """The recurrent states, if the model has any. Another object after `grow`."""
-        group = self.layout.states
-        return None if group is None else StateSlots(group, self._parts[group.group.index][0])
 
     def seal(self, layer: int, batch: StagedBatch) -> None:
         """Quantize what a step's new tokens, written before, make old enough: as `attend` does first."""
@@ -265,6 +260,9 @@ class KVCache(BlockCache):
         """View a pool anew. Views made during inference could not be written outside it."""
         self._parts[group] = self._pools[group].parts
         layout = self.layout.groups[group]
+        if layout.role is Role.STATES:
+            [memory] = self._parts[group]
+            self.states = StateSlots(layout, memory)
         for position, layer in enumerate(layout.layers):
             view = self._pools[group].layer(position, self.layout.recipe)
             self._views[layout.role][layer.geometry.index] = view
@@ -273,7 +271,7 @@ class KVCache(BlockCache):
 def _kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
     return KernelSpec(
         formats=layer.formats,
-        q_heads=layout.geometry.q_heads,
+        q_heads=layout.geometry.q_heads_of(layer.geometry.index),
         kv_heads=layer.geometry.kv_heads,
         block_size=layout.block_size,
         is_staged=layout.recipe.is_staged,

@@ -139,7 +139,8 @@ class BatchRows:
         the reference kernel runs, blocks are dequantized into `scratch` for torch's own attention, if
         that knows the layer's kind.
         """
-        options = options.within(self.layout.geometry.layers[layer].window)
+        own = self.layout.geometry.layers[layer]
+        options = options.reaching(own.window, is_chunked=own.is_chunked)
         batch = self.blocks.batch_of(layer, self.batches)
         if isinstance(batch, StagedBatch):
             return self._unpacked(self.blocks.attend(layer, self._packed(q), batch, options)[0])

@@ -71,7 +71,7 @@ class DenseScratch:
         rows of unequal length, where the oldest blocks of some rows were given back.
         """
         count, lengths, formats = q.shape[2], batch.context_lens, self._cache.layer(layer).formats
-        window, longest, even = options.window, max(lengths), len(set(lengths)) == 1
+        window, longest, even = options.window or options.chunk, max(lengths), len(set(lengths)) == 1
         if window is not None and not even:
             return None
         start = options.oldest(longest - count)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvq.layout import GroupLayout, StateRegion
 
-Key = tuple[int, str, int]  # number of the layer in the model's code, name and index of the tensor
+Tensors = dict[tuple[str, int], Tensor]  # by name and index
 
 
 class StateSlots:
@@ -15,25 +15,20 @@ class StateSlots:
 
     def __init__(self, layout: GroupLayout, memory: Tensor) -> None:
         """`memory`: uint8 [num_blocks, block_bytes], a pool of the group of states."""
-        self._rows = {_key(region): _rows(region, memory) for region in layout.states}
+        self._layers: dict[int, Tensors] = {}  # by number in the model's code
+        for region in layout.states:
+            key = region.tensor.name, region.tensor.index
+            self._layers.setdefault(region.number, {})[key] = _rows(region, memory)
 
-    def of_layer(self, number: int) -> dict[tuple[str, int], Tensor]:
-        """A layer's tensors, each [num_blocks, *shape], by name and index."""
-        return {(name, i): rows for (layer, name, i), rows in self._rows.items() if layer == number}
-
-    def read(self, number: int, blocks: Tensor) -> dict[tuple[str, int], Tensor]:
+    def read(self, number: int, blocks: Tensor) -> Tensors:
         """Copies of a layer's tensors, [len(blocks), *shape] each; `blocks`: int64."""
-        return {key: rows[blocks] for key, rows in self.of_layer(number).items()}
+        return {key: rows[blocks] for key, rows in self._layers[number].items()}
 
-    def write(self, number: int, blocks: Tensor, values: dict[tuple[str, int], Tensor]) -> None:
+    def write(self, number: int, blocks: Tensor, values: Tensors) -> None:
         """Store a layer's tensors in as many blocks."""
-        for (name, index), value in values.items():
-            rows = self._rows[number, name, index]
-            rows[blocks] = value.to(rows.dtype)
-
-
-def _key(region: StateRegion) -> Key:
-    return region.number, region.tensor.name, region.tensor.index
+        layer = self._layers[number]
+        for key, value in values.items():
+            layer[key][blocks] = value.to(layer[key].dtype)
 
 
 @torch.inference_mode(False)

@@ -40,14 +40,14 @@ def command(
     from kvq.errors import ConfigError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
-    from kvq.models.checkpoint import read_json
     from kvq.models.resolve import resolve_model
     from kvq.models.support import check_supported
+    from kvq.models.text_part import read_config
 
     if json_path is not None:
         fileio.check_writable(json_path)
     source = resolve_model(model, revision=revision, token=token, weights=False)
-    config = read_json(source.folder / "config.json")
+    config = read_config(source.folder)
     geometry = check_supported(
         config, max_context=1, folder=source.folder
     )  # RoPE need not be pinned to count bytes

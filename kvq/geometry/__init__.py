@@ -1,7 +1,14 @@
 """Model geometry from configs. No torch."""
 
 from kvq.geometry.families import FAMILIES
-from kvq.geometry.geometry import Expansion, LayerGeometry, LayerGroup, ModelGeometry, StateGeometry, StateTensor
+from kvq.geometry.geometry import (
+    Expansion,
+    LayerGeometry,
+    LayerGroup,
+    ModelGeometry,
+    StateGeometry,
+    StateTensor,
+)
 from kvq.geometry.parse import field_name, parse_geometry
 
 __all__ = [

@@ -23,8 +23,11 @@ class LayerGeometry:
     k_head_dim: int  # elements
     v_head_dim: int  # elements
     window: int | None = None  # None: all earlier tokens
+    is_chunked: bool = False  # the window begins anew at every multiple of it
     number: int = -1  # of the layer in the model's code, by default its place
     readers: tuple[int, ...] = ()  # numbers of the layers that attend over its K and V, and store none
+    q_heads: int | None = None  # None: as many as the model says
+    has_sinks: bool | None = None  # None: as the model says
     is_latent: bool = False  # K: what positions turn, V: the latent vector; every query head sees both
     expansion: Expansion | None = None  # of a latent layer, where it is known
 
@@ -36,6 +39,8 @@ class LayerGeometry:
                 raise ConfigError(f"layer {self.index}: {name} must be positive, got {getattr(self, name)}")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"layer {self.index}: window must be positive, got {self.window}")
+        if self.is_chunked and self.window is None:
+            raise ConfigError(f"layer {self.index}: chunks need a length, its window")
 
     @property
     def kind(self) -> str:
@@ -68,7 +73,7 @@ class LayerGeometry:
 class StateTensor:
     """A tensor of a recurrent state, of one sequence."""
 
-    name: str  # `conv` or `recurrent`
+    name: str  # `conv`, `recurrent` or `linear`
     index: int  # among the layer's of that name
     shape: tuple[int, ...]
     dtype: str | None  # torch's name of it; None: what the model computes in
@@ -115,7 +120,7 @@ class ModelGeometry:
     vocab_size: int
     max_context: int  # tokens
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    has_sinks: bool = False  # a learned logit per query head joins the softmax and gives no value
+    has_sinks: bool = False  # of any layer: a learned logit per query head joins the softmax, without a value
     states: tuple[StateGeometry, ...] = ()  # of the layers that keep one, in order
     _places: dict[int, int] = field(init=False, repr=False, compare=False)
 
@@ -126,15 +131,25 @@ class ModelGeometry:
         read = {number: layer.index for layer in self.layers for number in layer.readers}
         object.__setattr__(self, "_places", own | read)
         for layer in self.layers:
-            if self.q_heads % layer.kv_heads:
+            if (q_heads := self.q_heads_of(layer.index)) % layer.kv_heads:
                 raise ConfigError(
-                    f"layer {layer.index}: {self.q_heads} query heads don't divide evenly "
+                    f"layer {layer.index}: {q_heads} query heads don't divide evenly "
                     f"among {layer.kv_heads} KV heads"
                 )
 
     def place(self, number: int) -> int | None:
         """Where in `layers` the K and V lie that a layer of the model's code attends over; None: nowhere."""
         return self._places.get(number)
+
+    def q_heads_of(self, place: int) -> int:
+        """Query heads of the layer at a place."""
+        own = self.layers[place].q_heads
+        return self.q_heads if own is None else own
+
+    def has_sinks_of(self, place: int) -> bool:
+        """Whether the layer at a place has sinks."""
+        own = self.layers[place].has_sinks
+        return self.has_sinks if own is None else own
 
     @property
     def last_layer(self) -> int:

@@ -10,6 +10,7 @@ from kvq.geometry.geometry import Expansion, LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
+CHUNK_KEY = "attention_chunk_size"  # what configs call the length of chunks
 _MAX_LAYERS = 10_000
 _MAX_WINDOW = (1 << 31) - 1  # tokens, in kernels
 MAX_CONTEXT = 1 << 30  # tokens; positions of kernels have 32 bits
@@ -36,7 +37,13 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     hidden = reader.count("hidden_size", family.hidden_size)
     stored = reader.latents() if family.latent else reader.heads(hidden, heads)
     layers = tuple(
-        replace(stored, index=i, number=i, window=window)
+        replace(
+            stored,
+            index=i,
+            number=i,
+            window=window,
+            is_chunked=window is not None and family.window_key == CHUNK_KEY,
+        )
         for i, window in enumerate(reader.windows(num_layers))
     )
     softcap = config.get("attn_logit_softcapping", family.softcap)

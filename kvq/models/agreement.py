@@ -34,8 +34,7 @@ def check_headers(
     entries = list(entries)
     found = {int(match[1]) for entry in entries if (match := _LAYER.search(entry.name))}
     name = field_name(geometry.model_type, "num_hidden_layers")
-    if name not in config and "num_layers" in config:  # of modules that attend more than once each
-        name = "num_layers"
+    name = name if name in config or "num_layers" not in config else "num_layers"
     said, extra = config.get(name), config.get("num_nextn_predict_layers") or 0  # which nothing runs
     if type(said) is not int:
         kinds = config.get("layers_block_type")

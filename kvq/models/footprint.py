@@ -12,6 +12,7 @@ from kvq.models.checkpoint import read_header, weight_files
 from kvq.models.device import DTYPE_NAMES
 from kvq.models.linear import has_own_products
 from kvq.models.prepared import PreparedModel
+from kvq.models.text_part import namer
 from kvq.sizing.held import HeldAs, held_as
 from kvq.sizing.memory import Split, Term, activation_term, weight_terms
 from kvq.sizing.parameters import count_parameters
@@ -77,9 +78,10 @@ def _narrowest(model: PreparedModel) -> str:
 def _samples(model: PreparedModel) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
     """The first numbers of fp32 matrices, as bits; of few, since one that is not widened is enough."""
     entries = {entry.name: entry for entry in model.entries if len(entry.shape) == 2}
+    named = namer(model.folder)
     for path in weight_files(model.folder):
         with path.open("rb") as file:
             for entry in read_header(path):
-                if entry.name in entries and entry.dtype == "F32":
+                if named(entry.name) in entries and entry.dtype == "F32":
                     file.seek(entry.begin)
                     yield np.frombuffer(file.read(4 * min(_SAMPLE, prod(entry.shape))), dtype=np.uint32)

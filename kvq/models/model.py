@@ -92,8 +92,9 @@ class Model(StaysHere):
         return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.prepared.block_size))
 
     def bits_held(self, tokens: int) -> float:
-        """Bits per element of all that a sequence of `tokens` tokens holds, also of what isn't sealed yet."""
-        return 8 * self.layout.sequence_bytes(tokens) / (tokens * self.geometry.elements_per_token)
+        """Bits per element of all K and V that a sequence of `tokens` tokens holds, sealed or not yet."""
+        held = sum(group.sequence_bytes(tokens) for group in self.layout.attended)
+        return 8 * held / (tokens * self.geometry.elements_per_token)
 
     def with_kv(self, kv: str | Path | KVRecipe) -> "Model":
         """The same weights with another KV recipe; nothing is loaded again.

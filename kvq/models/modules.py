@@ -14,9 +14,10 @@ from torch import nn
 from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.neighbours import watch_neighbours
-from kvq.models.checkpoint import read_json
 from kvq.models.config_values import with_floats
 from kvq.models.rope import BATCH_DEPENDENT_ROPE
+from kvq.models.text_models import know_text_model
+from kvq.models.text_part import is_whole, read_config, read_tensors
 from kvq.weights.files.fields import shown
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
@@ -41,9 +42,11 @@ def load_config(folder: Path) -> Any:
 
     try:
         with quiet_logs("transformers"):
+            if is_whole(folder):
+                return config_of(read_config(folder))
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes transformers raise
-        raise _blamed(folder, read_json(folder / "config.json"), config_of, error) from error
+        raise _blamed(folder, read_config(folder), config_of, error) from error
 
 
 def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
@@ -99,6 +102,7 @@ def default_config(given: Mapping[str, Any]) -> Any:
     """
     from transformers import AutoConfig
 
+    know_text_model(given["model_type"])
     return AutoConfig.for_model(given["model_type"])
 
 
@@ -142,6 +146,10 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
     """
     from transformers import AutoModelForCausalLM
 
+    if is_whole(folder):
+        config = load_config(folder)
+        chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
+        return load_module_from(folder, config, read_tensors(folder), chosen, attention=attention)
     return _load(
         folder,
         lambda settings: AutoModelForCausalLM.from_pretrained(
@@ -152,7 +160,12 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
 
 
 def load_module_from(
-    folder: Path, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+    folder: Path,
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    attention: str = PACKED_NAME,
 ) -> Any:
     """The same of a folder's configuration and generation settings, with tensors that hold no codes.
 
@@ -171,7 +184,7 @@ def load_module_from(
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         return model, info
 
-    return _load(folder, make, {"dtype": dtype, "attn_implementation": PACKED_NAME})
+    return _load(folder, make, {"dtype": dtype, "attn_implementation": attention})
 
 
 def _load(

@@ -4,7 +4,7 @@ Nothing is guessed from names of fields: what a layer hands to attention is what
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,19 +12,21 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
-from kvq.geometry.parse import MAX_CONTEXT
+from kvq.geometry.parse import CHUNK_KEY, MAX_CONTEXT
 from kvq.models.config_values import check_values
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
+from kvq.models.numberless import numberless
 from kvq.models.observed_latents import LatentDims, Product, latent_dims
 from kvq.models.observed_states import StateWatch
 from kvq.models.twin import build_twin
 
 _log = logging.getLogger("kvq")
 _NAME = "kvq_observed"
+_CHUNKED = "chunked_attention"  # a kind of layers
+_SELECTS = "Indexer"  # part of the names of modules that select keys
 _TOKENS = 7
 _TAKEN = {"scaling", "softcap", "s_aux", "sliding_window", "kvq_step"}  # by kvq's attention
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "dropout", "output_router_logits"}
@@ -50,15 +52,22 @@ class _Call:
     k_head_dim: int
     v_head_dim: int
     window: int | None
+    is_chunked: bool
     softcap: float | None
     has_sinks: bool
-    latent: LatentDims | None = None  # what K and V were multiplied out from, if they were
+    states: tuple[Tensor, Tensor]  # K and V
+    latent: LatentDims | None = None  # what those were multiplied out from, if they were
+
+    def shares_with(self, other: "_Call") -> bool:
+        """True if it attends over the very K and V of an earlier call."""
+        return all(a is b for a, b in zip(self.states, other.states, strict=True))
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
     """What attention was called with, in order, what Linear layers gave before, and what keeps states."""
 
+    about: Any  # the model's configuration
     states: StateWatch | None
     calls: list[_Call] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)  # since the last call
@@ -79,17 +88,6 @@ class _Watch:
             hook.remove()
 
 
-class _NothingFound(TorchFunctionMode):
-    """On the meta device nothing is known to be other than zero: code that looks for what is finds nothing."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.nonzero, Tensor.nonzero) and args[0].device.type == "meta":
-            return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
-        return func(*args, **(kwargs or {}))
-
-
 def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
     """The geometry of the model that a config.json's dict describes, by transformers' own code for it.
 
@@ -104,7 +102,12 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
             f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
             f"were checked, and transformers has no code for it to check (by its config.json)"
         ) from error
-    found = observe(build_on_meta(folder, unquantized(config)).to(torch.bfloat16))  # in which all experts run
+    model: Any = build_on_meta(folder, unquantized(config))
+    model = model.to(torch.bfloat16)  # so that states of a type of their own show
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # which takes all shapes
+    with numberless():
+        found = observe(model)
     if any(layer.is_latent for layer in found.layers) and not _has_latents(config):
         _log.warning(
             "%s seems to multiply K and V out from latents, but a small one of it holds other numbers; K and "
@@ -135,13 +138,20 @@ def observe(model: Any) -> ModelGeometry:
     about = model.config
     if not can_replace_attention(model):
         raise ModelError(_refusal(model, "its code computes attention by itself, which can't be replaced"))
+    if selector := _selector_in(model):
+        raise ModelError(
+            _refusal(
+                model, f"its layers select the keys they see by an indexer ({selector}): sparse attention"
+            )
+        )
     AttentionInterface.register(_NAME, _observed)
-    watch, device = _Watch(StateWatch.of(about)), next(model.parameters()).device
+    watch = _Watch(about.get_text_config(decoder=True), StateWatch.of(about))
+    device = next(model.parameters()).device
     before = about._attn_implementation
     positions = torch.arange(_TOKENS, device=device)[None]
     model.set_attn_implementation(_NAME)
     try:
-        with torch.inference_mode(), quiet_logs("transformers"), device, watch.modules(), _NothingFound():
+        with torch.inference_mode(), quiet_logs("transformers"), device, watch.modules():
             model(
                 input_ids=torch.zeros_like(positions),
                 position_ids=positions,
@@ -153,7 +163,8 @@ def observe(model: Any) -> ModelGeometry:
     except ModelError as error:
         raise ModelError(_refusal(model, str(error))) from error
     except Exception as error:  # whatever code raises that computes with numbers
-        why = f"its code can't be watched without numbers ({first_lines(error)})"
+        what = "watched without numbers" if "meta" in str(error) else "run with token ids and positions alone"
+        why = f"its code can't be {what} ({first_lines(error)})"
         raise ModelError(_refusal(model, why)) from error
     finally:
         model.set_attn_implementation(before)
@@ -164,6 +175,12 @@ def can_replace_attention(model: Any) -> bool:
     """True if a model's code looks up its attention function."""
     can: bool = type(model)._can_set_attn_implementation()
     return can
+
+
+def _selector_in(model: Any) -> str | None:
+    """What selects keys for a layer: over short contexts all of them, so that no small model shows it."""
+    names = (type(module).__name__ for module in model.modules())
+    return next((name for name in names if _SELECTS in name), None)
 
 
 def _refusal(model: Any, why: str) -> str:
@@ -177,34 +194,77 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
     if not found:
         raise ModelError(_refusal(model, "no layer of it attends, so it has no KV cache"))
     if len(set(found)) < len(found) or not (states or sorted(found) == list(range(layers))):
-        calls_of = f"for {found}" if len(found) <= _TOKENS else f"{len(found)} times"
+        calls_of = f"for {found}"
+        if len(found) > _TOKENS:
+            calls_of = f"{len(found)} times"
+            if (most := max(map(found.count, found))) > 1:
+                calls_of += f", up to {most} times a layer"
         raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
-    if len(shapes := {(call.q_heads, call.softcap, call.has_sinks) for call in calls}) > 1:
-        raise ModelError(
-            _refusal(model, f"its layers differ in query heads, caps or sinks: {sorted(shapes)}")
-        )
+    if len(caps := {call.softcap for call in calls}) > 1:
+        raise ModelError(_refusal(model, f"its layers cap scores at different numbers: {caps}"))
     context = getattr(about, "max_position_embeddings", None)
     if type(context) is not int or not 1 <= context <= MAX_CONTEXT:
         raise ModelError(_refusal(model, f"its longest context is {context!r}"))
+    most = max(call.q_heads for call in calls)
     try:
         return ModelGeometry(
             model_type=about.model_type,
-            layers=tuple(
-                _layer_of(place, call) for place, call in enumerate(sorted(calls, key=lambda call: call.layer))
-            ),
-            q_heads=calls[0].q_heads,
+            layers=_layers_of(model, calls, most),
+            q_heads=most,
             hidden_size=about.hidden_size,
             vocab_size=about.vocab_size,
             max_context=context,
             softcap=calls[0].softcap,
-            has_sinks=calls[0].has_sinks,
+            has_sinks=any(call.has_sinks for call in calls),
             states=states,
         )
     except ConfigError as error:
         raise ModelError(_refusal(model, str(error))) from error
 
 
-def _layer_of(place: int, call: _Call) -> LayerGeometry:
+def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry, ...]:
+    """The layers that store K and V, in order; `most`: query heads that a layer has unless it says so.
+
+    Raises:
+        ModelError: layers that share K and V, but see other tokens of them.
+    """
+    owners: dict[int, _Call] = {}  # by number of the layer
+    for call in calls:  # in the order in which they were made
+        first = next((owner for owner in owners.values() if call.shares_with(owner)), call)
+        owners[call.layer] = first
+        if (call.window, call.q_heads, call.has_sinks) != (first.window, first.q_heads, first.has_sinks):
+            raise ModelError(
+                _refusal(
+                    model,
+                    f"layer {call.layer} shares K and V with layer {first.layer}, but has another window, "
+                    f"other query heads or sinks",
+                )
+            )
+    stored = sorted({owner.layer for owner in owners.values()})
+    has_sinks = any(call.has_sinks for call in calls)
+    return tuple(
+        replace(
+            _stored(place, own),
+            readers=tuple(x for x in sorted(owners) if x != number and owners[x] is own),
+            q_heads=None if own.q_heads == most else own.q_heads,
+            has_sinks=None if own.has_sinks == has_sinks else own.has_sinks,
+        )
+        for place, number in enumerate(stored)
+        for own in (owners[number],)
+    )
+
+
+def _chunk_of(about: Any, layer: int) -> int | None:
+    """How long the chunks are that a layer's queries see, where its config names them: code that attends in
+    chunks says so in its masks only."""
+    kinds = getattr(about, "layer_types", None)
+    if not isinstance(kinds, list) or layer >= len(kinds) or kinds[layer] != _CHUNKED:
+        return None
+    found = getattr(about, CHUNK_KEY, None)
+    return found if type(found) is int else None
+
+
+def _stored(place: int, call: _Call) -> LayerGeometry:
     """The layer as it is stored: latents, where K and V were multiplied out from some."""
     heads = LayerGeometry(
         index=place,
@@ -213,6 +273,7 @@ def _layer_of(place: int, call: _Call) -> LayerGeometry:
         k_head_dim=call.k_head_dim,
         v_head_dim=call.v_head_dim,
         window=call.window,
+        is_chunked=call.is_chunked,
     )
     if call.latent is None:
         return heads
@@ -253,7 +314,7 @@ def _observed(
         raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq's doesn't take")
     if watch.states is not None:
         watch.states.attended()
-    window = passed.get("sliding_window")
+    window, chunk = passed.get("sliding_window"), _chunk_of(watch.about, layer)
     watch.calls.append(
         _Call(
             layer=layer,
@@ -261,9 +322,11 @@ def _observed(
             kv_heads=key.shape[1],
             k_head_dim=key.shape[3],
             v_head_dim=value.shape[3],
-            window=window or None,
+            window=chunk or window or None,
+            is_chunked=chunk is not None,
             softcap=passed.get("softcap"),
             has_sinks=passed.get("s_aux") is not None,
+            states=(key, value),
             latent=latent_dims(module, watch.products, query, key, value),
         )
     )

@@ -1,7 +1,7 @@
 """Whether K and V of heads were multiplied out from latent vectors, seen by where their tensors lie.
 
-V of latent attention is a part of what a Linear layer of the attention module gave, beside a part of K, head by
-head; the rest of K, the same for all heads, is what positions turn. That holds on the meta device, too.
+V of latent attention is a part of what a Linear layer of the attention module gave, beside a part of K, head
+by head; the rest of K, the same for all heads, is what positions turn. That holds on the meta device, too.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,16 @@ class LatentDims:
 def latent_dims(
     module: nn.Module, products: Sequence[Product], query: Tensor, key: Tensor, value: Tensor
 ) -> LatentDims | None:
-    """How K and V, [1, heads, tokens, dim], follow from latents; None if they don't, or take less as they are.
+    """How K and V, [1, heads, tokens, dim], follow from latents; None if they don't, or take less memory.
 
     On a device with numbers K has to hold them where it should.
     """
     own = set(module.children())
     made = next((x for x in products if x.linear in own and _storage(x.output) == _storage(value)), None)
-    if made is None or made.linear.bias is not None or query.shape[1] != key.shape[1]:
+    if made is None or query.shape[1] != key.shape[1]:
+        return None
+    bias: Tensor | None = made.linear.bias
+    if bias is not None:
         return None
     heads, tokens, v_dim = value.shape[1:]
     width, rest = divmod(made.linear.out_features, heads)
@@ -59,7 +62,8 @@ def latent_dims(
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 def _holds(key: Tensor, own: Tensor) -> bool:

@@ -23,6 +23,7 @@ class StateWatch:
         self._open: list[nn.Module] = []  # modules that are running, the innermost last
         self._keepers: dict[int, dict[nn.Module, None]] = {}  # by layer
         self._attending: set[nn.Module] = set()  # modules in which attention was called
+        self._linear: dict[int, Tensor] = {}  # what MiniMax's layers keep
 
     @classmethod
     def of(cls, config: Any) -> "StateWatch | None":
@@ -39,6 +40,8 @@ class StateWatch:
         watch = cls(cache)
         for name in ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"):
             setattr(cache, name, watch._noting(getattr(cache, name), is_update=name.startswith("update")))
+        cache.set_linear_cache = watch._noting(watch._linear.__setitem__, is_update=False)
+        cache.get_linear_cache = lambda layer: None
         cache.update = lambda key, value, *_, **__: (key, value)
         return watch
 
@@ -98,14 +101,17 @@ class StateWatch:
             raise ModelError(f"layer {layer} keeps a state in {name}, which takes no cache")
 
     def _tensors(self, layer: int) -> tuple[StateTensor, ...]:
-        tensors = []
-        for name, own in _NAMES.items():
-            kept: dict[int, Tensor | None] = getattr(self.cache.layers[layer], name)
-            for index, tensor in sorted(kept.items()):
-                if tensor is not None:
-                    computed = tensor.dtype is torch.bfloat16
-                    dtype = None if computed else str(tensor.dtype).removeprefix("torch.")
-                    tensors.append(
-                        StateTensor(name=own, index=index, shape=tuple(tensor.shape[1:]), dtype=dtype)
-                    )
-        return tuple(tensors)
+        kept = {
+            (own, index): tensor
+            for name, own in _NAMES.items()
+            for index, tensor in sorted(getattr(self.cache.layers[layer], name).items())
+            if tensor is not None
+        }
+        if layer in self._linear:
+            kept["linear", 0] = self._linear[layer]
+        return tuple(_described(*key, tensor) for key, tensor in kept.items())
+
+
+def _described(name: str, index: int, tensor: Tensor) -> StateTensor:
+    dtype = None if tensor.dtype is torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
+    return StateTensor(name=name, index=index, shape=tuple(tensor.shape[1:]), dtype=dtype)

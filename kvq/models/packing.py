@@ -40,10 +40,11 @@ def run_packed(
     else.
     """
     rows, device = weights.step_rows(len(positions)), weights.device
+    step.positions = padded(positions, rows, device)
     with nullcontext() if step.states is None else step.states.current():
         output = weights.model(
             input_ids=padded(tokens, rows, device)[None],
-            position_ids=padded(positions, rows, device)[None],
+            position_ids=step.positions[None],
             use_cache=False,
             logits_to_keep=padded(wanted, weights.logit_rows(len(wanted)), device),
             kvq_step=step,

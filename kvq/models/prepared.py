@@ -21,13 +21,14 @@ from kvq.geometry import ModelGeometry
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, plan_layout
 from kvq.models.agreement import check_headers
-from kvq.models.checkpoint import TensorEntry, content_digest, read_header, read_json, weight_files
+from kvq.models.checkpoint import TensorEntry, content_digest, weight_files
 from kvq.models.config_values import check_values
 from kvq.models.device import DTYPE_NAMES, pick_device, pick_dtype
 from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.rope import rope_types
 from kvq.models.support import check_supported
+from kvq.models.text_part import read_config, read_entries
 from kvq.models.tokenizer import check_vocabulary, load_tokenizer
 from kvq.weights.manifest import check_manifest
 
@@ -39,7 +40,7 @@ class PreparedModel:
     """A model that was found, and everything that its small files and headers say. Made by `prepare`."""
 
     source: ModelSource
-    config: Mapping[str, Any]  # config.json
+    config: Mapping[str, Any]  # config.json, or what it says of the text part
     geometry: ModelGeometry
     entries: tuple[TensorEntry, ...]  # of all weight files
     device: torch.device
@@ -218,7 +219,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
     source = resolve_model(model, revision=options["revision"], token=options["token"])
     check_manifest(source.folder)
-    config = read_json(source.folder / "config.json")
+    config = read_config(source.folder)
     geometry = check_supported(config, max_context=max_context, folder=source.folder)
     if cache != "kvq":  # others attend over K and V of heads
         geometry = geometry.expanded()
@@ -233,7 +234,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
     block_size, order = options["block_size"], options["order"]
     plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
-    entries = tuple(entry for path in weight_files(source.folder) for entry in read_header(path))
+    entries = read_entries(source.folder)
     check_headers(source.folder, config, geometry, entries)
     return PreparedModel(
         source=source,

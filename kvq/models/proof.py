@@ -77,6 +77,8 @@ def _error_of(weights: LoadedWeights) -> float:
         return max(cut, whole)
     if whole <= TOLERANCE and weights.geometry.states:
         return _error_in_steps(weights, ids, wanted)
+    if whole > TOLERANCE and not _counts_from_0(weights, ids[0], wanted[0]):
+        raise _Unproven("its code counts positions otherwise than 0, 1, 2")
     what = "how it is cut and packed changes it" if whole <= TOLERANCE else "its own attention differs"
     raise _Unproven(
         f"in a small one, over {len(ids[0])} tokens, {what} (relative error {max(cut, whole):.1e}, allowed "
@@ -129,6 +131,13 @@ def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
 def _shows_context(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
     """Whether what came before the last few tokens changes the last one's logits."""
     return relative_error(eager_logits(weights, ids[-3:])[-1], wanted[-1]) >= _SHOWS
+
+
+@torch.inference_mode()
+def _counts_from_0(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
+    """Whether the model's own code gives the same where it is told the positions."""
+    told = {"position_ids": torch.arange(len(ids), device=weights.device)[None]}
+    return relative_error(eager_logits(weights, ids, told=told), wanted) <= TOLERANCE
 
 
 def _in_steps(

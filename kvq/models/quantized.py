@@ -12,9 +12,9 @@ from kvq.errors import ConfigError, ModelError
 from kvq.extras import BITSANDBYTES, require
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
-from kvq.models.checkpoint import weight_files
 from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
+from kvq.models.text_part import read_tensors
 from kvq.weights import ROUTERS, install, round_weight
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
@@ -108,7 +108,7 @@ def load_quantized(
     if is_bitsandbytes(config):
         return load_module(folder, dtype)
     scheme = parse_config(config)
-    stored = StoredTensors(weight_files(folder))
+    stored = read_tensors(folder)
     weights = read_weights(scheme, stored)
     plain = plain_tensors(scheme, stored, weights)
     stand_ins = {name: _stand_in(weight, dtype) for name, weight in weights.items()}

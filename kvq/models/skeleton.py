@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from kvq.errors import ModelError, first_lines
 from kvq.geometry import parse_geometry
 from kvq.models.agreement import check_shapes
-from kvq.models.checkpoint import weight_files
 from kvq.models.modules import build_on_meta, load_config, load_module_from, unquantized
 from kvq.models.observed import can_replace_attention
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
-from kvq.models.stored import StoredTensors
 from kvq.models.support import is_listed
+from kvq.models.text_part import read_tensors
 from kvq.weights.files import parse_config, stored_shape
 from kvq.weights.files.fields import shown
 
@@ -99,7 +98,7 @@ def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:
             if f"{name}.absmax" not in entries  # four bits a number, packed without their shape
         }
     scheme = parse_config(config)
-    stored = StoredTensors(weight_files(prepared.folder))
+    stored = read_tensors(prepared.folder)
     coded = coded_layers(stored)
     whole = {f"{name}.weight": stored_shape(scheme, name, stored) for name in coded}
     shapes = {name: entry.shape for name, entry in entries.items()}

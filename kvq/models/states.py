@@ -17,22 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvq.blockmgr import StateMove
-from kvq.cache.states import StateSlots
+from kvq.cache.states import StateSlots, Tensors
 from kvq.geometry import ModelGeometry
 
 CACHE_NAMES = ("cache_params", "past_key_values")  # what modules call what holds their states
 _HIDDEN = "hidden_states"
 
 Rows = slice | Tensor  # of a step; int64 where they are no neighbours
-Values = dict[tuple[str, int], Tensor]  # a layer's tensors by name and index, [batch, *shape] each
 
 
 class LayerState:
     """One layer's state as transformers' modules see a cache. Source: `transformers.Cache`, 5.x."""
 
-    def __init__(self, values: Values | None = None) -> None:
+    def __init__(self, values: Tensors | None = None) -> None:
         """`values`: copies, which the module may change; None before the first token."""
-        self.values: Values = {} if values is None else values
+        self.values: Tensors = {} if values is None else values
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.values.get(("conv", state_idx))
@@ -68,6 +67,13 @@ class LayerState:
         self.values["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """As `MiniMaxCache` has it."""
+        return self.values.get(("linear", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.values["linear", 0] = linear_cache
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -85,7 +91,7 @@ class StepStates:
     slots: StateSlots
     moves: Sequence[StateMove]  # of the step's sequences, in the order of their tokens
     device: torch.device
-    _new: list[tuple[int, Tensor, Values]] = field(default_factory=list)  # layer, blocks, states
+    _new: list[tuple[int, Tensor, Tensors]] = field(default_factory=list)  # layer, blocks, states
 
     @classmethod
     def of(cls, slots: StateSlots, moves: Sequence[StateMove | None], device: torch.device) -> "StepStates":
@@ -140,12 +146,13 @@ class StepStates:
             put(rows, compute(hidden[0, rows][:, None], state, rows))
             self._new.append((number, targets, state.values))
         for source, pieces in self._others:
-            values = None if source is None else self.slots.read(number, source)
-            for piece in pieces:
-                state, span = LayerState(values), slice(piece.begin, piece.end)
+            state = LayerState(None if source is None else self.slots.read(number, source))
+            for i, piece in enumerate(pieces):
+                if i:  # what was computed is to be stored as it is
+                    state = LayerState({key: value.clone() for key, value in state.values.items()})
+                span = slice(piece.begin, piece.end)
                 put(span, compute(hidden[:, span], state, span))
                 self._new.append((number, self._numbers([piece.block]), state.values))
-                values = {key: value.clone() for key, value in state.values.items()}
         assert out is not None, "a step has tokens"
         return out[None]
 
@@ -189,27 +196,35 @@ def cut_states(model: nn.Module, geometry: ModelGeometry) -> None:
 class _Cut:
     """A module's forward pass over a step."""
 
-    def __init__(self, forward: Callable[..., Tensor], number: int) -> None:
+    def __init__(self, forward: Callable[..., Any], number: int) -> None:
         self._forward = forward
         self._number = number
-        self._signature = signature(forward)
-        self._cache = next(name for name in CACHE_NAMES if name in self._signature.parameters)
+        self.__signature__ = signature(forward)
+        self._cache = next(name for name in CACHE_NAMES if name in self.__signature__.parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         states = _running.states
         if states is None:
-            return self._forward(*args, **kwargs)
-        given = self._signature.bind(*args, **kwargs).arguments
+            alone: Tensor | tuple[Tensor | None, ...] = self._forward(*args, **kwargs)
+            return alone
+        given = self.__signature__.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         hidden = given.pop(_HIDDEN)
         given = {name: value for name, value in given.items() if name not in ("kvq_step", self._cache)}
         length = hidden.shape[1]
 
-        def compute(tokens: Tensor, state: LayerState, rows: Rows) -> Tensor:
-            cut = {name: _of_rows(value, rows, length) for name, value in given.items()}
-            return self._forward(tokens, **cut, **{self._cache: state})
+        more: tuple[None, ...] = ()  # what some return behind their result, and nobody needs
 
-        return states.run(self._number, hidden, compute)
+        def compute(tokens: Tensor, state: LayerState, rows: Rows) -> Tensor:
+            nonlocal more
+            cut = {name: _of_rows(value, rows, length) for name, value in given.items()}
+            found = self._forward(tokens, **cut, **{self._cache: state})
+            result: Tensor = found[0] if isinstance(found, tuple) else found
+            more = (None,) * (len(found) - 1) if isinstance(found, tuple) else ()
+            return result
+
+        out = states.run(self._number, hidden, compute)
+        return (out, *more) if more else out
 
 
 def _of_rows(value: Any, rows: Rows, length: int) -> Any:

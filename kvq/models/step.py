@@ -31,6 +31,7 @@ class PackedStep:
     window_limit: int | None = None  # shortens every layer's window, to see what context is worth
     observer: Observer | None = None
     states: StepStates | None = None  # of a model with layers that keep some
+    positions: Tensor | None = None  # int64 [rows], of a row's token in its sequence
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -110,9 +111,10 @@ class PackedStep:
         return out
 
     def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """[tokens, q_heads, v_head_dim]; the layer's own window comes on top of the options."""
+        """[tokens, q_heads, v_head_dim]; the layer's own window or chunks come on top of the options."""
         out, _ = attended(self.cache, layer, q, self.batches, self._within(layer, options))
         return out
 
     def _within(self, layer: int, options: AttentionOptions) -> AttentionOptions:
-        return options.within(self.geometry.layers[layer].window).within(self.window_limit)
+        own = self.geometry.layers[layer]
+        return options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)

@@ -1,6 +1,6 @@
 """The tensors of a model folder, read one by one from safetensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from kvq.errors import ModelError, first_lines
 class StoredTensors(Mapping[str, Tensor]):
     """Names to tensors of several files; a tensor is mapped from its file when it is asked for."""
 
-    def __init__(self, files: list[Path]) -> None:
-        """Open the files.
+    def __init__(self, files: list[Path], named: Callable[[str], str | None] = str) -> None:
+        """Open the files. `named`: what a tensor is called here, None for one that is left out.
 
         Raises:
             ModelError: one is damaged.
         """
-        self._files: dict[str, tuple[Path, Any]] = {}
+        self._files: dict[str, tuple[Path, Any, str]] = {}  # and its name there
         for path in files:
             try:
                 opened = safe_open(path, "pt").__enter__()
@@ -27,12 +27,14 @@ class StoredTensors(Mapping[str, Tensor]):
                 raise ModelError(
                     f"{path} is damaged: {first_lines(error)}; download or copy it again"
                 ) from error
-            self._files |= dict.fromkeys(opened.keys(), (path, opened))
+            for name in opened.keys():  # noqa: SIM118
+                if (own := named(name)) is not None:
+                    self._files[own] = path, opened, name
 
     def __getitem__(self, name: str) -> Tensor:
-        path, opened = self._files[name]
+        path, opened, there = self._files[name]
         try:
-            tensor: Tensor = opened.get_tensor(name)
+            tensor: Tensor = opened.get_tensor(there)
         except (SafetensorError, TypeError, AttributeError) as error:  # a type that torch doesn't have
             raise ModelError(f"{path}: tensor {name} can't be read: {first_lines(error)}") from error
         return tensor

@@ -8,17 +8,15 @@ from kvq.errors import ConfigError, ModelError
 from kvq.geometry import FAMILIES, ModelGeometry, parse_geometry
 from kvq.models.observed import observed_geometry
 from kvq.models.rope import BATCH_DEPENDENT_ROPE, rope_types
+from kvq.models.text_part import KINDS
 
 # Families that people will try and that would be wrong, not merely slow.
 _REFUSED = {
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
     "mpt": "its attention adds ALiBi biases and never calls the registered attention function",
     "falcon": "its attention may add ALiBi biases and is its own",
-    "llama4": "its chunked attention lives only in its mask, which kvq does not build",
-    "llama4_text": "its chunked attention lives only in its mask, which kvq does not build",
-    "gemma3": "it reads images too; kvq runs the text-only form (gemma3_text)",
-    "gemma3n": "its layers share K and V with each other",
-    "gemma3n_text": "its layers share K and V with each other",
+    "gemma4_assistant": "it drafts for another model, whose K and V it reads",
+    "gemma4_unified_assistant": "it drafts for another model, whose K and V it reads",
     "mamba": "it has no KV cache",
     "mamba2": "it has no KV cache",
 }
@@ -27,6 +25,11 @@ _REFUSED = {
 def is_listed(geometry: ModelGeometry) -> bool:
     """Whether a model's family is among those that were checked; others have to be proven."""
     return geometry.model_type in FAMILIES
+
+
+def _is_model(name: str, part: object) -> bool:
+    """Whether a field describes a model; DBRX's attention and experts are described alike."""
+    return isinstance(part, Mapping) and "model_type" in part and name not in ("attn_config", "ffn_config")
 
 
 def check_supported(config: Mapping[str, Any], *, max_context: int | None, folder: Path) -> ModelGeometry:
@@ -46,13 +49,17 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None, folde
         raise refuse("it has an encoder and cross-attention; kvq runs decoders")
     if model_type in _REFUSED:
         raise refuse(_REFUSED[model_type])
-    if parts := [name for name, part in config.items() if isinstance(part, Mapping) and "model_type" in part]:
-        raise refuse(f"it is made of several models ({', '.join(sorted(parts))}); kvq runs text decoders")
+    if parts := [name for name, part in config.items() if _is_model(name, part)]:
+        raise refuse(
+            f"it is made of several models ({', '.join(sorted(parts))}) and is none of the {len(KINDS)} "
+            f"kinds of such whose text kvq serves (docs/models.md)"
+        )
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         raise refuse("its attention adds ALiBi biases")
     if config.get("reorder_and_upcast_attn"):
         raise refuse("reorder_and_upcast_attn bypasses the registered attention function")
-    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+    both_ways = config.get("use_bidirectional_attention")  # "vision": of images only
+    if (both_ways and both_ways != "vision") or config.get("is_causal") is False:
         raise refuse("its attention is not causal")
     for rope in rope_types(config):
         if rope in BATCH_DEPENDENT_ROPE and max_context is None:

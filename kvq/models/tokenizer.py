@@ -21,11 +21,15 @@ def load_tokenizer(folder: Path) -> Any:
     if config.is_file() and read_json(config).get("auto_map"):
         raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             folder, config=_tokenizers_config(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever a damaged file makes the parsers raise
         raise ModelError(f"{folder} has no tokenizer that loads: {first_lines(error)}") from error
+    beside = folder / "chat_template.json"  # of models that read images too
+    if tokenizer.chat_template is None and beside.is_file():
+        tokenizer.chat_template = read_json(beside).get("chat_template")
+    return tokenizer
 
 
 def load_without_torch(folder: Path) -> Any:

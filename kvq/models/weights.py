@@ -16,11 +16,13 @@ from kvq.models.fused_norms import fuse_norms
 from kvq.models.latents import attach_expansions
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.modules import import_class, load_module, pin_rope
+from kvq.models.positions import tell_positions
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
 from kvq.models.skeleton import build_skeleton, check_runs
 from kvq.models.states import cut_states
+from kvq.models.text_part import is_whole
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
 
@@ -112,6 +114,7 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 def place(model: Any, prepared: PreparedModel) -> Any:
     """A model that was read, ready to run on its device."""
     pin_rope(model, prepared.max_context)
+    tell_positions(model)
     cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()
     attach_expansions(model, prepared.geometry, prepared.dtype)
@@ -148,6 +151,10 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     """
     if prepared.is_quantized:
         raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
+    if is_whole(prepared.folder):
+        raise ModelError(
+            f"{prepared.folder} reads images or sound too; weights of text models can be changed"
+        )
     geometry = prepared.geometry
     verify_manifest(prepared.folder)
     build_skeleton(prepared)

@@ -57,7 +57,7 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
                 if not (isinstance(part, dict) and part.get("type") in kinds):
                     _refuse(part, at)
         elif given is not None and not isinstance(given, str):
-            words = "this model reads text only; give a text or a list of {noun}s, got {got}"
+            words = "this server reads text only; give a text or a list of {noun}s, got {got}"
             raise PydanticCustomError("content", words, {"noun": noun, "got": json_kind(given)})
         return given
 
@@ -70,7 +70,7 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
                 got = "an object without a type" if kind is None else f"{json_kind(kind)} for the type"
         else:
             got = f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind!r:.50} {noun}"
-            words = "this model reads text only, got {got}; leave it out or describe it in words"
+            words = "this server reads text only, got {got}; leave it out or describe it in words"
             if hint := nearest(kind[:_MAX_KIND], list(kinds), cutoff=_ALIKE):
                 words = "{got} is not known{hint}"
             if kind in others:

@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
         sinks=st.integers(1, 3),
         quota=st.none() | st.integers(2, 6),
         bits=st.sampled_from([8, 2]),
-        every=st.none() | st.integers(1, 6),
+        every=st.sampled_from([None, None, None, 2, 5]),
     )
     def begin(
         self,
@@ -226,7 +226,7 @@ def run(examples: int, steps: int) -> Counter[str]:
 
 
 def test_no_sequence_of_operations_breaks_an_invariant() -> None:
-    seen = run(examples=500, steps=50)
+    seen = run(examples=600, steps=50)
     assert seen["steps"] >= 15_000
     assert {path for path in EXPECTED if seen[path] < 5} == set()
 

@@ -280,3 +280,29 @@ def test_a_pin_keeps_a_limited_groups_blocks() -> None:
     assert [usage.live for usage in blocks.usage()] == [5, 2]
     blocks.drop_cached()
     assert hit(blocks, range(11)) == 10
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_prefix_that_was_shared_outlasts_those_that_were_not_in_a_small_window_pool(states: bool) -> None:
+    group = {"state_group": 1, "snapshot_every": 4} if states else {}
+    blocks = manager(400, 12, size=2, windows=[None, 2 if states else 4], **group)
+    shared = list(range(100, 109))
+    for turn in range(3):  # computed, then found twice
+        cache(blocks, [*shared, turn])
+        assert hit(blocks, [*shared, 99]) >= 8
+    for other in range(40):
+        cache(blocks, [1000 * other + i for i in range(9)])
+    assert hit(blocks, [*shared, 99]) >= 8
+    assert hit(blocks, [1000 + i for i in range(9)]) == 0, "the pool was not small enough"
+
+
+def test_prefixes_that_were_shared_leave_room_for_new_ones() -> None:
+    blocks = manager(400, 12, size=2, windows=[None, 4])
+    for prompt in range(20):
+        for turn in range(3):
+            cache(blocks, [1000 * prompt + i for i in range(8)] + [7000 + turn])
+    fresh = [9000 + i for i in range(8)]
+    cache(blocks, [*fresh, 1])
+    assert hit(blocks, [*fresh, 2]) == 8
+    assert hit(blocks, [19000 + i for i in range(8)] + [3]) == 8
+    assert hit(blocks, [*range(8), 3]) == 0

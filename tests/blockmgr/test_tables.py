@@ -194,7 +194,7 @@ def test_truncating_is_refused_where_a_window_gave_back_what_would_be_seen() -> 
             blocks.truncate(sequence, length)
     with pytest.raises(
         ConfigError,
-        match="what is seen there, of a sliding window, .* or as a recurrent state, was given back",
+        match=r"what is seen there, of a sliding window, .* or as a recurrent state, was given back",
     ):
         blocks.truncate(sequence, 8)
     assert state(blocks) == before

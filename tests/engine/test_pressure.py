@@ -144,7 +144,7 @@ def check_random_life(model, count: int, seed: int, **options) -> None:
     assert (counters.swaps > 0) == ("swap_memory" in options)
     assert_balanced(llm)
     llm.core.scheduler.manager.drop_cached()
-    assert [pool.free for pool in llm.core.scheduler.manager.usage()] == [64]
+    assert all(pool.free == pool.total for pool in llm.core.scheduler.manager.usage())
 
 
 def is_over(collector):

@@ -42,8 +42,12 @@ def config_dict(model_type: str, **changes: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "llama4_text": (config_dict("llama4_text"), "llama4_text", "chunked attention lives only in its mask"),
-    "llama4": ({"model_type": "llama4"}, "llama4", "chunked attention"),
+    "indexer": (config_dict("glm_moe_dsa"), "glm_moe_dsa", r"an indexer \(GlmMoeDsaIndexer\)"),
+    "drafter": (
+        {"model_type": "gemma4_assistant"},
+        "gemma4_assistant",
+        "another model, whose K and V it reads",
+    ),
     "bloom": (config_dict("bloom"), "bloom", "ALiBi"),
     "mpt": (config_dict("mpt"), "mpt", "ALiBi"),
     "falcon": (config_dict("falcon", alibi=True), "falcon", "ALiBi"),
@@ -55,7 +59,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "gemma3_text",
         "not causal",
     ),
-    "gemma3 with images": ({"model_type": "gemma3"}, "gemma3", "images"),
+    "several models": (
+        config_dict("paligemma"),
+        "paligemma",
+        r"several models \(text_config, vision_config\)",
+    ),
     "not causal": ({"model_type": "qwen2", "is_causal": False}, "qwen2", "not causal"),
     "gpt2 upcast": ({"model_type": "gpt2", "reorder_and_upcast_attn": True}, "gpt2", "bypasses"),
     "mamba": (config_dict("mamba"), "mamba", "no KV cache"),

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from transformers.utils import is_torch_available
 
 from kvq.errors import ModelError
-from kvq.models.resolve import resolve_model
+from kvq.models.resolve import EMBEDDED, resolve_model
 from kvq.models.tokenizer import load_tokenizer, load_without_torch
 
 TEXT = "The 1,000 häuser  of <|user|>\nthe “city”\t and <|endoftext|>"
@@ -98,3 +98,15 @@ def test_a_broken_configuration_is_named(folder):
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": ')
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         load_tokenizer(folder)
+
+
+def test_a_template_that_lies_beside_the_tokenizer_is_its_own(tmp_path):
+    for path in EMBEDDED["tiny"].iterdir():
+        if path.name.startswith("tokenizer") or path.name == "config.json":
+            shutil.copy(path, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"

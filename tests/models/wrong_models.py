@@ -124,6 +124,28 @@ def with_state(function: Any, self: Any, q: Any, k: Any, v: Any, mask: Any, keyw
     return function(self, q, k, v + v.cumsum(2) / count, mask, **keywords)
 
 
+def looking_like_a_window(function: Any, self: Any, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Any:
+    """Chunks, of which the code says that they are a window."""
+    return function(self, q, k, v, mask, **keywords | {"sliding_window": REACH})
+
+
+_shared: dict[str, tuple[Tensor, Tensor]] = {}  # what the first layer's attention was called with
+
+
+def sharing(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The second layer attends over the first one's K and V, after a change of V."""
+
+    def attend(function: Any, self: Any, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Any:
+        if self.layer_idx == 0:
+            _shared["states"] = k, v
+        else:
+            k, v = _shared["states"]
+            v = change(v)
+        return function(self, q, k, v, mask, **keywords)
+
+    return attend
+
+
 # name -> (eager attention, how it is called, what the refusal says)
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "alibi": (eager_with(with_alibi), plainly, "its own attention differs"),
@@ -136,6 +158,8 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "across": (PLAIN, across, "layer 0 attends from 7 tokens to 5 new keys"),
     "both_ways": (PLAIN, without_direction, "layer 0 is not causal"),
     "twice": (PLAIN, twice, r"its 2 layers call attention for \[0, 0, 1, 1\], not once each"),
+    "chunks_as_windows": (eager_with(in_chunks), looking_like_a_window, "its own attention differs"),
+    "changing": (PLAIN, sharing(lambda v: v.mul_(1.5)), "its own attention differs"),
     "deaf": (PLAIN, without_keywords, "its code doesn't hand keywords on to attention"),
     "state": (PLAIN, with_state, "how it is cut and packed changes it"),
 }

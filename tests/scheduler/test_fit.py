@@ -6,7 +6,7 @@ import pytest
 
 from kvq.blockmgr import BlockManager
 from kvq.errors import ConfigError, RequestError
-from kvq.scheduler import most_blocks
+from kvq.scheduler import Reach, most_blocks
 from tests.scheduler.helpers import add, ask, drain, make
 
 # prompt, max_tokens, branches, block size, windows, tokens of a step, blocks of the largest pool
@@ -110,7 +110,7 @@ def test_a_request_that_shares_nothing_is_not_charged_for_what_it_could_share() 
 def test_a_limited_group_needs_no_blocks_beyond_its_limit(
     prompt: int, max_tokens: int, branches: int, limit: int
 ) -> None:
-    reaches = [(None, None), (None, limit)]
+    reaches = [Reach(None, None), Reach(None, limit)]
     _, need = most_blocks(prompt, max_tokens, reaches, 4, 64, num_branches=branches)
     blocks = BlockManager(num_blocks=[64, need], block_size=4, limits=[None, limit])
     first = blocks.new_sequence()

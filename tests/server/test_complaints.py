@@ -10,7 +10,7 @@ from tests.server.asgi import Client, service, tinys_prompts
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
 TEXT = {"type": "text", "text": "a"}
-ONLY_TEXT = "this model reads text only"
+ONLY_TEXT = "this server reads text only"
 LEAVE = "leave it out or describe it in words"
 NO_PART = "a part is an object whose type is 'text', got"
 BLOCKS = "'text' or 'tool_use' or 'tool_result'"

@@ -14,7 +14,7 @@ from kvq.errors import OutOfMemory
 from kvq.geometry import ModelGeometry, parse_geometry
 from kvq.layout import KVLayout, Role
 from kvq.models.resolve import EMBEDDED
-from kvq.scheduler import most_blocks
+from kvq.scheduler import Reach, most_blocks
 from kvq.sizes import binary
 from kvq.sizing.memory import kv_layout
 from kvq.sizing.needs import bytes_of, sequence_blocks, sequences_blocks, step_blocks, wanted_blocks
@@ -141,7 +141,7 @@ def blocks_of(name: str, kv: str) -> KVLayout:
 
 def alone(layout: KVLayout, tokens: int, step: int) -> tuple[int, int]:
     """Bytes of what a sequence holds at most, by the rule that refuses it: in sealed groups, in others."""
-    reaches = [(group.group.window, group.limit) for group in layout.groups]
+    reaches = [Reach(group.group.window, group.limit) for group in layout.groups]
     sealed = staging = 0
     for count, group in zip(most_blocks(tokens, 1, reaches, SIZE, step), layout.groups, strict=True):
         sealed += count * group.block_bytes * (group.role is Role.SEALED)

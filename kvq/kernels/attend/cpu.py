@@ -77,6 +77,7 @@ def run_attention(
         scale=options.scale,
         softcap=options.softcap or 0.0,
         window=min(options.window or 0, _MOST),
+        chunk=min(options.chunk or 0, _MOST),
         q_heads=q_heads,
         sinks=None if sinks is None else sinks.data_ptr(),
         threads=torch.get_num_threads(),

@@ -63,11 +63,12 @@ class AttentionOptions:
     """What attention is asked to do besides reading blocks.
 
     `scale` multiplies the scores, then `softcap` bounds them as softcap * tanh(s / softcap). `window`:
-    keys that a query sees, its own position included. `sinks`: [q_heads], logits that join the softmax
+    keys that a query sees, its own position included. `chunk`: tokens; a query sees only keys of its own
+    chunk, which begin at multiples of it. `sinks`: [q_heads], logits that join the softmax
     without a value. `part`: which of the keys, where others are held elsewhere.
 
     Raises:
-        ConfigError: a window of no token, or a scale or softcap that is not above 0.
+        ConfigError: a window or chunk of no token, or a scale or softcap that is not above 0.
     """
 
     scale: float
@@ -75,12 +76,15 @@ class AttentionOptions:
     softcap: float | None = None
     sinks: Tensor | None = None
     part: Part | None = None
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
             raise ConfigError(f"scale must be more than 0, got {self.scale}")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window must be 1 token at least, or None for no window, got {self.window}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ConfigError(f"chunk must be 1 token at least, or None for no chunks, got {self.chunk}")
         if self.softcap is not None and self.softcap <= 0:
             raise ConfigError(f"softcap must be more than 0, or None for none, got {self.softcap}")
 
@@ -89,6 +93,10 @@ class AttentionOptions:
         if window is None or (self.window is not None and self.window <= window):
             return self
         return replace(self, window=window)
+
+    def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
+        """The same of a layer whose queries see so many tokens: the latest, or those of their chunk."""
+        return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":
         """The same over a part of the keys."""
@@ -101,6 +109,8 @@ class AttentionOptions:
     def oldest(self, position: int) -> int:
         """The first position that a query at `position` sees."""
         first = 0 if self.window is None else max(0, position - self.window + 1)
+        if self.chunk is not None:
+            first = max(first, position // self.chunk * self.chunk)
         return first if self.part is None else max(first, self.part.oldest(position))
 
     def end(self, position: int) -> int:
@@ -112,6 +122,8 @@ class AttentionOptions:
         hidden = key > query
         if self.window is not None:
             hidden = hidden | (key <= query - self.window)
+        if self.chunk is not None:
+            hidden = hidden | (key < query // self.chunk * self.chunk)
         return hidden if self.part is None else hidden | self.part.hides(query, key)
 
     def capped(self, scores: Tensor) -> Tensor:

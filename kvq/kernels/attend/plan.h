@@ -41,6 +41,7 @@ struct Seen {
 inline Seen seen_from(const KvqAttention& options, int position, int keys) {
     int low = options.window ? position + 1 - options.window : 0, high = position + 1;
     if (low < 0) low = 0;
+    if (options.chunk && position / options.chunk * options.chunk > low) low = position / options.chunk * options.chunk;
     if (options.part != KVQ_ALL) {
         int edge = high > options.recent ? (high - options.recent) / options.edge_size * options.edge_size : 0;
         int first = options.part == KVQ_OLD ? options.first : edge;

@@ -73,6 +73,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
         kv_heads=kv_heads,
         v_pad=own[0]["V_PAD"],
         window=options.window,
+        chunk=options.chunk,
         part=options.part,
         may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
         most_decode=MOST_DECODE_ROWS,
@@ -156,7 +157,7 @@ def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
 def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
     """Whether keys are left out before others of their tile."""
     part = options.part
-    return options.window is not None or (
+    return (options.window, options.chunk) != (None, None) or (
         part is not None and (part.age is Age.YOUNG or part.first % shape.keys != 0)
     )
 

@@ -270,7 +270,8 @@ def attend_kernel(
     V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr,
-    WINDOW: tl.constexpr, LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOWER: tl.constexpr, AGE: tl.constexpr,
+    AGE_BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
@@ -298,7 +299,7 @@ def attend_kernel(
     end = tl.load(item + 6)
     if LOWER:
         of_first = context - tl.load(item + 3) + tl.load(item + 1) // SHARE
-        oldest = lowest_key(of_first, window, recent, part_first, WINDOW, AGE, AGE_BLOCK)
+        oldest = lowest_key(of_first, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK)
 
     col = tl.arange(0, K_PAD)
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
@@ -341,7 +342,7 @@ def attend_kernel(
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
     last = tl.minimum(highest_key(position, recent, part_last, AGE, AGE_BLOCK), end - 1)
-    before = lowest_key(position, window, recent, part_first, WINDOW, AGE, AGE_BLOCK) - 1
+    before = lowest_key(position, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK) - 1
 
     k_codes += kv_head.to(tl.int64) * kc_head
     k_scales += kv_head.to(tl.int64) * ks_head

@@ -23,12 +23,15 @@ def edge(position, recent, AGE_BLOCK: tl.constexpr):
 
 @triton.jit
 def lowest_key(
-    position, window, recent, part_first, WINDOW: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr
-):
+    position, window, recent, part_first, WINDOW: tl.constexpr, CHUNK: tl.constexpr, AGE: tl.constexpr,
+    AGE_BLOCK: tl.constexpr,
+):  # fmt: skip
     """The first key that a query at a position sees."""
     lowest = position * 0
     if WINDOW:
         lowest = tl.maximum(position - window + 1, 0)
+    if CHUNK > 0:
+        lowest = tl.maximum(lowest, position // CHUNK * CHUNK)
     if AGE == OLD:
         lowest = tl.maximum(lowest, part_first)
     elif AGE == YOUNG:
@@ -48,8 +51,8 @@ def highest_key(position, recent, part_last, AGE: tl.constexpr, AGE_BLOCK: tl.co
 @triton.jit
 def _tiles(
     slot, lens_ptr, lens_row, sequences, search_bits, fewest, most, window, skip_last, part,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, AGE: tl.constexpr,
-    AGE_BLOCK: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tiles in some slots: sequence, row, first token, new tokens, context, first tile of keys, end,
     tiles of keys; the last is -1 where a slot holds none.
@@ -70,7 +73,7 @@ def _tiles(
     highest = highest_key(context - new + last // SHARE, recent, part_last, AGE, AGE_BLOCK)
     end = tl.minimum(highest + 1, context - skip_last)
     lowest = lowest_key(
-        context - new + row // SHARE, window, recent, part_first, WINDOW, AGE, AGE_BLOCK
+        context - new + row // SHARE, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK
     )  # fmt: skip
     begin = lowest // KEYS
     is_tile = (row < rows) & (rows >= fewest) & (rows <= most)
@@ -135,8 +138,8 @@ _COUNTS = [
 def list_kernel(
     lens_ptr, items_ptr, merged_ptr, lens_row, sequences, search_bits, slots, num_items, num_merged,
     fewest, most, window, skip_last, pieces, least, recent, part_first, part_last,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, AGE: tl.constexpr,
-    AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys of all tiles into `pieces`, or fewer of `least` tiles of keys, and one for every tile that
     is smaller. One program: the lists are short, and every place in them depends on what comes before.
@@ -146,7 +149,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         _, _, _, _, _, _, _, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, part, SHARE, ROWS, KEYS, WINDOW, AGE, AGE_BLOCK,
+            skip_last, part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
         )  # fmt: skip
         total += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
     total = tl.maximum(total, 1)
@@ -157,7 +160,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         _, _, _, _, _, _, _, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, part, SHARE, ROWS, KEYS, WINDOW, AGE, AGE_BLOCK,
+            skip_last, part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
         )  # fmt: skip
         _, _, found = _pieces(keys, work, total, wanted)
         counts += tl.sum(found, axis=0)
@@ -169,7 +172,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         sequence, row, first, new, context, begin, end, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, part, SHARE, ROWS, KEYS, WINDOW, AGE, AGE_BLOCK,
+            skip_last, part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
         )  # fmt: skip
         parts, own, found = _pieces(keys, work, total, wanted)
         before = starts[None, :] + tl.cumsum(found, axis=0) - found

@@ -38,6 +38,7 @@ class Cutting(NamedTuple):
     kv_heads: int
     v_pad: int
     window: int | None
+    chunk: int | None
     part: Part | None
     may_gather: bool
     most_decode: int  # query rows of a sequence and KV head that tiles of decode take
@@ -77,7 +78,7 @@ class Plan:
         decode, extend = (Bound(kernel, tensors, _NUMBERS, **own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
         return cls(
-            name=(*cutting[:7], *astuple(shapes[0]), *astuple(shapes[1])),
+            name=(*cutting[:8], *astuple(shapes[0]), *astuple(shapes[1])),
             cutting=cutting,
             v_dim=fixed[0]["V_DIM"],
             attend=(decode, extend),
@@ -96,6 +97,7 @@ def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> 
         "softcap": options.softcap or 1.0,
         "window": options.window or 0,
         "WINDOW": options.window is not None,
+        "CHUNK": options.chunk or 0,
         "SOFTCAP": options.softcap is not None,
         **part_numbers(options.part),
     }
@@ -108,7 +110,7 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
     """What `planned` makes of them, once for a layer's blocks and kept with them."""
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
-        *(options.scale, options.window, options.softcap, options.sinks is None, options.part),
+        *(options.scale, options.window, options.softcap, options.sinks is None, options.part, options.chunk),
     )
     found: Plan | None = kv.kept.get(name)
     if found is None:
@@ -163,7 +165,8 @@ def _shared_out(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> _Step
     gathered: list[Gathered] = []
     if cutting.may_gather:
         q_heads = cutting.share * cutting.kv_heads
-        gathered = list(chosen(batch, q_heads, cutting.share, cutting.window, skip_last))
+        sees = min((x for x in (cutting.window, cutting.chunk) if x is not None), default=None)
+        gathered = list(chosen(batch, q_heads, cutting.share, sees, skip_last))
     rest = batch.without(own.sequence for own in gathered)
     return _Step(list(_works(rest, cutting, skip_last)), gathered)
 
@@ -178,6 +181,7 @@ def _works(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> Iterator[_
             fewest=fewest,
             most=most,
             window=cutting.window,
+            chunk=cutting.chunk,
             part=cutting.part,
             skip_last=skip_last,
             pieces=pieces(shape, cutting.kv_heads, batch.tables.device),

@@ -36,6 +36,7 @@ class Cut(NamedTuple):
     pieces: int  # that the keys of one KV head are cut into, if there are keys enough
     least: int  # keys of a piece on average, a multiple of a tile's
     part: Part | None = None  # of the keys
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +81,7 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
         ROWS=cut.rows,
         KEYS=cut.keys,
         WINDOW=cut.window is not None,
+        CHUNK=cut.chunk or 0,
         AGE=part["AGE"],
         AGE_BLOCK=part["AGE_BLOCK"],
         BLOCK=_FEW if slots <= _FEW else _BLOCK,
@@ -101,6 +103,8 @@ def _longest(batch: SequenceBatch, cut: Cut) -> int:
     longest, part = max(batch.context_lens), cut.part
     if cut.window is not None:
         longest = min(longest, cut.window + cut.rows + cut.keys)
+    if cut.chunk is not None:
+        longest = min(longest, cut.chunk + cut.rows + cut.keys)
     if part is None:
         return longest
     if part.age is Age.YOUNG:

@@ -39,9 +39,7 @@ def attend_latent(
     if (heads := kv.k.codes.shape[1]) != 1:
         raise ConfigError(f"latents are of one KV head for all query heads, got {heads}")
     dim = kv.formats.v_head_dim + kv.formats.k_head_dim
-    return run_attention(
-        "attend_latent", q, kv, batch, options, q_dim=dim, skip_last=skip_last, exact=exact
-    )
+    return run_attention("attend_latent", q, kv, batch, options, q_dim=dim, skip_last=skip_last, exact=exact)
 
 
 @lru_cache(maxsize=1)

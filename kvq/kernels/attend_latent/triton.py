@@ -33,6 +33,7 @@ def attend_latent(
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend_latent(q.float(), kv, batch, options, skip_last=skip_last)
         return out.to(q.dtype), lse
+    assert options.chunk is None, "no model of latent attention has chunks"
     plan = plan_of(_planned, q, kv, options)
     fmt = kv.formats
     if not (fmt.k.rotated or fmt.v.rotated):
@@ -66,6 +67,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         kv_heads=1,
         v_pad=v["V_PAD"],
         window=options.window,
+        chunk=None,
         part=options.part,
         may_gather=False,
         most_decode=DECODE_ROWS,

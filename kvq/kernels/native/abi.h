@@ -83,6 +83,7 @@ struct KvqAttention {
     float scale;
     float softcap;       // 0: none
     int32_t window;      // tokens, the query's own included; 0: none
+    int32_t chunk;       // tokens; keys of others than the query's own are hidden; 0: none
     int32_t q_heads;
     const float* sinks;  // [q_heads], or null
     int32_t threads;

@@ -65,6 +65,7 @@ def dense(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     part: Part | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last rows of one sequence, one query and head at a time, in fp64.
 
@@ -78,6 +79,8 @@ def dense(
     for i in range(new):
         position = context - new + i
         oldest, end = 0 if window is None else max(0, position + 1 - window), position + 1
+        if chunk is not None:
+            oldest = max(oldest, position - position % chunk)
         if part is not None and part.age is Age.YOUNG:
             oldest = max(oldest, edge(part, position))
         elif part is not None:
@@ -214,6 +217,20 @@ def test_rows_of_floats_that_may_be_read_where_they_lie(dims: tuple[int, int]) -
 @pytest.mark.parametrize("kv", ["fp32", "int4"])
 def test_a_window_counts_the_querys_own_position(window: int, kv: str) -> None:
     Case(kv).check(window=window)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 16, 31, 33, 100])
+@pytest.mark.parametrize("kv", ["fp32", "int4"])
+def test_a_query_sees_its_own_chunk_only(chunk: int, kv: str) -> None:
+    Case(kv).check(chunk=chunk)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4_mean"])
+def test_a_chunk_lies_within_a_window_softcap_and_sinks(kv: str) -> None:
+    sinks = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
+    Case(kv).check(chunk=12, window=7, softcap=20.0, sinks=sinks)
+    Case(kv).check(chunk=7, part=YOUNG)
+    Case(kv).check(chunk=22, part=OLD)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])

@@ -70,7 +70,9 @@ def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e
     torch.testing.assert_close(lse, want_lse, rtol=max(allowed, 1e-5), atol=max(allowed, 1e-5))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": 9, "sinks": SINKS, "skip_last": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 70}, {"window": 9, "sinks": SINKS, "skip_last": 3}, {"chunk": 72}]
+)
 @pytest.mark.parametrize("kv", ["int4", "bf16", "k8v4"])
 def test_keys_split_over_programs_merge_to_the_same(
     kv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -82,7 +84,7 @@ def test_keys_split_over_programs_merge_to_the_same(
     compare(q, cache, tables.batch([2, 1, 2, 1], [130, 1, 33, 96]), **options)
 
 
-@pytest.mark.parametrize("options", [{"sinks": SINKS}, {"window": 60, "softcap": 3.0}])
+@pytest.mark.parametrize("options", [{"sinks": SINKS}, {"window": 60, "softcap": 3.0}, {"chunk": 13}])
 def test_a_batch_of_decodes_drafts_and_chunks(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,7 +206,7 @@ def test_a_marked_prefix_is_written_once_and_then_read_through_any_pressure(clie
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             anthropic.BadRequestError,
-            "messages.0.content.0: this model reads text only, got an 'image' block",
+            "messages.0.content.0: this server reads text only, got an 'image' block",
         ),
         ({"messages": [{"role": "system", "content": "x"}]}, anthropic.BadRequestError, "messages.0.role"),
         (

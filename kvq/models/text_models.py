@@ -1,0 +1,71 @@
+"""Language models of which transformers has the layers only, inside of whole models that read images: with a
+head they are causal language models like others.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+# The whole models' own heads are this and nothing else.
+_BARE = (
+    *("glm4v_text", "glm4v_moe_text", "glm_ocr_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+)
+
+
+def know_text_model(model_type: str) -> None:
+    """Make transformers know the causal language model of a text part that it has no class for."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    if model_type not in _BARE:
+        return
+    config = type(AutoConfig.for_model(model_type))
+    if config not in AutoModelForCausalLM._model_mapping:
+        made = _with_head(config, AutoModel._model_mapping[config])
+        AutoModelForCausalLM.register(config, made, exist_ok=True)  # else left out, being no code of others
+        _convert_alike(made.__name__, model_type)
+
+
+def _convert_alike(name: str, model_type: str) -> None:
+    """Have a class's tensors joined as the whole model's are: experts lie one by one in checkpoints."""
+    from transformers.conversion_mapping import (
+        WeightConverter,
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    if get_checkpoint_conversion_mapping(model_type) is None:
+        found = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
+        joined = [one for one in found if isinstance(one, WeightConverter)]
+        register_checkpoint_conversion_mapping(name, joined, overwrite=True)
+
+
+def _with_head(config_class: Any, body: Any) -> Any:
+    """A class of the layers of class `body` and a head."""
+    from transformers import GenerationMixin
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    parent = body.__bases__[0]  # the family's, with its rules of loading
+
+    def make(self: Any, config: Any) -> None:
+        parent.__init__(self, config)
+        self.model = body(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self: Any, logits_to_keep: int | Tensor = 0, **given: Any) -> Any:
+        output = self.model(**given)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+
+    members = {
+        "__module__": body.__module__,
+        "__init__": make,
+        "forward": forward,
+        "config_class": config_class,
+        "config": None,
+        "base_model_prefix": "model",
+        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+    }
+    return type(body.__name__.removesuffix("Model") + "ForCausalLM", (parent, GenerationMixin), members)

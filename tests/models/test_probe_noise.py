@@ -1,0 +1,39 @@
+"""Where rounding alone changes a model's logits by more than the probe allows, it says so and loads."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kvq.errors import ModelError
+from kvq.models import load, probe
+from kvq.models.modules import build_random
+from tests.models.test_unlisted import save_twin
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """Limits that no rounding keeps."""
+    monkeypatch.setattr(probe, "_TOLERANCE", dict.fromkeys(probe._TOLERANCE, 1e-9))
+
+
+def test_a_proven_model_may_differ_as_much_as_torchs_attention_does(strict, tmp_path, caplog):
+    folder = save_twin(tmp_path, "olmoe")
+    with caplog.at_level(logging.WARNING, logger="kvq"):
+        load(folder, dtype="bf16", device="cpu")
+    assert "roundings grow in it, torch's attention differs from its own by" in caplog.text
+
+
+def test_a_listed_one_may_not(strict, tmp_path):
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    build_random(config.to_dict(), torch.bfloat16, torch.device("cpu")).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="its own attention differs"):
+        load(tmp_path, dtype="bf16", device="cpu")
