@@ -119,7 +119,15 @@ def main() -> None:
     model = make_model(len(tokenizer))
     count = sum(p.numel() for p in model.parameters())
     print(f"{count:,} parameters, {len(ids):,} tokens of text, {torch.get_num_threads()} threads", flush=True)
-    options = {"seq": SHOWN, "batch": 4, "repeats": 1, "lr": 4e-3, "lr_muon": 4e-3, "seed": args.seed, "bf16": args.bf16}
+    options = {
+        "seq": SHOWN,
+        "batch": 4,
+        "repeats": 1,
+        "lr": 4e-3,
+        "lr_muon": 4e-3,
+        "seed": args.seed,
+        "bf16": args.bf16,
+    }
     train(model, ids, minutes=args.minutes, **options)
     model.eval().to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -1,7 +1,7 @@
 """Latents against K and V of heads: the same layer's attention, stored once for all heads or for each.
 
-Both get what the model's code has: queries of heads and the new tokens' latents. With latents the projection is
-absorbed into queries and results; with heads the new tokens are multiplied out.
+Both get what the model's code has: queries of heads and the new tokens' latents. With latents the projection
+is absorbed into queries and results; with heads the new tokens are multiplied out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,10 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
     geometry = layout.geometry
     layers = tuple(replace(layer, is_latent=True, expansion=expansion.dims) for layer in geometry.layers)
     latent = plan_layout(
-        replace(geometry, layers=layers), layout.recipe, block_size=layout.block_size, order=layout.groups[0].order
+        replace(geometry, layers=layers),
+        layout.recipe,
+        block_size=layout.block_size,
+        order=layout.groups[0].order,
     )
     cache, batch = _filled(workload, latent, expansion, of_heads=False)
     q, options = _queries(workload, expansion), _options(workload, expansion)
@@ -63,7 +66,9 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
         return expansion.values(out)
 
     k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
-    return _contender("kvq, latents", workload, kv, cache, attend, exact_attention(_last(workload, q), k, v, options.scale))
+    return _contender(
+        "kvq, latents", workload, kv, cache, attend, exact_attention(_last(workload, q), k, v, options.scale)
+    )
 
 
 def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
@@ -106,7 +111,7 @@ def _contender(
 def _filled(
     workload: Workload, layout: KVLayout, expansion: LatentExpansion, *, of_heads: bool
 ) -> tuple[KVCache, SequenceBatch]:
-    """Blocks of the same random latents and rotary keys, or of the heads that they give; the step over them."""
+    """Blocks of the same random latents and rotary keys, or of the heads that they give, and the step."""
     layout.recipe.check_unstaged("a benchmark of latent attention")
     tables = shuffled_tables(workload)
     cache = KVCache(

@@ -1,8 +1,8 @@
 """Attention over latents, for each sequence in the form that is less work.
 
 Absorbed, every pair of a query row and a key takes products of the latent's width, twice. Expanded, stored
-latents are multiplied out to keys and values of all heads first, a chunk at a time, which is worth it where many
-new tokens share them. Chunks' results are merged by their log-sum-exp.
+latents are multiplied out to keys and values of all heads first, a chunk at a time, which is worth it where
+many new tokens share them. Chunks' results are merged by their log-sum-exp.
 
 Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.
 """
@@ -36,7 +36,7 @@ def attend_latents(
     """Attention of the queries of heads, [tokens, q_heads, k_dim + rotary], over a layer that stores latents,
     written before. Returns [tokens, q_heads, v_dim], in q's dtype.
     """
-    expanded = _expanded(cache, layer, batches, options, expansion) if isinstance(cache, KVCache) else []
+    expanded = _expanded(cache, layer, batches, options) if isinstance(cache, KVCache) else []
     if not expanded:
         out, _ = attended(cache, layer, expansion.absorbed(q), batches, options)
         return expansion.values(out)
@@ -52,7 +52,7 @@ def attend_latents(
     return out
 
 
-def pays(new: int, context: int, q_heads: int, layer: LayerGeometry, rate: float) -> bool:
+def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:
     """Whether expanding is less work for `new` tokens at the end of a context. `rate`: how many products of
     the absorbed kernel take the time of one of the expanded form.
     """
@@ -70,7 +70,6 @@ def _expanded(
     layer: int,
     batches: Sequence[SequenceBatch],
     options: AttentionOptions,
-    expansion: LatentExpansion,
 ) -> list[int]:
     """The sequences to expand latents for. None where tokens are held in several forms, and on GPUs, whose
     kernel multiplies latents as fast as anything.
@@ -82,7 +81,7 @@ def _expanded(
     return [
         i
         for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True))
-        if pays(new, context - options.oldest(context - new), expansion.q_heads, geometry, rate)
+        if pays(new, context - options.oldest(context - new), geometry, rate)
     ]
 
 
@@ -94,7 +93,7 @@ def _over_heads(
     options: AttentionOptions,
     expansion: LatentExpansion,
 ) -> Tensor:
-    """Of one sequence, [new, q_heads, v_dim], in fp32: over chunks of keys that the scratch memory has room for."""
+    """Of one sequence, fp32 [new, q_heads, v_dim]: over chunks of as many keys as there is room for."""
     [new], [context] = batch.query_lens, batch.context_lens
     start, dims = context - new, expansion.dims
     rotary = q.shape[2] - dims.k_dim

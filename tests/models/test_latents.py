@@ -84,7 +84,9 @@ def test_bytes_a_token_are_those_of_the_formula_and_allocated(folder: Any) -> No
     assert load(folder, "fp32", dtype="fp32", cache="dense").kv_bytes_per_token == expanded_bytes
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8", "int4_g8", "int4_g8_rot", "int8+sinks=16+recent=16", "int4_g8_mean+recent=16"])
+@pytest.mark.parametrize(
+    "kv", ["int8", "fp8", "int4_g8", "int4_g8_rot", "int8+sinks=16+recent=16", "int4_g8_mean+recent=16"]
+)
 def test_formats_of_latents_stay_close(kv: str, folder: Any) -> None:
     ids = random_tokens(60, seed=2)
     want = eager_logits(load_eager(folder), ids)
@@ -111,7 +113,9 @@ def test_long_prefills_multiply_latents_out_and_give_the_same(
     assert relative_error(found, want) < (1e-5 if kv == "fp32" else 1e-3)
 
 
-def test_a_long_prefill_beside_decodes_is_expanded_alone(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prefill_beside_decodes_is_expanded_alone(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load(folder, "fp32", dtype="fp32", block_size=16)
     prompts = [random_tokens(n, seed=n) for n in (5, 120, 9)]
     want = [model.logits(ids) for ids in prompts]
@@ -124,10 +128,10 @@ def test_a_long_prefill_beside_decodes_is_expanded_alone(folder: Any, monkeypatc
 
 def test_expanding_pays_for_many_tokens_only(folder: Any) -> None:
     v3 = parse_geometry({"model_type": "deepseek_v3"}).layers[0]
-    assert not expanded.pays(1, 8192, 128, v3, 1.3)
-    assert not expanded.pays(expanded.LEAST_NEW - 1, 100, 128, v3, 0.1)
-    assert expanded.pays(2048, 2048, 128, v3, 1.3)
-    assert not expanded.pays(2048, 2048, 128, v3, 3.5)  # where the absorbed kernel has tiles
+    assert not expanded.pays(1, 8192, v3, 1.3)
+    assert not expanded.pays(expanded.LEAST_NEW - 1, 100, v3, 0.1)
+    assert expanded.pays(2048, 2048, v3, 1.3)
+    assert not expanded.pays(2048, 2048, v3, 3.5)  # where the absorbed kernel has tiles
 
 
 def test_the_observer_sees_rotary_keys_and_latents(folder: Any) -> None:
