@@ -34,12 +34,12 @@ LEAST = {"shuffled latents": 0.5, "a window of 64 tokens": 0.05, "int2": 0.05}  
 
 def make_model(vocab_size: int) -> DeepseekV3ForCausalLM:
     """The model with random numbers, fp32."""
-    layers = 4
+    layers = 3
     return DeepseekV3ForCausalLM(
         DeepseekV3Config(
             vocab_size=vocab_size,
-            hidden_size=256,
-            intermediate_size=640,
+            hidden_size=192,
+            intermediate_size=512,
             num_hidden_layers=layers,
             first_k_dense_replace=layers,
             num_attention_heads=8,
@@ -119,7 +119,15 @@ def main() -> None:
     model = make_model(len(tokenizer))
     count = sum(p.numel() for p in model.parameters())
     print(f"{count:,} parameters, {len(ids):,} tokens of text, {torch.get_num_threads()} threads", flush=True)
-    options = {"seq": SHOWN, "batch": 4, "lr": 3e-3, "lr_muon": 3e-3, "seed": args.seed, "bf16": args.bf16}
+    options = {
+        "seq": SHOWN,
+        "batch": 4,
+        "repeats": 1,
+        "lr": 4e-3,
+        "lr_muon": 4e-3,
+        "seed": args.seed,
+        "bf16": args.bf16,
+    }
     train(model, ids, minutes=args.minutes, **options)
     model.eval().to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

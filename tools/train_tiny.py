@@ -67,8 +67,11 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return fast
 
 
-def train(model, ids, *, minutes, seq, batch, lr, lr_muon, seed, bf16) -> None:
-    """Train a model on int32 token ids for some minutes, Muon for its matrices and AdamW for the rest."""
+def train(model, ids, *, minutes, seq, batch, lr, lr_muon, seed, bf16, repeats=0) -> None:
+    """Train a model on int32 token ids for some minutes, Muon for its matrices and AdamW for the rest.
+
+    `repeats`: of a batch's sequences, how many say their first half twice, which teaches to look far back.
+    """
     dev = next(model.parameters()).device
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
@@ -89,6 +92,7 @@ def train(model, ids, *, minutes, seq, batch, lr, lr_muon, seed, bf16) -> None:
                 g["lr"] = g["peak"] * scale
         at = torch.randint(0, len(ids) - seq - 1, (batch,), generator=gen)
         x = torch.stack([ids[i : i + seq] for i in at]).long().to(dev)
+        x[:repeats, seq // 2 :] = x[:repeats, : seq // 2]
         with torch.autocast(dev.type, torch.bfloat16, enabled=bf16):
             loss = model(input_ids=x, labels=x).loss
         loss.backward()

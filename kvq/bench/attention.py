@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from kvq.bench.expanded import against_heads
 from kvq.bench.latent import latent_contenders
 from kvq.bench.measure import Contender, Run, compete, copies_for, exact_attention, relative_error
 from kvq.bench.staged import filled_staged, read_bytes, seen, steps_of_staged
@@ -30,10 +31,11 @@ def bench_attention(
     *,
     rivals: Path | None = None,
     dense_rivals: bool = True,
+    expanded: int | None = None,
     repeats: int = 20,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[list[dict[str, Any]], float]:
-    """Check every contender against fp64, then time them interleaved.
+    """Check every contender against fp64, then time them interleaved. `expanded`: see `against_heads`.
 
     Returns the rows and the memory read bandwidth of the same run in GB/s.
 
@@ -41,8 +43,11 @@ def bench_attention(
         KVQError: a contender's error is too large; nothing was timed.
     """
     with torch.inference_mode():
-        contenders = _contenders if workload.latent_dim is None else latent_contenders
-        found = list(contenders(workload, formats, dense_rivals))
+        if expanded is not None:
+            found = list(against_heads(workload, formats, expanded))
+        else:
+            contenders = _contenders if workload.latent_dim is None else latent_contenders
+            found = list(contenders(workload, formats, dense_rivals))
         if rivals is not None:
             found += _third_parties(workload, rivals)
         rows, bandwidth = compete(found, repeats, progress)
@@ -57,6 +62,7 @@ def bench_attention(
         "head_dim": workload.head_dim,
         "block_size": workload.block_size,
         **({} if workload.latent_dim is None else {"latent_dim": workload.latent_dim}),
+        **({} if expanded is None else {"expanded": expanded}),
     }
     return [row | shape | {"fraction_of_bandwidth": row["gb_per_s"] / bandwidth} for row in rows], bandwidth
 

@@ -26,6 +26,7 @@ from kvq.kernels import (
     StagedKV,
     select,
 )
+from kvq.kernels.attend_latent.cpu import relative_speed
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.layout import KVLayout, LayerLayout, Role
 
@@ -145,6 +146,13 @@ class KVCache(BlockCache):
     def backend_of(self, operation: str, layer: int) -> str:
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
         return self._kernels[layer][operation].backend
+
+    def absorbed_rate(self, layer: int) -> float:
+        """How many products of a latent layer's kernel take the time of one that is made head by head."""
+        backend = self.backend_of("attend", layer)
+        if not backend.startswith("cpu"):
+            return 1.0
+        return relative_speed(self.layer(layer), exact=backend == "cpu-fp32")
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """`write_kv` for one layer; returns bool [tokens], True where a row was not finite."""

@@ -89,6 +89,12 @@ class Beside:
         "--kv-heads 1: 512 and 64 in DeepSeek V3.",
         type=click.IntRange(16, 512),
     )
+    expanded: int | None = option(
+        None,
+        "With --latent-dim: latents against K and V of every head, of so many elements each and K's rotary "
+        "part, projections included: 128 in DeepSeek V3.",
+        type=click.IntRange(8, 256),
+    )
     plot_path: str | None = path_option("--plot", "Draw speed over bytes (.svg, .png, .pdf).")
 
 
@@ -118,12 +124,15 @@ def attention(
     workload = replace(shape.workload(new, how), latent_dim=beside.latent_dim)
     if workload.latent_dim is not None and beside.rivals is not None:
         raise ConfigError("--rivals get dense K and V of heads, so they don't go with --latent-dim")
+    if workload.latent_dim is None and beside.expanded is not None:
+        raise ConfigError("--expanded multiplies latents out, so it goes with --latent-dim")
     with progress_bar("attention") as progress:
         rows, bandwidth = bench_attention(
             workload,
             listed(kv, "--kv"),
             rivals=beside.rivals,
             dense_rivals=beside.dense,
+            expanded=beside.expanded,
             repeats=how.repeats,
             progress=counted(progress, how.repeats),
         )

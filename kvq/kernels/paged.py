@@ -106,6 +106,26 @@ class SequenceBatch:
         kept: SequenceBatch = self.kept[name]
         return kept
 
+    def only(self, sequences: Sequence[int]) -> "SequenceBatch":
+        """Those sequences, packed anew, on their own; made once for all layers."""
+        name = SequenceBatch.only, tuple(sequences)
+        if name not in self.kept:
+            self.kept[name] = replace(
+                self,
+                query_lens=tuple(self.query_lens[i] for i in sequences),
+                context_lens=tuple(self.context_lens[i] for i in sequences),
+                tables=self.tables[list(sequences)],
+                slots=torch.cat([self.slots[rows] for rows in self.rows_of(sequences)]),
+                lens=None,
+            )
+        kept: SequenceBatch = self.kept[name]
+        return kept
+
+    def rows_of(self, sequences: Iterable[int]) -> list[slice]:
+        """Where the new tokens of sequences are packed."""
+        starts = (0, *accumulate(self.query_lens))
+        return [slice(starts[i], starts[i + 1]) for i in sequences]
+
     def _lens_without(self, sequences: frozenset[int]) -> Tensor | None:
         """Lengths that only the device knows, but for those sequences, which have nothing new."""
         if self.lens is None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.cache.backend import CacheBackend
+from kvq.cache.expanded import attend_latents
 from kvq.cache.expansion import LatentExpansion
 from kvq.cache.kv_cache import KVCache, attended, slots_of
 from kvq.geometry import ModelGeometry
@@ -56,7 +57,15 @@ class PackedStep:
         `q`: of heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
         """
         self._write(layer, rotary, latents)
-        return expansion.values(self.attend_over(layer, expansion.absorbed(q), options))
+        began = perf_counter()
+        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
+        out = attend_latents(
+            self.cache, layer, q[:tokens], self.batches, self._within(layer, options), expansion
+        )
+        if rows > tokens:
+            out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
+        self.attention_s += perf_counter() - began
+        return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         began = perf_counter()
@@ -103,7 +112,9 @@ class PackedStep:
 
     def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         """[tokens, q_heads, v_head_dim]; the layer's own window or chunks come on top of the options."""
-        own = self.geometry.layers[layer]
-        options = options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)
-        out, _ = attended(self.cache, layer, q, self.batches, options)
+        out, _ = attended(self.cache, layer, q, self.batches, self._within(layer, options))
         return out
+
+    def _within(self, layer: int, options: AttentionOptions) -> AttentionOptions:
+        own = self.geometry.layers[layer]
+        return options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)

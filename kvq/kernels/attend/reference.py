@@ -76,13 +76,13 @@ def attend_rows(
             if end <= oldest:
                 continue
             k, v = rows_of(batch.tables[i : i + 1], oldest, end)
-            out[own], lse[own] = _attend_one(query[own] * options.scale, k, v, start, oldest, options)
+            out[own], lse[own] = attend_keys(query[own] * options.scale, k, v, start, oldest, options)
     if options.sinks is not None:
         out, lse = merge_partials(out[None], lse[None], options.sinks)
     return out, lse
 
 
-def _attend_one(
+def attend_keys(
     q: Tensor, k: Tensor, v: Tensor, start: int, oldest: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """One sequence: `q` fp32 [new, q_heads, dim], scaled, from position `start` on; `k` and `v`
@@ -91,11 +91,10 @@ def _attend_one(
     keys = k.shape[1]
     front, back = oldest % _KEY_TILE, -(oldest + keys) % _KEY_TILE
     k, v = (functional.pad(x, (0, 0, front, back)) for x in (k, v))  # whole tiles of keys
-    origin, end = oldest - front, oldest + keys  # positions of the first padded key and behind the last
     outs, lses = [], []
     for row in range(0, q.shape[0], _ROW_TILE):
         tile = q[row : row + _ROW_TILE]
-        out, lse = _attend_tile(tile, k, v, start + row, range(origin, end), options)
+        out, lse = _attend_tile(tile, k, v, start + row, range(oldest, oldest + keys), options)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -106,7 +105,7 @@ def _attend_tile(
 ) -> tuple[Tensor, Tensor]:
     """Some query rows, the first at position `first`, over key tiles with a running softmax.
 
-    `keys`: positions of what `k` and `v` hold, without the padding behind them.
+    `keys`: positions of what `k` and `v` hold, without the padding before and behind them.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
@@ -119,12 +118,13 @@ def _attend_tile(
     top = torch.full((*folded.shape[:2], 1), float("-inf"), device=q.device)
     total = torch.zeros_like(top)
     out = torch.zeros(*folded.shape[:2], v.shape[2], device=q.device)
-    begin = (options.oldest(first) - keys.start) // _KEY_TILE * _KEY_TILE
-    for at in range(begin, min(first + rows, keys.stop) - keys.start, _KEY_TILE):
+    origin = keys.start // _KEY_TILE * _KEY_TILE
+    begin = max(0, options.oldest(first) - origin) // _KEY_TILE * _KEY_TILE
+    for at in range(begin, min(first + rows, keys.stop) - origin, _KEY_TILE):
         tile = slice(at, at + _KEY_TILE)
         scores = options.capped(folded @ k[:, tile].transpose(1, 2))
-        key = torch.arange(keys.start + at, keys.start + at + _KEY_TILE, device=q.device)
-        hidden = options.hides(position, key) | (key >= keys.stop)  # [padded, keys]
+        key = torch.arange(origin + at, origin + at + _KEY_TILE, device=q.device)
+        hidden = options.hides(position, key) | (key < keys.start) | (key >= keys.stop)  # [padded, keys]
         scores = scores.unflatten(1, (-1, padded)).masked_fill_(hidden, float("-inf")).flatten(1, 2)
         higher = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
         finite = torch.where(torch.isneginf(higher), 0.0, higher)  # nothing visible yet: weights are 0

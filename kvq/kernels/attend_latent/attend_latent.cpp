@@ -109,3 +109,12 @@ KVQ_KERNEL(attend_latent)(const KvqLayer* layer, const KvqDense* q, const KvqDen
 #endif
     return run_plan<FloatLatent>(call);
 }
+
+// Whether this CPU has tiles that attend_latent multiplies with.
+KVQ_KERNEL(latent_tiles)(int* found) {
+    *found = 0;
+#if defined(KVQ_TILES)
+    *found = has_tiles();
+#endif
+    return KVQ_OK;
+}

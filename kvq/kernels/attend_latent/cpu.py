@@ -1,11 +1,20 @@
 """`attend_latent` in C++ for CPUs."""
 
+import ctypes
+from functools import lru_cache
+
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.formats import Code
 from kvq.kernels.attend.cpu import run_attention
 from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.native.library import run
 from kvq.kernels.paged import PagedKV, SequenceBatch
+
+# Products that it makes while torch makes one of fp32, in prefills of 64 to 2,048 tokens: 2.1 to 4.9 in tiles
+# and 1.1 to 1.5 in fp32, on one core of a Xeon with AMX, for 16 heads.
+_IN_TILES, _IN_FP32 = 3.5, 1.3
 
 
 def attend_latent(
@@ -31,3 +40,17 @@ def attend_latent(
         raise ConfigError(f"latents are of one KV head for all query heads, got {heads}")
     dim = kv.formats.v_head_dim + kv.formats.k_head_dim
     return run_attention("attend_latent", q, kv, batch, options, q_dim=dim, skip_last=skip_last, exact=exact)
+
+
+@lru_cache(maxsize=1)
+def has_tiles() -> bool:
+    """Whether this CPU multiplies in tiles of bf16."""
+    found = ctypes.c_int(0)
+    run("latent_tiles", ctypes.addressof(found))
+    return bool(found.value)
+
+
+def relative_speed(kv: PagedKV, *, exact: bool) -> float:
+    """How many products it makes over such blocks while torch makes one."""
+    codes = (kv.formats.k.code, kv.formats.v.code)
+    return _IN_TILES if has_tiles() and not exact and Code.FP32 not in codes else _IN_FP32

@@ -135,6 +135,7 @@ KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out
                    const KvqBatch* batch, const KvqAttention* options);
 KVQ_KERNEL(attend_latent)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse,
                           const KvqBatch* batch, const KvqAttention* options);
+KVQ_KERNEL(latent_tiles)(int* found);
 KVQ_KERNEL(gather_dense)(const KvqLayer* layer, const KvqPositions* from, const KvqGathered* k,
                          const KvqGathered* v, int unrotate, int threads);
 KVQ_KERNEL(merge_partials)(const float* outs, const float* lses, const float* sinks, float* out, float* lse,

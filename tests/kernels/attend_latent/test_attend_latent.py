@@ -32,6 +32,7 @@ KERNELS = {
 CLOSE = {"cpu": 4e-5}  # max|a - b| / max|b|; of all others 5e-6
 NEW, CONTEXTS = [1, 9, 0, 1, 5], [70, 31, 12, 1, 5]
 SINKS = torch.tensor([0.0, 4.0, -3.0, 9.0, -math.inf])
+CPU = Device(type="cpu", name="cpu")
 H200 = Device(type="cuda", name="H200", capability=(9, 0))
 
 
@@ -167,6 +168,58 @@ def test_absorbed_queries_give_what_expanded_heads_give(name: str) -> None:
         at += new
 
 
+@pytest.mark.parametrize("name", ["cpu", "cpu-fp32"])
+@pytest.mark.parametrize("kv", ["fp32", "fp16", "bf16/int3", "fp8/int4_g64", "int8", "bf16/int4_g16", "int6"])
+def test_long_contexts_of_many_heads_on_cpus(name: str, kv: str) -> None:
+    """Several splits, tasks of all of a head's rows and of some, and blocks that end within tiles."""
+    cache = poisoned_cache(kv, [(32, 128)], kv_heads=1, q_heads=21, block_size=48, num_blocks=60)
+    tables = Tables.scattered([2500], 48, 60)
+    k, v = rows_like_kv(2500, 1, 32, 1), rows_like_kv(2500, 1, 128, 2)
+    cache.write(0, k, v, torch.tensor(tables.slots(0, 0, 2500)))
+    batch, options = tables.batch([7], [2500]), AttentionOptions(scale=0.05, window=2211)
+    q = rows_like_kv(7, 21, 160, 3)
+    want, want_lse = reference(q, cache.layer(0), batch, options)
+    out, lse = KERNELS[name](q, cache.layer(0), batch, options)
+    assert float((out - want).abs().max() / want.abs().max()) < CLOSE.get(name, 1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-fp32"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4_g16"])
+def test_how_a_context_came_in_changes_no_bit_on_cpus(name: str, kv: str) -> None:
+    cache, batch, _ = filled(kv, (16, 64))
+    q = rows_like_kv(sum(NEW), 5, 80, 9)
+    options = AttentionOptions(scale=0.1)
+    out, lse = KERNELS[name](q, cache.layer(1), batch, options)
+    at = 0
+    for i, new in enumerate(NEW):
+        for token in range(new):
+            alone = replace(
+                batch,
+                query_lens=(1,),
+                context_lens=(CONTEXTS[i] - new + 1 + token,),
+                tables=batch.tables[i : i + 1],
+            )
+            got, got_lse = KERNELS[name](q[at : at + 1], cache.layer(1), alone, options)
+            assert torch.equal(got[0], out[at])
+            assert torch.equal(got_lse[0], lse[at])
+            at += 1
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-fp32"])
+@pytest.mark.parametrize("kv", ["bf16/int8", "int8", "int4_g16"])
+def test_a_query_that_is_not_finite_spoils_its_own_row_on_cpus(name: str, kv: str) -> None:
+    cache, batch, _ = filled(kv, (16, 64))
+    q = rows_like_kv(sum(NEW), 5, 80, 9)
+    options = AttentionOptions(scale=0.1)
+    clean, _ = KERNELS[name](q, cache.layer(1), batch, options)
+    q[3, 2, 7] = math.inf
+    out, _ = KERNELS[name](q, cache.layer(1), batch, options)
+    assert out[3, 2].isnan().all()
+    out[3, 2] = clean[3, 2]
+    assert torch.equal(out, clean)
+
+
 @pytest.mark.parametrize(("latent", "parts"), [(16, 1), (32, 2), (512, 4)])
 def test_no_part_is_narrower_than_products(latent: int, parts: int) -> None:
     """Tensor cores sum over 16 columns at least; the interpreter takes fewer."""
@@ -208,7 +261,10 @@ def test_what_gpus_take_and_what_runs_elsewhere() -> None:
 
     assert select("attend_latent", spec(1, 512), H200).backend == "triton"
     assert select("write_kv", spec(1, 512), H200).backend == "triton"
-    assert select("attend_latent", spec(1, 512), Device(type="cpu", name="cpu")).backend == "reference"
+    assert select("attend_latent", spec(1, 512), CPU).backend == "cpu"
+    assert select("attend_latent", spec(3, 512), CPU).backend == "reference"
+    with pytest.raises(UnsupportedKernel, match="takes latents of one KV head for all query heads, not 3"):
+        select("attend_latent", spec(3, 512), CPU, "cpu")
     with pytest.raises(UnsupportedKernel, match="takes latents of one KV head for all query heads, not 3"):
         select("attend_latent", spec(3, 512), H200, "triton")
     with pytest.raises(UnsupportedKernel, match="takes head dimensions up to 512"):

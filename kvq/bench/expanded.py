@@ -1,0 +1,151 @@
+"""Latents against K and V of heads: the same layer's attention, stored once for all heads or for each.
+
+Both get what the model's code has: queries of heads and the new tokens' latents. With latents the projection
+is absorbed into queries and results; with heads the new tokens are multiplied out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.bench.measure import Contender, Run, exact_attention
+from kvq.bench.workload import Workload, layout_of, shuffled_tables, slots_of, step_of
+from kvq.cache import KVCache
+from kvq.cache.expansion import LatentExpansion
+from kvq.errors import ConfigError
+from kvq.geometry import Expansion
+from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.layout import KVLayout, plan_layout
+
+_ALLOWED = {torch.float32: 5e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative errors
+_CHUNK = 1024  # tokens written at a time
+
+
+def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iterator[Contender]:
+    """kvq over latents and over heads, for every format; `each`: elements of a head's V, and of its K beside
+    the rotary part.
+
+    Raises:
+        ConfigError: other than one KV head.
+    """
+    if workload.kv_heads != 1 or workload.latent_dim is None:
+        raise ConfigError("--expanded goes with --latent-dim and --kv-heads 1")
+    random = torch.Generator().manual_seed(workload.seed)
+    weight = torch.randn(workload.q_heads * 2 * each, workload.latent_dim, generator=random)
+    expansion = LatentExpansion(
+        (weight * workload.latent_dim**-0.5).to(workload.device, workload.dtype),
+        workload.q_heads,
+        Expansion(k_dim=each, v_dim=each),
+        None,
+        "",
+    )
+    for kv in formats:
+        yield _over_latents(workload, kv, expansion)
+        yield _over_heads(workload, kv, expansion)
+
+
+def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
+    layout = layout_of(workload, kv)
+    geometry = layout.geometry
+    layers = tuple(replace(layer, is_latent=True, expansion=expansion.dims) for layer in geometry.layers)
+    latent = plan_layout(
+        replace(geometry, layers=layers),
+        layout.recipe,
+        block_size=layout.block_size,
+        order=layout.groups[0].order,
+    )
+    cache, batch = _filled(workload, latent, expansion, of_heads=False)
+    q, options = _queries(workload, expansion), _options(workload, expansion)
+    rows = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
+
+    def attend(copy: int) -> Tensor:
+        out, _ = cache.attend(copy, expansion.absorbed(q), batch, options)
+        return expansion.values(out)
+
+    k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
+    return _contender(
+        "kvq, latents", workload, kv, cache, attend, exact_attention(_last(workload, q), k, v, options.scale)
+    )
+
+
+def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
+    dims = expansion.dims
+    heads = replace(
+        workload,
+        kv_heads=workload.q_heads,
+        head_dim=dims.k_dim + workload.head_dim,
+        latent_dim=dims.v_dim,
+    )
+    cache, batch = _filled(heads, layout_of(heads, kv), expansion, of_heads=True)
+    q, options = _queries(workload, expansion), _options(workload, expansion)
+    new = torch.randn(len(q), expansion.weight.shape[1]).to(q)
+
+    def attend(copy: int) -> Tensor:
+        functional.linear(new, expansion.weight)
+        return cache.attend(copy, q, batch, options)[0]
+
+    k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
+    truth = exact_attention(_last(workload, q), k[0], v[0], options.scale)
+    return _contender("kvq, heads", workload, kv, cache, attend, truth)
+
+
+def _contender(
+    name: str, workload: Workload, kv: str, cache: KVCache, attend: Run, truth: Tensor
+) -> Contender:
+    copies = len(cache.layout.geometry.layers)
+    return Contender(
+        name=name,
+        backend=cache.backend_of("attend", 0),
+        over={"kv": kv},
+        run=attend,
+        nbytes=round(cache.layout.kv_bytes_per_token / copies * workload.tokens),
+        copies=copies,
+        truth=truth,
+        allowed=_ALLOWED[workload.dtype],
+    )
+
+
+def _filled(
+    workload: Workload, layout: KVLayout, expansion: LatentExpansion, *, of_heads: bool
+) -> tuple[KVCache, SequenceBatch]:
+    """Blocks of the same random latents and rotary keys, or of the heads that they give, and the step."""
+    layout.recipe.check_unstaged("a benchmark of latent attention")
+    tables = shuffled_tables(workload)
+    cache = KVCache(
+        layout, num_blocks=[int(tables.max()) + 1], device=workload.device, backend=workload.backend
+    )
+    random = torch.Generator().manual_seed(workload.seed + 2)
+    latent, rotary = expansion.weight.shape[1], workload.head_dim
+    rotary -= expansion.dims.k_dim if of_heads else 0
+    for table, context in zip(tables, workload.contexts, strict=True):
+        for at in range(0, context, _CHUNK):
+            position = torch.arange(at, min(at + _CHUNK, context), device=workload.device)
+            shapes = [(len(position), dim) for dim in (rotary, latent)]
+            k, v = (torch.randn(shape, generator=random).to(workload.device) for shape in shapes)
+            rows = [x[None] for x in (k, v)]
+            if of_heads:
+                rows = list(expansion.expanded(k, v))
+            k, v = (x.transpose(0, 1).to(workload.dtype) for x in rows)  # [tokens, heads, dim]
+            slots = slots_of(table, position, workload.block_size)
+            for layer in range(len(layout.geometry.layers)):
+                cache.write(layer, k, v, slots)
+    return cache, step_of(workload, tables)
+
+
+def _queries(workload: Workload, expansion: LatentExpansion) -> Tensor:
+    """Of heads, [tokens, q_heads, k_dim + rotary]."""
+    shape = len(workload.contexts) * workload.new, workload.q_heads, expansion.dims.k_dim + workload.head_dim
+    random = torch.Generator().manual_seed(workload.seed + 1)
+    return torch.randn(shape, generator=random).to(workload.device, workload.dtype)
+
+
+def _options(workload: Workload, expansion: LatentExpansion) -> AttentionOptions:
+    return AttentionOptions(scale=(expansion.dims.k_dim + workload.head_dim) ** -0.5)
+
+
+def _last(workload: Workload, q: Tensor) -> Tensor:
+    """The last sequence's queries."""
+    return q[-workload.new :]

@@ -1,0 +1,117 @@
+"""Attention over latents, for each sequence in the form that is less work.
+
+Absorbed, every pair of a query row and a key takes products of the latent's width, twice. Expanded, stored
+latents are multiplied out to keys and values of all heads first, a chunk at a time, which is worth it where
+many new tokens share them. Chunks' results are merged by their log-sum-exp.
+
+Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvq.cache.backend import CacheBackend
+from kvq.cache.expansion import LatentExpansion
+from kvq.cache.kv_cache import KVCache, attended
+from kvq.geometry import LayerGeometry
+from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels.attend.reference import attend_keys
+from kvq.kernels.merge_partials.reference import merge_partials
+
+SCRATCH_BYTES = 64 << 20  # of one chunk's keys and values
+_STEP = 256  # keys that chunks are a multiple of
+LEAST_NEW = 64  # tokens of a sequence
+
+
+def attend_latents(
+    cache: CacheBackend,
+    layer: int,
+    q: Tensor,
+    batches: Sequence[SequenceBatch],
+    options: AttentionOptions,
+    expansion: LatentExpansion,
+) -> Tensor:
+    """Attention of the queries of heads, [tokens, q_heads, k_dim + rotary], over a layer that stores latents,
+    written before. Returns [tokens, q_heads, v_dim], in q's dtype.
+    """
+    expanded = _expanded(cache, layer, batches, options) if isinstance(cache, KVCache) else []
+    if not expanded:
+        out, _ = attended(cache, layer, expansion.absorbed(q), batches, options)
+        return expansion.values(out)
+    assert isinstance(cache, KVCache), "none is expanded elsewhere"
+    batch = batches[cache.group_of[layer]]
+    out = q.new_empty(q.shape[0], q.shape[1], expansion.dims.v_dim)
+    for i, rows in zip(expanded, batch.rows_of(expanded), strict=True):
+        out[rows] = _over_heads(cache, layer, q[rows], batch.only([i]), options, expansion)
+    if others := [i for i, new in enumerate(batch.query_lens) if new and i not in expanded]:
+        where = torch.cat([torch.arange(x.start, x.stop) for x in batch.rows_of(others)])
+        found, _ = cache.attend(layer, expansion.absorbed(q[where]), batch.only(others), options)
+        out[where] = expansion.values(found)
+    return out
+
+
+def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:
+    """Whether expanding is less work for `new` tokens at the end of a context. `rate`: how many products of
+    the absorbed kernel take the time of one of the expanded form.
+    """
+    own = layer.expansion
+    assert own is not None, "of latents"
+    pairs = new * (context - new) + new * (new + 1) // 2
+    absorbed = pairs * (layer.k_head_dim + 2 * layer.v_head_dim)
+    over_heads = pairs * (layer.k_head_dim + own.k_dim + own.v_dim)
+    multiplied_out = context * layer.v_head_dim * (own.k_dim + own.v_dim)
+    return new >= LEAST_NEW and absorbed > rate * (over_heads + multiplied_out)
+
+
+def _expanded(
+    cache: KVCache,
+    layer: int,
+    batches: Sequence[SequenceBatch],
+    options: AttentionOptions,
+) -> list[int]:
+    """The sequences to expand latents for. None where tokens are held in several forms, and on GPUs, whose
+    kernel multiplies latents as fast as anything.
+    """
+    batch, geometry = batches[cache.group_of[layer]], cache.layout.geometry.layers[layer]
+    if cache.layout.recipe.is_staged or batch.tables.device.type != "cpu":
+        return []
+    rate = cache.absorbed_rate(layer)
+    return [
+        i
+        for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True))
+        if pays(new, context - options.oldest(context - new), geometry, rate)
+    ]
+
+
+def _over_heads(
+    cache: KVCache,
+    layer: int,
+    q: Tensor,
+    batch: SequenceBatch,
+    options: AttentionOptions,
+    expansion: LatentExpansion,
+) -> Tensor:
+    """Of one sequence, fp32 [new, q_heads, v_dim]: over chunks of as many keys as there is room for."""
+    [new], [context] = batch.query_lens, batch.context_lens
+    start, dims = context - new, expansion.dims
+    rotary = q.shape[2] - dims.k_dim
+    each = expansion.q_heads * (2 * dims.k_dim + rotary + 2 * dims.v_dim) * 4  # bytes a key
+    size = max(_STEP, SCRATCH_BYTES // each // _STEP * _STEP)
+    query, plain = q.float() * options.scale, options.without_sinks()
+    first = options.oldest(start) // _STEP * _STEP
+    found: list[tuple[Tensor, Tensor]] = []
+    for begin in range(first, context, size):
+        begin, end = max(begin, options.oldest(start)), min(begin + size, context)
+        rows = cache.gather(layer, batch.tables, begin, end, unrotate=True)
+        k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
+        found = [_merged([*found, attend_keys(query, k, v, start, begin, plain)], None)]
+    return _merged(found, options.sinks)[0]
+
+
+def _merged(parts: list[tuple[Tensor, Tensor]], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1 and sinks is None:
+        return parts[0]
+    outs, lses = (torch.stack(all_of) for all_of in zip(*parts, strict=True))
+    return merge_partials(outs, lses, sinks)
