@@ -101,8 +101,8 @@ def kernels(
     for kind, own in zip(("decode", "extend"), plans[0].merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
     counts = dict.fromkeys(list_kernel.arg_names[3:18], 100)
-    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "AGE": 0, "AGE_BLOCK": 1, "BLOCK": 256}
-    found["list"] = (list_kernel, {**common, **counts, **listed}, {"num_warps": 4})
+    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "CHUNK": 0, "AGE": 0, "AGE_BLOCK": 1}
+    found["list"] = (list_kernel, {**common, **counts, **listed, "BLOCK": 256}, {"num_warps": 4})
     if cache.layout.recipe.is_staged:
         tables = dict.fromkeys(("recent_tables", "sealed_tables", "sinks_tables"), ints)
         strides = dict.fromkeys(("lens_row", "recent_stride", "sealed_stride", "sinks_stride"), 100)
