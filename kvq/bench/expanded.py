@@ -4,8 +4,9 @@ Both get what the model's code has: queries of heads and the new tokens' latents
 is absorbed into queries and results; with heads the new tokens are multiplied out.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,11 +18,35 @@ from kvq.cache import KVCache
 from kvq.cache.expansion import LatentExpansion
 from kvq.errors import ConfigError
 from kvq.geometry import Expansion
-from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels import AttentionOptions, PlainWeight, SequenceBatch
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.layout import KVLayout, plan_layout
+from kvq.models.linear import has_own_products
 
 _ALLOWED = {torch.float32: 5e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative errors
 _CHUNK = 1024  # tokens written at a time
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """From latents to heads, in kvq's two ways: absorbed, and as the Linear layer that it is."""
+
+    expansion: LatentExpansion
+    linear: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def random(cls, workload: Workload, each: int) -> "_Projection":
+        """Of numbers that bf16 holds, as those of checkpoints are."""
+        _, latent = workload.dims
+        random = torch.Generator().manual_seed(workload.seed)
+        weight = torch.randn(workload.q_heads * 2 * each, latent, generator=random)
+        weight = (weight * latent**-0.5).bfloat16().to(workload.device, workload.dtype)
+        is_own = weight.device.type == "cpu" and has_own_products(workload.dtype, workload.backend)
+        own = (
+            CpuLinear(PlainWeight.narrowest(weight)) if is_own else partial(functional.linear, weight=weight)
+        )
+        dims = Expansion(k_dim=each, v_dim=each)
+        return cls(LatentExpansion(weight, workload.q_heads, dims, None, "", packed=is_own), own)
 
 
 def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iterator[Contender]:
@@ -33,18 +58,10 @@ def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iter
     """
     if workload.kv_heads != 1 or workload.latent_dim is None:
         raise ConfigError("--expanded goes with --latent-dim and --kv-heads 1")
-    random = torch.Generator().manual_seed(workload.seed)
-    weight = torch.randn(workload.q_heads * 2 * each, workload.latent_dim, generator=random)
-    expansion = LatentExpansion(
-        (weight * workload.latent_dim**-0.5).to(workload.device, workload.dtype),
-        workload.q_heads,
-        Expansion(k_dim=each, v_dim=each),
-        None,
-        "",
-    )
+    projection = _Projection.random(workload, each)
     for kv in formats:
-        yield _over_latents(workload, kv, expansion)
-        yield _over_heads(workload, kv, expansion)
+        yield _over_latents(workload, kv, projection.expansion)
+        yield _over_heads(workload, kv, projection)
 
 
 def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
@@ -71,7 +88,8 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
     )
 
 
-def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
+def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Contender:
+    expansion = projection.expansion
     dims = expansion.dims
     heads = replace(
         workload,
@@ -81,10 +99,10 @@ def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion) -> Cont
     )
     cache, batch = _filled(heads, layout_of(heads, kv), expansion, of_heads=True)
     q, options = _queries(workload, expansion), _options(workload, expansion)
-    new = torch.randn(len(q), expansion.weight.shape[1]).to(q)
+    new = torch.randn(len(q), expansion.latent_dim).to(q)
 
     def attend(copy: int) -> Tensor:
-        functional.linear(new, expansion.weight)
+        projection.linear(new)
         return cache.attend(copy, q, batch, options)[0]
 
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
@@ -118,7 +136,7 @@ def _filled(
         layout, num_blocks=[int(tables.max()) + 1], device=workload.device, backend=workload.backend
     )
     random = torch.Generator().manual_seed(workload.seed + 2)
-    latent, rotary = expansion.weight.shape[1], workload.head_dim
+    latent, rotary = expansion.latent_dim, workload.head_dim
     rotary -= expansion.dims.k_dim if of_heads else 0
     for table, context in zip(tables, workload.contexts, strict=True):
         for at in range(0, context, _CHUNK):

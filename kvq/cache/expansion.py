@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from kvq.errors import ModelError
 from kvq.geometry import Expansion
+from kvq.kernels.linear.cpu import CpuLinears
 
 _FEWEST_ROWS = 4  # of a product: BLAS takes another path for a single row
 
@@ -20,25 +21,38 @@ class LatentExpansion(nn.Module):
     was.
     """
 
-    def __init__(self, weight: Tensor, q_heads: int, dims: Expansion, config: Any, name: str) -> None:
+    def __init__(
+        self, weight: Tensor, q_heads: int, dims: Expansion, config: Any, name: str, *, packed: bool = False
+    ) -> None:
         """`weight`: [q_heads * (k_dim + v_dim), latent dim], for every head its key's rows, then its value's.
 
         `config`: the attention module's, which names the attention function. `name`: of sessions' one.
+        `packed`: of a weight in fp32 on a CPU, for kvq's own products there.
         """
         super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.q_heads = q_heads
         self.dims = dims
+        self.latent_dim = weight.shape[1]
         self._config = config
         self._name = name
         self._waiting: Tensor | None = None
+        self._weight: nn.Parameter | None = None
+        self._keys: CpuLinears | None = None
+        self._values: CpuLinears | None = None
+        if packed:
+            keys, values = self._by_head(weight.detach())
+            self._keys, self._values = CpuLinears(keys.transpose(1, 2)), CpuLinears(values)
+        else:
+            self._weight = nn.Parameter(weight.detach(), requires_grad=False)
 
     def forward(self, latents: Tensor) -> Tensor:
         """[..., latent dim] -> [..., q_heads * (k_dim + v_dim)]."""
         if self._config._attn_implementation != self._name:
-            return functional.linear(latents, self.weight)
+            return functional.linear(latents, self._numbers().flatten(0, 1))
         self._waiting = latents
-        return latents.new_zeros(1).expand(*latents.shape[:-1], self.weight.shape[0])
+        return latents.new_zeros(1).expand(
+            *latents.shape[:-1], self.q_heads * (self.dims.k_dim + self.dims.v_dim)
+        )
 
     def take(self, tokens: int) -> Tensor:
         """The latents [tokens, 1, latent dim] that came in last.
@@ -47,34 +61,51 @@ class LatentExpansion(nn.Module):
             ModelError: they were taken, or are of other tokens.
         """
         found, self._waiting = self._waiting, None
-        if found is None or found.numel() != tokens * self.weight.shape[1]:
+        if found is None or found.numel() != tokens * self.latent_dim:
             raise ModelError("a layer attends over other tokens than those whose latents it expanded")
         return found.reshape(tokens, 1, -1)
-
-    @property
-    def _heads(self) -> Tensor:
-        """[q_heads, k_dim + v_dim, latent dim]."""
-        return self.weight.view(self.q_heads, self.dims.k_dim + self.dims.v_dim, -1)
 
     def absorbed(self, q: Tensor) -> Tensor:
         """Queries of keys, [tokens, q_heads, k_dim + rotary], as queries of stored rows: those of the latent,
         then of the rotary part, [tokens, q_heads, latent dim + rotary]."""
         own, rotary = q.split((self.dims.k_dim, q.shape[2] - self.dims.k_dim), dim=-1)
-        return torch.cat((_by_head(own, self._heads[:, : self.dims.k_dim]), rotary), dim=-1)
+        if self._keys is not None:
+            found = self._keys(own, room=rotary.shape[2])
+            found[..., self.latent_dim :] = rotary
+            return found
+        keys, _ = self._by_head(self._numbers())
+        return torch.cat((_products(own, keys), rotary), dim=-1)
 
     def values(self, latents: Tensor) -> Tensor:
         """Of weighted sums of latents, [tokens, q_heads, latent dim], those of values, [.., .., v_dim]."""
-        return _by_head(latents, self._heads[:, self.dims.k_dim :].transpose(1, 2))
+        if self._values is not None:
+            return self._values(latents)
+        _, values = self._by_head(self._numbers())
+        return _products(latents, values.transpose(1, 2))
 
     def expanded(self, rotary: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [q_heads, keys, dim] of stored rows [keys, dim], fp32."""
-        heads = torch.matmul(latents, self._heads.float().transpose(1, 2))  # [q_heads, keys, k_dim + v_dim]
+        heads = torch.matmul(
+            latents, self._numbers().float().transpose(1, 2)
+        )  # [q_heads, keys, k_dim + v_dim]
         own, values = heads.split((self.dims.k_dim, self.dims.v_dim), dim=-1)
         keys = torch.cat((own, rotary[None].expand(self.q_heads, -1, -1)), dim=-1)
         return keys, values
 
+    def _numbers(self) -> Tensor:
+        """The weight, [q_heads, k_dim + v_dim, latent dim]; unpacked, if it is packed."""
+        if self._keys is not None and self._values is not None:
+            return torch.cat((self._keys.values().transpose(1, 2), self._values.values()), dim=1)
+        assert self._weight is not None, "it is one or the other"
+        return self._weight.view(self.q_heads, -1, self.latent_dim)
 
-def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    def _by_head(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Of keys [q_heads, k_dim, latent dim], and of values."""
+        heads = weight.view(self.q_heads, self.dims.k_dim + self.dims.v_dim, self.latent_dim)
+        return heads[:, : self.dims.k_dim], heads[:, self.dims.k_dim :]
+
+
+def _products(x: Tensor, weight: Tensor) -> Tensor:
     """x [tokens, heads, a] times weight [heads, a, b], head by head: [tokens, heads, b]."""
     padding = max(0, _FEWEST_ROWS - x.shape[0])
     rows = functional.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x

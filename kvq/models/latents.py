@@ -13,9 +13,12 @@ from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.weights.linear import PackedLinear
 
 
-def attach_expansions(model: nn.Module, geometry: ModelGeometry, dtype: torch.dtype) -> None:
+def attach_expansions(
+    model: nn.Module, geometry: ModelGeometry, dtype: torch.dtype, *, packed: bool = False
+) -> None:
     """Put a `LatentExpansion` in the place of the Linear layer that expands latents, in every layer that
     stores them; where a layer's weight is quantized, with its numbers. `dtype`: that the model computes in.
+    `packed`: for kvq's own products on a CPU.
 
     Raises:
         ModelError: a layer has no such Linear layer, or several.
@@ -39,7 +42,7 @@ def attach_expansions(model: nn.Module, geometry: ModelGeometry, dtype: torch.dt
         dims = latent[number].expansion
         assert dims is not None, "chosen by it"
         weight = _weight(getattr(attention, name), next(model.parameters()).device).to(dtype)
-        made = LatentExpansion(weight, geometry.q_heads, dims, attention.config, PACKED_NAME)
+        made = LatentExpansion(weight, geometry.q_heads, dims, attention.config, PACKED_NAME, packed=packed)
         setattr(attention, name, made)
         object.__setattr__(attention, EXPANSION, made)  # not a second place of its parameter
 

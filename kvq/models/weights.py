@@ -14,7 +14,7 @@ from kvq.models.device import pick_dtype
 from kvq.models.fused_layers import is_fused
 from kvq.models.fused_norms import fuse_norms
 from kvq.models.latents import attach_expansions
-from kvq.models.linear import invariant_rows, pack_linears, padded_rows
+from kvq.models.linear import has_own_products, invariant_rows, pack_linears, padded_rows
 from kvq.models.modules import import_class, load_module, pin_rope
 from kvq.models.positions import tell_positions
 from kvq.models.prepared import PreparedModel
@@ -117,8 +117,10 @@ def place(model: Any, prepared: PreparedModel) -> Any:
     tell_positions(model)
     cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()
-    attach_expansions(model, prepared.geometry, prepared.dtype)
-    if prepared.device.type == "cpu":
+    is_cpu = prepared.device.type == "cpu"
+    packed = is_cpu and has_own_products(prepared.dtype, prepared.backend)
+    attach_expansions(model, prepared.geometry, prepared.dtype, packed=packed)
+    if is_cpu:
         _log.info("packing weights")
         pack_linears(model, backend=prepared.backend)
         fuse_norms(model)

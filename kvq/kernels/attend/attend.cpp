@@ -197,7 +197,7 @@ struct Attend {
 KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse, const KvqBatch* batch,
                    const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
-                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1};
+                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1, ROWS};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
     call.k_integer = !options->exact && takes_integers(layer->k);
     call.v_integer = !options->exact && takes_integers(layer->v);

@@ -20,6 +20,7 @@ struct Call {
     Means k_means, v_means;
     bool v_means_lie_alike;  // a row of their results is laid out as one of V's
     int row_unit;            // partial results have room for a multiple of so many rows
+    int most_rows;           // of a task
 };
 
 inline int position(const Call& call, const Task& task, int row) {
@@ -95,7 +96,7 @@ inline void plan_work(const Call& call, Plan& plan) {
         int count = call.batch.query_lens[s], context = call.batch.context_lens[s];
         int keys = context - call.batch.skip_last, rows = count * call.group;
         if (keys < 0) keys = 0;
-        int cuts = (rows + ROWS - 1) / ROWS, most = rows ? (rows + cuts - 1) / cuts : ROWS;
+        int cuts = (rows + call.most_rows - 1) / call.most_rows, most = rows ? (rows + cuts - 1) / cuts : call.most_rows;
         for (int head = 0; head < call.layer.kv_heads; head++)
             for (int row = 0; row < rows; row += most) {
                 Task task = {s, head, row, rows - row < most ? rows - row : most, token, context - count, keys, 0, 0, -1};

@@ -61,14 +61,21 @@ inline void run_item(const Call& call, const Plan& plan, Item item, typename Kin
     write_out(call, task, scratch.row, scratch.sum);
 }
 
+constexpr int MERGED_ROWS = 16;  // of a task, at a time
+
 template <class Kind>
-inline void merge_task(const Call& call, const Task& task, typename Kind::Scratch scratch, const Partial* partials) {
-    start(scratch.sum, task.rows, call.v_width);
+inline void merge_rows(const Call& call, const Task& task, int first, typename Kind::Scratch scratch,
+                       const Partial* partials) {
+    Task some = task;
+    some.row += first;
+    some.rows = task.rows - first < MERGED_ROWS ? task.rows - first : MERGED_ROWS;
+    start(scratch.sum, some.rows, call.v_width);
     for (int split = task.first; split < task.last; split++) {
         Partial part = partials[task.partial + split - task.first];
-        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, part, r, call.v_width);
+        part = {part.top + first, part.total + first, part.out + (int64_t)first * call.v_width};
+        for (int r = 0; r < some.rows; r++) merge_row(scratch.sum, part, r, call.v_width);
     }
-    write_out(call, task, scratch.row, scratch.sum);
+    write_out(call, some, scratch.row, scratch.sum);
 }
 
 // All of a call, once `call` says how its rows lie.
@@ -76,7 +83,7 @@ template <class Kind>
 inline int run_plan(Call& call) {
     for (int s = 0; s < call.batch.sequences; s++) {
         int rows = call.batch.query_lens[s] * call.group;
-        if (rows > call.rows) call.rows = rows < ROWS ? rows : ROWS;
+        if (rows > call.rows) call.rows = rows < call.most_rows ? rows : call.most_rows;
     }
     Plan plan = {};
     plan_work(call, plan);
@@ -100,6 +107,7 @@ inline int run_plan(Call& call) {
             partials[task.partial + split - task.first] = take_partial(call, task.rows, memory);
     }
     uint8_t* scratches = memory.begin + memory.used;
+    int64_t pieces = (call.rows + MERGED_ROWS - 1) / MERGED_ROWS;  // of a task's rows
     // A thread takes some neighbouring splits, whose first rows the one before has asked for.
     int64_t neighbours = plan.num_items / (8 * threads);
     neighbours = neighbours < 1 ? 1 : neighbours > 8 ? 8 : neighbours;
@@ -115,8 +123,11 @@ inline int run_plan(Call& call) {
             run_item<Kind>(call, plan, item, scratch, partials);
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < plan.num_tasks; i++)
-            if (plan.tasks[i].partial >= 0) merge_task<Kind>(call, plan.tasks[i], scratch, partials);
+        for (int64_t i = 0; i < plan.num_tasks * pieces; i++) {
+            const Task& task = plan.tasks[i / pieces];
+            int first = (int)(i % pieces) * MERGED_ROWS;
+            if (task.partial >= 0 && first < task.rows) merge_rows<Kind>(call, task, first, scratch, partials);
+        }
     }
     give_back(kept);
     return KVQ_OK;

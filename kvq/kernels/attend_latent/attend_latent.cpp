@@ -93,16 +93,27 @@ struct FloatLatent {
     }
 };
 
+// Query rows of a task where there are parts of contexts enough for all threads: each decodes them anew.
+constexpr int MANY_ROWS = 2 * ROWS;
+
+inline int64_t parts_of(const KvqBatch& batch) {
+    int64_t parts = 0;
+    for (int s = 0; s < batch.sequences; s++)
+        if (batch.query_lens[s]) parts += (batch.context_lens[s] + SPLIT - 1) / SPLIT;
+    return parts;
+}
+
 }  // namespace
 
 KVQ_KERNEL(attend_latent)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse,
                           const KvqBatch* batch, const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads, 1, padded(layer->k.dim),
-                 padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1};
+                 padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1, ROWS};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
 #if defined(KVQ_TILES)
     if (!options->exact && takes_tiles(*layer) && has_tiles()) {
         call.row_unit = TILE_ROWS;
+        if (parts_of(*batch) >= 2 * (int64_t)options->threads) call.most_rows = MANY_ROWS;
         call.k_width = tile_width(layer->k.dim), call.v_width = tile_width(layer->v.dim);
         return run_plan<TileLatent>(call);
     }

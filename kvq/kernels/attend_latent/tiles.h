@@ -73,7 +73,7 @@ KVQ_TILE_TARGET inline Two two_of(vf a, vf b) {
     return {high, (reg)_mm512_cvtne2ps_pbh((__m512)(b - top_b), (__m512)(a - top_a))};
 }
 
-enum RowKind { ANY_ROW, BF16_ROW, FP8_ROW, INT8_ROW, INT4_ROW };
+enum RowKind { ANY_ROW, BF16_ROW, FP8_ROW, INT8_ROW, INT4_ROW, INT4_G16_ROW };
 
 // A stored row, 32 elements at a time. Each kind of code has such a reader; all but the last take rows of a multiple
 // of 32 elements, without means.
@@ -141,34 +141,46 @@ inline void read_pairs(float* out, const KvqRows& rows, const uint8_t* scales, i
     }
 }
 
-// Groups of a multiple of 16 elements: what their 16 codes stand for is looked up.
+// A table of 16 numbers, in the lower half.
+KVQ_TILE_TARGET inline Two half_of(vf x) {
+    __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+    vf top = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
+    return {_mm512_castsi256_si512(high), _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh((__m512)(x - top)))};
+}
+
+// What the 16 codes of a group stand for is looked up. SMALL: groups of 16 elements, two to a block; else of a
+// multiple of 32.
+template <bool SMALL>
 struct Int4Row {
     const uint8_t* codes;
     const float* pairs;
-    int half, group_size, group, end;  // blocks of half a row; the next group, and the block that it begins in
-    reg high, low;                 // of the groups of a block's halves
+    int half, each, left;  // blocks of half a row; blocks of a group, and how many of it are left
+    Two table;
     Int4Row(Stored& stored, int64_t block, int offset, float* room)
         : codes(row_codes(stored.rows, block, 0, offset)), pairs(room), half(stored.rows.dim / 2 / TILE_PAIRS),
-          group_size(stored.rows.group_size), group(0), end(0) {
-        read_pairs(room, stored.rows, row_scales(stored.rows, block, 0, offset), stored.rows.dim / group_size);
+          each(SMALL ? 1 : stored.rows.group_size / TILE_PAIRS), left(0), table() {
+        const KvqRows& rows = stored.rows;
+        read_pairs(room, rows, row_scales(rows, block, 0, offset), rows.dim / rows.group_size);
     }
     float scale() const { return 1; }
-    vf table(int group) const {
+    vf next() {
         const vf CODES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        return CODES * all(pairs[2 * group]) + all(pairs[2 * group + 1]);
+        vf found = CODES * all(pairs[0]) + all(pairs[1]);
+        pairs += 2;
+        return found;
     }
     KVQ_TILE_TARGET Two at(int i) {  // in order
-        if (i == end) {
-            vf first = table(group++);
-            Two x = two_of(first, group_size < TILE_PAIRS ? table(group++) : first);
-            high = x.high, low = x.low;
-            end += group_size < TILE_PAIRS ? 1 : group_size / TILE_PAIRS;
+        if (SMALL) {
+            vf first = next();
+            table = two_of(first, next());
+        } else if (!left--) {
+            table = half_of(next());
+            left = each - 1;
         }
-        const uint8_t* from = codes + (i < half ? i : i - half) * 32;
-        reg code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+        reg code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + (i < half ? i : i - half) * 32)));
         code = i < half ? _mm512_and_si512(code, _mm512_set1_epi16(15)) : _mm512_srli_epi16(code, 4);
-        code = _mm512_mask_add_epi16(code, 0xffff0000, code, _mm512_set1_epi16(16));
-        return {_mm512_permutexvar_epi16(code, high), _mm512_permutexvar_epi16(code, low)};
+        if (SMALL) code = _mm512_mask_add_epi16(code, 0xffff0000, code, _mm512_set1_epi16(16));
+        return {_mm512_permutexvar_epi16(code, table.high), _mm512_permutexvar_epi16(code, table.low)};
     }
 };
 
@@ -187,8 +199,9 @@ inline RowKind kind_of(const KvqRows& rows) {
     if (rows.code == KVQ_BF16) return BF16_ROW;
     if (rows.code == KVQ_FP8) return FP8_ROW;
     if (rows.code == KVQ_INT8) return INT8_ROW;
-    bool looked_up = rows.code == KVQ_INT4 && rows.group_size % TILE_ROWS == 0 && rows.dim / 2 % TILE_PAIRS == 0;
-    return looked_up && (rows.group_size < TILE_PAIRS || rows.group_size % TILE_PAIRS == 0) ? INT4_ROW : ANY_ROW;
+    if (rows.code != KVQ_INT4 || rows.dim / 2 % TILE_PAIRS) return ANY_ROW;
+    if (rows.group_size == TILE_ROWS) return INT4_G16_ROW;
+    return rows.group_size % TILE_PAIRS ? ANY_ROW : INT4_ROW;
 }
 
 // Stored rows of a tile: as keys [elements / 32][TILE][32], and as values [elements / 16][TILE / 2][16][2].
@@ -267,6 +280,10 @@ KVQ_TILE_TARGET inline void fill_pairs(const TileRows& t, Stored& stored, Span s
         Row first(stored, block[a], offset[a], t.rows), second(stored, block[b], offset[b], t.rows + t.blocks * TILE_PAIRS);
         if (exists[0]) t.scales[key] = first.scale();
         if (exists[1]) t.scales[key + 1] = second.scale();
+        if (exists[0] && exists[1]) {  // as most do
+            for (int i = 0; i < t.blocks; i++) put_pair(t, key, i, first.at(i), second.at(i));
+            continue;
+        }
         for (int i = 0; i < t.blocks; i++) {
             Two x = first.at(i), y = second.at(i);
             put_pair(t, key, i, exists[0] ? x : Two{}, exists[1] ? y : Two{});
@@ -279,7 +296,8 @@ inline void fill_tile(const TileRows& t, Stored& stored, Span span) {
         case BF16_ROW: return fill_pairs<Bf16Row>(t, stored, span);
         case FP8_ROW: return fill_pairs<Fp8Row>(t, stored, span);
         case INT8_ROW: return fill_pairs<Int8Row>(t, stored, span);
-        case INT4_ROW: return fill_pairs<Int4Row>(t, stored, span);
+        case INT4_ROW: return fill_pairs<Int4Row<false>>(t, stored, span);
+        case INT4_G16_ROW: return fill_pairs<Int4Row<true>>(t, stored, span);
         default: return fill_pairs<AnyRow>(t, stored, span);
     }
 }
@@ -358,7 +376,8 @@ inline void transpose(vf x[16]) {
 }
 
 struct TileScratch {
-    float* row;                                   // widest part of a query, or row that is written
+    float* row;                                   // that is written
+    float* queries;                               // 16, latent and rotary parts beside each other
     bf16 *latent_q, *low_latent_q;                // [rows / 16][v blocks][16 pairs][16 rows][2]
     bf16 *rotary_q, *low_rotary_q;                // the same of k blocks
     TileRows latent, rotary;
@@ -375,7 +394,8 @@ struct TileLatent {
     static Scratch take(const Call& call, Memory& memory) {
         Scratch s;
         int64_t rows = (call.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-        s.row = memory.take<float>(call.v_width + call.k_width);
+        s.row = memory.take<float>(call.v_width);
+        s.queries = memory.take<float>((int64_t)TILE_ROWS * (call.v_width + call.k_width));
         s.latent_q = memory.take<bf16>(rows * call.v_width);
         s.low_latent_q = memory.take<bf16>(rows * call.v_width);
         s.rotary_q = memory.take<bf16>(rows * call.k_width);
@@ -394,30 +414,33 @@ struct TileLatent {
         return s;
     }
 
-    // A part of a query into its column of every tile.
-    static KVQ_TILE_TARGET void put_query(bf16* q, bf16* low_q, const float* x, int width, int row) {
-        int64_t from = (int64_t)(row / TILE_ROWS) * width * TILE_ROWS + row % TILE_ROWS * 2;
+    // A part of 16 queries, `stride` apart, whose pairs become columns of tiles.
+    static KVQ_TILE_TARGET void put_queries(bf16* q, bf16* low_q, const float* x, int stride, int width) {
         for (int i = 0; i < width; i += TILE_PAIRS) {
-            Two two = two_of(load(x + i), load(x + i + W));
-            for (int j = 0; j < TILE_PAIRS; j += 2) {
-                int64_t at = from + (int64_t)i * TILE_ROWS + j / 2 * TILE_PAIRS;
-                memcpy(q + at, (const bf16*)&two.high + j, 4);
-                memcpy(low_q + at, (const bf16*)&two.low + j, 4);
+            vf high[16], low[16];
+            for (int r = 0; r < TILE_ROWS; r++) {
+                const float* row = x + (int64_t)r * stride + i;
+                Two two = two_of(load(row), load(row + W));
+                high[r] = (vf)two.high, low[r] = (vf)two.low;
+            }
+            transpose(high);
+            transpose(low);
+            for (int j = 0; j < 16; j++) {
+                store((float*)(q + (int64_t)i * TILE_ROWS + j * TILE_PAIRS), high[j]);
+                store((float*)(low_q + (int64_t)i * TILE_ROWS + j * TILE_PAIRS), low[j]);
             }
         }
     }
 
     static void read(const Call& call, const Task& task, Scratch& s) {
-        int rows = (task.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-        float *latent = s.row, *rotary = s.row + call.v_width;
-        memset(s.row, 0, (size_t)(call.v_width + call.k_width) * 4);
-        for (int r = 0; r < rows; r++) {
-            if (r < task.rows)
-                read_parts(call, task, r, latent, rotary);
-            else
-                memset(s.row, 0, (size_t)(call.v_width + call.k_width) * 4);
-            put_query(s.latent_q, s.low_latent_q, latent, call.v_width, r);
-            put_query(s.rotary_q, s.low_rotary_q, rotary, call.k_width, r);
+        int stride = call.v_width + call.k_width;
+        for (int row = 0; row < task.rows; row += TILE_ROWS) {
+            memset(s.queries, 0, (size_t)TILE_ROWS * stride * 4);
+            for (int r = 0; r < TILE_ROWS && row + r < task.rows; r++)
+                read_parts(call, task, row + r, s.queries + r * stride, s.queries + r * stride + call.v_width);
+            int64_t latent = (int64_t)row * call.v_width, rotary = (int64_t)row * call.k_width;
+            put_queries(s.latent_q + latent, s.low_latent_q + latent, s.queries, stride, call.v_width);
+            put_queries(s.rotary_q + rotary, s.low_rotary_q + rotary, s.queries + call.v_width, stride, call.k_width);
         }
     }
 

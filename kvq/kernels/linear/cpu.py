@@ -76,6 +76,41 @@ class CpuLinear:
         return out
 
 
+class CpuLinears:
+    """y[:, i] = x[:, i] W[i]^T, each over a weight in panels of its own, with `CpuLinear`'s bits."""
+
+    def __init__(self, values: Tensor) -> None:
+        """`values`: fp32 [count, out, in], kept in the 16 bits that hold every value, if they do."""
+        narrow = PlainWeight.narrowest(values.flatten(0, 1)).values.unflatten(0, values.shape[:2])
+        self._each = [CpuLinear(PlainWeight(values=weight)) for weight in narrow]
+        self._structs = (struct("KvqLinear") * len(self._each))(*(linear.struct for linear in self._each))
+        self.out_features, self.in_features = values.shape[1:]
+        self.nbytes = sum(linear.nbytes for linear in self._each)
+
+    def values(self) -> Tensor:
+        """A copy of the weights, fp32 [count, out, in]."""
+        return torch.stack([linear.values().float() for linear in self._each])
+
+    def __call__(self, x: Tensor, *, room: int = 0) -> Tensor:
+        """[rows, count, in] -> [rows, count, out + room] of x's dtype, the last `room` for others to fill.
+
+        Raises:
+            ConfigError: another shape or dtype.
+        """
+        if x.dim() != 3 or x.shape[1:] != (len(self._each), self.in_features) or x.dtype not in DTYPES:
+            shape = f"[rows, {len(self._each)}, {self.in_features}]"
+            raise ConfigError(f"inputs must be fp32, bf16 or fp16 {shape}, got {x.dtype} {list(x.shape)}")
+        x = x if x.stride(2) == 1 else x.contiguous()
+        out = torch.empty(*x.shape[:2], self.out_features + room, dtype=x.dtype)
+        sizes = DTYPES[x.dtype], len(x), torch.get_num_threads()
+        run("linear_each", self._structs, len(self._each), *_each_of(x), *_each_of(out), *sizes)
+        return out
+
+
+def _each_of(x: Tensor) -> tuple[int, int, int]:
+    return *rows_of(x), x.stride(1) * x.element_size()
+
+
 def rows_of(x: Tensor) -> tuple[int, int]:
     """Address and bytes from row to row, as kernels take a matrix."""
     return x.data_ptr(), x.stride(0) * x.element_size()

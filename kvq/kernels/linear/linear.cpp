@@ -146,23 +146,27 @@ inline Split split(const Call& call, int64_t tiles) {
 inline void run(const Call& call) {
     int64_t tiles = divided(call.rows, call.tile_rows);
     Split s = split(call, tiles);
+    auto task = [&](int64_t i, float* kept) {
+        int64_t panel = i % s.tasks_across * s.panels, last = panel + s.panels;
+        int64_t tile = i / s.tasks_across * s.tiles, last_tile = tile + s.tiles;
+        run_task(call, panel, last < call.panels ? last : call.panels, tile, last_tile < tiles ? last_tile : tiles, kept);
+    };
+    if (call.threads == 1) {  // without the cost of a team
+        for (int64_t i = 0; i < tiles; i++) round_tile(call, i, call.columns);
+        for (int64_t i = 0; i < s.tasks; i++) task(i, call.kept);
+        return;
+    }
     if (tiles == 1) round_tile(call, 0, call.columns);  // too little to share
 #pragma omp parallel num_threads(call.threads)
     {
         int64_t thread = thread_number();
-        float* columns = call.columns + thread * (call.cut.k + W);
-        float* kept = call.kept + thread * call.kept_size;
         if (tiles > 1) {
+            float* columns = call.columns + thread * (call.cut.k + W);
 #pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < tiles; i++) round_tile(call, i, columns);
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < s.tasks; i++) {
-            int64_t panel = i % s.tasks_across * s.panels, last = panel + s.panels;
-            int64_t tile = i / s.tasks_across * s.tiles, last_tile = tile + s.tiles;
-            run_task(call, panel, last < call.panels ? last : call.panels, tile, last_tile < tiles ? last_tile : tiles,
-                     kept);
-        }
+        for (int64_t i = 0; i < s.tasks; i++) task(i, call.kept + thread * call.kept_size);
     }
 }
 
@@ -200,4 +204,16 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
     }
     give_back(kept);
     return KVQ_OK;
+}
+
+// The same for several at once: the i-th multiplies rows at `x` + i * x_each, and its results go to `out` + i * out_each.
+KVQ_KERNEL(linear_each)(const KvqLinear* linears, int count, const uint8_t* x, int64_t x_row, int64_t x_each,
+                        uint8_t* out, int64_t out_row, int64_t out_each, int code, int64_t rows, int threads) {
+    int failed = KVQ_OK;
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int i = 0; i < count; i++) {
+        int status = KVQ_CALL(linear)(linears + i, x + i * x_each, x_row, out + i * out_each, out_row, code, rows, 1);
+        if (status) __atomic_store_n(&failed, status, __ATOMIC_RELAXED);
+    }
+    return failed;
 }

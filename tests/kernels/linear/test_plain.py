@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
-from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.linear.cpu import CpuLinear, CpuLinears
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import (
     check_broken_row,
@@ -125,3 +125,18 @@ def test_joined_weights_are_each_of_them() -> None:
         CpuLinear(weights[0], plain(5, 128))
     with pytest.raises(ConfigError, match="can't be joined"):
         CpuLinear(weights[0], weight_of("int8", 16, 256))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_products_at_once_have_the_bits_of_each_alone(dtype: torch.dtype) -> None:
+    weights = torch.stack([plain(35, 70).values * i for i in range(1, 12)]).to(dtype).float()
+    together, x = CpuLinears(weights), rows_of(5 * 11, 90).view(5, 11, 90)[..., 20:]
+    got = together(x, room=3)
+    assert got.shape == (5, 11, 38)
+    for i, weight in enumerate(weights):
+        alone = CpuLinear(PlainWeight.narrowest(weight))
+        assert torch.equal(got[:, i, :35], alone(x[:, i]))
+    assert torch.equal(together.values(), weights)
+    assert together(x[:0]).shape == (0, 11, 35)
+    with pytest.raises(ConfigError, match=r"\[rows, 11, 70\], got torch.float32 \[11, 5, 70\]"):
+        together(x.transpose(0, 1))
