@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -37,6 +38,19 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that says how many of its cases run daily, the others are long; chance says which."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("daily") and not item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        [count] = same[0].get_closest_marker("daily").args
+        for item in sorted(same, key=lambda item: crc32(item.nodeid.encode()))[count:]:
+            item.add_marker(pytest.mark.long)
 
 
 SHARED = Path(__file__).parents[2] / "shared"

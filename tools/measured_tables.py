@@ -36,6 +36,8 @@ def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
     if "load" in result["rows"][0]:
         return predictions_table(result)
+    if "expanded" in result["rows"][0]:
+        return latents_table(result)
     if "share_of_first" in result["rows"][0]:
         return snapshots_table(result)
     if "routing" in result["rows"][0]:
@@ -81,6 +83,20 @@ def snapshots_table(result: dict) -> str:
         )
     tokens, repeats = result["rows"][0]["prompt_tokens"], len(result["rows"][0]["ttft_s"]["first"]["all"])
     return "\n".join([*lines, "", f"Medians of {repeats} prompts of {tokens:,} tokens. {_measured(result)}"])
+
+
+def latents_table(result: dict) -> str:
+    """The table of `kvq bench attention --expanded`: decode over latents and over heads."""
+    lines = ["| KV | latents | heads | heads / latents |", "|---|--:|--:|--:|"]
+    times = {(row["name"], row["kv"]): row for row in result["rows"]}
+    for kv in dict.fromkeys(row["kv"] for row in result["rows"]):
+        latents, heads = (times[f"kvq, {kind}", kv] for kind in ("latents", "heads"))
+        cells = [
+            f"{row['ms_median']:.1f} ms ({row['ms_p10']:.1f} to {row['ms_p90']:.1f})"
+            for row in (latents, heads)
+        ]
+        lines.append(f"| `{kv}` | {' | '.join(cells)} | {heads['ms_median'] / latents['ms_median']:.1f} |")
+    return "\n".join([*lines, "", f"Medians, 10th to 90th percentile. {_measured(result)}"])
 
 
 def weights_table(result: dict) -> str:

@@ -19,6 +19,7 @@ from kvq.layout import BlockOrder, Role
 KINDS = ["fp32", "bf16", "fp8", "int8", "int8_per_head_rot", "int4", "int2", "k8v4", "fp8_per_head/bf16"]
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("order", list(BlockOrder))
 @pytest.mark.parametrize("kv", KINDS)
 def test_kvq_conforms_in_every_kind_of_format_and_both_orders(kv: str, order: BlockOrder) -> None:

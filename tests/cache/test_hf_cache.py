@@ -25,6 +25,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return family_model(request.param)
 
 
+@pytest.mark.daily(9)
 @pytest.mark.parametrize("mode", list(MODES))
 def test_left_padded_batches_give_the_tokens_of_dynamic_cache(model: Any, mode: str) -> None:
     ids, mask = left_padded([21, 9, 17])

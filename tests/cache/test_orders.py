@@ -142,6 +142,7 @@ def swap(run: Run) -> None:
     run.back += sum(isinstance(order, SwapIn) for order in orders) - len(failed)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("kv", "seed", "to_file", "order"),
     [

@@ -165,6 +165,7 @@ def contents(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
         return file.metadata(), {name: file.get_tensor(name).numpy().tobytes() for name in names}
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     "kv", ["int8", "fp8_rot", "int4", "int4_gQ_rot", "k8v4", "int2/bf16", "int2_gQ/bf16"]
 )

@@ -21,6 +21,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.daily(10)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
     ("family", "attention"),

@@ -50,6 +50,7 @@ def logits(folder, ids=range(3, 40)):
     return kvq.load(folder, kv="fp32", device="cpu").logits(list(ids))
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("method", "options", "limit"),
     [
@@ -124,6 +125,7 @@ FAMILIES = (
 ALSO_GPTQ = ("phi3", "gpt_neox", "mixtral")
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("family", "method"),
     [
@@ -223,6 +225,7 @@ def assert_same_files(found: Path, wanted: Path) -> None:
         assert (found / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant", "rtn"])
 def test_a_run_cut_off_between_layers_goes_on_to_the_same_bytes(random_model, tmp_path, monkeypatch, method):
     model, whole, cut = random_model("qwen2"), tmp_path / "whole", tmp_path / "cut"

@@ -41,6 +41,7 @@ def job(
     return SimulatedRequest(arrival_s=arrival_s, prompt=prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("first", range(0, SEEDS, 30))
 def test_random_engines_keep_every_promise_under_random_faults(first: int) -> None:
     for seed in range(first, first + 30):

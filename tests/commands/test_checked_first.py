@@ -62,6 +62,7 @@ def ask(kvq, damaged, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("command", LOADS)
 def test_commands_fail_at_such_weights_once_they_read_them(ask, command):
     assert DAMAGED in ask(command)

@@ -70,6 +70,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.daily(9)
 @pytest.mark.parametrize(
     ("model", "command"),
     [("./tiny", command) for command in COMMANDS]
@@ -131,6 +132,7 @@ SPELLINGS = [
 ]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_all_spellings_of_a_folder_find_it(kvq, other, tmp_path, monkeypatch, spelling):
     if spelling == "absolute":

@@ -62,6 +62,7 @@ def test_greedy_tokens_are_those_of_generate_in_any_batch_and_any_chunks(seqs, c
     assert seqs == 1 or llm.core.scheduler.counters.cached_tokens > 2000, "the second run found prefixes"
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("family", FAMILIES[1:])
 @pytest.mark.parametrize(("seqs", "chunk"), [(3, 64), (16, 23)])
 def test_every_family_gives_the_tokens_of_generate_in_any_batch(family, seqs, chunk):

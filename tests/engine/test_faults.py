@@ -97,6 +97,7 @@ def check_nothing_stays(llm, prompt):
     assert_balanced(llm)
 
 
+@pytest.mark.daily(16)
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("layer", range(LAYERS))

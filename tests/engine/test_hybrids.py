@@ -56,6 +56,7 @@ def check(family: str, llm: LLM, count: int, *, runs: int = 1) -> None:
 # Tokens
 
 
+@pytest.mark.daily(3)
 @every_family
 @pytest.mark.parametrize(("num_blocks", "chunk"), [(12, 40), (200, 512)])
 def test_tokens_are_those_of_generate_through_small_pools_and_chunks(family, num_blocks, chunk):
@@ -264,8 +265,8 @@ def test_states_damaged_in_host_memory_are_computed_again():
 
 
 @pytest.mark.parametrize("options", [{}, {"swap_memory": "8MiB"}])
-def test_300_requests_of_all_kinds_with_random_cancels_leak_nothing(options):
-    check_random_life(hybrid("lfm2")[0], 300, seed=8, snapshot_every=32, **options)
+def test_150_requests_of_all_kinds_with_random_cancels_leak_nothing(options):
+    check_random_life(hybrid("lfm2")[0], 150, seed=8, snapshot_every=32, **options)
 
 
 @pytest.mark.long
@@ -278,6 +279,7 @@ def test_10000_requests_of_all_kinds_with_random_cancels_leak_nothing(family, op
 # Formats and memory
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("kv", ["int8", "int4", "int8+recent=32+sinks=4"])
 @pytest.mark.parametrize("family", QUICK)
 def test_quantized_kv_beside_states_gives_the_same_tokens_in_any_batch(family, kv):

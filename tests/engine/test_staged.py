@@ -25,6 +25,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("kv", "family"),
     [

@@ -126,6 +126,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", FIGURES)
 def test_labels_of_crowded_figures_lie_apart(name: str) -> None:
     figure = FIGURES[name]()
@@ -193,6 +194,7 @@ def _simulated() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("kind", ["plan", "one plan", "simulation"])
 def test_labels_of_crowded_capacity_reports_lie_apart(
     kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def whole(tiny, ids):
     return {kv: tiny.with_kv(kv).logits(ids) for kv in LIMITS}
 
 
+@pytest.mark.daily(13)
 @pytest.mark.parametrize("kv", LIMITS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_agree_with_one_prefill(tiny, ids, whole, kv, chunk):

@@ -36,6 +36,7 @@ def save_twin(folder, name, **given):
     return folder
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_family_on_no_list_equals_transformers_alone_and_packed(name, tmp_path):
     folder = save_twin(tmp_path, name)

@@ -93,6 +93,7 @@ def test_how_many_requests_fit_at_once_is_told_and_a_warning_where_tokens_that_w
     assert (level, text.count("128 of")) == ("ok", 3)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("kv", "memory"),
     [

@@ -193,6 +193,7 @@ def longest_stretch(server):
     return float(re.search(r"^kvq_http_longest_stretch_seconds (\S+)", text, re.M)[1])
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("name", SHAPES)
 def test_bodies_of_any_shape_hold_up_nobody(server, name):
     """The event loop is one; pydantic alone would count a million complaints for 13 s.

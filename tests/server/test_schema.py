@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--doors", "http", "--cases", "250"), id="requests"),
-        pytest.param(("--doors", "results,options,streams,folders,templates", "--cases", "12"), id="inside"),
+        pytest.param(("--doors", "http", "--cases", "120"), id="requests"),
+        pytest.param(("--doors", "results,options,streams,folders,templates", "--cases", "6"), id="inside"),
         pytest.param(("--seconds", "60"), id="all", marks=pytest.mark.long),
     ],
 )

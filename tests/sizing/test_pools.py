@@ -175,6 +175,7 @@ def budgets(layout: KVLayout, context: int, seed: int) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.daily(16)
 @pytest.mark.parametrize("sequences", [1, 128])
 @pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("name", MODELS)

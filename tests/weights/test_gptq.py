@@ -70,6 +70,7 @@ def test_by_activity_it_is_the_papers_too(kind, name, size):
     assert ours <= 1.01 * theirs
 
 
+@pytest.mark.daily(24)
 @pytest.mark.parametrize("kind", ["correlated", "low rank"])  # independent inputs can't make up for others
 @pytest.mark.parametrize("order", list(ActOrder))
 @pytest.mark.parametrize("search", list(ScaleSearch))

@@ -483,6 +483,7 @@ def test_keys_left_out_at_the_end_are_seen_by_no_query(skip: int, window: int | 
             row += 1
 
 
+@pytest.mark.daily(110)
 @pytest.mark.parametrize(
     ("kv", "dim"),
     [
@@ -641,6 +642,7 @@ def test_means_of_blocks_that_tiles_hold_in_part_or_many_of(kv: str, size: int, 
         case.check(part=Part(age=Age.OLD, recent=40, block_size=size, first=2 * size), window=250)
 
 
+@pytest.mark.daily(150)
 @pytest.mark.parametrize("window", [None, 1, 9, 26])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean"])

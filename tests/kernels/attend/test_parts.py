@@ -71,6 +71,7 @@ def check_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], kv: str,
     torch.testing.assert_close(got[1], want[1], rtol=lse, atol=lse)
 
 
+@pytest.mark.daily(27)
 @pytest.mark.parametrize("more", [{}, {"window": 23}, {"window": 45, "softcap": 8.0}], ids=str)
 @pytest.mark.parametrize(("recent", "sinks"), [(0, 0), (7, 10), (16, 0), (30, 20), (90, 5)])
 @pytest.mark.parametrize("kv", ["int4", "bf16"])
@@ -92,6 +93,7 @@ def test_every_part_is_what_the_reference_sees_and_all_are_the_whole(
     check_same(whole, reference.attend(case.q, layer, case.batch, asked), kv, backend)
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("kv", ["int4", "k8v4", "int2"])
 def test_tiles_that_lie_in_one_block_see_the_same(kv: str, block_size: int, backend: str) -> None:

@@ -140,6 +140,7 @@ def test_tiles_of_fewer_keys_than_threads_read_their_scales_at_once(
     assert torch.equal(before, after)
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("compute", [None, tl.float16])
 @pytest.mark.parametrize(
     ("kv", "dims"),
@@ -237,7 +238,7 @@ def means_cases() -> Iterator[Any]:
         yield pytest.param(*case, marks=[] if is_daily else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("dim", "kv", "new", "compute", "options"), means_cases())
+@pytest.mark.parametrize(("dim", "kv", "new", "compute", "options"), list(means_cases()))
 def test_means_of_blocks_are_keys_and_values_of_tiles_that_lie_in_one(
     dim: int, kv: str, new: list[int], compute: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

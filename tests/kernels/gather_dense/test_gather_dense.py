@@ -20,6 +20,7 @@ backend = every_backend("gather_dense", globals())
 RANGES = [(0, 23), (0, 1), (22, 23), (4, 5), (5, 10), (4, 11), (0, 20), (19, 23), (7, 7), (0, 0)]
 
 
+@pytest.mark.daily(60)
 @pytest.mark.parametrize("order", list(BlockOrder))
 @pytest.mark.parametrize("kv", [*KINDS, *MEANS])
 def test_every_range_of_positions_is_those_rows(kv: str, order: BlockOrder) -> None:

@@ -47,6 +47,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+@pytest.mark.daily(25)
 @pytest.mark.parametrize("rows", [1, 3, 17, 65])
 @pytest.mark.parametrize("name", FORMATS)
 def test_results_are_the_references(name: str, rows: int) -> None:
