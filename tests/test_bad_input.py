@@ -218,6 +218,7 @@ cli.main(sys.argv[1:])
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_measurement_with_130_and_leaves_nothing(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", MEASURING, "perplexity", "--json", str(tmp_path / "r.json")],

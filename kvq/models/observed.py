@@ -17,6 +17,7 @@ from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
 from kvq.geometry.parse import CHUNK_KEY, MAX_CONTEXT
 from kvq.models.config_values import check_values
+from kvq.models.handing_on import hand_on_steps
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
 from kvq.models.numberless import numberless
 from kvq.models.observed_latents import LatentDims, Product, latent_dims
@@ -145,6 +146,7 @@ def observe(model: Any) -> ModelGeometry:
             )
         )
     AttentionInterface.register(_NAME, _observed)
+    hand_on_steps(model)
     watch = _Watch(about.get_text_config(decoder=True), StateWatch.of(about))
     device = next(model.parameters()).device
     before = about._attn_implementation

@@ -13,6 +13,7 @@ from kvq.geometry import ModelGeometry
 from kvq.models.device import pick_dtype
 from kvq.models.fused_layers import is_fused
 from kvq.models.fused_norms import fuse_norms
+from kvq.models.handing_on import hand_on_steps
 from kvq.models.latents import attach_expansions
 from kvq.models.linear import has_own_products, invariant_rows, pack_linears, padded_rows
 from kvq.models.modules import import_class, load_module, pin_rope
@@ -115,6 +116,7 @@ def place(model: Any, prepared: PreparedModel) -> Any:
     """A model that was read, ready to run on its device."""
     pin_rope(model, prepared.max_context)
     tell_positions(model)
+    hand_on_steps(model)
     cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()
     is_cpu = prepared.device.type == "cpu"

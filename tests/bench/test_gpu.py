@@ -72,6 +72,7 @@ def test_whatever_fails_costs_its_own_case(tmp_path: Path) -> None:
     assert not summary.is_good(summary.collect(tmp_path, [part], {}))
 
 
+@pytest.mark.long
 def test_a_part_ends_with_its_time_and_keeps_what_it_has(tmp_path: Path) -> None:
     assert run_part(a_part("late", limit_s=3), a_run(tmp_path)) == "stopped"
     state = record.read(tmp_path / "late.json")

@@ -197,6 +197,7 @@ def check(*options: str) -> None:
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr[-2000:]}"
 
 
+@pytest.mark.long
 def test_decode_stays_within_its_budget() -> None:
     check("--sm", "90", "--kernel", "attend decode", "--kv", DECODE)
 

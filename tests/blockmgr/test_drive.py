@@ -27,12 +27,13 @@ def test_a_run_is_repeated_exactly_by_its_seed() -> None:
     assert first != episode("3:1", 1500)
 
 
-def test_no_block_leaks_in_10_000_requests_over_pools_of_8_blocks() -> None:
+@pytest.mark.parametrize("requests", [3_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_no_block_leaks_over_pools_of_8_blocks(requests: int) -> None:
     manager = BlockManager(num_blocks=[8, 8], block_size=2, windows=[None, 5], host_slots=[6, 6])
     sim = Simulation(manager, max_clients=4)
     rng = random.Random(8)
     steps = 0
-    while sim.seen["requests"] < 10_000:
+    while sim.seen["requests"] < requests:
         random_step(sim, rng, grows=False)
         steps += 1
         for usage in manager.usage():

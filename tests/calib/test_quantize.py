@@ -265,6 +265,7 @@ kvq.quantize(sys.argv[1], sys.argv[2], 'rtn', group_size=8)
 """
 
 
+@pytest.mark.long
 def test_a_killed_process_leaves_its_layers_to_the_next(random_model, tmp_path):
     model, whole, cut = random_model("qwen2"), tmp_path / "whole", tmp_path / "cut"
     killed = subprocess.run([sys.executable, "-c", KILLED, model, cut], timeout=HANG_S)

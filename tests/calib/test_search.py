@@ -131,6 +131,7 @@ def with_key_biases(folder, channels):
     return kvq.load(folder)
 
 
+@pytest.mark.long
 def test_huge_key_biases_in_two_layers_cost_uniform_int4_dearly_and_the_recipe_little(biased):
     found = tune(
         biased,

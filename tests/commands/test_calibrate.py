@@ -71,6 +71,7 @@ def test_what_was_seen_of_every_head_is_written(kvq, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_scales_of_one_kind_of_text_are_compared_with_those_of_another(kvq, tmp_path):
     """Code for prose: on this model both are alike, and the report says by how much."""
     code, prose = tmp_path / "code.txt", tmp_path / "prose.txt"
@@ -87,6 +88,7 @@ def test_scales_of_one_kind_of_text_are_compared_with_those_of_another(kvq, tmp_
     assert check["largest_excess"] > 0.5
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("kv", [("--kv", "int8_per_head"), ("--kv", "int4", "--centered")])
 def test_what_does_not_fit_another_text_is_called_so(kvq, tmp_path, kv):
     """One letter over and over moves few channels, and its means are no other text's."""

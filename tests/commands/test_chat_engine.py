@@ -109,6 +109,7 @@ def test_what_is_no_unicode_is_refused_in_words(partner):
         partner.answer([{"role": "user", "content": "a\udc80"}], print)
 
 
+@pytest.mark.long
 def test_ctrl_c_within_a_template_ends_all(folder_of):
     """Also where a signal finds the command waiting for a reader."""
     process = subprocess.Popen(

@@ -157,6 +157,7 @@ def test_a_server_does_not_wait_for_a_tokenizer_that_loads_for_ever(monkeypatch,
     never.set()
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("moment", "number"),
     [

@@ -88,6 +88,7 @@ def test_every_command_runs_the_model_that_was_asked_for(kvq, other, monkeypatch
         assert str(other) in said or f"{LAYERS} layers" in said
 
 
+@pytest.mark.long
 def test_a_server_runs_the_folder_and_says_which(other):
     with Server(model="./tiny") as server:
         [line] = wait_for(lambda: re.findall(r"level=info event=model .*", server.log), "the model's line")

@@ -61,6 +61,7 @@ def test_what_transformers_needs_for_the_folder_is_said(kvq, model, tmp_path, fi
             AutoModelForCausalLM.from_pretrained(out)
 
 
+@pytest.mark.long
 def test_a_model_is_quantized_then_tuned_then_served(kvq, tmp_path):
     """The way that docs/weights.md tells, and what is said of a recipe of the unquantized model."""
     out, own, other = tmp_path / "q", tmp_path / "own.json", tmp_path / "other.json"

@@ -52,6 +52,7 @@ def test_a_recipe_its_report_and_its_plot_are_written(kvq, short, tmp_path):
     assert status == 0
 
 
+@pytest.mark.long
 def test_what_a_sequence_holds_is_in_the_table_and_a_tail_that_holds_most_is_said(kvq, short, tmp_path):
     path = tmp_path / "t.json"
     status, said, err = kvq(
@@ -79,6 +80,7 @@ def test_what_a_sequence_holds_is_in_the_table_and_a_tail_that_holds_most_is_sai
     assert re.search(rf"^chosen.* {chosen['bits_held']:.3f}".rstrip("0"), said, re.M)
 
 
+@pytest.mark.long
 def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "_DEAR", -1.0)  # any change of perplexity is a lot
     status, said, _ = kvq(

@@ -71,6 +71,7 @@ def planned(model: kvq.Model, kv: str, block_size: int, users: int) -> CapacityP
     return plan((other + users * each) / 1e9)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("kv", "block_size"),
     [

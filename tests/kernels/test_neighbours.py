@@ -200,6 +200,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 @two_cores
 def test_a_second_team_makes_threads_sleep_and_changes_no_result():
     assert run(_SLEEPS + _TEAM) == "done\n"
@@ -210,6 +211,7 @@ def test_who_hands_the_computing_on_leaves_the_next_thread_its_cores():
     assert run(_SLEEPS + _HANDED_ON) == "done\n"
 
 
+@pytest.mark.long
 @two_cores
 def test_threads_sleep_beside_busy_processes_for_as_long_as_these_last():
     assert run(_BUSY) == "done\n"

@@ -26,7 +26,7 @@ from tools.model_table import GIVEN, all_names, apart
 # Experts, windows beside full layers, sinks, latent attention, heads of two sizes, gates, K and V that layers
 # share, chunks and scores scaled by position, sinks of some layers only, an encoder that is a decoder.
 SAMPLE = ["olmoe", "cohere2_moe", "flint", "minicpm3", "gemma4_text", "afmoe"]
-SAMPLE += ["gemma3n_text", "llama4_text", "mimo_v2_flash", "bert"]
+SAMPLE += ["gemma3n_text", "llama4_text", "mimo_v2_flash", "bert", "stablelm"]
 SHARING = {"num_kv_shared_layers": 18}
 
 
@@ -36,7 +36,7 @@ def save_twin(folder, name, **given):
     return folder
 
 
-@pytest.mark.daily(5)
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_family_on_no_list_equals_transformers_alone_and_packed(name, tmp_path):
     folder = save_twin(tmp_path, name)

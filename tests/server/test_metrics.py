@@ -261,6 +261,7 @@ def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
     assert (grown("invalid"), grown("error"), grown("refused")) == (6, 0, 0)
 
 
+@pytest.mark.long
 def test_counters_go_on_when_the_engine_is_started_again(server):
     before = samples(server)
     os.kill(server.engine_pid, signal.SIGKILL)

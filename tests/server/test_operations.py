@@ -52,6 +52,7 @@ def ask(server, path="/v1/completions", key=KEYS[0], **body):
         return error.code, error.headers, error.read()
 
 
+@pytest.mark.long
 def test_processes_share_a_session_and_no_ctrl_c(server):
     """Linux weighs niceness within a session only (autogroup, sched(7)); Ctrl-C is for a process group."""
     status, *_ = ask(server, guided_choice=["yes", "no"], max_tokens=1)

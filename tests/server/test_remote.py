@@ -185,6 +185,7 @@ def test_an_engine_that_cannot_be_built_says_why_once_and_is_not_tried_again(cap
     assert [record for record in caplog.records if record.name == "kvq"] == []
 
 
+@pytest.mark.long
 def test_an_engine_is_not_started_again_on_files_that_changed(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("kvq.json"))

@@ -48,7 +48,9 @@ def compile_all(device: str, formats: list[str]) -> None:
             assert used["fused"] == 0, f"a product and a sum are rounded once, so bits change: {used}"
 
 
-@pytest.mark.parametrize(("device", "formats"), [("sm80", FEW[:1]), ("sm90", FEW)])
+@pytest.mark.parametrize(
+    ("device", "formats"), [pytest.param("sm80", FEW[:1], marks=pytest.mark.long), ("sm90", FEW)]
+)
 def test_kernels_compile(device: str, formats: list[str]) -> None:
     compile_all(device, formats)
 

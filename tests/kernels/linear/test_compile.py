@@ -32,11 +32,12 @@ def compile_all(device: str, cases: list[str]) -> None:
             assert used["copies"] > 0, f"nothing is copied 16 bytes at a time: {used}"
 
 
-@pytest.mark.parametrize("device", ["sm80", "sm90"])
+@pytest.mark.parametrize("device", [pytest.param("sm80", marks=pytest.mark.long), "sm90"])
 def test_kernels_compile(device: str) -> None:
     compile_all(device, FEW if device == "sm80" else [*FEW, *MORE])
 
 
+@pytest.mark.long
 def test_kernels_compile_for_amd() -> None:
     compile_all("gfx942", ["int4_g128:16", "w4a8:64", "fp8_a8:16"])
 
