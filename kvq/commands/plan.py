@@ -213,7 +213,7 @@ def _server(
 
 
 def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
-    users, served, latent = plan.users, plan.serving, plan.latent
+    users, served = plan.users, plan.serving
     return {
         "model": plan.model,
         "gpu": plan.gpu,
@@ -237,8 +237,6 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
         "ttft_ms": served and 1e3 * served.ttft_s,
         "itl_ms": served and 1e3 * served.itl_s,
         "usd_per_million_tokens": plan.usd_per_million_tokens,
-        "latent_kv_bytes_per_token": latent and latent.bytes_per_token,
-        "latent_users": latent and latent.users,
         "refused": plan.refused,
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
     }

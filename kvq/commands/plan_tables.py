@@ -68,13 +68,7 @@ def show(
 
 def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) -> list[str]:
     """What is to be said of the figures, and which server all that is of."""
-    lines = [
-        f"{row['gpu']}: engines that keep latent vectors in {row['kv']} need "
-        f"{binary(row['latent_kv_bytes_per_token'])} a token: {row['latent_users']:,} users; kvq's keeps K "
-        f"and V of every head"
-        for row in rows
-        if row["latent_users"] is not None
-    ]
+    lines = []
     if rows[0]["tokens_per_s"] is not None:
         lines.append(
             f"Speed is a roofline at as many users as fit, with {'assumed' if assumed else 'measured'} "

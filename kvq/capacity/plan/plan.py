@@ -18,7 +18,7 @@ from kvq.capacity.plan.room import VllmCache
 from kvq.capacity.plan.speed import Serving, serving
 from kvq.capacity.plan.step_time import Efficiency, StepTime, roofline
 from kvq.capacity.plan.target import Target, make_target
-from kvq.capacity.plan.users import LatentKV, Users, latent_kv
+from kvq.capacity.plan.users import Users
 from kvq.capacity.plan.vllm import VllmEngine
 from kvq.errors import ConfigError
 from kvq.sizing.held import AUTO
@@ -43,7 +43,6 @@ class CapacityPlan:
     users: Users
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
     state_bytes: int  # of a sequence's recurrent states, on it; in the blocks of a pool of their own
-    latent: LatentKV | None  # the same in latent vectors, which kvq's engine does not keep
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
     serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # what so many users see
     usd_per_million_tokens: float | None  # generated ones, at full load
@@ -102,7 +101,6 @@ def make_plan(
         users=users,
         serving=served,
         state_bytes=layout.geometry.state_bytes(target.held.other_bytes),
-        latent=latent_kv(target.latent_values, layout, kv, pools.terms[-1].nbytes, demand),
         time=time,
         serve=serve,
         usd_per_million_tokens=price,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from kvq.capacity.plan.catalogue import find_model, known_models
-from kvq.capacity.plan.users import latent_values
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry, parse_geometry
 from kvq.sizing.held import AUTO, HeldAs, held_as
@@ -32,7 +31,6 @@ class Target:
     held: HeldAs = field(default_factory=lambda: HeldAs(linear="fp16"))
     weight_bytes: int | None = None  # of the whole model, instead of counting them
     split: Split = field(default_factory=Split)
-    latent_values: int | None = None  # of a token and layer, where attention is latent, kept per head here
     refused: str | None = None  # why kvq's engine does not run it
 
     def terms(self) -> tuple[Term, ...]:
@@ -69,7 +67,6 @@ def make_target(
         held=held_as(found.config, weights),
         weight_bytes=weight_bytes,
         split=split or Split(),
-        latent_values=latent_values(found.config, found.geometry),
         refused=found.refused,
     )
 

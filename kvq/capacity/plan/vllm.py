@@ -148,7 +148,7 @@ def _check_served(target: Target, layout: KVLayout) -> None:
         raise ConfigError(
             f"blocks that vLLM shares with the recurrent states of {target.name} are not planned"
         )
-    if target.latent_values is not None or any(layer.is_latent for layer in geometry.layers):
+    if any(layer.is_latent for layer in geometry.layers):
         raise ConfigError(f"vLLM keeps latent vectors of {target.name}, for which kvq has no format there")
     if geometry.model_type in SIZED:
         raise ConfigError(f"vLLM attends in chunks in {target.name}, which kvq's plug-in does not")

@@ -180,24 +180,15 @@ def test_latent_vectors_take_what_their_paper_says():
     }
     for plan in plans.values():  # every rank holds the whole vectors
         assert plan.kv_bytes_per_token == 61 * (512 + 64) * 2  # 68.6 KiB
-        assert plan.latent is None
         assert plan.users.paged == pytest.approx(plan.pool_bytes / (4096 * 61 * 576 * 2), rel=0.02)
     assert plans[32].users.paged > plans[16].users.paged, "more room beside the weights"
 
 
-def test_latent_vectors_beside_k_and_v_of_every_head(tmp_path):
+def test_a_folder_of_latent_attention_is_planned_in_latents(tmp_path):
     config = dict(find_model("deepseek-v3").config) | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    geometry = parse_geometry(config)
     plan = kvq.plan(tmp_path, gpu="h200", kv="fp16", context=4096)
-    if any(layer.is_latent for layer in geometry.layers):
-        assert plan.latent is None
-        assert plan.kv_bytes_per_token == 4 * 576 * 2
-    else:
-        assert plan.latent.bytes_per_token == 4 * (512 + 64) * 2
-        assert plan.latent.users == plan.pool_bytes // (4096 * 4 * 576 * 2)
-        assert plan.latent.users > 2 * plan.users.paged
-    assert kvq.plan("llama-3-8b", gpu="h200", kv="fp16", context=4096).latent is None
+    assert plan.kv_bytes_per_token == 4 * 576 * 2
 
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
