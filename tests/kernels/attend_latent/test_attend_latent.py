@@ -206,6 +206,25 @@ def test_how_a_context_came_in_changes_no_bit_on_cpus(name: str, kv: str) -> Non
             at += 1
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8", "int4_g16"])
+def test_how_many_threads_there_are_changes_no_bit_on_cpus(kv: str) -> None:
+    """Of 100 query rows tasks have 64 or all, by whether there are parts of contexts for all threads."""
+    cache = poisoned_cache(kv, [(32, 64)], kv_heads=1, q_heads=100, block_size=48, num_blocks=60)
+    tables = Tables.scattered([2500], 48, 60)
+    k, v = rows_like_kv(2500, 1, 32, 1), rows_like_kv(2500, 1, 64, 2)
+    cache.write(0, k, v, torch.tensor(tables.slots(0, 0, 2500)))
+    batch, q = tables.batch([2], [2500]), rows_like_kv(2, 100, 96, 3)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(KERNELS["cpu"](q, cache.layer(0), batch, AttentionOptions(scale=0.1)))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", ["cpu", "cpu-fp32"])
 @pytest.mark.parametrize("kv", ["bf16/int8", "int8", "int4_g16"])
 def test_a_query_that_is_not_finite_spoils_its_own_row_on_cpus(name: str, kv: str) -> None:
