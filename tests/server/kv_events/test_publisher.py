@@ -57,7 +57,8 @@ def test_batches_come_in_order_and_missed_ones_again(config):
     joined = []
     publisher = Publisher(config, block_size=1, on_join=lambda: joined.append(1))
     try:
-        publisher.put([block(0)])  # nobody listens yet
+        publisher.put([block(0)])
+        wait_for(lambda: publisher._kept, "the batch is sent, to nobody")
         with socket(zmq.SUB, config.address, "kv@here") as events:
             wait_for(lambda: joined, "the publisher sees a subscriber")
             publisher.put([block(1)])
