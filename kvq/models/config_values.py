@@ -13,6 +13,8 @@ from kvq.weights.files.fields import shown
 
 _LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # of which modules are made, one by one
+_MOST_LAYERS = 1_000
+_NUMBERS_OF_LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers", "shared_layers")  # ends of names
 _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
 _MAY_BE_ZERO = "loss"  # in names, which nothing but training reads
 _MAY_BE_INFINITE = "_limit"  # ends of names
@@ -50,8 +52,12 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
             raise ModelError(f"{where}: {name} is {shown(value)}, which no model's can be; correct it")
         if name.endswith(_POSITIVE) and value <= 0 and _MAY_BE_ZERO not in name:
             raise ModelError(f"{where}: {name} must be above 0, got {shown(value)}; correct it")
-        if "experts" in name and value > _MOST_EXPERTS:
-            raise ModelError(f"{where}: {name} may be up to {_MOST_EXPERTS}, got {shown(value)}")
+        for is_meant, most in (
+            ("experts" in name, _MOST_EXPERTS),
+            (name.endswith(_NUMBERS_OF_LAYERS), _MOST_LAYERS),
+        ):
+            if is_meant and value > most:
+                raise ModelError(f"{where}: {name} may be up to {most}, got {shown(value)}")
     _check_architectures(where, config.get("architectures"))
     for name in ("dtype", "torch_dtype"):
         check_dtype(where, name, config.get(name))

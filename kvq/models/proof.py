@@ -21,6 +21,8 @@ from kvq.models.weights import LoadedWeights, place
 
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
 _ROUNDING = 1e-3  # in the same measure, of a model's own code that goes on from a state
+_DEEP = 8  # layers of a second twin: code may go by their numbers where no list in the config tells kinds
+_OF_DEPTH = 1e-3  # in the same measure: roundings grow with layers, what is computed otherwise shows by far
 _SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
 # Tokens of two sequences in every step: pieces that end within blocks and windows, and one by one.
 # More than 64 in all, which recurrences are computed in chunks of.
@@ -41,6 +43,7 @@ def prove(prepared: PreparedModel) -> None:
     family = prepared.geometry.model_type
     try:
         found = _error_of(_twin(prepared))
+        _check_depth(_twin(prepared, _DEEP))
     except _Unproven as why:
         raise ModelError(
             f"kvq does not run {family}: it is not among the families that were checked, and {why}"
@@ -68,6 +71,11 @@ def _error_of(weights: LoadedWeights) -> float:
         _Unproven: it is too large, or could not be seen.
     """
     ids = [_tokens(s, sum(step[s] for step in _STEPS), weights.geometry.vocab_size) for s in (0, 1)]
+    far = [layer.window for layer in weights.geometry.layers if (layer.window or 0) >= len(ids[0])]
+    if far:
+        raise _Unproven(
+            f"its window of {far[0]} tokens is none that its config names, so no small one shows it"
+        )
     wanted = [eager_logits(weights, own) for own in ids]
     if not _shows_context(weights, ids[0], wanted[0]):
         raise _Unproven("a small one doesn't look at its context, so it shows nothing")
@@ -108,8 +116,23 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
     return found
 
 
-def _twin(prepared: PreparedModel) -> LoadedWeights:
-    model = build_twin(prepared.config)
+def _check_depth(weights: LoadedWeights) -> None:
+    """Look for layers that differ from the first ones by their numbers alone.
+
+    Raises:
+        _Unproven: there are some.
+    """
+    ids = _tokens(0, sum(step[0] for step in _STEPS), weights.geometry.vocab_size)
+    [found] = _in_steps(weights, [ids], ((len(ids),),))
+    if (error := relative_error(found, eager_logits(weights, ids))) > _OF_DEPTH:
+        raise _Unproven(
+            f"in a small one of more layers, over {len(ids)} tokens, its own attention differs (relative "
+            f"error {error:.1e}, allowed {_OF_DEPTH:.0e})"
+        )
+
+
+def _twin(prepared: PreparedModel, layers: int = 2) -> LoadedWeights:
+    model = build_twin(prepared.config, layers)
     small = replace(
         prepared,
         geometry=observe(model),
@@ -125,7 +148,9 @@ def _twin(prepared: PreparedModel) -> LoadedWeights:
 
 
 def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
-    return torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids = torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids[count // 3 : count // 3 + 2] = [2, 1]  # an end and a beginning, which code may look for
+    return list(ids)
 
 
 def _shows_context(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:

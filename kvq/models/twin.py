@@ -16,7 +16,10 @@ WINDOW = 16  # tokens, and of chunks
 _LAYERS = ("num_hidden_layers", "num_layers")  # what configurations call their number
 _KINDS = ("layer_types", "layers_block_type")  # and what each of them is
 _NUMBERS = ("_idxs", "_indices", "_layer_ids")  # and lists of those of a kind
-_REACHES = ("window", "chunk", "floor_scale", "index_topk", "index_block", "original_max_position")
+_REACHES = (  # parts of names of fields that say how far something reaches
+    *("window", "chunk", "sliding", "span", "local_", "distance", "recent", "prefix", "keep", "attn_block"),
+    *("start_size", "floor_scale", "train_length", "index_topk", "index_block", "original_max_position"),
+)
 _READERS = "num_kv_shared_layers"  # how many layers, the last ones, store no K and V
 _MOST_LAYERS = 12
 _SPREAD = 0.15  # of matrices, so large that attention is far from even
@@ -68,15 +71,17 @@ _SIZES = {
 }
 
 
-def build_twin(config: Mapping[str, Any]) -> Any:
+def build_twin(config: Mapping[str, Any], fewest: int = 2) -> Any:
     """A module in fp32 on the CPU, with kvq's attention, like the one that a config.json's dict describes.
+
+    `fewest`: layers; more where lists in the config name further kinds of them.
 
     Raises:
         ModelError: none can be made.
     """
     errors = []
     try:
-        for small in map(in_sections, smaller(config_of(unquantized(config)))):
+        for small in map(in_sections, smaller(config_of(unquantized(config)), fewest)):
             try:
                 model = _made(small)
             except Exception as error:  # noqa: BLE001 - whatever numbers that don't fit make the code raise
@@ -108,7 +113,7 @@ def _made(config: Mapping[str, Any]) -> Any:
     return model
 
 
-def smaller(about: Any) -> Iterator[dict[str, Any]]:
+def smaller(about: Any, fewest: int = 2) -> Iterator[dict[str, Any]]:
     """Configs of less and less that is small, since not every family takes every size."""
     config, names = about.to_dict(), about.attribute_map
 
@@ -119,7 +124,7 @@ def smaller(about: Any) -> Iterator[dict[str, Any]]:
         of_layers = {name: size for name, size in own.items() if _is_sizes(short.get(name))}
         return one | {name: [size] * len(short[name]) for name, size in of_layers.items()}
 
-    short = _shorter(about, config, [names.get(_LAYERS[0], ""), *_LAYERS])
+    short = _shorter(about, config, [names.get(_LAYERS[0], ""), *_LAYERS], fewest)
     short |= _reaching_less(config)
     small, narrow = short | known(_SIZES), known(_WIDTHS)
     if getattr(about, "num_key_value_heads", None) == getattr(about, "num_attention_heads", 0):
@@ -178,11 +183,11 @@ def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
 def _is_reach(name: object, value: object) -> bool:
     """Whether a field says how far a layer sees, or where it begins to compute otherwise."""
     name = str(name)
-    is_one = any(part in name for part in _REACHES) and "layer" not in name
+    is_one = any(part in name for part in _REACHES) and "layer" not in name and not name.startswith("num_")
     return is_one and isinstance(value, int | float) and value > WINDOW
 
 
-def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: int) -> dict[str, Any]:
     """The first layers, so many that all kinds of them are there. `names`: of their number, in the config."""
     kinds = [found for name in _KINDS if isinstance(found := getattr(about, name, None), list)]
     counted = [name for name in names if name in config]
@@ -194,7 +199,7 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str]) -> dict[st
     of_all, of_kinds = (
         [_until_all_kinds(value) for value in found] for found in ([*lists.values(), *kinds], kinds)
     )
-    count = max([2, *(of_kinds if shares else of_all)])
+    count = max([min(fewest, layers), *(of_kinds if shares else of_all)])
     sharing = {_READERS: count} if shares else {}
     count *= 1 + shares
     if count > _MOST_LAYERS:

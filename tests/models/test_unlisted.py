@@ -20,7 +20,7 @@ from kvq.server.check import check_config
 from kvq.server.config import ServerConfig
 from tests.helpers_models import eager_logits, load_eager, random_tokens
 from tests.models.test_families import check_against_transformers
-from tests.models.wrong_models import PLAIN, WRONG, plainly, save_wrong
+from tests.models.wrong_models import HIDDEN, PLAIN, WRONG, plainly, save_wrong
 from tools.model_table import GIVEN, all_names, apart
 
 # Experts, windows beside full layers, sinks, latent attention, heads of two sizes, gates, K and V that layers
@@ -135,6 +135,20 @@ def test_other_fields_can_not_be_infinite_in_either_spelling(value, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config).replace('"here"', text))
         with pytest.raises(ModelError, match=r"embedding_multiplier is .*, which no model's can be"):
             load(tmp_path)
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_made(tmp_path):
+    config = AutoConfig.for_model("olmoe", num_hidden_layers=10_000_000)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    with pytest.raises(ModelError, match="num_hidden_layers may be up to 1000, got 10000000"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(HIDDEN))
+def test_what_few_layers_and_tokens_do_not_show_is_looked_for(name, tmp_path):
+    eager, attend, fields, says = HIDDEN[name]
+    with pytest.raises(ModelError, match=f"does not run wrong_{name}: .*{says}"):
+        load(save_wrong(tmp_path, name, eager, attend, **fields), dtype="fp32")
 
 
 @pytest.mark.parametrize("name", sorted(WRONG))

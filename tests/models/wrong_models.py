@@ -165,6 +165,34 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 }
 
 
+def in_chunks_by_number(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
+) -> Any:
+    """In every fourth layer, and nothing in the config says in which."""
+    change = in_chunks if module.layer_idx % 4 == 3 else lambda scores: scores
+    return eager_with(change)(module, q, k, v, mask, scaling)
+
+
+def within_span(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any) -> Any:
+    def near(scores: Tensor) -> Tensor:
+        return scores.masked_fill(distances(scores) >= module.config.attention_span, -1e9)
+
+    return eager_with(near)(module, q, k, v, mask, scaling)
+
+
+def looking_far(function: Any, self: Any, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Any:
+    """Says that it has a window that its own attention doesn't have."""
+    return function(self, q, k, v, mask, **keywords | {"sliding_window": 200})
+
+
+# The same of what a few layers and tokens don't show; with fields of the config.
+HIDDEN: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, int], str]] = {
+    "fourth": (in_chunks_by_number, plainly, {"num_hidden_layers": 4}, "in a small one of more layers, over"),
+    "span": (within_span, plainly, {"attention_span": 200}, "its own attention differs"),
+    "far": (PLAIN, looking_far, {}, "its window of 200 tokens is none that its config names"),
+}
+
+
 def register(name: str, eager: Callable[..., Any], attend: Callable[..., Any]) -> type[LlamaConfig]:
     """Make transformers know `wrong_NAME`, as a package of its own would."""
     config = type(f"{name.title()}Config", (LlamaConfig,), {"model_type": f"wrong_{name}"})
@@ -187,16 +215,13 @@ def register(name: str, eager: Callable[..., Any], attend: Callable[..., Any]) -
     return config
 
 
-def save_wrong(folder: Path, name: str, eager: Callable[..., Any], attend: Callable[..., Any]) -> Path:
+def save_wrong(
+    folder: Path, name: str, eager: Callable[..., Any], attend: Callable[..., Any], **fields: int
+) -> Path:
     """A small random one; its weights are no reason to refuse it."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | fields
     config = register(name, eager, attend)(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=80, max_position_embeddings=256, **sizes
     )
     build_model(config).save_pretrained(folder)
     return folder
