@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvq.errors import ConfigError, ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTensor, parse_geometry
 from kvq.models.counted import count_module
 from kvq.models.support import check_supported
+from kvq.models.text_part import KINDS
 from kvq.sizing.parameters import Parameters, count_parameters
 
 TOKENS = 7
@@ -160,7 +162,12 @@ def differs(known: KnownModel) -> list[str]:
 
 
 def refused(known: KnownModel) -> str | None:
-    """Why kvq does not run a model's text part; None: it does."""
+    """Why kvq does not run a model's text part; None: it does. docs/models.md has what a proof finds."""
+    family = known.config["model_type"]
+    if why := unproven().get(family):
+        return why
+    if family in {part.model_type for part in KINDS.values()}:
+        return None
     if not isinstance(build(known.config), GenerationMixin):
         return "it is the language part of a model that sees, which transformers has no code for alone"
     try:
@@ -169,6 +176,21 @@ def refused(known: KnownModel) -> str | None:
     except ModelError as error:
         return str(error).split(": ", 1)[-1].split(" (")[0]
     return None
+
+
+_UNPROVEN = "it is not among the families that were checked, and "
+
+
+@cache
+def unproven() -> dict[str, str]:
+    """Families that a proof refuses, and why, by the page that tools/model_table.py writes."""
+    _, _, rows = (
+        (Path(__file__).parents[1] / "docs" / "models.md")
+        .read_text(encoding="utf-8")
+        .partition("### Refused")
+    )
+    found = re.findall(rf"^\| `([^`]+)` \| {_UNPROVEN}(.+) \|$", rows, re.M)
+    return {family: why.split(" (")[0] for family, why in found}
 
 
 def says_enough(known: KnownModel, geometry: ModelGeometry) -> bool:
