@@ -124,6 +124,12 @@ def with_state(function: Any, self: Any, q: Any, k: Any, v: Any, mask: Any, keyw
     return function(self, q, k, v + v.cumsum(2) / count, mask, **keywords)
 
 
+def remembering(function: Any, self: Any, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Any:
+    """What came in the call before goes into this one."""
+    before, self.kept = getattr(self, "kept", 0.0), v.mean()
+    return function(self, q, k, v + before, mask, **keywords)
+
+
 def looking_like_a_window(function: Any, self: Any, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Any:
     """Chunks, of which the code says that they are a window."""
     return function(self, q, k, v, mask, **keywords | {"sliding_window": REACH})
@@ -162,6 +168,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "changing": (PLAIN, sharing(lambda v: v.mul_(1.5)), "its own attention differs"),
     "deaf": (PLAIN, without_keywords, "its code doesn't hand keywords on to attention"),
     "state": (PLAIN, with_state, "how it is cut and packed changes it"),
+    "memory": (PLAIN, remembering, "it carries something from call to call"),
 }
 
 
