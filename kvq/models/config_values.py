@@ -13,7 +13,7 @@ from kvq.weights.files.fields import shown
 
 _LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # of which modules are made, one by one
-_MOST_LAYERS = 1_000
+_MOST_LAYERS = 10_000
 _NUMBERS_OF_LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers", "shared_layers")  # ends of names
 _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
 _MAY_BE_ZERO = "loss"  # in names, which nothing but training reads
