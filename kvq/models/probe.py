@@ -119,7 +119,7 @@ def _noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -
 
 
 def _rounded_otherwise(module: nn.Module, args: object, embeddings: Tensor) -> Tensor:
-    """Half of the numbers larger by a step of their type."""
+    """Two of five numbers larger by a step of their type."""
     larger = torch.arange(embeddings.numel(), device=embeddings.device).view(embeddings.shape) * 7 % 5 < 2
     return torch.where(larger, embeddings * (1 + torch.finfo(embeddings.dtype).eps), embeddings)
 

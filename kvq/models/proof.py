@@ -43,7 +43,8 @@ def prove(prepared: PreparedModel) -> None:
     family = prepared.geometry.model_type
     try:
         found = _error_of(_twin(prepared))
-        _check_depth(_twin(prepared, _DEEP))
+        if (deep := _deep_twin(prepared)) is not None:
+            _check_depth(deep)
     except _Unproven as why:
         raise ModelError(
             f"kvq does not run {family}: it is not among the families that were checked, and {why}"
@@ -131,6 +132,14 @@ def _check_depth(weights: LoadedWeights) -> None:
             f"in a small one of more layers, over {len(ids)} tokens, its own attention differs (relative "
             f"error {error:.1e}, allowed {_OF_DEPTH:.0e})"
         )
+
+
+def _deep_twin(prepared: PreparedModel) -> LoadedWeights | None:
+    """None where layers can't be cut there, as of Gemma 4 Unified, whose config has sizes by layer."""
+    try:
+        return _twin(prepared, _DEEP)
+    except ModelError:
+        return None
 
 
 def _twin(prepared: PreparedModel, layers: int = 2) -> LoadedWeights:

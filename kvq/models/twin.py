@@ -199,7 +199,8 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: in
     of_all, of_kinds = (
         [_until_all_kinds(value) for value in found] for found in ([*lists.values(), *kinds], kinds)
     )
-    count = max([min(fewest, layers), *(of_kinds if shares else of_all)])
+    least = min(max(2, fewest // (1 + shares)), layers)
+    count = max([least, *(of_kinds if shares else of_all)])
     sharing = {_READERS: count} if shares else {}
     count *= 1 + shares
     if count > _MOST_LAYERS:

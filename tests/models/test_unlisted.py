@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvq.models import load
 from kvq.models.modules import config_of
 from kvq.models.prepared import prepare
 from kvq.models.probe import relative_error
-from kvq.models.proof import TOLERANCE
+from kvq.models.proof import TOLERANCE, prove
 from kvq.models.twin import build_twin
 from kvq.server.check import check_config
 from kvq.server.config import ServerConfig
@@ -135,6 +136,16 @@ def test_other_fields_can_not_be_infinite_in_either_spelling(value, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config).replace('"here"', text))
         with pytest.raises(ModelError, match=r"embedding_multiplier is .*, which no model's can be"):
             load(tmp_path)
+
+
+@pytest.mark.daily(3)
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, "gemma4_unified_text", "granitemoe", "qwen3_next", "longcat_flash"]
+)
+def test_configs_of_whole_models_are_proven(name, tmp_path):
+    """Whose twins are cut from many layers; those of other tests are small from the start."""
+    config = AutoConfig.for_model(name, **GIVEN.get(name, {})).to_dict()
+    prove(replace(prepare(save_twin(tmp_path, name)), config=config))
 
 
 def test_more_layers_than_any_model_has_are_refused_before_they_are_made(tmp_path):
