@@ -36,11 +36,9 @@ def attend_latents(
     """Attention of the queries of heads, [tokens, q_heads, k_dim + rotary], over a layer that stores latents,
     written before. Returns [tokens, q_heads, v_dim], in q's dtype.
     """
-    expanded = _expanded(cache, layer, batches, options) if isinstance(cache, KVCache) else []
-    if not expanded:
+    if not isinstance(cache, KVCache) or not (expanded := _expanded(cache, layer, batches, options)):
         out, _ = attended(cache, layer, expansion.absorbed(q), batches, options)
         return expansion.values(out)
-    assert isinstance(cache, KVCache), "none is expanded elsewhere"
     batch = batches[cache.group_of[layer]]
     out = q.new_empty(q.shape[0], q.shape[1], expansion.dims.v_dim)
     for i, rows in zip(expanded, batch.rows_of(expanded), strict=True):

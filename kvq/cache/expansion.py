@@ -45,6 +45,11 @@ class LatentExpansion(nn.Module):
         else:
             self._weight = nn.Parameter(weight.detach(), requires_grad=False)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Held beside parameters: of the packed weight, if it is."""
+        return sum(held.nbytes for held in (self._keys, self._values) if held is not None)
+
     def forward(self, latents: Tensor) -> Tensor:
         """[..., latent dim] -> [..., q_heads * (k_dim + v_dim)]."""
         if self._config._attn_implementation != self._name:

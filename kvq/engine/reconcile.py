@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from kvq.cache import KVCache
+from kvq.cache.expansion import LatentExpansion
 from kvq.cache.memory import held_bytes
 from kvq.errors import ConfigError
 from kvq.models import Model
@@ -103,6 +104,8 @@ def found_weights(model: nn.Module) -> dict[str, int]:
             codes, scales = module.kernel.code_bytes, module.kernel.nbytes - module.kernel.code_bytes
             found[KEPT_TERM if module is head else LINEAR_TERM] += codes + (scales if module is head else 0)
             found[SCALES_TERM] += 0 if module is head else scales
+        if isinstance(module, LatentExpansion):
+            found[LINEAR_TERM] += module.packed_bytes
         for own, parameter in module.named_parameters(recurse=False):
             where = _address(parameter)
             if where not in seen:
@@ -116,7 +119,9 @@ def found_weights(model: nn.Module) -> dict[str, int]:
 def _term_of(name: str, module: nn.Module, own: str, parameter: Any, head: nn.Module | None) -> str:
     if parameter.dim() == 3:
         return EXPERTS_TERM
-    is_linear = isinstance(module, nn.Linear) and own == "weight" and module is not head
+    is_linear = isinstance(module, LatentExpansion) or (
+        isinstance(module, nn.Linear) and own == "weight" and module is not head
+    )
     return LINEAR_TERM if is_linear and name.rpartition(".")[2] not in ROUTERS else KEPT_TERM
 
 

@@ -8,15 +8,18 @@ import torch
 
 import kvq
 from kvq.cache import expanded
+from kvq.engine.reconcile import found_weights
 from kvq.errors import ModelError
 from kvq.geometry import parse_geometry
 from kvq.models import load
+from kvq.models.footprint import planned_weights
 from kvq.models.latents import attach_expansions
 from kvq.models.modules import config_of
 from kvq.models.observed import observe, observed_geometry
 from kvq.models.prepared import prepare
 from kvq.models.probe import relative_error
 from kvq.models.twin import build_twin
+from kvq.sizing.memory import KEPT_TERM, LINEAR_TERM
 from tests.engine.kit import engine, mixed_prompts, pair, tokens_of
 from tests.helpers_models import eager_logits, load_eager, random_tokens, save_model
 from tests.models.test_families import check_against_transformers
@@ -82,6 +85,16 @@ def test_bytes_a_token_are_those_of_the_formula_and_allocated(folder: Any) -> No
         assert session.cache.nbytes == each * 160
     expanded_bytes = 2 * HEADS * (24 + 12) * 4
     assert load(folder, "fp32", dtype="fp32", cache="dense").kv_bytes_per_token == expanded_bytes
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])  # packed, and as it was
+def test_weights_take_the_bytes_that_were_planned(backend: str, tmp_path: Any) -> None:
+    folder = save_model(tmp_path, "deepseek_v3", first_k_dense_replace=2, v_head_dim=16)  # whole panels
+    model = load(folder, "fp32", dtype="fp32", backend=backend)
+    planned = {term.name: term.nbytes for term in planned_weights(model.prepared)}
+    found = found_weights(model.weights.model)
+    assert found[LINEAR_TERM] == pytest.approx(planned[LINEAR_TERM], rel=0.01)
+    assert found[KEPT_TERM] == planned[KEPT_TERM]
 
 
 @pytest.mark.parametrize(
