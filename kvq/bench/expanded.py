@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq.bench.latent import check_one_head
 from kvq.bench.measure import Contender, Run, exact_attention
 from kvq.bench.workload import Workload, layout_of, shuffled_tables, slots_of, step_of
 from kvq.cache import KVCache
@@ -54,10 +55,11 @@ def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iter
     the rotary part.
 
     Raises:
-        ConfigError: other than one KV head.
+        ConfigError: no latents, or more KV heads than one.
     """
-    if workload.kv_heads != 1 or workload.latent_dim is None:
-        raise ConfigError("--expanded goes with --latent-dim and --kv-heads 1")
+    if workload.latent_dim is None:
+        raise ConfigError("--expanded multiplies latents out, so it goes with --latent-dim")
+    check_one_head(workload)
     projection = _Projection.random(workload, each)
     for kv in formats:
         yield _over_latents(workload, kv, projection.expansion)

@@ -23,13 +23,18 @@ def latent_contenders(workload: Workload, formats: Sequence[str], dense: bool) -
     Raises:
         ConfigError: more KV heads than one.
     """
-    if workload.kv_heads != 1:
-        raise ConfigError(f"latents are one KV head for all query heads, got --kv-heads {workload.kv_heads}")
+    check_one_head(workload)
     for i, kv in enumerate(formats):
         own, stored = over_latents(workload, kv)
         yield own
         if dense and workload.is_even and i == 0:
             yield _over_dense(workload, own, stored)
+
+
+def check_one_head(workload: Workload) -> None:
+    """Raise ConfigError for more KV heads than one."""
+    if workload.kv_heads != 1:
+        raise ConfigError(f"latents are one KV head for all query heads, got --kv-heads {workload.kv_heads}")
 
 
 def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, Tensor]]:

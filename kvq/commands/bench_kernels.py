@@ -124,8 +124,6 @@ def attention(
     workload = replace(shape.workload(new, how), latent_dim=beside.latent_dim)
     if workload.latent_dim is not None and beside.rivals is not None:
         raise ConfigError("--rivals get dense K and V of heads, so they don't go with --latent-dim")
-    if workload.latent_dim is None and beside.expanded is not None:
-        raise ConfigError("--expanded multiplies latents out, so it goes with --latent-dim")
     with progress_bar("attention") as progress:
         rows, bandwidth = bench_attention(
             workload,

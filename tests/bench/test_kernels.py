@@ -105,9 +105,13 @@ def test_latents_against_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str
     read = {(row["name"], row["kv"]): row["gb_per_s"] * row["ms_median"] * 1e6 for row in rows}
     assert read["kvq, latents", "fp32"] == pytest.approx(2 * 45 * (16 + 64) * 4)
     assert read["kvq, heads", "fp32"] == pytest.approx(2 * 45 * 6 * (16 + 24 + 24) * 4)
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "attention", *shape, "--kv-heads", "1"])
-    assert "--expanded multiplies latents out, so it goes with --latent-dim" in capsys.readouterr().err
+    for options, says in (
+        (["--kv-heads", "1"], "--expanded multiplies latents out, so it goes with --latent-dim"),
+        (["--kv-heads", "2", "--latent-dim", "64"], "latents are one KV head for all query heads"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "attention", *shape, *options])
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("context", ["3-1300", "23", "1"])

@@ -168,16 +168,21 @@ def test_absorbed_queries_give_what_expanded_heads_give(name: str) -> None:
         at += new
 
 
+def long_context(kv: str, latent: int, q_heads: int, new: int) -> tuple[Tensor, KVCache, SequenceBatch]:
+    """Queries of the last tokens of 2,500, in blocks that end within tiles."""
+    cache = poisoned_cache(kv, [(32, latent)], kv_heads=1, q_heads=q_heads, block_size=48, num_blocks=60)
+    tables = Tables.scattered([2500], 48, 60)
+    k, v = rows_like_kv(2500, 1, 32, 1), rows_like_kv(2500, 1, latent, 2)
+    cache.write(0, k, v, torch.tensor(tables.slots(0, 0, 2500)))
+    return rows_like_kv(new, q_heads, 32 + latent, 3), cache, tables.batch([new], [2500])
+
+
 @pytest.mark.parametrize("name", ["cpu", "cpu-fp32"])
 @pytest.mark.parametrize("kv", ["fp32", "fp16", "bf16/int3", "fp8/int4_g64", "int8", "bf16/int4_g16", "int6"])
 def test_long_contexts_of_many_heads_on_cpus(name: str, kv: str) -> None:
     """Several splits, tasks of all of a head's rows and of some, and blocks that end within tiles."""
-    cache = poisoned_cache(kv, [(32, 128)], kv_heads=1, q_heads=21, block_size=48, num_blocks=60)
-    tables = Tables.scattered([2500], 48, 60)
-    k, v = rows_like_kv(2500, 1, 32, 1), rows_like_kv(2500, 1, 128, 2)
-    cache.write(0, k, v, torch.tensor(tables.slots(0, 0, 2500)))
-    batch, options = tables.batch([7], [2500]), AttentionOptions(scale=0.05, window=2211)
-    q = rows_like_kv(7, 21, 160, 3)
+    q, cache, batch = long_context(kv, 128, q_heads=21, new=7)
+    options = AttentionOptions(scale=0.05, window=2211)
     want, want_lse = reference(q, cache.layer(0), batch, options)
     out, lse = KERNELS[name](q, cache.layer(0), batch, options)
     assert float((out - want).abs().max() / want.abs().max()) < CLOSE.get(name, 1e-5)
@@ -209,11 +214,7 @@ def test_how_a_context_came_in_changes_no_bit_on_cpus(name: str, kv: str) -> Non
 @pytest.mark.parametrize("kv", ["bf16", "int8", "int4_g16"])
 def test_how_many_threads_there_are_changes_no_bit_on_cpus(kv: str) -> None:
     """Of 100 query rows tasks have 64 or all, by whether there are parts of contexts for all threads."""
-    cache = poisoned_cache(kv, [(32, 64)], kv_heads=1, q_heads=100, block_size=48, num_blocks=60)
-    tables = Tables.scattered([2500], 48, 60)
-    k, v = rows_like_kv(2500, 1, 32, 1), rows_like_kv(2500, 1, 64, 2)
-    cache.write(0, k, v, torch.tensor(tables.slots(0, 0, 2500)))
-    batch, q = tables.batch([2], [2500]), rows_like_kv(2, 100, 96, 3)
+    q, cache, batch = long_context(kv, 64, q_heads=100, new=2)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
