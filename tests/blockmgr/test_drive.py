@@ -12,12 +12,12 @@ from tests.blockmgr.simulation import Simulation
 
 @pytest.fixture(scope="module")
 def seen() -> Counter[str]:
-    return drive(steps=30_000, seed=1)
+    return drive(steps=60_000, seed=1)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_checked_run_takes_the_path_of(seen: Counter[str], path: str) -> None:
-    assert seen[path] >= 15
+    assert seen[path] >= 30
 
 
 def test_a_run_is_repeated_exactly_by_its_seed() -> None:
