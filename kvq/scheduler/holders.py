@@ -81,6 +81,7 @@ class Holders:
         for branch in request.live:
             if branch.sequence is not None:
                 branch.lost_tokens = branch.sequence.committed
+                branch.rewound = 0
                 self._free(branch)
         request.is_forked = len(request.live) == 1
         self._leave(request)

@@ -38,6 +38,8 @@ class Branch:
     sequence: Sequence | None = None
     is_done: bool = False  # True once it ended
     lost_tokens: int = 0  # computed before a preemption that kept none of them
+    num_drafts: int = 0  # tokens to guess behind those known, in the next step
+    rewound: int = 0  # tokens that were guessed right, and whose recurrent states were not kept
 
     @property
     def num_generated(self) -> int:
@@ -49,6 +51,12 @@ class Branch:
         """True if its next token is the last one that it may generate."""
         assert self.request.max_tokens is not None, "set when the request was added"
         return self.num_generated + 1 >= self.request.max_tokens
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that may be guessed: the step gives one more, and that may be the last."""
+        assert self.request.max_tokens is not None, "set when the request was added"
+        return self.request.max_tokens - self.num_generated - 1 if self.request.is_forked else 0
 
     @property
     def goal(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
+from kvq.blockmgr.tables import Work
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
@@ -133,7 +134,7 @@ class Scheduler:
         `plan` by the number of its tokens is left out; who ends otherwise has computed one in vain.
         Commit `plan` first, then what this returned.
         """
-        waits = len(self.lines) > 0 and not self.nobody_fits
+        waits = len(self.lines) > 0 and not self.nobody_fits or plan.num_drafts > 0
         running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
         if waits or plan.restored or not all(plan.samples) or len(running) != len(self.holders.active):
             return None
@@ -154,25 +155,29 @@ class Scheduler:
     def commit(
         self,
         plan: StepPlan,
-        tokens: Sequence[int | None],
+        tokens: Sequence[Sequence[int]],
         *,
         bad: Collection[int] = (),
         failed_swaps: Iterable[SwapIn] = (),
     ) -> None:
-        """Say what came of a plan: a token for each branch that wanted one.
+        """Say what came of a plan: for each branch that wanted one the next token, behind accepted drafts.
 
-        Where the token is None the branch is in the middle of a prefill, or `branch_out` follows.
+        Where there is none the branch is in the middle of a prefill, or `branch_out` follows.
         `bad`: indices whose KV or logits are not finite; `fail` follows. `failed_swaps`: of the
         orders to swap in, those whose bytes were damaged; their tokens are computed again.
         """
         manager, ends, work = self.manager, plan.ends, []
-        for i, (branch, token) in enumerate(zip(plan.branches, tokens, strict=True)):
+        for i, (branch, new) in enumerate(zip(plan.branches, tokens, strict=True)):
             sequence = branch.sequence
             if sequence is None or i in bad:
                 continue
-            if token is not None:
-                branch.tokens.append(token)
-                work.append((sequence, token, ends[i]))
+            if new:
+                branch.tokens.extend(new)
+                branch.rewound = 0
+                if plan.drafts[i]:
+                    self._keep(branch, ends[i] - plan.drafts[i], new)
+                else:
+                    work.append((sequence, new[0], ends[i]))
                 continue
             manager.commit(sequence)
             if sequence.length == branch.goal and not branch.is_sampled:
@@ -183,6 +188,14 @@ class Scheduler:
             if branch.sequence is not None:
                 manager.recover(branch.sequence, failed)
                 self.holders.active[branch] = None
+
+    def _keep(self, branch: Branch, known: int, new: Sequence[int]) -> None:
+        """Drop the drafts behind the first `known` tokens but for those that are among the `new` ones."""
+        sequence, accepted = held(branch), len(new) - 1
+        if self.manager.blocks.states is not None and known + accepted < sequence.length:
+            branch.rewound, accepted = accepted, 0  # the state after all of the drafts is nobody's
+        self.manager.truncate(sequence, known + accepted)
+        self.manager.commit(sequence, new if self.config.prefix_caching else None)
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
         """Go on with other branches: (index of the branch it continues, next token) for each.
@@ -256,23 +269,47 @@ class Scheduler:
 
         Some may be preempted on the way.
         """
-        decodes, work = step.decodes, []
+        decodes, work, most = step.decodes, [], self.config.max_num_batched_tokens
         for branch in self.holders.active:
             sequence = held(branch)
             left = branch.goal - sequence.length
-            if left == 1:
+            if left == 1 or (left == 1 + branch.rewound and step.decode_tokens + left <= most):
                 decodes.append(branch)
-                work.append((sequence, 1))
+                work.append((sequence, left))
+                step.decode_tokens += left
             elif left:
                 step.unfinished.append(branch)
+        if self._extend_with_drafts(step, work):
+            return
         try:
             self.manager.extend(work)
         except OutOfBlocks:
+            counts = {branch: count for branch, (_, count) in zip(decodes, work, strict=True)}
             decodes.sort(key=lambda branch: branch.request.place)
-            done = [branch for branch in decodes if self._make_room(branch, 1, step.now)]
+            done = [b for b in decodes if self._make_room(b, counts[b], step.now, is_decode=True)]
             step.decodes = [branch for branch in done if branch in self.holders.active]
 
-    def _make_room(self, branch: Branch, count: int, now: float) -> bool:
+    def _extend_with_drafts(self, step: Step, work: Work) -> bool:
+        """Make room for decodes and their drafts; False, and nothing changed, if there are none that fit."""
+        longer, left = [], self.config.max_num_batched_tokens - step.decode_tokens
+        for branch, (sequence, count) in zip(step.decodes, work, strict=True):
+            if branch.num_drafts:
+                branch.num_drafts = min(branch.num_drafts, branch.most_drafts, left)
+                left -= branch.num_drafts
+            longer.append((sequence, count + branch.num_drafts))
+        drafts = self.config.max_num_batched_tokens - step.decode_tokens - left
+        if drafts:
+            try:
+                self.manager.extend(longer)
+            except OutOfBlocks:  # nobody gives way to a guess
+                for branch in step.decodes:
+                    branch.num_drafts = 0
+            else:
+                step.decode_tokens += drafts
+                return True
+        return False
+
+    def _make_room(self, branch: Branch, count: int, now: float, *, is_decode: bool = False) -> bool:
         """Append to a branch, preempting others if need be; False if it waits or lost its blocks.
 
         The oldest request never gives way, so at least one always gets on. A prefill only displaces
@@ -283,7 +320,8 @@ class Scheduler:
             try:
                 self.manager.extend([(held(branch), count)])
             except OutOfBlocks as error:
-                victim = choose_victim(self._below(branch, count), self.manager, self.costs)
+                below = self._below(branch, is_decode=is_decode)
+                victim = choose_victim(below, self.manager, self.costs)
                 if victim is not None:
                     only = swappable(victim, self.manager)
                     self.preempt(victim, now, swap=only is not None and prefers_swap(only, self.costs))
@@ -296,10 +334,10 @@ class Scheduler:
                 return True
         return False
 
-    def _below(self, branch: Branch, count: int) -> list[Request]:
+    def _below(self, branch: Branch, *, is_decode: bool) -> list[Request]:
         """Who may give way to a branch that appends; not those whose blocks are on their way in."""
         running, active = self.holders.running, self.holders.active
-        after = branch.request.place if count > 1 else min(request.place for request in running)
+        after = min(request.place for request in running) if is_decode else branch.request.place
         return [r for r in running if r.place > after and any(other in active for other in r.live)]
 
     def _give_up(self, request: Request, error: KVQError) -> None:
@@ -389,12 +427,13 @@ class Scheduler:
     def _plan(self, step: Step) -> StepPlan | None:
         """Pack what was decided. A branch that was preempted later in the step is left out."""
         active = self.holders.active
-        chosen = [(branch, 1) for branch in step.decodes if branch in active]
+        decodes = [branch for branch in step.decodes if branch in active]
+        chosen = [(branch, held(branch).length - held(branch).committed) for branch in decodes]
         num_decodes = len(chosen)
         chosen += [(branch, count) for branch, count in step.prefills if branch in active]
         if not chosen and not self.manager.blocks.orders and not step.restored:
             return None
         plan = pack(chosen, num_decodes, self.manager, self.counters, restored=step.restored)
-        if num_decodes and plan.num_tokens > num_decodes:
-            self._last_chunk = max(plan.num_tokens - num_decodes, self.config.min_chunk)
+        if num_decodes and plan.prefill_tokens:
+            self._last_chunk = max(plan.prefill_tokens, self.config.min_chunk)
         return plan

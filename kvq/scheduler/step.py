@@ -24,8 +24,9 @@ class StepPlan:
 
     number: int
     branches: list[Branch]
-    num_decodes: int  # leading branches with one token each
+    num_decodes: int  # leading branches that go on by a token, and their drafts
     counts: list[int]
+    drafts: list[int] = field(default_factory=list)  # of these, the last ones are guesses: zeros until `guess`
     ends: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # all new tokens
@@ -53,6 +54,7 @@ class StepPlan:
             self,
             branches=[self.branches[i] for i in indices],
             counts=[self.counts[i] for i in indices],
+            drafts=[self.drafts[i] for i in indices],
             ends=[self.ends[i] for i in indices],
             samples=[self.samples[i] for i in indices],
             moves=[self.moves[i] for i in indices],
@@ -69,8 +71,24 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of the step."""
+        """New tokens of the step, drafts included."""
         return len(self.token_ids)
+
+    @property
+    def num_drafts(self) -> int:
+        """Guessed tokens of the step."""
+        return sum(self.drafts)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of the step's chunks of prompts."""
+        return sum(self.counts[self.num_decodes :])
+
+    def guess(self, index: int, tokens: Sequence[int]) -> None:
+        """Fill in a branch's drafts."""
+        assert len(tokens) == self.drafts[index], "there is room for exactly those"
+        end = sum(self.counts[: index + 1])
+        self.token_ids[end - len(tokens) : end] = tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +98,7 @@ class Step:
     now: float
     decodes: list[Branch] = field(default_factory=list)
     unfinished: list[Branch] = field(default_factory=list)  # prefills under way
+    decode_tokens: int = 0  # of the decodes, drafts included
     budget: int = 0  # prefill tokens left
     promised: list[int] = field(default_factory=list)  # blocks per layer group that prefills will still take
     prefills: list[tuple[Branch, int]] = field(default_factory=list)
@@ -115,6 +134,9 @@ def pack(
     for i, (branch, count) in enumerate(chosen):
         sequence = held(branch)
         end = sequence.length
+        drafts = branch.num_drafts if i < num_decodes else 0
+        plan.drafts.append(drafts)
+        branch.num_drafts = 0
         ends.append(end)
         plan.moves.append(sequence.move)
         if follows is not None:
@@ -125,7 +147,8 @@ def pack(
             if count == 1:
                 token_ids.append(branch.tokens[end - 1])
             else:
-                token_ids.extend(branch.tokens[end - count : end])
+                token_ids.extend(branch.tokens[end - count : end - drafts])
+                token_ids.extend([0] * drafts)
         if sequence.is_changed:
             row = branch.row
             assert row is not None, "a branch with blocks has a row"
@@ -154,7 +177,7 @@ def prefill_budget(
     at most, since what more would cost is unknown.
     """
     num_decodes, unfinished = len(step.decodes), step.unfinished
-    most = config.max_num_batched_tokens - num_decodes
+    most = config.max_num_batched_tokens - step.decode_tokens
     if not has_streams:
         return most
     usual = costs.decode_s(num_decodes)

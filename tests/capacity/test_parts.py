@@ -75,11 +75,11 @@ class Lane:
         """The key of the last of some tokens."""
         self.manager.extend([(self.sequence, len(tokens))])
         plan = StepPlan(
-            number=0, branches=[self.branch], num_decodes=0, counts=[len(tokens)],
+            number=0, branches=[self.branch], num_decodes=0, counts=[len(tokens)], drafts=[0],
             ends=[self.sequence.length], samples=[True], token_ids=tokens, orders=self.manager.take_orders(),
             table_changes=[(0, *change) for change in self.sequence.take_changes()], restored=[],
         )  # fmt: skip
-        (key,) = self.model.run(plan, [], [])
+        ((key,),) = self.model.run(plan, [], [])
         self.manager.commit(self.sequence)
         return key
 

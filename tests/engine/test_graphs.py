@@ -135,6 +135,6 @@ def test_only_steps_of_decodes_that_want_a_token_are_taken(tiny):
     prefill = core.scheduler.schedule(0.0)
     assert not graphs.takes(prefill)
     core.runner.prepare(prefill)
-    core.scheduler.commit(prefill, [7])
+    core.scheduler.commit(prefill, [[7]])
     assert graphs.takes(core.scheduler.schedule(0.0))
     llm.core.runner.close()

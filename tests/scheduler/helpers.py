@@ -68,7 +68,7 @@ def commit(scheduler: Scheduler, plan: StepPlan) -> None:
         if samples and not branch.request.is_forked
     }
     wanted = zip(plan.branches, plan.samples, strict=True)
-    tokens = [1 if samples and branch.request not in forks else None for branch, samples in wanted]
+    tokens = [[1] if samples and branch.request not in forks else [] for branch, samples in wanted]
     scheduler.commit(plan, tokens)
     for request, picks in forks.items():
         scheduler.branch_out(request, picks)

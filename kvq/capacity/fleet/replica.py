@@ -197,7 +197,7 @@ class Replica:
         end = self.now = began + seconds
         tickets = [self.live[branch.request] for branch in plan.branches]
         tokens = [
-            ticket.next_token() if sampled else None
+            [ticket.next_token()] if sampled else []
             for ticket, sampled in zip(tickets, plan.samples, strict=True)
         ]
         scheduler.commit(plan, tokens)
@@ -231,7 +231,7 @@ class Replica:
         if plan.branches:
             self._costs.observe(
                 num_decodes=num_decodes,
-                prefill_tokens=plan.num_tokens - num_decodes,
+                prefill_tokens=plan.prefill_tokens,
                 depth=plan.ends[-1],
                 seconds=seconds,
             )

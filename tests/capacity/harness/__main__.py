@@ -18,7 +18,7 @@ from typing import Any
 from tests.capacity.harness.faults import Faults
 from tests.capacity.harness.fuzz import Given, fuzz
 
-_GIVEN = ("requests", "rate", "blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
+_GIVEN = ("requests", "rate", "blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "drafts")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from tests.capacity.harness.alone import check_tokens
 from tests.capacity.harness.answers import beam_picks, choose
 from tests.capacity.harness.fake_model import TokenSource
 from tests.capacity.harness.faults import Injector
-from tests.capacity.harness.invariants import Progress, check_plan
+from tests.capacity.harness.invariants import Progress, check_known, check_plan
 from tests.capacity.harness.records import Gauge, Outcome, RequestRecord, SimulationResult
 from tests.capacity.harness.setup import Setup
 from tests.capacity.harness.trace import Trace
@@ -25,7 +25,7 @@ class Ran:
     """A step that ran and was not concluded."""
 
     plan: StepPlan
-    keys: list[int]  # per branch
+    keys: list[list[int]]  # per branch, of its last token and of its drafts
     damaged: list[SwapIn]
     bad: set[int]
     seconds: float
@@ -88,12 +88,16 @@ class FakeEngine:
             return self._gauge(now, _IDLE_S, 0, 0)
         self.ahead = self._run_ahead(ran) if self._setup.plans_ahead else None
         self._conclude(ran.plan, ran.keys, ran.damaged, ran.bad, now + ran.seconds)
-        prefill_tokens = ran.plan.num_tokens - ran.plan.num_decodes
-        return self._gauge(now, ran.seconds, ran.plan.num_decodes, prefill_tokens)
+        if self.ahead is None:
+            check_known(self.scheduler)
+        return self._gauge(now, ran.seconds, ran.plan.num_decodes, ran.plan.prefill_tokens)
 
     def _next(self, now: float) -> Ran | None:
         """Plan a step and run it; None if nothing can run."""
         refusals = self._injector.refusals
+        for branch in self.scheduler.holders.active:
+            if branch.request.num_branches == 1 or not self.live[branch.request].job.is_beam_search:
+                branch.num_drafts = self._injector.num_drafts(self._setup.most_drafts)
         plan = self.scheduler.schedule(now)
         for request in self.scheduler.take_failed():
             has_cause = self._injector.refusals > refusals
@@ -113,7 +117,7 @@ class FakeEngine:
         if plan is None:
             return None
         assert plan.follows is not None
-        plan.token_ids[:] = [choose(ran.keys[i]) for i in plan.follows]
+        plan.token_ids[:] = [choose(ran.keys[i][-1]) for i in plan.follows]
         self._progress.stepped(plan)
         return self._run(plan, {i for i, before in enumerate(plan.follows) if before in ran.bad})
 
@@ -121,8 +125,9 @@ class FakeEngine:
         """`doomed`: branches that read what is not finite."""
         check_plan(self.scheduler, plan)
         damaged, bad = self._injector.damaged(plan.orders), self._injector.bad(plan).union(doomed)
-        keys = self._model.run(plan, damaged, bad)
-        seconds = self._measure(plan, plan.num_tokens - plan.num_decodes) * self._injector.slowness()
+        share = self._setup.guessed_right
+        keys = self._model.run(plan, damaged, bad, lambda token: self._injector.guess(token, share))
+        seconds = self._measure(plan, plan.prefill_tokens) * self._injector.slowness()
         return Ran(plan, keys, damaged, bad, seconds)
 
     def _measure(self, plan: StepPlan, prefill_tokens: int) -> float:
@@ -139,12 +144,14 @@ class FakeEngine:
         return seconds
 
     def _conclude(
-        self, plan: StepPlan, keys: list[int], damaged: list[SwapIn], bad: set[int], now: float
+        self, plan: StepPlan, keys: list[list[int]], damaged: list[SwapIn], bad: set[int], now: float
     ) -> None:
         self.trace.step(now, plan, keys)
-        tokens = [
-            choose(key) if sampled and not branch.is_done and not self._branches(branch.request) else None
-            for branch, sampled, key in zip(plan.branches, plan.samples, keys, strict=True)
+        tokens: list[list[int]] = [
+            self._tokens(plan, i, keys[i])
+            if sampled and not branch.is_done and not self._branches(branch.request)
+            else []
+            for i, (branch, sampled) in enumerate(zip(plan.branches, plan.samples, strict=True))
         ]
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=damaged)
         for i in bad:
@@ -154,15 +161,15 @@ class FakeEngine:
             self.scheduler.fail(request, KVQError("values are not finite"))
             self._end(request, Outcome.FAILED, now)
         branching: dict[Request, Ticket] = {}
-        for i, (branch, token) in enumerate(zip(plan.branches, tokens, strict=True)):
+        for i, branch in enumerate(plan.branches):
             ticket = self.live.get(branch.request)
             if ticket is None or branch.is_done:  # it ended in this step, or while it ran
                 continue
             self._admit(ticket)
-            if token is not None:
-                self._take(ticket, branch, token, now)
+            if tokens[i]:
+                self._take(ticket, branch, tokens[i], now)
             elif plan.samples[i]:
-                ticket.keys[branch] = keys[i]
+                ticket.keys[branch] = keys[i][-1]
                 branching[branch.request] = ticket
         for ticket in branching.values():
             self._branch(ticket, now)
@@ -192,19 +199,30 @@ class FakeEngine:
         for other, (_, token) in zip(request.branches, picks, strict=True):
             if other.is_done:  # only the whole beam search ends, with its first branch
                 return
-            self._take(ticket, other, token, now)
+            self._take(ticket, other, [token], now)
 
-    def _take(self, ticket: Ticket, branch: Branch, token: int, now: float) -> None:
-        """A branch has one more token; it may be its last one."""
+    def _tokens(self, plan: StepPlan, index: int, keys: list[int]) -> list[int]:
+        """A branch's accepted drafts and the token after them, none behind its last one."""
+        drafts, end = plan.drafts[index], sum(plan.counts[: index + 1])
+        guessed, job = plan.token_ids[end - drafts : end], self.live[plan.branches[index].request].job
+        tokens: list[int] = []
+        for key, guess in zip(keys, [*guessed, None], strict=True):
+            tokens.append(choose(key))
+            if tokens[-1] != guess or tokens[-1] == job.end_token:
+                break
+        return tokens
+
+    def _take(self, ticket: Ticket, branch: Branch, tokens: list[int], now: float) -> None:
+        """A branch has more tokens; the last one may be its last."""
         request, record, job = ticket.request, ticket.record, ticket.job
-        record.tokens += 1
+        record.tokens += len(tokens)
         if branch is request.branches[0]:
             if record.first_token_s is None:
                 record.first_token_s = now
             elif record.last_token_s is not None:
                 self.result.gaps_s.append(now - record.last_token_s)
             record.last_token_s = now
-        if token != job.end_token and branch.num_generated != request.max_tokens:
+        if tokens[-1] != job.end_token and branch.num_generated != request.max_tokens:
             return
         if job.is_beam_search:
             self.scheduler.end(request)

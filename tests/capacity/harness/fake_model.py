@@ -5,16 +5,21 @@ of the keys that it attends to, as they lie in the cache. Whoever reads a slot t
 or another's gets other keys, and from there on other tokens.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from kvq.blockmgr import BlockId, Copy, Order, Scrub, SwapIn, SwapOut
 from kvq.scheduler import StepPlan
-from tests.capacity.harness.answers import attend
+from tests.capacity.harness.answers import attend, choose
 from tests.capacity.harness.setup import Pools
 
+Guess = Callable[[int], int]  # the right token -> a draft
 POISON = 1 << 33  # what an unwritten, scrubbed or lost slot holds; keys are below 2**32
 BROKEN = 1 << 34  # what a step wrote that went wrong
+
+
+def _rightly(token: int) -> int:
+    return token
 
 
 class TokenSource(Protocol):
@@ -22,8 +27,13 @@ class TokenSource(Protocol):
 
     windows: list[int | None]  # per layer group, what a key depends on
 
-    def run(self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int]) -> list[int]:
-        """A key for every branch of a plan; `failed` orders and `bad` branches go wrong."""
+    def run(
+        self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int], guess: Guess = _rightly
+    ) -> list[list[int]]:
+        """For every branch of a plan the keys of its last token and of its drafts, which `guess` fills in.
+
+        `failed` orders and `bad` branches go wrong.
+        """
 
 
 class BlindModel:
@@ -31,12 +41,20 @@ class BlindModel:
 
     windows: list[int | None] = []  # noqa: RUF012 - never changed
 
-    def run(self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int]) -> list[int]:
+    def run(
+        self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int], guess: Guess = _rightly
+    ) -> list[list[int]]:
         """The keys."""
         keys, at = [], 0
-        for count, end in zip(plan.counts, plan.ends, strict=True):
+        for i, (count, end) in enumerate(zip(plan.counts, plan.ends, strict=True)):
             at += count
-            keys.append(attend([], plan.token_ids[at - 1], end - 1))
+            drafts = plan.drafts[i]
+            mine, guesses = [attend([], plan.token_ids[at - drafts - 1], end - drafts - 1)], []
+            for position in range(end - drafts, end):
+                guesses.append(guess(choose(mine[-1])))
+                mine.append(attend([], guesses[-1], position))
+            plan.guess(i, guesses)
+            keys.append(mine)
         return keys
 
 
@@ -51,7 +69,9 @@ class FakeModel:
         self._rows: list[list[list[BlockId]]] = [[[] for _ in pools.windows] for _ in range(max_num_seqs)]
         self._is_tainted = False  # True once any step went wrong
 
-    def run(self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int]) -> list[int]:
+    def run(
+        self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int], guess: Guess = _rightly
+    ) -> list[list[int]]:
         """Orders, tables, then every branch in turn."""
         for order in plan.orders:
             self._carry_out(order, failed)
@@ -62,14 +82,20 @@ class FakeModel:
         keys, at = [], 0
         for i, branch in enumerate(plan.branches):
             assert branch.row is not None, "a branch that runs has a row"
-            count = plan.counts[i]
-            start, tokens = plan.ends[i] - count, plan.token_ids[at : at + count]
+            count, drafts = plan.counts[i], plan.drafts[i]
+            start, tokens = plan.ends[i] - count, plan.token_ids[at : at + count - drafts]
+            guesses: list[int] = []
             if i in bad:
                 self._is_tainted, new = True, [BROKEN] * count
+                guesses = [0] * drafts
             else:
                 new = self._forward(self._rows[branch.row], start, tokens)
+                for _ in range(drafts):
+                    guesses.append(guess(choose(new[-1])))
+                    new = self._forward(self._rows[branch.row], start, [*tokens, *guesses])
+            plan.guess(i, guesses)
             self._write(self._rows[branch.row], start, new)
-            keys.append(new[-1])
+            keys.append(new[count - drafts - 1 :])
             at += count
         return keys
 

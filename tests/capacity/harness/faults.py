@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from kvq.blockmgr import BlockManager, Order, Sequence, SwapIn
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.scheduler import StepPlan
+from tests.capacity.harness.answers import VOCABULARY
 
 T = TypeVar("T")
 
@@ -64,6 +65,14 @@ class Injector:
     def coin(self) -> bool:
         """True every other time."""
         return self._rng.random() < 0.5
+
+    def num_drafts(self, most: int) -> int:
+        """How many tokens to guess."""
+        return int(self._rng.random() * (most + 1)) if most else 0
+
+    def guess(self, token: int, share: float) -> int:
+        """The token, or another one."""
+        return token if self._rng.random() < share else int(self._rng.random() * VOCABULARY)
 
     def damaged(self, orders: list[Order]) -> list[SwapIn]:
         """The orders whose bytes come back wrong."""

@@ -23,6 +23,7 @@ class Given:
     block_size: int | None = None  # tokens
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    drafts: int | None = None  # guessed of a sequence in a step, at most
 
 
 def fuzz(seed: int, *, steps: int, given: Given | None = None) -> SimulationResult:
@@ -70,6 +71,8 @@ def random_setup(rng: random.Random, given: Given) -> Setup:
         costs=FixedCosts(),
         estimates=estimates,
         plans_ahead=rng.random() < 0.5,
+        most_drafts=rng.choice([0, 0, 1, 4, 9]) if given.drafts is None else given.drafts,
+        guessed_right=rng.choice([0.0, 0.5, 0.9, 1.0]),
     )
 
 

@@ -75,7 +75,19 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens, "the step is too large"
     assert len(plan.branches) <= config.max_num_seqs, "too many sequences run"
     assert len(set(plan.branches)) == len(plan.branches), "a branch runs twice in a step"
-    assert all(count == 1 for count in plan.counts[: plan.num_decodes]), "a decode has one token"
+    decodes = zip(plan.counts[: plan.num_decodes], plan.drafts, strict=False)
+    assert all(count == 1 + drafts for count, drafts in decodes), "a decode has one token, and its drafts"
+    assert not any(plan.drafts[plan.num_decodes :]), "only decodes have drafts"
+
+
+def check_known(scheduler: Scheduler) -> None:
+    """Raise AssertionError if the block manager was told of tokens that a branch does not have."""
+    for branch in scheduler.holders.active:
+        sequence = branch.sequence
+        assert sequence is not None, "an active branch has blocks"
+        assert sequence.length == sequence.committed <= len(branch.tokens), "drafts were kept"
+        known = sequence.tokens
+        assert known == branch.tokens[: len(known)], f"request {branch.request.id}: a draft may be indexed"
 
 
 def check_empty(scheduler: Scheduler) -> None:

@@ -36,6 +36,8 @@ class Setup:
     config: SchedulerConfig
     costs: CostModel = field(default_factory=FixedCosts)  # what steps take
     estimates: CostModel | None = None  # what the scheduler believes, told every step; None: it knows `costs`
+    most_drafts: int = 0  # tokens guessed of a sequence in a step
+    guessed_right: float = 0.0  # how probable a guess is right
     plans_ahead: bool = False  # steps are planned before the tokens of those before them are known
 
     def seconds(self, *, num_decodes: int, prefill_tokens: int, depth: int, moved: int) -> float:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterable
 from hashlib import sha256
+from itertools import chain
 
 from kvq.scheduler import StepPlan
 from tests.capacity.harness.records import Outcome
@@ -17,7 +18,7 @@ class Trace:
     def __init__(self) -> None:
         self._sha = sha256()
 
-    def step(self, now: float, plan: StepPlan | None, keys: list[int]) -> None:
+    def step(self, now: float, plan: StepPlan | None, keys: list[list[int]]) -> None:
         """A step, and what came of it."""
         if plan is None:
             self._take((_STEP, _nanoseconds(now)))
@@ -25,7 +26,7 @@ class Trace:
         self._take((_STEP, _nanoseconds(now), len(keys), len(plan.orders), len(plan.table_changes)))
         self._take(plan.counts)
         self._take(plan.ends)
-        self._take(keys)
+        self._take(chain.from_iterable(keys))
 
     def end(self, now: float, number: int, outcome: Outcome) -> None:
         """A request ended."""
