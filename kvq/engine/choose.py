@@ -1,28 +1,32 @@
 """From the logits of a step to everybody's next tokens."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from kvq.engine.grammar.walk import Walk
 from kvq.engine.job import Job
 from kvq.engine.outputs import TokenLogprobs
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling.logprobs import beam_candidates, prompt_logprobs
-from kvq.engine.sampling.sampler import PendingSamples, Sampler
+from kvq.engine.sampling.sampler import Drafted, PendingSamples, Sampler
 from kvq.engine.sampling.seeds import mix_seed
 from kvq.engine.transfers import Readback, upload
 from kvq.errors import EngineError, KVQError, NumericalError, first_lines
 from kvq.scheduler import Branch, Request, StepPlan
 
 Token = tuple[int, TokenLogprobs | None]
+_NO_DRAFTS: Mapping[int, Sequence[Drafted]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
 class Choices:
     """What was chosen, by the plan's indices; `errors` are of requests that can't go on."""
 
-    tokens: dict[int, Token] = field(default_factory=dict)
+    tokens: dict[int, list[Token]] = field(default_factory=dict)  # accepted drafts, and the token behind them
     forks: dict[Request, list[Token]] = field(default_factory=dict)  # one per branch, after the prompt
     beams: list[Request] = field(default_factory=list)  # whose candidates came in
     errors: dict[Request, KVQError] = field(default_factory=dict)
@@ -35,6 +39,12 @@ class _Draw:
     branch: Branch
     row: int  # of the logits
     plan_index: int | None  # None: a fork's first token
+    ahead: Sequence[int] = ()  # drafts before it
+    drafted: Drafted | None = None  # what it is to be, if it was drawn from a distribution
+
+    def follows(self, chosen: list[Token]) -> bool:
+        """True if the drafts before it are what was chosen."""
+        return len(chosen) == len(self.ahead) and (not chosen or chosen[-1][0] == self.ahead[-1])
 
 
 @dataclass(slots=True, eq=False)  # one a step
@@ -69,12 +79,15 @@ class PendingChoices:
             for i, draw in enumerate(self._draws):
                 request = draw.branch.request
                 token = (samples.tokens[i], samples.logprobs[i])
-                if not samples.finite[i]:
-                    choices.errors.setdefault(request, _not_finite("the logits"))
-                elif draw.plan_index is not None:
-                    choices.tokens[draw.plan_index] = token
+                if draw.plan_index is not None:
+                    chosen = choices.tokens.setdefault(draw.plan_index, [])
+                    if not draw.follows(chosen):
+                        continue
+                    chosen.append(token)
                 else:
                     choices.forks.setdefault(request, []).append(token)
+                if not samples.finite[i]:
+                    choices.errors.setdefault(request, _not_finite("the logits"))
         _find_bad(self._plan, self._bad_tokens.wait(), choices.errors)
         return choices
 
@@ -87,7 +100,12 @@ class Chooser:
         self._bound: list[Branch | None] = [None] * max_num_seqs
 
     def choose(
-        self, plan: StepPlan, output: StepOutput, jobs: dict[Request, Job], errors: dict[Request, KVQError]
+        self,
+        plan: StepPlan,
+        output: StepOutput,
+        jobs: dict[Request, Job],
+        errors: dict[Request, KVQError],
+        drafts: Mapping[int, Sequence[Drafted]] = _NO_DRAFTS,
     ) -> PendingChoices:
         """Tokens for every branch that wants one, but for requests in `errors` and those that ended."""
         choices = Choices(errors=errors)
@@ -109,6 +127,8 @@ class Chooser:
                 beams.append((branch, row))
             elif job.request.is_forked:
                 draws.append(_Draw(branch, row, i))
+                if plan.drafts[i]:
+                    draws[-1:] = _behind(draws[-1], drafts[i])
             else:
                 draws.extend(_Draw(fork, row, None) for fork in job.request.branches)
         draws, masks = _masked(draws, jobs, errors)
@@ -121,6 +141,11 @@ class Chooser:
         """A token was accepted: penalties count it from now on."""
         if branch.row is not None and self._bound[branch.row] is branch:
             self._sampler.record(branch.row, token)
+
+    def bind(self, job: Job, branch: Branch) -> None:
+        """See to it that the sampler knows a branch's row, for who drafts for it."""
+        if self._bound[_row(branch)] is not branch:
+            self._bind(job, branch)
 
     def forget(self, row: int) -> None:
         """A row's branch ended or moved."""
@@ -135,13 +160,14 @@ class Chooser:
         if rows != list(range(logits.shape[0])):
             logits = logits[upload(rows, logits.device)]
         for draw in draws:
-            if self._bound[_row(draw.branch)] is not draw.branch:
-                self._bind(jobs[draw.branch.request], draw.branch)
+            self.bind(jobs[draw.branch.request], draw.branch)
         return self._sampler.sample(
             logits,
             [_row(draw.branch) for draw in draws],
-            [draw.branch.num_generated for draw in draws],
+            [draw.branch.num_generated + len(draw.ahead) for draw in draws],
             masks=masks or None,
+            ahead={i: draw.ahead for i, draw in enumerate(draws) if draw.ahead},
+            drafted={i: draw.drafted for i, draw in enumerate(draws) if draw.drafted is not None},
         )
 
     def _bind(self, job: Job, branch: Branch) -> None:
@@ -172,17 +198,40 @@ def _masked(
     """Draws without those whose grammars failed, and by place what the others' grammars let come."""
     kept: list[_Draw] = []
     masks: dict[int, Tensor] = {}
+    walk: Walk | None = None  # behind the drafts of a branch, whose draws are neighbours
     for draw in draws:
         job = jobs[draw.branch.request]
         matcher = job.results[job.index_of(draw.branch)].matcher
+        mask: Tensor | None = None
         if job.request not in errors and matcher is not None:
-            try:
-                masks[len(kept)] = matcher.mask()
-            except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises
-                errors[job.request] = as_known(error, "its grammar raised ")
+            if draw.ahead:
+                assert walk is not None, "the draw before it began one"
+                walk.accept(draw.ahead[-1])
+                mask = walk.mask()
+                if mask is None:  # nothing can follow that draft
+                    continue
+            else:
+                walk = Walk(matcher)
+                try:
+                    mask = matcher.mask()
+                except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises
+                    errors[job.request] = as_known(error, "its grammar raised ")
         if job.request not in errors:
+            if mask is not None:
+                masks[len(kept)] = mask
             kept.append(draw)
     return kept, masks
+
+
+def _behind(first: _Draw, drafts: Sequence[Drafted]) -> list[_Draw]:
+    """The draws of a branch with drafts: of each that is to be one, and of what follows the last."""
+    tokens = [draft.token for draft in drafts]
+    return [
+        replace(
+            first, row=first.row + i, ahead=tokens[:i], drafted=None if draft.masses is None else draft
+        )
+        for i, draft in enumerate((*drafts, Drafted(0)))
+    ]
 
 
 def _not_finite(what: str) -> NumericalError:

@@ -1,10 +1,13 @@
 """What an engine is built with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from kvq.blockmgr.states import SNAPSHOT_EVERY
+from kvq.engine.speculation.config import Speculation, parse_speculation
 from kvq.errors import ConfigError
 from kvq.sizes import parse_bytes
 from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
@@ -37,8 +40,10 @@ class EngineConfig:
     max_step_stretch: float = 1.7
     async_scheduling: bool | None = None
     step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
+    speculation: Speculation | Mapping[str, Any] | str | None = None  # how tokens are drafted, if they are
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculation", parse_speculation(self.speculation))
         for name in ("max_num_seqs", "max_num_batched_tokens", "snapshot_every"):
             _check(name, getattr(self, name), 1, 1 << 24)
         for name in ("num_blocks", "max_context"):

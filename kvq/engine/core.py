@@ -1,7 +1,7 @@
 """The engine's core: one step is schedule, run, sample, commit, and telling everybody."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from math import inf
 from time import perf_counter
@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 
 from kvq.cache.memory import held_bytes
 from kvq.engine.build import build_parts, check_cache
-from kvq.engine.choose import Choices, Chooser, as_known
+from kvq.engine.choose import Choices, Chooser, Token, as_known
 from kvq.engine.config import EngineConfig
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
-from kvq.engine.outputs import FinishReason, TokenLogprobs
+from kvq.engine.outputs import FinishReason
 from kvq.engine.pinning import Pinning
 from kvq.engine.publisher import Publisher, StepSubscriber
 from kvq.engine.reconcile import reconcile
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling.sampler import Sampler
+from kvq.engine.speculation.config import parse_speculation
+from kvq.engine.speculation.make import make_speculator
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.current import current
 from kvq.models import Model
@@ -63,6 +65,9 @@ class EngineCore(StaysHere):
         self._jobs: dict[Request, Job] = {}
         self.intake = Intake(model, self.scheduler, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
+        self._speculator = make_speculator(
+            parse_speculation(config.speculation), model, self.scheduler, self.runner, sampler, self._chooser, self._jobs, clock
+        )
         asks = config.async_scheduling
         self._launcher = Launcher(
             self.scheduler,
@@ -70,6 +75,7 @@ class EngineCore(StaysHere):
             self._jobs,
             clock,
             runs_ahead=weights.device.type == "cuda" if asks is None else asks,
+            speculator=self._speculator,
         )
         num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
         self.memory = reconcile(model, self.runner.cache, num_blocks, before)
@@ -157,6 +163,8 @@ class EngineCore(StaysHere):
         self.scheduler.manager.expire(began)
         self._begin_compiled()
         ahead = self._launcher.take_ahead()
+        if ahead is None and self._speculator is not None:
+            self._speculator.plan()
         plan = self._plan(began) if ahead is None else ahead.plan
         if plan is None:
             return False
@@ -168,7 +176,7 @@ class EngineCore(StaysHere):
                 running = self._launcher.resume(ahead)
             plan, output = running.plan, running.output
             ran = self._clock()
-            pending = self._chooser.choose(plan, output, self._jobs, running.errors)
+            pending = self._chooser.choose(plan, output, self._jobs, running.errors, running.drafts)
             launched = self._clock()
             self._launcher.launch_ahead(plan, pending)
             waited = self._clock()
@@ -184,9 +192,10 @@ class EngineCore(StaysHere):
         if plan.branches:
             self.scheduler.costs.observe(
                 num_decodes=plan.num_decodes,
-                prefill_tokens=plan.num_tokens - plan.num_decodes,
+                num_drafts=plan.num_drafts,
+                prefill_tokens=plan.prefill_tokens,
                 depth=plan.ends[-1],
-                seconds=chosen - began,
+                seconds=chosen - began - running.drafting_s,
             )
         self._publisher.publish(
             running,
@@ -216,6 +225,8 @@ class EngineCore(StaysHere):
         if self._grammars is not None:
             self._grammars.close()
         self._publisher.close()
+        if self._speculator is not None:
+            self._speculator.close()
         self.runner.close()
 
     def _abandon(self) -> None:
@@ -256,25 +267,24 @@ class EngineCore(StaysHere):
     def _settle(self, plan: StepPlan, output: StepOutput, choices: Choices, now: float) -> None:
         """Commit the step, then give everybody their tokens and end who is done."""
         bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
-        drawn = {i: token for i, (token, _) in choices.tokens.items() if i not in bad}
-        tokens = [drawn.get(i) for i in range(len(plan.branches))]
+        tokens = [[] if i in bad else self._kept(plan, output, choices, i) for i in range(len(plan.branches))]
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=output.failed_swaps)
         self.pinning.apply(now)
         for request, error in choices.errors.items():
             if request in self._jobs:
                 self._end(self._jobs[request], error, "error")
         timed: set[Request] = set()
-        for i, (token, logprobs) in choices.tokens.items():
+        for i, chosen in choices.tokens.items():
             branch = plan.branches[i]
             if branch.request in self._jobs:
-                self._take(self._jobs[branch.request], branch, token, logprobs, timed, now)
+                self._take(self._jobs[branch.request], branch, chosen[: len(tokens[i])], timed, now)
         for request, picks in choices.forks.items():
             if request not in self._jobs:  # it failed, or a listener cancelled it
                 continue
             self.scheduler.branch_out(request, [(0, token) for token, _ in picks])
-            for branch, (token, logprobs) in zip(request.branches, picks, strict=True):
+            for branch, pick in zip(request.branches, picks, strict=True):
                 if request in self._jobs:
-                    self._take(self._jobs[request], branch, token, logprobs, timed, now)
+                    self._take(self._jobs[request], branch, [pick], timed, now)
         for request in choices.beams:
             if request in self._jobs:
                 self._expand(self._jobs[request], now)
@@ -283,18 +293,21 @@ class EngineCore(StaysHere):
         self,
         job: Job,
         branch: Branch,
-        token: int,
-        logprobs: TokenLogprobs | None,
+        tokens: Sequence[Token],
         timed: set[Request],
         now: float,
     ) -> None:
-        """Give one result its token."""
+        """Give one result its tokens, up to the one that ends it."""
         if job.request not in timed:
             timed.add(job.request)
             job.mark_token(now)
-        self._chooser.record(branch, token)
         try:
-            ended = job.accept(job.index_of(branch), token, logprobs)
+            for token, logprobs in tokens:
+                self._chooser.record(branch, token)
+                if ended := job.accept(job.index_of(branch), token, logprobs):
+                    break
+                if job.request not in self._jobs:  # its listener cancelled it
+                    return
         except Exception as error:  # noqa: BLE001 - a listener or a tokenizer: this request's alone
             if not isinstance(error, KVQError):
                 _log.exception("request %s failed", job.request.id)
@@ -306,6 +319,19 @@ class EngineCore(StaysHere):
             self.scheduler.finish(branch)
             if not job.request.live and job.request in self._jobs:  # its listener may have cancelled it
                 self._complete(self._jobs.pop(job.request), None, None)
+
+    def _kept(self, plan: StepPlan, output: StepOutput, choices: Choices, index: int) -> list[int]:
+        """The tokens that a branch goes on by: none, one, or accepted drafts and one behind them."""
+        chosen, drafts = [token for token, _ in choices.tokens.get(index, ())], plan.drafts[index]
+        branch = plan.branches[index]
+        if not drafts or branch.is_done or not chosen:
+            return chosen
+        job, accepted = self._jobs[branch.request], len(chosen) - 1
+        assert self._speculator is not None, "drafts come from it"
+        self._speculator.learn(branch, job, drafts, accepted)
+        if accepted == drafts:
+            output.keep_states(index)
+        return chosen[: job.until_end(branch, chosen)]
 
     def _expand(self, job: Job, now: float) -> None:
         """Let beam search choose which beams go on."""
@@ -336,6 +362,8 @@ class EngineCore(StaysHere):
     def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """Hand the result over. A listener that raises is reported; its request has ended anyway."""
         self._finished += 1
+        if self._speculator is not None:
+            self._speculator.forget(job)
         output = job.complete(self._clock(), error, reason)
         try:
             job.deliver(output)

@@ -77,6 +77,8 @@ class DecodeGraphs:
 
     def takes(self, plan: StepPlan) -> bool:
         """True for steps in which every branch computes one token and wants the next."""
+        if plan.num_tokens != len(plan.branches):  # drafts, too
+            return False
         return 0 < plan.num_decodes == len(plan.branches) < len(self._size_of) and all(plan.samples)
 
     @torch.inference_mode()

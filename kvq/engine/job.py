@@ -1,6 +1,6 @@
 """A request as the engine sees it: its text, its results so far, and when things happened."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,15 @@ class Job:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pins: list[PrefixPin] = field(default_factory=list)  # still to be made, the shortest first
     pinned_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of these
+
+    def until_end(self, branch: Branch, tokens: Sequence[int]) -> int:
+        """How many of a branch's next tokens are its own: none behind one that ends it."""
+        for count, token in enumerate(tokens, 1):
+            if token in self.end_ids and branch.num_generated + count >= self.params.min_tokens:
+                return count
+        return len(tokens)
 
     def prompt_rows(self, start: int, end: int) -> int:
         """How many last rows of a chunk of positions [start, end) log-probabilities of prompt tokens need."""
@@ -256,6 +265,8 @@ class Job:
             peak_blocks=usage.peak,
             peak_bytes=usage.peak_bytes,
             preemptions=self.request.preemptions,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 

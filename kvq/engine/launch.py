@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvq.blockmgr import SwapIn, SwapOut
 from kvq.engine.choose import PendingChoices, describe
 from kvq.engine.job import Job
 from kvq.engine.runner import Runner, StepOutput, join
+from kvq.engine.speculation.speculator import Drafts, Speculator
 from kvq.errors import EngineError, KVQError
 from kvq.scheduler import Request, Scheduler, StepPlan
 
@@ -23,6 +24,8 @@ class Launched:
     errors: dict[Request, KVQError]
     scheduling_s: float
     forward_s: float
+    drafts: Drafts = field(default_factory=dict)
+    drafting_s: float = 0.0  # of the forward pass's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,14 @@ class Launcher:
         clock: Callable[[], float],
         *,
         runs_ahead: bool,
+        speculator: Speculator | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._jobs = jobs
         self._clock = clock
         self._runs_ahead = runs_ahead
+        self._speculator = speculator
         self._ahead: Ahead | None = None
 
     def forget(self) -> None:
@@ -64,13 +69,19 @@ class Launcher:
         failed = self._runner.prepare(plan)
         if num_swaps := sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders):
             self._scheduler.costs.observe_swap(num_swaps / 2, self._clock() - began)
+        drafts, prepared = {}, self._clock()
+        if self._speculator is not None:
+            drafts = self._speculator.draft(plan)
+        drafted = self._clock()
         output, errors = self._run(plan, failed)
-        return Launched(plan, output, errors, scheduling_s, self._clock() - began)
+        return Launched(
+            plan, output, errors, scheduling_s, self._clock() - began, drafts, drafted - prepared
+        )
 
     def launch_ahead(self, plan: StepPlan, pending: PendingChoices) -> None:
         """Launch the step after `plan` before anybody knows what comes of that, unless it has to wait."""
         live = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
-        if not self._runs_ahead or not pending.drew(live):
+        if not self._runs_ahead or not pending.drew(live) or self._drafts_next():
             return
         began = self._clock()
         ahead = self._scheduler.schedule_ahead(plan)
@@ -84,6 +95,10 @@ class Launcher:
             _log.exception("step %d failed; running it again", ahead.number)
             output = None
         self._ahead = Ahead(ahead, output, planned - began, self._clock() - planned)
+
+    def _drafts_next(self) -> bool:
+        """True if the step after this one may have drafts, which depend on its tokens."""
+        return self._speculator is not None and self._speculator.may_draft
 
     def take_ahead(self) -> Ahead | None:
         """The step that was launched ahead; None if nobody of it is left."""
@@ -102,7 +117,9 @@ class Launcher:
         """The forward pass; when it raises, branch by branch, so that only the guilty one ends."""
         rows: dict[int, int] = {}
         for i, (branch, count, end) in enumerate(zip(plan.branches, plan.counts, plan.ends, strict=True)):
-            if wanted := self._jobs[branch.request].prompt_rows(end - count, end):
+            if plan.drafts[i]:
+                rows[i] = 1 + plan.drafts[i]
+            elif wanted := self._jobs[branch.request].prompt_rows(end - count, end):
                 rows[i] = wanted
         try:
             return self._runner.forward(plan, failed, last_rows=rows), {}

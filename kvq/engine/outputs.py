@@ -38,6 +38,8 @@ class Receipt:
     peak_blocks: int  # most that one result held at once
     peak_bytes: int  # most bytes of the KV pools that one result held at once, scales and padding included
     preemptions: int
+    drafted_tokens: int = 0  # guessed by speculation
+    accepted_tokens: int = 0  # of these, what the model would have said
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from kvq.models import Model
 from kvq.models.packing import Integers, positions_of, run_packed
 from kvq.models.states import StepStates
 from kvq.models.step import Observer, PackedStep
+from kvq.models.weights import LoadedWeights
 from kvq.scheduler import StepPlan
 
 _NONE: Mapping[int, int] = MappingProxyType({})
@@ -35,6 +36,13 @@ class StepOutput:
     bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
     failed_swaps: list[SwapIn]
     attention_s: float  # time in write and attend; on a GPU the time to launch them
+    states: tuple[StepStates | None, ...] = ()  # of all branches, or of each, in a model that keeps states
+
+    def keep_states(self, index: int) -> None:
+        """Store the state behind a branch's drafts, all of which were right."""
+        states = self.states[index if len(self.states) > 1 else 0] if self.states else None
+        if states is not None:
+            states.keep(index if len(self.states) == 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +125,19 @@ class Runner:
         *,
         last_rows: Mapping[int, int] = _NONE,
         tokens: Tensor | None = None,
+        weights: LoadedWeights | None = None,
     ) -> StepOutput:
         """Layer by layer write, then attend; then the logits that are wanted.
 
+        `weights`: of the same model in another form, which drafts with them.
         `tokens`: int64 [new tokens] on the device, in place of the plan's, where only the device knows them.
         Wanted are the last row of branches that sample, and more of the last rows of those in `last_rows`.
         Nothing is committed: a plan that raised may be run again, whole or in parts.
         """
         if not plan.branches:
             return self.nothing(plan, failed)
-        if self._graphs is not None and self.observer is None and not last_rows and self._graphs.takes(plan):
+        plainly = self.observer is None and not last_rows and weights is None
+        if self._graphs is not None and plainly and self._graphs.takes(plan):
             logits, bad = self._graphs.run(plan, tokens)
             return StepOutput(
                 logits=logits,
@@ -145,14 +156,17 @@ class Runner:
             batches=found.batches,
             bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
             observer=self.observer,
-            states=None if slots is None else StepStates.of(slots, plan.moves, self._device),
+            states=None if slots is None else StepStates.of(slots, plan.moves, self._device, plan.drafts),
         )
         return StepOutput(
-            logits=run_packed(self.model.weights, step, found.tokens, found.positions, found.wanted),
+            logits=run_packed(
+                weights or self.model.weights, step, found.tokens, found.positions, found.wanted
+            ),
             starts=starts,
             bad_tokens=step.bad_tokens,
             failed_swaps=failed,
             attention_s=step.attention_s,
+            states=() if step.states is None else (step.states,),
         )
 
     def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:
@@ -259,6 +273,7 @@ def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
         bad_tokens=torch.cat([part.bad_tokens for part in parts]),
         failed_swaps=failed,
         attention_s=sum(part.attention_s for part in parts),
+        states=tuple(part.states[0] if part.states else None for part in parts),
     )
 
 

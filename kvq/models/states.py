@@ -82,6 +82,7 @@ class _Piece:
     begin: int  # rows of the step
     end: int
     block: int  # which the state after them goes to
+    draft_of: int | None = None  # of drafts, the number of their sequence: their state may never be kept
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,13 +91,22 @@ class StepStates:
 
     slots: StateSlots
     moves: Sequence[StateMove]  # of the step's sequences, in the order of their tokens
+    drafts: Sequence[int]  # of each the last tokens that are guesses, within its last piece
     device: torch.device
     _new: list[tuple[int, Tensor, Tensors]] = field(default_factory=list)  # layer, blocks, states
+    _drafted: dict[int, list[tuple[int, Tensor, Tensors]]] = field(default_factory=dict)  # by sequence
 
     @classmethod
-    def of(cls, slots: StateSlots, moves: Sequence[StateMove | None], device: torch.device) -> "StepStates":
+    def of(
+        cls,
+        slots: StateSlots,
+        moves: Sequence[StateMove | None],
+        device: torch.device,
+        drafts: Sequence[int] | None = None,
+    ) -> "StepStates":
         """Of sequences that were appended to."""
-        return cls(slots=slots, moves=[move for move in moves if move is not None], device=device)
+        found = [move for move in moves if move is not None]
+        return cls(slots=slots, moves=found, drafts=drafts or [0] * len(found), device=device)
 
     @cached_property
     def _decodes(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,11 +123,15 @@ class StepStates:
     def _others(self) -> list[tuple[Tensor | None, list[_Piece]]]:
         """Of all other sequences: the block to read, if any, and their pieces."""
         found, at = [], 0
-        for move in self.moves:
+        for number, (move, drafts) in enumerate(zip(self.moves, self.drafts, strict=True)):
             pieces = []
             for count, block in move.pieces:
                 pieces.append(_Piece(at, at + count, block))
                 at += count
+            if drafts:
+                last = pieces.pop()
+                pieces.append(_Piece(last.begin, at - drafts, last.block))
+                pieces.append(_Piece(at - drafts, at, last.block, draft_of=number))
             if not _is_decode(move):
                 found.append((self._numbers([move.source]) if move.start else None, pieces))
         return found
@@ -152,20 +166,27 @@ class StepStates:
                     state = LayerState({key: value.clone() for key, value in state.values.items()})
                 span = slice(piece.begin, piece.end)
                 put(span, compute(hidden[:, span], state, span))
-                self._new.append((number, self._numbers([piece.block]), state.values))
+                kept = self._new if piece.draft_of is None else self._drafted.setdefault(piece.draft_of, [])
+                kept.append((number, self._numbers([piece.block]), state.values))
         assert out is not None, "a step has tokens"
         return out[None]
 
     def write(self) -> None:
-        """Store what was computed. A step that broke off before may be run again."""
+        """Store what was computed, but behind drafts. A step that broke off before may be run again."""
         for number, blocks, values in self._new:
             self.slots.write(number, blocks, values)
         self._new.clear()
+
+    def keep(self, sequence: int) -> None:
+        """Store the state behind a sequence's drafts: all of them are right."""
+        for number, blocks, values in self._drafted.pop(sequence):
+            self.slots.write(number, blocks, values)
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Within it, modules that keep states compute this step."""
         self._new.clear()
+        self._drafted.clear()
         _running.states = self
         try:
             yield

@@ -51,6 +51,10 @@ class CostModel(ABC):
     def decode_s(self, num_decodes: int) -> float:
         """A step of that many decodes and nothing else."""
 
+    def verify_s(self, num_decodes: int, num_drafts: int) -> float:
+        """The same with drafts behind their tokens."""
+        return self.decode_s(num_decodes + num_drafts)
+
     @abstractmethod
     def prefill_token_s(self, depth: int) -> float:
         """What one more prefill token at a position near `depth` adds to a step."""
@@ -68,9 +72,9 @@ class CostModel(ABC):
         return num_blocks * self._swap_block_s
 
     def observe(  # noqa: B027 - there may be nothing to learn
-        self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float
+        self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0
     ) -> None:
-        """A step took that long."""
+        """A step took that long, without making the drafts."""
 
     def observe_swap(self, num_blocks: float, seconds: float) -> None:  # noqa: B027 - nor here
         """Moving so many blocks out and in took that long; a move in one direction is half a block."""
@@ -115,11 +119,51 @@ _OUTLIER = 2.0  # of what a size is believed to take; whatever takes longer coun
 _FADE = 0.998  # of what larger sizes are believed to take, with every step: they may never be tried again
 
 
-class MeasuredCosts(CostModel):
-    """Running estimates: decode steps by powers of two of their size, prefill as a linear regression.
+class BySize:
+    """Running estimates of how long something of a size takes, by powers of two.
 
     No formula holds for decode steps on all devices: on CPUs 16 rows cost less than 15, on GPUs 64 what
-    one does. They follow quicker steps faster than slower ones. Prefill adds a part of its own whatever
+    one does. They follow quicker steps faster than slower ones.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}  # measurements
+
+    def __call__(self, size: int) -> float:
+        """The estimate of the nearest size that was measured; 0 before any was."""
+        known = self._seconds
+        return known[_nearest(size.bit_length(), known)] if size and known else 0.0
+
+    def count(self, size: int) -> int:
+        """How often that size was measured."""
+        return self._counts.get(size.bit_length(), 0)
+
+    def took_more(self, size: int, seconds: float) -> None:
+        """Something of that size took so long with more beside it: without that it had taken less."""
+        key = size.bit_length()
+        if key in self._seconds:
+            self._seconds[key] = min(self._seconds[key], seconds)
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Follow quicker ones quickly, slower ones slowly; a new size starts from its neighbour's."""
+        key, known = size.bit_length(), self._seconds
+        before = known[_nearest(key, known)] if known else seconds
+        seconds = min(seconds, _OUTLIER * before) if before > 0 else seconds
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        rate = _QUICKLY if count == 1 or seconds < before else _SLOWLY
+        if count <= _SURE and seconds < before:
+            rate = 1.0  # the first may have been anything
+        known[key] = before + rate * (seconds - before)
+        for larger in known:
+            if larger > key:  # twice the rows take twice the time at most
+                known[larger] = min(_FADE * known[larger], known[key] * 2.0 ** (larger - key + 1))
+
+
+class MeasuredCosts(CostModel):
+    """Running estimates: decode steps by their size, prefill as a linear regression.
+
+    Prefill adds a part of its own whatever
     its size (other kernels, no CUDA graph), one by the token, and one by the token and its depth (its
     attention). Were the first counted by the token, small chunks would look dear and stay small for ever.
     To tell the parts from each other and from the decodes', some steps take less prefill than they might.
@@ -128,17 +172,23 @@ class MeasuredCosts(CostModel):
     def __init__(self, *, prefill_token_s: float = 1e-3, swap_block_s: float = 1e-4) -> None:
         """The arguments hold until something was measured."""
         super().__init__(swap_block_s=swap_block_s)
-        self._decode_s: dict[int, float] = {}
-        self._decode_count: dict[int, int] = {}  # measurements
-        self._decode_age: dict[int, int] = {}  # number of the last step with prefill when it was measured
+        self._decodes = BySize()
+        self._verifies = BySize()  # by decodes and drafts together
+        self._age: dict[int, int] = {}  # of a size of decodes, the last step with prefill when it was measured
         self._num_prefills = 0
         deviations = 10e-3, prefill_token_s, prefill_token_s / 1000
         self._prefill = Regression((0.0, prefill_token_s, 0.0), deviations)
 
     def decode_s(self, num_decodes: int) -> float:
         """The estimate of the nearest size that was measured; 0 before any was."""
-        known = self._decode_s
-        return known[_nearest(num_decodes.bit_length(), known)] if num_decodes and known else 0.0
+        return self._decodes(num_decodes)
+
+    def verify_s(self, num_decodes: int, num_drafts: int) -> float:
+        """What was measured of that many rows; before, as if drafts were tokens of a prompt."""
+        rows = num_decodes + num_drafts
+        if self._verifies.count(rows):
+            return self._verifies(rows)
+        return self._decodes(num_decodes) + num_drafts * self.prefill_token_s(0)
 
     def prefill_token_s(self, depth: int) -> float:
         """What was learned from all depths."""
@@ -150,8 +200,8 @@ class MeasuredCosts(CostModel):
 
     def prefill_share(self, num_decodes: int) -> float:
         """Nothing while the decodes alone were not measured lately, half now and then, else all."""
-        key = num_decodes.bit_length()
-        if self._decode_count.get(key, 0) < _SURE or self._num_prefills - self._decode_age[key] >= _OMIT:
+        age = self._age.get(num_decodes.bit_length(), self._num_prefills)
+        if self._decodes.count(num_decodes) < _SURE or self._num_prefills - age >= _OMIT:
             return 0.0
         return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
@@ -159,33 +209,23 @@ class MeasuredCosts(CostModel):
         """Follow what a block took, slowly."""
         self._swap_block_s += _SLOWLY * (seconds / num_blocks - self._swap_block_s)
 
-    def observe(self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float) -> None:
+    def observe(
+        self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float, num_drafts: int = 0
+    ) -> None:
         """Learn from a step of decodes alone, or from what its prefill tokens added."""
         if not prefill_tokens:
-            self._observe_decodes(num_decodes.bit_length(), seconds)
+            if num_drafts:
+                self._verifies.observe(num_decodes + num_drafts, seconds)
+            else:
+                self._decodes.observe(num_decodes, seconds)
+                self._age[num_decodes.bit_length()] = self._num_prefills
             return
-        key = num_decodes.bit_length()
-        if num_decodes and key in self._decode_s:  # without prefill it had taken less
-            self._decode_s[key] = min(self._decode_s[key], seconds)
+        if num_decodes:
+            self._decodes.took_more(num_decodes, seconds)
         self._num_prefills += num_decodes > 0
         weights = num_decodes > 0, prefill_tokens, prefill_tokens * depth
-        added = max(0.0, seconds - self.decode_s(max(1, num_decodes)))
-        self._prefill.observe(weights, added, _NOISE * seconds)
-
-    def _observe_decodes(self, key: int, seconds: float) -> None:
-        """Follow quicker steps quickly, slower ones slowly; a new size starts from its neighbour's."""
-        known = self._decode_s
-        before = known[_nearest(key, known)] if known else seconds
-        seconds = min(seconds, _OUTLIER * before) if before > 0 else seconds
-        count = self._decode_count[key] = self._decode_count.get(key, 0) + 1
-        rate = _QUICKLY if count == 1 or seconds < before else _SLOWLY
-        if count <= _SURE and seconds < before:
-            rate = 1.0  # the first may have been anything
-        known[key] = before + rate * (seconds - before)
-        self._decode_age[key] = self._num_prefills
-        for larger in known:
-            if larger > key:  # twice the rows take twice the time at most
-                known[larger] = min(_FADE * known[larger], known[key] * 2.0 ** (larger - key + 1))
+        usual = self.verify_s(num_decodes, num_drafts) if num_drafts else self.decode_s(max(1, num_decodes))
+        self._prefill.observe(weights, max(0.0, seconds - usual), _NOISE * seconds)
 
 
 def _nearest(key: int, estimates: dict[int, float]) -> int:

@@ -1,5 +1,7 @@
 """A compiled grammar, and where one branch of a request stands in it."""
 
+from collections.abc import Sequence
+
 from llguidance import LLMatcher
 from torch import Tensor, frombuffer, int32
 
@@ -53,6 +55,12 @@ class Matcher:
         ):
             self._check()
             raise RequestError(f"structured output: token {token} isn't allowed here")
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens may come next, one after the other, before an end token; nothing moves."""
+        ends = (i for i, t in enumerate(tokens) if t in self._vocabulary.eos_ids or not self._vocabulary.is_known(t))
+        first = next(ends, len(tokens))
+        return int(self._state.validate_tokens(list(tokens[:first])))
 
     @property
     def is_finished(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq.engine.params import SamplingParams
 from kvq.engine.sampling.penalties import Bias
-from kvq.engine.sampling.seeds import seed_words, uniforms
+from kvq.engine.sampling.seeds import Purpose, seed_words, uniforms
 from kvq.engine.transfers import upload
 from kvq.kernels.draw.parameters import COLUMNS, KIND, UNIFORM, Kind, packed
 from kvq.kernels.draw.reference import Settings
@@ -50,6 +50,14 @@ class Row:
     draw: Draw
     bias: Bias | None
     forbidden: Bias | None  # until params.min_tokens tokens are generated
+
+    @property
+    def repeats(self) -> bool:
+        """True if its tokens shall be those that it gets without drafts: the likeliest, or those of its seed.
+
+        A draft of such a row is a guess what it will draw, however that was made.
+        """
+        return self.draw is Draw.GREEDY or self.params.seed is not None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -115,10 +123,12 @@ class RowTable:
         assert self._rows[row] is not None, f"row {row} isn't in use"
         self._rows[row] = None
 
-    def settings(self, rows: Sequence[int], counts: Sequence[int]) -> Settings:
+    def settings(
+        self, rows: Sequence[int], counts: Sequence[int], purpose: Purpose = Purpose.TOKEN
+    ) -> Settings:
         """Return what `rows` draw with after `counts` tokens, on the device."""
         numbers = self._numbers[rows, : 1 + len(_FILTERS)]
-        first = uniforms(self._seeds[rows], counts)[None]
+        first = uniforms(self._seeds[rows], counts, purpose)[None]
         sent = upload(np.concatenate((first, numbers.T)), self._device, torch.float64)  # [2 + filters, rows]
         uniform, temperature, *filters = sent
         asked = (numbers != self._plain[: numbers.shape[1]]).any(axis=0)[1:]  # [filters]
@@ -128,6 +138,10 @@ class RowTable:
             temperature=temperature.float(),
             **{name: values if is_asked else None for name, values, is_asked in named},
         )
+
+    def keeping(self, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Return what decides whether drafts are kept: fp64 [rows], in [0, 1), on the device."""
+        return upload(uniforms(self._seeds[rows], counts, Purpose.KEEPING), self._device, torch.float64)
 
     def parameters(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], Kind]:
         """Return the same as kernels on a GPU read it, [rows, COLUMNS], and the kind with most work."""

@@ -1,9 +1,10 @@
 """The sampler: one step's logits in, one token a row out."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,12 +14,23 @@ from kvq.engine.params import SamplingParams, check_params
 from kvq.engine.sampling.logprobs import chunks, measure, read_logprobs
 from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
 from kvq.engine.sampling.rows import Draw, RowTable
+from kvq.engine.sampling.seeds import Purpose
 from kvq.engine.sampling.token_counts import TokenCounts
 from kvq.engine.transfers import Readback, upload
 from kvq.kernels.draw import kernel_for
 from kvq.kernels.draw.parameters import Kind, packed
 from kvq.kernels.draw.ranking import likeliest
-from kvq.kernels.draw.reference import MAX_VOCAB, draw_ranked, draw_whole
+from kvq.kernels.draw.reference import (
+    MAX_VOCAB,
+    draw,
+    draw_ranked,
+    draw_whole,
+    ranked_masses,
+    whole_masses,
+)
+from kvq.kernels.draw.speculative import keep_or_replace
+
+_NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,21 @@ class Samples:
     tokens: list[int]
     finite: list[bool]
     logprobs: list[TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A token that a draft proposes, and what it was drawn from.
+
+    `masses`: int64 [vocab], what its distribution is proportional to; None if whatever the row draws shall be
+    compared with it, see `Row.repeats`.
+    """
+
+    token: int
+    masses: Tensor | None = None
+
+
+_NO_DRAFTS: Mapping[int, Drafted] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,25 +154,113 @@ class Sampler:
         counts: list[int],
         *,
         masks: dict[int, Tensor] | None = None,
+        ahead: Mapping[int, Sequence[int]] = _NONE,
+        drafted: Mapping[int, Drafted] = _NO_DRAFTS,
     ) -> PendingSamples:
         """Choose a token for each row of logits; one transfer to the host. The logits aren't changed.
 
         `logits`: any float type, [batch, vocab], -inf where a token is impossible; `rows`: which row each
-        belongs to, none twice; `counts`: tokens generated so far, [batch]; `masks`: place in the batch ->
+        belongs to; `counts`: tokens generated so far, [batch]; `masks`: place in the batch ->
         bitmask of the tokens allowed, int32, [ceil(vocab / 32)], bit j of word w for token 32 * w + j.
         A mask that allows only stops before min_tokens leaves nothing, and the row isn't finite.
+
+        A row may come several times, behind drafts: `ahead`, by place, has the drafts before it, which
+        `counts` counts, too. `drafted`, by place: a token drawn from a draft's distribution, which is kept
+        or replaced; another one is what replaces it.
         """
-        changes = masks or not self._changing.isdisjoint(rows)
-        scores = self._scores(logits, rows, counts, masks or {}) if changes else logits
+        scores = self._scores(logits, rows, counts, masks or {}, ahead)
         raw = None if scores is logits else logits  # a change may hide what isn't finite
-        if self._kernel is None:
-            tokens, numbers = self._draw(scores.float(), rows, counts, raw)
-        else:
-            tokens, numbers = self._kernel(scores, *self._parameters(rows, counts), raw)
+        tokens, numbers = self._drawn(scores, rows, counts, raw)
+        if drafted:
+            index, chosen = self._kept(scores, rows, counts, drafted)
+            tokens[index], numbers[index] = chosen, chosen.double()
         return self._pending(logits, rows, tokens, numbers)
 
-    def _scores(self, logits: Tensor, rows: list[int], counts: list[int], masks: dict[int, Tensor]) -> Tensor:
+    @torch.no_grad()
+    def draft(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        counts: list[int],
+        *,
+        masks: dict[int, Tensor] | None = None,
+        ahead: Mapping[int, Sequence[int]] = _NONE,
+    ) -> list[Drafted]:
+        """Propose a token for each row of a draft's logits, with the row's own parameters; see `sample`.
+
+        Where a row's tokens repeat it is what the row would draw from these logits, else a draw of its own.
+        """
+        scores = self._scores(logits, rows, counts, masks or {}, ahead)
+        tokens, _ = self._drawn(scores, rows, counts, None)
+        free = [place for place, row in enumerate(rows) if not self._table[row].repeats]
+        masses: dict[int, Tensor] = {}
+        if free:
+            index = upload(free, self._device)
+            mine = scores[index].float()
+            drawn_from, uniform = self._masses(
+                mine, [rows[i] for i in free], [counts[i] for i in free], Purpose.DRAFT
+            )
+            sums = drawn_from.cumsum(dim=-1)
+            tokens[index] = draw(sums, sums[:, -1], uniform)
+            finite = torch.isfinite(mine.amax(dim=-1)).tolist()
+            masses = {place: row for place, row, good in zip(free, drawn_from, finite, strict=True) if good}
+        return [Drafted(token, masses.get(place)) for place, token in enumerate(tokens.tolist())]
+
+    def _drawn(
+        self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens, and what the host is told."""
+        if self._kernel is None:
+            return self._draw(scores.float(), rows, counts, raw)
+        tokens, numbers = self._kernel(scores, *self._parameters(rows, counts), raw)
+        return tokens, numbers
+
+    def _kept(
+        self, scores: Tensor, rows: list[int], counts: list[int], drafted: Mapping[int, Drafted]
+    ) -> tuple[Tensor, Tensor]:
+        """The places of drafts with a distribution, and what comes there: the draft or what replaces it."""
+        places = list(drafted)
+        index = upload(places, self._device)
+        mine, behind = [rows[place] for place in places], [counts[place] for place in places]
+        target, uniform = self._masses(scores[index].float(), mine, behind, Purpose.TOKEN)
+        draft = torch.stack([one.masses for one in drafted.values() if one.masses is not None])
+        tokens = upload([one.token for one in drafted.values()], self._device)
+        keeping = self._table.keeping(mine, behind)
+        return index, keep_or_replace(target, draft, tokens, keeping, uniform)
+
+    def _masses(
+        self, scores: Tensor, rows: list[int], counts: list[int], purpose: Purpose
+    ) -> tuple[Tensor, Tensor]:
+        """What rows that draw do so from, int64 [rows, vocab], and their random numbers, fp64 [rows]."""
+        peaks, _ = likeliest(scores)
+        found = torch.empty(scores.shape, dtype=torch.int64, device=self._device)
+        uniform = torch.empty(len(rows), dtype=torch.float64, device=self._device)
+        for kind, places in self._groups(rows).items():
+            mine = [rows[place] for place in places]
+            settings = self._table.settings(mine, [counts[place] for place in places], purpose)
+            width, index = self._table.width(mine), upload(places, self._device)
+            uniform[index] = settings.uniform
+            for part in chunks(len(places), self._vocab_size, self._device):
+                chosen = index[part]
+                some, tops = scores[chosen], peaks[chosen]
+                found[chosen] = (
+                    whole_masses(some, tops, settings[part])
+                    if kind is Draw.WHOLE
+                    else ranked_masses(some, tops, settings[part], width)
+                )
+        return found, uniform
+
+    def _scores(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        counts: list[int],
+        masks: dict[int, Tensor],
+        ahead: Mapping[int, Sequence[int]] = _NONE,
+    ) -> Tensor:
         """The logits after penalties, biases, forbidden stops and masks; a copy if anything changes."""
+        if not masks and self._changing.isdisjoint(rows):
+            return logits
         penalized = [place for place, row in enumerate(rows) if row in self._counts]
         biased, biases = self._table.biases(rows, counts)
         if not (penalized or biases or masks):
@@ -153,7 +268,8 @@ class Sampler:
         scores = logits.to(torch.float32, copy=True)
         if penalized:
             mine = [rows[place] for place in penalized]
-            owners, tokens, seen = self._counts.read(mine)
+            coming = [ahead.get(place, ()) for place in penalized] if ahead else None
+            owners, tokens, seen = self._counts.read(mine, coming)
             strengths = self._table.penalties(mine)[:, owners]
             places = upload(penalized, self._device)[owners]
             apply_penalties(scores, places, tokens, seen, strengths)

@@ -9,6 +9,7 @@ Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generat
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +31,20 @@ def seed_words(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
     return _hash(_words(seeds))
 
 
-def uniforms(words: npt.NDArray[np.uint64], counts: Sequence[int]) -> npt.NDArray[np.float64]:
+class Purpose(IntEnum):
+    """What a random number is for: a position has one of each."""
+
+    TOKEN = 0  # to draw what comes there
+    DRAFT = 1  # to draw what may come there from another model
+    KEEPING = 2  # to decide whether that is kept
+
+
+def uniforms(
+    words: npt.NDArray[np.uint64], counts: Sequence[int], purpose: Purpose = Purpose.TOKEN
+) -> npt.NDArray[np.float64]:
     """Return number `counts[i]` of stream `words[i]`, in [0, 1), with 53 random bits. [rows], float64."""
+    if purpose is not Purpose.TOKEN:
+        words = _hash(words ^ _hash(_words([purpose])))
     bits = _hash(words + (np.array(counts, dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

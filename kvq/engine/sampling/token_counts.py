@@ -1,6 +1,6 @@
 """Which tokens rows have met and how often they generated them, where penalties need it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,10 +71,13 @@ class TokenCounts:
         span.counts[token] = span.counts.get(token, 0) + 1
         self._unwritten[span.start + span.slots[token]] = (token, span.counts[token])
 
-    def read(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def read(
+        self, rows: Sequence[int], ahead: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return every token of `rows`: its place in `rows`, its id and its count. [tokens] each.
 
-        Places and ids are int64, counts fp32.
+        Places and ids are int64, counts fp32. A row may come several times; `ahead`: by place, tokens that
+        count there as if they had been recorded.
         """
         self._flush()
         device = self._tokens.device
@@ -86,7 +89,35 @@ class TokenCounts:
         bounds = upload([lengths, shifts], device)
         places = torch.arange(len(rows), device=device).repeat_interleave(bounds[0], output_size=total)
         index = torch.arange(total, device=device) + bounds[1][places]
-        return places, self._tokens[index], self._counts[index]
+        tokens, counts = self._tokens[index], self._counts[index]
+        return (places, tokens, counts) if ahead is None else self._joined(rows, ahead, places, tokens, counts)
+
+    def _joined(
+        self,
+        rows: Sequence[int],
+        ahead: Sequence[Sequence[int]],
+        places: Tensor,
+        tokens: Tensor,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What was read, with the tokens ahead counted, too."""
+        first, known, new = 0, [], []
+        for place, (row, coming) in enumerate(zip(rows, ahead, strict=True)):
+            slots = self._spans[row].slots
+            for token, count in Counter(coming).items():
+                if token in slots:
+                    known.append((first + slots[token], count))
+                else:
+                    new.append((place, token, count))
+            first += len(slots)
+        if known:
+            index, more = upload(list(zip(*known, strict=True)), counts.device)
+            counts[index] += more
+        if new:
+            added = upload(list(zip(*new, strict=True)), counts.device)
+            places, tokens = torch.cat((places, added[0])), torch.cat((tokens, added[1]))
+            counts = torch.cat((counts, added[2].float()))
+        return places, tokens, counts
 
     def _moved(self, row: int) -> _Span:
         """The row's span after its move to one twice as long."""

@@ -91,8 +91,13 @@ def draw_whole(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
 
     `logits`: fp32, [rows, vocab]; `peaks`: each row's highest, [rows].
     """
-    sums = _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p).cumsum(dim=-1)
+    sums = whole_masses(logits, peaks, settings).cumsum(dim=-1)
     return draw(sums, sums[:, -1], settings.uniform)
+
+
+def whole_masses(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
+    """Return what such rows draw from, int64 [rows, vocab]."""
+    return _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p)
 
 
 def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> Tensor:
@@ -100,15 +105,32 @@ def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
 
     `width` is at least every row's top_k, and the whole vocabulary where one has none.
     """
-    values, tokens = ranked(logits, width)  # [rows, width]
-    mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)
-    if settings.top_k is not None:
-        columns = torch.arange(mass.shape[-1], device=mass.device)
-        mass = mass.masked_fill_(columns >= settings.top_k.long()[:, None], 0)
+    tokens, mass = _likeliest_masses(logits, peaks, settings, width)
     sums = mass.cumsum(dim=-1)
     totals = sums[:, -1] if settings.top_p is None else _nucleus(sums, settings.top_p)
     chosen = draw(sums, totals, settings.uniform)
     return tokens.gather(1, chosen[:, None])[:, 0]
+
+
+def ranked_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> Tensor:
+    """Return what such rows draw from, int64 [rows, vocab], in token order: 0 where a filter drops a token."""
+    tokens, mass = _likeliest_masses(logits, peaks, settings, width)
+    if settings.top_p is not None:
+        sums = mass.cumsum(dim=-1)
+        mass = mass.masked_fill_(sums > _nucleus(sums, settings.top_p)[:, None], 0)
+    return torch.zeros(logits.shape, dtype=torch.int64, device=logits.device).scatter_(1, tokens, mass)
+
+
+def _likeliest_masses(
+    logits: Tensor, peaks: Tensor, settings: Settings, width: int
+) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest tokens of each row, and their masses before top_p: int64, [rows, width] each."""
+    values, tokens = ranked(logits, width)
+    mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)
+    if settings.top_k is not None:
+        columns = torch.arange(mass.shape[-1], device=mass.device)
+        mass = mass.masked_fill_(columns >= settings.top_k.long()[:, None], 0)
+    return tokens, mass
 
 
 def _after_min_p(mass: Tensor, min_p: Tensor | None) -> Tensor:

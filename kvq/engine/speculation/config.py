@@ -1,0 +1,98 @@
+"""What an engine is told about drafting."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kvq.errors import ConfigError, nearest
+
+Method = Literal["ngram", "draft", "self", "heads"]
+METHODS: tuple[Method, ...] = get_args(Method)
+MOST_DRAFTS = 16  # of a sequence in a step
+_DEFAULT_DRAFTS = 4
+_SPELLING = "ngram, self, heads, or draft,model=FOLDER, each with ,k=4 if that is not the default"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speculation:
+    """How tokens are drafted.
+
+    `method`: "ngram" finds what followed the last tokens before, in the request's own text and in what the
+    tenant was answered lately; "draft" asks a smaller model of the same vocabulary; "self" the model itself with
+    rounded weights, over the blocks of its own cache; "heads" the multi-token-prediction layers of its
+    checkpoint. `k`: most drafts of a sequence in a step; fewer are made where more would not pay.
+    """
+
+    method: Method
+    k: int = _DEFAULT_DRAFTS
+    model: str | Path | None = None  # of "draft": a folder or a name, as an engine's
+    kv: str | None = None  # of "draft": the format of its own cache; default: its own type
+    weights: str | None = None  # of "draft" and "self": what its Linear layers are rounded to; "self": int4
+    adapts: bool = True  # False: k drafts always, whatever they cost
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            hint = nearest(str(self.method), list(METHODS)) or ";"
+            raise ConfigError(f"speculation has no method {self.method!r}{hint} write {_SPELLING}")
+        if not isinstance(self.k, int) or isinstance(self.k, bool) or not 1 <= self.k <= MOST_DRAFTS:
+            raise ConfigError(f"speculation's k must be a whole number of 1 to {MOST_DRAFTS}, got {self.k!r}")
+        if not isinstance(self.adapts, bool):
+            raise ConfigError(f"speculation's adapts must be True or False, got {self.adapts!r}")
+        for name, methods in (("model", ("draft",)), ("kv", ("draft",)), ("weights", ("draft", "self"))):
+            if getattr(self, name) is not None and self.method not in methods:
+                raise ConfigError(
+                    f"speculation's {name} is of method {' and '.join(methods)}, not of {self.method}; leave it out"
+                )
+        if self.method == "draft" and self.model is None:
+            raise ConfigError("speculation by a draft model needs one: draft,model=FOLDER")
+
+
+def parse_speculation(given: "str | Mapping[str, Any] | Speculation | None") -> Speculation | None:
+    """Read `{"method": "ngram", "k": 4}`, its JSON, or `ngram,k=4`; None, "" and "off" are no drafts.
+
+    Raises:
+        ConfigError: an unknown method or key, or a value out of range.
+    """
+    if given is None or isinstance(given, Speculation):
+        return given
+    values = _spelled(given) if isinstance(given, str) else given
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"speculation must be a mapping or a text, got {given!r:.100}; write {_SPELLING}")
+    if not values:
+        return None
+    known = [field.name for field in fields(Speculation)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"speculation has no {name!r}{nearest(str(name), known) or ';'} known: {known}")
+    if "method" not in values:
+        raise ConfigError(f"speculation needs a method; write {_SPELLING}")
+    return Speculation(**values)
+
+
+def _spelled(text: str) -> Any:
+    text = text.strip()
+    if text in ("", "off"):
+        return {}
+    if text.startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"speculation is no JSON: {error}; or write {_SPELLING}") from None
+    method, *rest = (part.strip() for part in text.split(","))
+    values: dict[str, Any] = {"method": method}
+    for part in rest:
+        name, equals, value = part.partition("=")
+        if not equals or name == "method" or name in values:
+            raise ConfigError(f"speculation {text!r} has {part!r}, which is no name=value; write {_SPELLING}")
+        values[name] = _value(name, value)
+    return values
+
+
+def _value(name: str, text: str) -> Any:
+    if name == "k":
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else text
+    if name == "adapts":
+        return {"true": True, "false": False}.get(text.lower(), text)
+    return text

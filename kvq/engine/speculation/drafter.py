@@ -1,0 +1,74 @@
+"""Drafting by a model, token by token: logits, a draw with each request's own parameters, and on."""
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvq.engine.grammar.walk import Walk
+from kvq.engine.job import Job
+from kvq.engine.sampling.sampler import Drafted, Sampler
+from kvq.engine.speculation.proposer import Jobs, Proposer
+from kvq.scheduler import Branch, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class Growing:
+    """The drafts of one branch in the making."""
+
+    index: int  # of the plan
+    branch: Branch
+    walk: Walk | None  # through its grammar
+    drafts: list[Drafted] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Drafted so far."""
+        return [draft.token for draft in self.drafts]
+
+
+class Drafter(Proposer):
+    """Asks a model for one more token of every branch that shall have one, as often as the deepest draft needs."""
+
+    takes_passes = True
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    @abstractmethod
+    def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
+        """[branches, vocab]: what may follow the drafts that each has so far."""
+
+    def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
+        """Pass by pass; a branch whose grammar has ended gets tokens that will be wrong."""
+        all_growing = [
+            Growing(i, branch, _walk(jobs[branch.request], branch))
+            for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True))
+            if count
+        ]
+        for number in range(max(plan.drafts)):
+            growing = [one for one in all_growing if plan.drafts[one.index] > number]
+            self._grow(growing, self.logits(plan, growing))
+        return {one.index: one.drafts for one in all_growing}
+
+    def _grow(self, growing: list[Growing], logits: Tensor) -> None:
+        masks = {}
+        for place, one in enumerate(growing):
+            if one.walk is not None and (mask := one.walk.mask()) is not None:
+                masks[place] = mask
+        drawn = self._sampler.draft(
+            logits,
+            [one.branch.row for one in growing],  # type: ignore[misc]  # whoever computes has a row
+            [one.branch.num_generated + len(one.drafts) for one in growing],
+            masks=masks or None,
+            ahead={place: one.tokens for place, one in enumerate(growing)},
+        )
+        for one, draft in zip(growing, drawn, strict=True):
+            one.drafts.append(draft)
+            if one.walk is not None:
+                one.walk.accept(draft.token)
+
+
+def _walk(job: Job, branch: Branch) -> Walk | None:
+    matcher = job.results[job.index_of(branch)].matcher
+    return None if matcher is None else Walk(matcher)

@@ -1,0 +1,117 @@
+"""Drafts of an engine's steps: how many, which, and what became of them."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvq.engine.job import Job
+from kvq.engine.sampling.sampler import Drafted
+from kvq.engine.speculation.config import Speculation
+from kvq.engine.speculation.depth import Depth
+from kvq.engine.speculation.proposer import Jobs, Proposer
+from kvq.scheduler import Branch, Scheduler, StepPlan
+from kvq.scheduler.holders import held
+
+_log = logging.getLogger("kvq")
+_MOST_FAILURES = 3  # of a proposer that raises, before it is left alone
+
+Drafts = dict[int, list[Drafted]]  # by the plan's indices
+
+
+@dataclass(slots=True)
+class Tally:
+    """Drafted tokens since the engine was built."""
+
+    steps: int = 0  # of sequences that had drafts
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Speculator:
+    """Has drafts proposed for the branches that go on by a token, where they pay."""
+
+    def __init__(
+        self,
+        config: Speculation,
+        proposer: Proposer,
+        scheduler: Scheduler,
+        jobs: Jobs,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.tally = Tally()
+        self.depth = Depth(scheduler.costs, proposer.takes_passes, proposer.draft_share)
+        self._proposer = proposer
+        self._scheduler = scheduler
+        self._jobs = jobs
+        self._clock = clock
+        self._failures = 0
+        self._drafted_last = True
+
+    def plan(self) -> int:
+        """Say how many drafts each branch shall have in the step that is planned next; how many in all."""
+        if self._failures >= _MOST_FAILURES:
+            return 0
+        most: dict[Branch, int] = {}
+        num_decodes = 0
+        for branch in self._scheduler.holders.active:
+            if branch.goal - held(branch).length != 1 + branch.rewound:
+                continue
+            num_decodes += 1
+            job = self._jobs[branch.request]
+            limit = min(self.config.k, branch.most_drafts, self._within_state(branch))
+            if job.beams is None and limit > 0 and (count := self._proposer.most(branch, job, limit)) > 0:
+                most[branch] = count
+        chosen = self.depth.choose(most, num_decodes) if self.config.adapts else most
+        for branch, count in chosen.items():
+            branch.num_drafts = count
+        self._drafted_last = bool(chosen)
+        return sum(chosen.values())
+
+    @property
+    def may_draft(self) -> bool:
+        """True unless the last step would not have been worth a draft, so that the next hardly is."""
+        return self._failures < _MOST_FAILURES and self._drafted_last
+
+    def draft(self, plan: StepPlan) -> Drafts:
+        """Fill in the drafts of a plan whose orders were carried out. Where that fails they are just wrong."""
+        if not plan.num_drafts:
+            return {}
+        began = self._clock()
+        try:
+            drafts = self._proposer.propose(plan, self._jobs)
+        except Exception:
+            self._failures += 1
+            _log.exception("drafting failed%s", "; no more is tried" * (self._failures == _MOST_FAILURES))
+            return {i: [Drafted(0)] * count for i, count in enumerate(plan.drafts) if count}
+        for index, drafted in drafts.items():
+            plan.guess(index, [draft.token for draft in drafted])
+        if self.depth.takes_passes:
+            self.depth.draft_s.observe(len(drafts), (self._clock() - began) / max(plan.drafts))
+        return drafts
+
+    def learn(self, branch: Branch, job: Job, drafted: int, accepted: int) -> None:
+        """A branch got tokens, `accepted` of `drafted` ones among them."""
+        self.tally.steps += 1
+        self.tally.drafted += drafted
+        self.tally.accepted += accepted
+        job.drafted_tokens += drafted
+        job.accepted_tokens += accepted
+        self.depth.learn(branch, drafted, accepted)
+
+    def forget(self, job: Job) -> None:
+        """A request ended."""
+        for branch in job.request.branches:
+            self.depth.forget(branch)
+            self._proposer.forget(branch, job)
+
+    def close(self) -> None:
+        """Give back what lies outside the device."""
+        self._proposer.close()
+
+    def _within_state(self, branch: Branch) -> int:
+        """How many drafts the block holds in which a recurrent state lies, which they may not leave."""
+        manager = self._scheduler.manager
+        if manager.blocks.states is None:
+            return self.config.k
+        return manager.block_size - 1 - (len(branch.tokens) - 1) % manager.block_size
