@@ -21,7 +21,7 @@ from kvq.engine.reconcile import reconcile
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.config import parse_speculation
-from kvq.engine.speculation.make import make_speculator
+from kvq.engine.speculation.make import load_helper, make_speculator
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.current import current
 from kvq.models import Model
@@ -56,6 +56,8 @@ class EngineCore(StaysHere):
         self._clock = clock
         weights = model.weights
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
+        speculation = parse_speculation(config.speculation)
+        helper = load_helper(speculation, model)
         self.scheduler, self.runner = build_parts(model, config, self.max_context)
         sampler = Sampler(
             max_rows=config.max_num_seqs, vocab_size=model.geometry.vocab_size, device=weights.device
@@ -66,7 +68,15 @@ class EngineCore(StaysHere):
         self.intake = Intake(model, self.scheduler, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
         self._speculator = make_speculator(
-            parse_speculation(config.speculation), model, self.scheduler, self.runner, sampler, self._chooser, self._jobs, clock
+            speculation,
+            helper,
+            model,
+            self.scheduler,
+            self.runner,
+            sampler,
+            self._chooser,
+            self._jobs,
+            clock,
         )
         asks = config.async_scheduling
         self._launcher = Launcher(

@@ -60,7 +60,23 @@ class Session:
             raise RequestError(
                 f"a context of {max_tokens} tokens was asked for; this model takes 1 to {weights.max_context}"
             )
-        num_blocks = layout.blocks_for(max_sequences, max_tokens)
+        self._begin(weights, layout, layout.blocks_for(max_sequences, max_tokens), backend)
+
+    @classmethod
+    def of_tokens(cls, weights: LoadedWeights, layout: KVLayout, tokens: int) -> "Session":
+        """With pools for so many tokens, however they are shared out among sequences.
+
+        Raises:
+            ConfigError, OutOfMemory: as above.
+        """
+        session = cls.__new__(cls)
+        count = -(-tokens // layout.block_size)
+        session._begin(weights, layout, [count] * len(layout.groups), None)
+        return session
+
+    def _begin(
+        self, weights: LoadedWeights, layout: KVLayout, num_blocks: list[int], backend: str | None
+    ) -> None:
         self.weights = weights
         self._layout = layout
         self.cache = make_cache(weights.prepared, layout, num_blocks=num_blocks, backend=backend)

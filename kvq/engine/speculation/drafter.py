@@ -1,6 +1,7 @@
 """Drafting by a model, token by token: logits, a draw with each request's own parameters, and on."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from kvq.engine.job import Job
 from kvq.engine.sampling.sampler import Drafted, Sampler
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.scheduler import Branch, StepPlan
+
+Bind = Callable[[Job, Branch], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +35,14 @@ class Drafter(Proposer):
 
     takes_passes = True
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, bind: Bind) -> None:
+        """`bind`: sees to it that the sampler knows a branch's row."""
         self._sampler = sampler
+        self._bind = bind
+
+    def most(self, branch: Branch, job: Job, limit: int) -> int:
+        """As many as it may."""
+        return limit
 
     @abstractmethod
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
@@ -46,6 +55,8 @@ class Drafter(Proposer):
             for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True))
             if count
         ]
+        for one in all_growing:
+            self._bind(jobs[one.branch.request], one.branch)
         for number in range(max(plan.drafts)):
             growing = [one for one in all_growing if plan.drafts[one.index] > number]
             self._grow(growing, self.logits(plan, growing))

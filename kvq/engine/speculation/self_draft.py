@@ -1,0 +1,97 @@
+"""The model as its own draft: with rounded weights, over the blocks of its own cache.
+
+What the draft reads of the text so far is what the model itself wrote; what it writes for its drafts goes to the
+slots that the step has for them, and the step writes them again. So it needs no cache, and no prompt is computed
+twice. Source: Zhang et al. 2024, "Draft & Verify", for a draft that is the model itself; Tiwari et al. 2025,
+"QuantSpec", for one whose weights are rounded.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvq.engine.runner import Runner
+from kvq.engine.sampling.sampler import Sampler
+from kvq.engine.speculation.drafter import Bind, Drafter, Growing
+from kvq.errors import ConfigError
+from kvq.formats.weights import parse_weight_format
+from kvq.models import Model
+from kvq.models.model import load_prepared
+from kvq.models.weights import LoadedWeights
+from kvq.scheduler import StepPlan
+
+_DEFAULT_WEIGHTS = "int4"
+
+
+def load_self(model: Model, weights: str | None) -> LoadedWeights:
+    """The model's weights rounded further; what is not rounded is shared with it.
+
+    Raises:
+        ConfigError: a model that is stored in codes already, or that keeps recurrent states.
+    """
+    prepared = model.prepared
+    if prepared.is_quantized:
+        raise ConfigError(
+            f"speculation by self rounds the weights of the model, but {prepared.folder} holds quantized ones "
+            f"already; serve the unquantized model, or take the method ngram or draft"
+        )
+    if prepared.geometry.states:
+        raise ConfigError(
+            "speculation by self can't go back in recurrent states, which this model keeps; take the method "
+            "ngram, or draft with a model that keeps none"
+        )
+    rounded = replace(prepared, rounded_to=parse_weight_format(weights or _DEFAULT_WEIGHTS))
+    draft = load_prepared(rounded, model.recipe, model.static_scales).weights
+    share_equal(model.weights, draft)
+    return draft
+
+
+@torch.no_grad()
+def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
+    """Let one model's parameters be another's where they are equal, such as embeddings."""
+    known = dict(target.model.named_parameters())
+    for name, parameter in draft.model.named_parameters():
+        other = known.get(name)
+        if other is None or parameter.is_mkldnn or other.is_mkldnn or parameter.dtype != other.dtype:
+            continue
+        if parameter.shape == other.shape and torch.equal(parameter, other):
+            parameter.data = other.data
+
+
+class SelfDraft(Drafter):
+    """Runs the plan's branches token by token with other weights, before the step does."""
+
+    def __init__(self, sampler: Sampler, bind: Bind, runner: Runner, weights: LoadedWeights) -> None:
+        super().__init__(sampler, bind)
+        self._runner = runner
+        self._weights = weights
+        self.draft_share = 0.5
+
+    def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
+        """Of the newest token of each branch, written where the step will write it."""
+        return self._runner.forward(_single(plan, growing), [], weights=self._weights).logits
+
+
+def _single(plan: StepPlan, growing: list[Growing]) -> StepPlan:
+    """A step of the newest known or drafted token of some of a plan's branches."""
+    ends, tokens = [], []
+    for one in growing:
+        drafts = one.drafts
+        end = plan.ends[one.index] - plan.drafts[one.index] + len(drafts)
+        ends.append(end)
+        tokens.append(drafts[-1].token if drafts else one.branch.tokens[end - 1])
+    count = len(growing)
+    return StepPlan(
+        number=plan.number,
+        branches=[one.branch for one in growing],
+        num_decodes=count,
+        counts=[1] * count,
+        drafts=[0] * count,
+        ends=ends,
+        samples=[True] * count,
+        token_ids=tokens,
+        moves=[None] * count,
+        orders=[],
+        restored=[],
+    )
