@@ -60,6 +60,12 @@ class Asked:
     prefix_caching: bool = option(
         True, "Find what was computed before.", names="--prefix-caching/--no-prefix-caching"
     )
+    speculation: str | None = option(
+        None,
+        "Drafted tokens: k=4,acceptance=0.8,draft=0.1, of which acceptance is needed: how probably a draft is "
+        "right, given that those before it were; draft: a pass of the draft, of a decode step (default 0, as "
+        "of n-grams); adapts=false: always k, not as many as pay.  [default: off]",
+    )
     seed: int = option(0, "Decides everything.", type=click.IntRange(min=0))
     faults: bool = option(False, "What production sees: clients leave, steps are slow, engines die.")
 
@@ -132,6 +138,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
 def columns(rows: list[dict[str, Any]]) -> "Columns":
     """What a table of simulations shows, by the keys of a row: what rows differ in, what happened at all."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
+    drafted = {"tokens_per_sequence_step": ("tokens a step", ",.2f")}
     rare = {
         "handover_ms_p99": ("handed over p99", ",.1f"),
         **{name: (name, ",d") for name in ("refused", "failed", "overflowed", "cancelled", "cut")},
@@ -151,6 +158,7 @@ def columns(rows: list[dict[str, Any]]) -> "Columns":
         "preemptions": ("preempted", ",d"),
         "prefix_hit_rate": ("hits", ".0%"),
         "mean_batch": ("batch", ",.1f"),
+        **{key: one for key, one in drafted.items() if any(row["speculation"] for row in rows)},
         "peak_pool": ("pool", ".0%"),
         "slo_met": ("SLO met", ".1%"),
         "goodput_requests_per_s": ("req/s in SLO", ",.2f"),

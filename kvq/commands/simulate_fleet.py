@@ -5,6 +5,7 @@ from itertools import islice, product, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
+from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
 from kvq.capacity.fleet.replica import EngineSpec
@@ -51,6 +52,7 @@ class Study:
         self._gpu = _one_gpu(sizing)
         self._target = sizing.target()
         self._slo = _slo(asked)
+        self._drafting = parse_drafting(asked.speculation, "--speculation", asked.seed)
         self._seats = sizing.max_num_seqs or _MAX_NUM_SEQS
         most = self._target.geometry.max_context
         self._context = sizing.max_model_len or most
@@ -100,7 +102,11 @@ class Study:
         )
         assert plan.time is not None, "the model's parameters are known"
         spec = EngineSpec(
-            num_blocks=list(plan.num_blocks), block_size=sizing.block_size, config=config, time=plan.time
+            num_blocks=list(plan.num_blocks),
+            block_size=sizing.block_size,
+            config=config,
+            time=plan.time,
+            drafting=self._drafting,
         )
         sent_bytes = plan.kv_bytes_per_token * plan.split.gpus
         runs = 0
@@ -134,6 +140,7 @@ class Study:
             "max_num_batched_tokens": case.chunk,
             "routing": case.routing.value,
             "prefill_replicas": asked.prefill_replicas,
+            "speculation": None if self._drafting is None else asked.speculation,
             "num_blocks": spec.num_blocks,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
             "runs": runs,

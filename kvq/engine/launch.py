@@ -94,6 +94,8 @@ class Launcher:
         except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
             _log.exception("step %d failed; running it again", ahead.number)
             output = None
+        if self._speculator is not None:
+            self._speculator.skip()
         self._ahead = Ahead(ahead, output, planned - began, self._clock() - planned)
 
     def _drafts_next(self) -> bool:

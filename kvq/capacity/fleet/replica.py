@@ -1,5 +1,6 @@
 """One engine: the real scheduler and block manager, and a clock that modelled steps move on."""
 
+import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.arrivals import Call
+from kvq.capacity.fleet.drafting import ArrivedCosts, Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults, Trouble
 from kvq.capacity.fleet.records import Fate, Histogram, Records
 from kvq.capacity.plan.step_time import StepTime
@@ -36,6 +38,7 @@ class EngineSpec:
     config: SchedulerConfig
     time: StepTime  # which knows the windows
     computes_prompts: bool = True  # False: somebody else does, and their KV comes with them
+    drafting: Drafting | None = None
 
     @property
     def can_leap(self) -> bool:
@@ -77,6 +80,10 @@ class Gauges:
     recomputed_tokens: int = 0
     slow_steps: int = 0
     restarts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    decodes: int = 0  # times that a sequence went on by a token, and accepted drafts
+    decoded_tokens: int = 0  # that these gave
     gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
 
 
@@ -112,6 +119,7 @@ class Replica:
         self._hand_over = hand_over
         self._trouble = Trouble(faults, index)
         self._leaps = leaps and spec.can_leap
+        self._rng = random.Random(f"drafts/{spec.drafting.seed if spec.drafting else 0}/{index}")
         self._begin()
 
     def _begin(self) -> None:
@@ -130,7 +138,12 @@ class Replica:
         self._costs: CostModel = FixedCosts()
         if spec.computes_prompts:
             self._costs = MeasuredCosts(prefill_token_s=spec.time.linear_s(most) / most)
+        elif spec.drafting is not None:  # fixed ones don't say what drafts add
+            self._costs = ArrivedCosts(prefill_token_s=spec.time.linear_s(most) / most)
         self.scheduler = Scheduler(self.manager, spec.config, self._costs)
+        self._guesser: Guesser | None = None
+        if spec.drafting is not None:
+            self._guesser = Guesser(spec.drafting, self.scheduler, spec.time, self._rng)
         self._steady: list[Branch] = []  # whose next step will be as the last one was; empty: who knows
 
     @property
@@ -186,6 +199,8 @@ class Replica:
 
     def _step(self) -> None:
         scheduler, began = self.scheduler, self.now
+        if self._guesser is not None:
+            self._guesser.plan(is_steady=bool(self._steady))
         self._steady = []
         plan = scheduler.schedule(began)
         for request in scheduler.take_failed():
@@ -200,21 +215,25 @@ class Replica:
             [ticket.next_token()] if sampled else []
             for ticket, sampled in zip(tickets, plan.samples, strict=True)
         ]
+        if self._guesser is not None:
+            self._accept(self._guesser, plan, tickets, tokens)
         scheduler.commit(plan, tokens)
-        ended = self._mark(tickets, plan.samples, began, end)
+        ended = self._mark(tickets, list(map(len, tokens)), began, end)
         self._count(
             seconds, len(tickets), max(pool.num_live / pool.num_blocks for pool in self.manager.pools)
         )
         for i in ended:
             self._finish(plan.branches[i], end)
         is_quiet = plan.num_decodes == len(plan.branches) == len(scheduler.holders.active)
+        is_quiet = is_quiet and not plan.num_drafts
         if is_quiet and not ended and not plan.restored and not plan.orders and is_settled(scheduler):
             self._steady = plan.branches
 
     def _seconds(self, plan: StepPlan) -> float:
         """What a step takes, and that the scheduler learns of it."""
         time, num_decodes = self._spec.time, plan.num_decodes
-        tokens, attention_s = num_decodes, 0.0
+        decode_tokens = tokens = sum(plan.counts[:num_decodes])
+        attention_s = 0.0
         for i in range(num_decodes, len(plan.branches)):
             count, end = plan.counts[i], plan.ends[i]
             if self._spec.computes_prompts or plan.branches[i].request.preemptions:
@@ -231,23 +250,46 @@ class Replica:
         if plan.branches:
             self._costs.observe(
                 num_decodes=num_decodes,
-                prefill_tokens=plan.prefill_tokens,
+                num_drafts=plan.num_drafts,
+                prefill_tokens=tokens - decode_tokens,
                 depth=plan.ends[-1],
                 seconds=seconds,
             )
+        if self._guesser is not None:
+            seconds += self._guesser.drafting_s(plan)
         return max(seconds, 1e-9)
 
-    def _mark(self, tickets: list[_Ticket], samples: list[bool], began: float, end: float) -> list[int]:
-        """Note when tokens were there. Returns whose last one it was, by their places in the step."""
+    def _accept(
+        self, guesser: Guesser, plan: StepPlan, tickets: list[_Ticket], tokens: list[list[int]]
+    ) -> None:
+        """Add the drafts that are right to the tokens of a step, as far as they are wanted."""
+        gauges = self.gauges
+        for i, (branch, drafts) in enumerate(zip(plan.branches, plan.drafts, strict=True)):
+            if drafts:
+                right, ticket = guesser.right(branch, drafts), tickets[i]
+                tokens[i].extend(ticket.take(min(right, ticket.left)))
+                gauges.drafted_tokens += drafts
+                gauges.accepted_tokens += right
+            if i < plan.num_decodes:
+                gauges.decodes += 1
+                gauges.decoded_tokens += len(tokens[i])
+
+    def _mark(self, tickets: list[_Ticket], counts: list[int], began: float, end: float) -> list[int]:
+        """Note when tokens were there; several of a request share the gap before them.
+
+        Returns whose last one it was, by their places in the step.
+        """
         gaps, records = self.gauges.gaps, self._records
         neighbours, ended = 0, []
-        for i, (ticket, sampled) in enumerate(zip(tickets, samples, strict=True)):
-            if not sampled:
+        for i, (ticket, count) in enumerate(zip(tickets, counts, strict=True)):
+            if not count:
                 continue
-            if ticket.last_s == began:
-                neighbours += 1
-            elif ticket.last_s is None:
+            if ticket.last_s is None:
                 records.begin(ticket.call.number, end)
+            elif count > 1:
+                gaps.add((end - ticket.last_s) / count, count)
+            elif ticket.last_s == began:
+                neighbours += 1
             else:
                 gaps.add(end - ticket.last_s)
             ticket.last_s = end
@@ -263,6 +305,8 @@ class Replica:
         tickets = [self.live[branch.request] for branch in branches]
         lengths = [len(branch.tokens) for branch in branches]
         most = min(min(ticket.left for ticket in tickets), self._trouble.slow_step - self.gauges.steps)
+        if self._guesser is not None:
+            most = min(most, self._guesser.depth.rests)
         most = self._fitting(lengths, most)
         if most < 2:
             return False
@@ -288,6 +332,10 @@ class Replica:
             count += 1
         if not count:
             return False
+        if self._guesser is not None:
+            self._guesser.depth.rest(count)
+            gauges.decodes += count * number
+            gauges.decoded_tokens += count * number
         repeat(scheduler, branches, [ticket.take(count) for ticket in tickets])
         self.now = now
         for ticket in tickets:
@@ -324,6 +372,9 @@ class Replica:
 
     def _end(self, request: Request, fate: Fate, now: float) -> None:
         ticket, records = self.live.pop(request), self._records
+        if self._guesser is not None:
+            for branch in request.branches:
+                self._guesser.depth.forget(branch)
         number = ticket.call.number
         if request.admitted_s is not None and isnan(records.admitted_s[number]):
             records.admitted_s[number] = request.admitted_s

@@ -182,6 +182,11 @@ class StepTime:
             full if most is None else sum([min(length, most) for length in lengths]) for most in self._most
         ]
 
+    def decode_s(self, lengths: Sequence[int]) -> float:
+        """A step of decodes alone, of sequences of these lengths."""
+        each_s = self.sequence_s * len(lengths)
+        return self.linear_s(len(lengths)) + self.read(self.seen(lengths)) + each_s
+
     @cached_property
     def _most(self) -> list[int | None]:
         """Tokens that a decode sees at most, per layer group."""

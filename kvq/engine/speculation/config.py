@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvq.errors import ConfigError, nearest
+from kvq.scheduler.depth import MOST_DRAFTS
 
 Method = Literal["ngram", "draft", "self", "heads"]
 METHODS: tuple[Method, ...] = get_args(Method)
-MOST_DRAFTS = 16  # of a sequence in a step
 _DEFAULT_DRAFTS = 4
 _SPELLING = "ngram, self, heads, or draft,model=FOLDER, each with ,k=4 if that is not the default"
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from kvq.engine.job import Job
 from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.config import Speculation
-from kvq.engine.speculation.depth import Depth
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.scheduler import Branch, Scheduler, StepPlan
-from kvq.scheduler.holders import held
+from kvq.scheduler.depth import Depth, drafts_allowed
 
 _log = logging.getLogger("kvq")
 _MOST_FAILURES = 3  # of a proposer that raises, before it is left alone
@@ -40,38 +39,38 @@ class Speculator:
     ) -> None:
         self.config = config
         self.tally = Tally()
-        self.depth = Depth(scheduler.costs, proposer.takes_passes, proposer.draft_share)
+        self.depth = Depth(
+            scheduler.costs, proposer.takes_passes, proposer.draft_share, adapts=config.adapts
+        )
         self._proposer = proposer
         self._scheduler = scheduler
         self._jobs = jobs
         self._clock = clock
         self._failures = 0
-        self._drafted_last = True
 
     def plan(self) -> int:
         """Say how many drafts each branch shall have in the step that is planned next; how many in all."""
         if self._failures >= _MOST_FAILURES:
             return 0
-        most: dict[Branch, int] = {}
-        num_decodes = 0
-        for branch in self._scheduler.holders.active:
-            if branch.goal - held(branch).length != 1 + branch.rewound:
-                continue
-            num_decodes += 1
+        allowed, most = drafts_allowed(self._scheduler, self.config.k), {}
+        for branch, limit in allowed.items():
             job = self._jobs[branch.request]
-            limit = min(self.config.k, branch.most_drafts, self._within_state(branch))
-            if job.beams is None and limit > 0 and (count := self._proposer.most(branch, job, limit)) > 0:
+            if job.beams is None and limit and (count := self._proposer.most(branch, job, limit)) > 0:
                 most[branch] = count
-        chosen = self.depth.choose(most, num_decodes) if self.config.adapts else most
+        chosen = self.depth.choose(most, len(allowed))
         for branch, count in chosen.items():
             branch.num_drafts = count
-        self._drafted_last = bool(chosen)
         return sum(chosen.values())
 
     @property
     def may_draft(self) -> bool:
-        """True unless the last step would not have been worth a draft, so that the next hardly is."""
-        return self._failures < _MOST_FAILURES and self._drafted_last
+        """True unless a step was not worth a draft just now, so that the next hardly is."""
+        return self._failures < _MOST_FAILURES and not self.depth.rests
+
+    def skip(self) -> None:
+        """A step was planned without asking."""
+        if self.depth.rests:
+            self.depth.rest()
 
     def draft(self, plan: StepPlan) -> Drafts:
         """Fill in the drafts of a plan whose orders were carried out. Where that fails they are just wrong."""
@@ -108,10 +107,3 @@ class Speculator:
     def close(self) -> None:
         """Give back what lies outside the device."""
         self._proposer.close()
-
-    def _within_state(self, branch: Branch) -> int:
-        """How many drafts the block holds in which a recurrent state lies, which they may not leave."""
-        manager = self._scheduler.manager
-        if manager.blocks.states is None:
-            return self.config.k
-        return manager.block_size - 1 - (len(branch.tokens) - 1) % manager.block_size

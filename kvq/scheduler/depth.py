@@ -9,14 +9,30 @@ Source: Leviathan et al. 2023, section 3; here the costs are measured, and seque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvq.scheduler import Branch, CostModel
-from kvq.scheduler.costs import BySize
+from kvq.scheduler.costs import BySize, CostModel
+from kvq.scheduler.holders import held
+from kvq.scheduler.request import Branch
+from kvq.scheduler.scheduler import Scheduler
 
+MOST_DRAFTS = 16  # of a sequence in a step
 _HOPED = 0.7  # share of right drafts before any was seen
 _HOPE = 4.0  # drafts that it counts as
 _SHARED = 8.0  # drafts that the share of all requests counts as in that of one
 _MEMORY = 0.98  # of what was seen, a step
 _GAIN = 1.02  # at least so much must be won
+_REST = 16  # steps of the same branches after one that was worth no draft, until the next is weighed
+
+
+def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:
+    """Who goes on by a token in the next step, and how many drafts each may have behind it, k at most."""
+    manager, allowed = scheduler.manager, {}
+    for branch in scheduler.holders.active:
+        if branch.goal - held(branch).length == 1 + branch.rewound:
+            most = min(k, branch.most_drafts)
+            if manager.blocks.states is not None:  # drafts may not leave the block in which the state lies
+                most = min(most, manager.block_size - 1 - (len(branch.tokens) - 1) % manager.block_size)
+            allowed[branch] = max(0, most)
+    return allowed
 
 
 @dataclass(slots=True)
@@ -48,15 +64,39 @@ class Depth:
     costs: CostModel
     takes_passes: bool  # drafting takes a pass of a model for each further token
     draft_share: float = 0.0  # what such a pass is taken to cost, of a decode step, before any was measured
+    adapts: bool = True  # False: as many as there may be, whatever they cost
     draft_s: BySize = field(default_factory=BySize)  # of one pass, by the number of sequences
     seen: Seen = field(default_factory=Seen)  # of all requests
+    rests: int = 0  # further steps that need not be asked about while the branches stay the same
     _by_branch: dict[Branch, Seen] = field(default_factory=dict)
 
     def choose(self, most: Mapping[Branch, int], num_decodes: int) -> dict[Branch, int]:
-        """How many drafts to make, for those of the branches that shall have some; `most`: at most."""
+        """How many drafts to make, for those of the branches that shall have some; `most`: at most.
+
+        None, whatever they might bring, while decodes of that number have to be measured alone: neither what
+        drafts add nor what prefill adds were known, and prefill waits for that.
+        """
+        self.rests = 0
         usual = self.costs.decode_s(num_decodes)
-        if usual <= 0 or not any(most.values()):
+        if not num_decodes or usual <= 0 or not self.costs.prefill_share(num_decodes):
             return {}
+        if self.adapts:
+            chosen = self._weigh(most, num_decodes, usual)
+        else:
+            chosen = {branch: count for branch, count in most.items() if count}
+        if not chosen:
+            self.rests = _REST
+            if any(most.values()):
+                self.seen.fade()
+        return chosen
+
+    def rest(self, steps: int = 1) -> None:
+        """So many steps pass without being asked about, `rests` at most."""
+        self.rests -= steps
+        for _ in range(steps):
+            self.seen.fade()
+
+    def _weigh(self, most: Mapping[Branch, int], num_decodes: int, usual: float) -> dict[Branch, int]:
         common, worth = self.seen.share(_HOPED, _HOPE), []
         for branch, count in most.items():
             own = self._by_branch.get(branch)
@@ -75,8 +115,6 @@ class Depth:
         chosen: dict[Branch, int] = {}
         for _, _, branch in worth[:best]:
             chosen[branch] = chosen.get(branch, 0) + 1
-        if not chosen:
-            self.seen.fade()
         return chosen
 
     def learn(self, branch: Branch, drafted: int, right: int) -> None:

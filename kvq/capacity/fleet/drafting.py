@@ -1,0 +1,127 @@
+"""Drafts in a simulated engine: how many are made, what they take, how many of them are right."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvq.capacity.plan.step_time import StepTime
+from kvq.errors import ConfigError, nearest
+from kvq.scheduler import Branch, MeasuredCosts, Scheduler, StepPlan
+from kvq.scheduler.depth import MOST_DRAFTS, Depth, drafts_allowed
+
+_NAMES = ["k", "acceptance", "draft", "adapts"]
+_SPELLING = "k=4,acceptance=0.8,draft=0.1, where acceptance alone is needed, and adapts=false makes always k"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafting:
+    """What is assumed of drafts, and the seed that decides which of them are right."""
+
+    k: int = 4  # most drafts of a sequence in a step
+    acceptance: float  # how probably a draft is right, given that those before it were
+    draft: float = 0.0  # one pass of the draft, of a decode step of the same sequences; 0: looked up
+    adapts: bool = True  # False: k drafts always, whatever they cost
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= MOST_DRAFTS:
+            raise ConfigError(f"k must be a whole number of 1 to {MOST_DRAFTS}, got {self.k}")
+        for name in ("acceptance", "draft"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ConfigError(f"{name} must be 0 to 1, got {value}")
+
+
+def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | None:
+    """Read `k=4,acceptance=0.8,draft=0.1`; None, "" and "off" are no drafts.
+
+    Raises:
+        ConfigError: an unknown or missing name, or a value out of range, in the words of `option`.
+    """
+    if text is None or text.strip() in ("", "off"):
+        return None
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (one.strip() for one in part.partition("="))
+        if not equals or name in values:
+            raise ConfigError(f"{option} {text!r} has {part!r}, {_wrong(name, values)}; write {_SPELLING}")
+        if name not in _NAMES:
+            raise ConfigError(f"{option} has no {name!r}{nearest(name, _NAMES) or ';'} write {_SPELLING}")
+        values[name] = value
+    if "acceptance" not in values:
+        raise ConfigError(f"{option} needs acceptance, how probably a draft is right; write {_SPELLING}")
+    try:
+        return Drafting(**{name: _value(name, value) for name, value in values.items()}, seed=seed)
+    except ConfigError as error:
+        raise ConfigError(f"{option} {text!r}: {error}; write {_SPELLING}") from None
+
+
+def _wrong(name: str, values: Mapping[str, str]) -> str:
+    return "which is there twice" if name in values else "which is no name=value"
+
+
+def _value(name: str, text: str) -> int | float | bool:
+    if name == "adapts":
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"adapts must be true or false, got {text!r}")
+        return text.lower() == "true"
+    if name == "k":
+        if not (text.isascii() and text.isdigit() and len(text) < 9):
+            raise ConfigError(f"k must be a whole number of 1 to {MOST_DRAFTS}, got {text!r}")
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be a number of 0 to 1, got {text!r}") from None
+
+
+class ArrivedCosts(MeasuredCosts):
+    """Of an engine whose prompts come computed: these never wait for a measurement."""
+
+    def prefill_share(self, num_decodes: int) -> float:
+        """All of it."""
+        return 1.0
+
+
+class Guesser:
+    """Drafts of one engine, as `kvq.engine.speculation` has them made; which of them are right is drawn."""
+
+    def __init__(
+        self, drafting: Drafting, scheduler: Scheduler, time: StepTime, rng: random.Random
+    ) -> None:
+        self._drafting = drafting
+        self._scheduler = scheduler
+        self._time = time
+        self._rng = rng
+        self.depth = Depth(scheduler.costs, drafting.draft > 0, drafting.draft, adapts=drafting.adapts)
+
+    def plan(self, *, is_steady: bool) -> None:
+        """Say how many drafts each branch shall have in the step that is planned next.
+
+        `is_steady`: it will be as the last one was, so that it need not be asked about each time.
+        """
+        if is_steady and self.depth.rests:
+            self.depth.rest()
+            return
+        allowed = drafts_allowed(self._scheduler, self._drafting.k)
+        for branch, count in self.depth.choose(allowed, len(allowed)).items():
+            branch.num_drafts = count
+
+    def drafting_s(self, plan: StepPlan) -> float:
+        """What the drafts of a plan take: as many passes as the deepest has, over those that still grow."""
+        if not plan.num_drafts or not self.depth.takes_passes:
+            return 0.0
+        seconds, passes = 0.0, max(plan.drafts)
+        for number in range(passes):
+            pairs = zip(plan.ends, plan.drafts, strict=True)
+            lengths = [end - drafts + number for end, drafts in pairs if drafts > number]
+            seconds += self._drafting.draft * self._time.decode_s(lengths)
+        self.depth.draft_s.observe(sum([drafts > 0 for drafts in plan.drafts]), seconds / passes)
+        return seconds
+
+    def right(self, branch: Branch, drafts: int) -> int:
+        """Draw how many of a branch's drafts are right, and learn of it."""
+        count = 0
+        while count < drafts and self._rng.random() < self._drafting.acceptance:
+            count += 1
+        self.depth.learn(branch, drafts, count)
+        return count
