@@ -58,7 +58,10 @@ def engine(model: Model, kv: str = "auto", **options: Any) -> LLM:
     if "kv_memory" not in options:
         options = {"num_blocks": 256} | options
     opened.append(LLM(model, kv, **(defaults | options)))
-    opened[-1].core.scheduler.costs = FixedCosts()
+    core = opened[-1].core
+    core.scheduler.costs = FixedCosts()
+    if core._speculator is not None:
+        core._speculator.depth.costs = core.scheduler.costs
     return opened[-1]
 
 
