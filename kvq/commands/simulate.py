@@ -62,9 +62,9 @@ class Asked:
     )
     speculation: str | None = option(
         None,
-        "Drafted tokens: k=4,acceptance=0.8,draft=0.1, of which acceptance is needed: how probably a draft is "
-        "right, given that those before it were; draft: a pass of the draft, of a decode step (default 0, as "
-        "of n-grams); adapts=false: always k, not as many as pay.  [default: off]",
+        "Drafted tokens: k=4,acceptance=0.8,draft=0.1. acceptance, how probably a draft is right if those "
+        "before it were, is needed; k: most of a sequence in a step (4); draft: a pass of the draft, of a "
+        "decode step (0, as of n-grams); adapts=false: always k, not as many as pay.  [default: off]",
     )
     seed: int = option(0, "Decides everything.", type=click.IntRange(min=0))
     faults: bool = option(False, "What production sees: clients leave, steps are slow, engines die.")

@@ -147,6 +147,8 @@ def test_a_report_of_a_plan(capsys, tmp_path):
         (("--rate", 1, "--max-num-batched-tokens", "32"), "below --max-num-seqs"),
         (("--rate", 1, "--overflow-waiting", 3), "give --api-input"),
         (("--rate", 1, "-pp", 2), "not simulated"),
+        (("--rate", 1, "--speculation", "k=4"), "--speculation needs acceptance"),
+        (("--rate", 1, "--speculation", "acceptance=2"), "acceptance must be 0 to 1, got 2.0"),
         (("--trace", "/nowhere.jsonl"), "can't be read"),
         (("--trace", "/nowhere.jsonl", "--input-len", "5"), "leave out --input-len"),
         (("--rate", 1, "--calibrate", "/nowhere.json"), "no results of kvq bench engine"),
@@ -193,6 +195,30 @@ def test_faults_are_told_and_decided_by_the_seed(run, tmp_path):
         assert told in out
     assert rows("--faults", "--seed", 7)[0] == out
     assert rows("--faults", "--seed", 8)[1]["rows"][0]["digest"] != row["digest"]
+
+
+def test_drafts_are_simulated_where_asked_for(run, tmp_path):
+    path = tmp_path / "d.json"
+
+    def row(*more):
+        status, out, _ = run(*LOAD, "--rate", 2, "--kv", "int4", "--json", path, *more)
+        assert status == 0
+        (found,) = json.loads(path.read_text())["rows"]
+        return out, found
+
+    out, plain = row()
+    assert "tokens a step" not in out
+    names = ("speculation", "drafted_tokens", "accepted_tokens", "tokens_per_sequence_step")
+    assert [plain[name] for name in names] == [None, 0, 0, None]
+    assert row("--speculation", "off")[1]["digest"] == plain["digest"]
+    given = "k=4,acceptance=0.8,draft=0.1"
+    out, drafting = row("--speculation", given)
+    assert drafting["speculation"] == given
+    assert 0.5 < drafting["accepted_tokens"] / drafting["drafted_tokens"] < 0.8
+    assert drafting["itl_ms_p50"] < plain["itl_ms_p50"] / 2
+    assert f"{drafting['tokens_per_sequence_step']:.2f}" in out.split("tokens a step")[1]
+    assert row("--speculation", given)[0] == out
+    assert row("--speculation", given, "--seed", 4)[1]["digest"] != drafting["digest"]
 
 
 def test_what_can_never_fit_keeps_no_goal(run, tmp_path):

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import ConfigError, nearest
@@ -59,7 +60,7 @@ def _wrong(name: str, values: Mapping[str, str]) -> str:
     return "which is there twice" if name in values else "which is no name=value"
 
 
-def _value(name: str, text: str) -> int | float | bool:
+def _value(name: str, text: str) -> Any:
     if name == "adapts":
         if text.lower() not in ("true", "false"):
             raise ConfigError(f"adapts must be true or false, got {text!r}")
@@ -85,9 +86,7 @@ class ArrivedCosts(MeasuredCosts):
 class Guesser:
     """Drafts of one engine, as `kvq.engine.speculation` has them made; which of them are right is drawn."""
 
-    def __init__(
-        self, drafting: Drafting, scheduler: Scheduler, time: StepTime, rng: random.Random
-    ) -> None:
+    def __init__(self, drafting: Drafting, scheduler: Scheduler, time: StepTime, rng: random.Random) -> None:
         self._drafting = drafting
         self._scheduler = scheduler
         self._time = time

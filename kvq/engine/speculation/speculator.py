@@ -39,9 +39,7 @@ class Speculator:
     ) -> None:
         self.config = config
         self.tally = Tally()
-        self.depth = Depth(
-            scheduler.costs, proposer.takes_passes, proposer.draft_share, adapts=config.adapts
-        )
+        self.depth = Depth(scheduler.costs, proposer.takes_passes, proposer.draft_share, adapts=config.adapts)
         self._proposer = proposer
         self._scheduler = scheduler
         self._jobs = jobs

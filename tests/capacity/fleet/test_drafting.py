@@ -1,4 +1,4 @@
-"""Fleets with drafts: as many tokens a step as were assumed, steps as long as their parts, nothing left behind."""
+"""Fleets with drafts: tokens a step as were assumed, steps as long as their parts, nothing left behind."""
 
 from array import array
 from dataclasses import replace
@@ -28,8 +28,7 @@ def answers(number: int, tokens: int = 1500) -> list[Call]:
     """Requests that all come at once."""
     prompts = [array("I", range(i * 1000, i * 1000 + 16)) for i in range(number)]
     return [
-        Call(number=i, arrival_s=0.0, prompt=prompt, output_tokens=tokens)
-        for i, prompt in enumerate(prompts)
+        Call(number=i, arrival_s=0.0, prompt=prompt, output_tokens=tokens) for i, prompt in enumerate(prompts)
     ]
 
 
@@ -96,7 +95,9 @@ def test_where_reading_is_the_limit_as_many_are_made_as_pay():
     calls = answers(2)
     seconds = {
         acceptance: [
-            served(engine(2000), calls, Drafting(k=8, acceptance=acceptance, draft=0.15, adapts=adapts)).seconds
+            served(
+                engine(2000), calls, Drafting(k=8, acceptance=acceptance, draft=0.15, adapts=adapts)
+            ).seconds
             for adapts in (True, False)
         ]
         for acceptance in (0.05, 0.5, 0.95)
@@ -108,7 +109,7 @@ def test_where_reading_is_the_limit_as_many_are_made_as_pay():
 
 
 def test_prompts_beside_drafting_streams_get_their_turn():
-    """Only of steps without drafts is learned what a prompt adds: where none came, prompts waited for ever."""
+    """Only of steps without drafts is learned what prompts add: where none came, prompts waited for ever."""
     calls = answers(1, 2000)
     calls += [replace(call, number=i, arrival_s=1.0 + 0.01 * i) for i, call in enumerate(answers(9, 50)) if i]
     plain, run = served(engine(2000), calls, None), served(engine(2000), calls, ALWAYS)
