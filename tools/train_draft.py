@@ -78,8 +78,7 @@ def make_draft(
     )
     rows = teacher.get_input_embeddings().weight.detach().float()  # [vocab, the teacher's hidden size]
     axes = torch.linalg.svd(rows - rows.mean(0), full_matrices=False).Vh[:hidden]
-    start = rows @ axes.T  # [vocab, hidden]
-    draft.get_input_embeddings().weight.data.copy_(start * (0.02 / start.std()))
+    draft.get_input_embeddings().weight.data.copy_(rows @ axes.T)
     return draft
 
 
