@@ -1,6 +1,6 @@
 """Train a small Llama that drafts for a teacher: same tokenizer, the teacher's own probabilities as targets.
 
-    python -m tools.train_draft --text corpus.txt.gz --out kvq/models/tiny_draft --minutes 20 --bf16
+    python -m tools.train_draft --text corpus.txt.gz --out kvq/models/tiny_draft --minutes 15 --bf16
 
 It learns on texts that the teacher went on with, since those are what a draft is asked about, and on the
 plain text. A draft token is accepted with probability sum(min(p, q)) over the vocabulary, p the teacher's
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text, or that in a .gz")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write, without a tokenizer")
     parser.add_argument("--teacher", default="tiny", help="a folder, a hub name, or 'tiny'")
-    parser.add_argument("--minutes", type=float, default=20, help="the time that training takes")
+    parser.add_argument("--minutes", type=float, default=15, help="the time that training takes")
     parser.add_argument("--samples", type=int, default=2560, help="texts that the teacher goes on with")
     parser.add_argument(
         "--sampled", type=Path, help="a .safetensors with them: written, or read if it is there"
@@ -179,9 +179,9 @@ def main() -> None:
     )
     parser.add_argument("--ffn", type=int, default=192)
     parser.add_argument("--rejected", type=float, default=1.0, help="weight of the rejected share beside KL")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-3, help="embeddings and norms (AdamW)")
-    parser.add_argument("--lr-muon", type=float, default=3e-3, help="matrices (Muon)")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=4e-3, help="embeddings and norms (AdamW)")
+    parser.add_argument("--lr-muon", type=float, default=5e-3, help="matrices (Muon)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action="store_true", help="matrix products in bfloat16")
     args = parser.parse_args()

@@ -8,6 +8,7 @@ import torch
 
 import kvq
 from kvq.calib.quantize.output import small_files
+from kvq.formats.recipe import KVRecipe
 from kvq.models.resolve import EMBEDDED, resolve_model, tokenizer_folder
 from kvq.models.tokenizer import load_tokenizer, load_without_torch
 
@@ -42,6 +43,12 @@ def test_it_has_the_models_vocabulary_tokenizer_and_positions(draft, tiny):
     assert draft.tokenizer.chat_template == tiny.tokenizer.chat_template
     assert load_without_torch(FOLDER)(PROMPT)["input_ids"] == tiny.tokenizer(PROMPT)["input_ids"]
     assert str(resolve_model("tiny-draft")) == "tiny-draft, the embedded draft model"
+
+
+def test_it_ships_static_scales_that_belong_to_it(draft):
+    recipe = KVRecipe.load(FOLDER / "kvq.json")
+    assert recipe.static_scales.model_digest == draft.weights.digest
+    assert draft.with_kv("fp8_per_head").logits([1, 2, 3]).isfinite().all()
 
 
 def test_only_the_embedded_folder_borrows_a_tokenizer(tmp_path):
