@@ -268,9 +268,9 @@ def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
         word = "pays" if fixed["speedup"] > 1.02 else "does not pay"
         lines.append(
-            f"{kv}: drafting {word} at batch {fixed['batch']}: {fixed['speedup']:.2f} times the tokens per "
-            f"second with k={fixed['k']}, {share}, {fixed['tokens_per_step']:.2f} tokens a step; left to itself "
-            f"{own['speedup']:.2f} times"
+            f"{kv}: drafting {word} at batch {fixed['batch']}: {fixed['speedup']:.2f} times the tokens "
+            f"per second with k={fixed['k']}, {share}, {fixed['tokens_per_step']:.2f} tokens a step; "
+            f"left to itself {own['speedup']:.2f} times"
         )
     return lines
 
