@@ -138,7 +138,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
 def columns(rows: list[dict[str, Any]]) -> "Columns":
     """What a table of simulations shows, by the keys of a row: what rows differ in, what happened at all."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
-    drafted = {"tokens_per_sequence_step": ("tokens a step", ",.2f")}
+    drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
     rare = {
         "handover_ms_p99": ("handed over p99", ",.1f"),
         **{name: (name, ",d") for name in ("refused", "failed", "overflowed", "cancelled", "cut")},

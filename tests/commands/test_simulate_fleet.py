@@ -208,7 +208,7 @@ def test_drafts_are_simulated_where_asked_for(run, tmp_path):
 
     out, plain = row()
     assert "tokens a step" not in out
-    names = ("speculation", "drafted_tokens", "accepted_tokens", "tokens_per_sequence_step")
+    names = ("speculation", "drafted_tokens", "accepted_tokens", "tokens_per_step")
     assert [plain[name] for name in names] == [None, 0, 0, None]
     assert row("--speculation", "off")[1]["digest"] == plain["digest"]
     given = "k=4,acceptance=0.8,draft=0.1"
@@ -216,7 +216,7 @@ def test_drafts_are_simulated_where_asked_for(run, tmp_path):
     assert drafting["speculation"] == given
     assert 0.5 < drafting["accepted_tokens"] / drafting["drafted_tokens"] < 0.8
     assert drafting["itl_ms_p50"] < plain["itl_ms_p50"] / 2
-    assert f"{drafting['tokens_per_sequence_step']:.2f}" in out.split("tokens a step")[1]
+    assert f"{drafting['tokens_per_step']:.2f}" in out.split("tokens a step")[1]
     assert row("--speculation", given)[0] == out
     assert row("--speculation", given, "--seed", 4)[1]["digest"] != drafting["digest"]
 

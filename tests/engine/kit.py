@@ -60,8 +60,8 @@ def engine(model: Model, kv: str = "auto", **options: Any) -> LLM:
     opened.append(LLM(model, kv, **(defaults | options)))
     core = opened[-1].core
     core.scheduler.costs = FixedCosts()
-    if core._speculator is not None:
-        core._speculator.depth.costs = core.scheduler.costs
+    if core.speculator is not None:
+        core.speculator.depth.costs = core.scheduler.costs
     return opened[-1]
 
 

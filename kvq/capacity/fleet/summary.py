@@ -88,7 +88,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         "preemptions": sum(records.preemptions),
         **{name: total(name) for name in ("slow_steps", "restarts", "recomputed_tokens", "steps")},
         **{name: total(name) for name in ("drafted_tokens", "accepted_tokens")},
-        "tokens_per_sequence_step": total("decoded_tokens") / total("decodes") if total("decodes") else None,
+        "tokens_per_step": total("decoded_tokens") / total("decodes") if total("decodes") else None,
         "prefix_hit_rate": cached / prompts if prompts else None,
         "utilization": per_second(busy_s / len(gauges)),
         "mean_batch": total("running_s") / busy_s if busy_s else None,

@@ -11,9 +11,12 @@ from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.draft_model import DraftModel, check_draft
 from kvq.engine.speculation.lookup import Lookup
 from kvq.engine.speculation.proposer import Jobs, Proposer
-from kvq.engine.speculation.self_draft import SelfDraft, load_self
+from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
 from kvq.engine.speculation.speculator import Speculator
-from kvq.models import Model, load
+from kvq.formats import KVRecipe
+from kvq.models import Model
+from kvq.models.model import load_prepared
+from kvq.models.prepared import PreparedModel, find_scales, prepare
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights
 from kvq.scheduler import Scheduler
@@ -29,29 +32,37 @@ class Helper:
     weights: LoadedWeights | None = None
 
 
-def load_helper(config: Speculation | None, model: Model) -> Helper:
-    """Load what drafts for a model, if anything does.
+def check_speculation(
+    config: Speculation | None, model: PreparedModel
+) -> tuple[PreparedModel, KVRecipe] | None:
+    """Check what can be without weights; returns the draft model, if there is one, and its recipe.
 
     Raises:
         ModelError: a missing, damaged or refused draft model.
         ConfigError: one that can't draft for this model.
     """
     if config is not None and config.method == "self":
+        check_self(model, config.weights)
+    if config is None or config.method != "draft":
+        return None
+    assert config.model is not None, "checked when it was made"
+    weights, backend = config.weights or "auto", model.backend
+    draft = prepare(config.model, device=str(model.device), weights=weights, backend=backend)
+    recipe = draft.recipe(config.kv or "auto", find_scales(draft, None))
+    draft.check_scales(recipe)
+    check_draft(model, draft, recipe)
+    return draft, recipe
+
+
+def load_helper(config: Speculation | None, model: Model) -> Helper:
+    """Load what drafts for a model, if anything does; raises as `check_speculation`."""
+    found = check_speculation(config, model.prepared)
+    if config is not None and config.method == "self":
         _log.info("loading the model once more, rounded, to draft")
         return Helper(weights=load_self(model, config.weights))
-    if config is not None and config.method == "draft":
-        assert config.model is not None, "checked when it was made"
+    if found is not None:
         _log.info("loading the draft model")
-        prepared = model.prepared
-        draft = load(
-            config.model,
-            config.kv or "auto",
-            device=str(prepared.device),
-            weights=config.weights or "auto",
-            backend=prepared.backend,
-        )
-        check_draft(model, draft)
-        return Helper(model=draft)
+        return Helper(model=load_prepared(*found))
     return Helper()
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvq.engine.job import Job
 from kvq.engine.sampling.sampler import Drafted
@@ -17,15 +16,6 @@ _MOST_FAILURES = 3  # of a proposer that raises, before it is left alone
 Drafts = dict[int, list[Drafted]]  # by the plan's indices
 
 
-@dataclass(slots=True)
-class Tally:
-    """Drafted tokens since the engine was built."""
-
-    steps: int = 0  # of sequences that had drafts
-    drafted: int = 0
-    accepted: int = 0
-
-
 class Speculator:
     """Has drafts proposed for the branches that go on by a token, where they pay."""
 
@@ -37,8 +27,8 @@ class Speculator:
         jobs: Jobs,
         clock: Callable[[], float],
     ) -> None:
-        self.config = config
-        self.tally = Tally()
+        self._k = config.k
+        self.looked_at = 0  # drafts whose forerunners were right
         self.depth = Depth(scheduler.costs, proposer.takes_passes, proposer.draft_share, adapts=config.adapts)
         self._proposer = proposer
         self._scheduler = scheduler
@@ -46,11 +36,15 @@ class Speculator:
         self._clock = clock
         self._failures = 0
 
+    def use(self, *, k: int, adapts: bool) -> None:
+        """From now on make so many drafts at most; 0 for none at all."""
+        self._k, self.depth.adapts = k, adapts
+
     def plan(self) -> int:
         """Say how many drafts each branch shall have in the step that is planned next; how many in all."""
-        if self._failures >= _MOST_FAILURES:
+        if not self._k or self._failures >= _MOST_FAILURES:
             return 0
-        allowed, most = drafts_allowed(self._scheduler, self.config.k), {}
+        allowed, most = drafts_allowed(self._scheduler, self._k), {}
         for branch, limit in allowed.items():
             job = self._jobs[branch.request]
             if job.beams is None and limit and (count := self._proposer.most(branch, job, limit)) > 0:
@@ -61,9 +55,14 @@ class Speculator:
         return sum(chosen.values())
 
     @property
+    def proposer(self) -> Proposer:
+        """What makes the drafts."""
+        return self._proposer
+
+    @property
     def may_draft(self) -> bool:
         """True unless a step was not worth a draft just now, so that the next hardly is."""
-        return self._failures < _MOST_FAILURES and not self.depth.rests
+        return self._k > 0 and self._failures < _MOST_FAILURES and not self.depth.rests
 
     def skip(self) -> None:
         """A step was planned without asking."""
@@ -71,13 +70,16 @@ class Speculator:
             self.depth.rest()
 
     def draft(self, plan: StepPlan) -> Drafts:
-        """Fill in the drafts of a plan whose orders were carried out. Where that fails they are just wrong."""
+        """Fill in the drafts of a plan whose orders were carried out.
+
+        Where that fails they are just wrong.
+        """
         if not plan.num_drafts:
             return {}
         began = self._clock()
         try:
             drafts = self._proposer.propose(plan, self._jobs)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever a model raises; the step does without
             self._failures += 1
             _log.exception("drafting failed%s", "; no more is tried" * (self._failures == _MOST_FAILURES))
             return {i: [Drafted(0)] * count for i, count in enumerate(plan.drafts) if count}
@@ -89,9 +91,11 @@ class Speculator:
 
     def learn(self, branch: Branch, job: Job, drafted: int, accepted: int) -> None:
         """A branch got tokens, `accepted` of `drafted` ones among them."""
-        self.tally.steps += 1
-        self.tally.drafted += drafted
-        self.tally.accepted += accepted
+        counters = self._scheduler.counters
+        counters.drafts += 1
+        counters.drafted_tokens += drafted
+        counters.accepted_tokens += accepted
+        self.looked_at += min(drafted, accepted + 1)
         job.drafted_tokens += drafted
         job.accepted_tokens += accepted
         self.depth.learn(branch, drafted, accepted)

@@ -48,7 +48,7 @@ def test_tokens_a_step_are_as_many_as_acceptance_gives(acceptance: float, k: int
     shares = [(1 - acceptance) * acceptance**right for right in range(k)] + [acceptance**k]
     variance = sum(share * (1 + right - expected) ** 2 for right, share in enumerate(shares))
     assert mean == pytest.approx(expected, abs=4 * (variance / drafted_steps) ** 0.5)
-    assert found["tokens_per_sequence_step"] == pytest.approx(mean, rel=0.03)
+    assert found["tokens_per_step"] == pytest.approx(mean, rel=0.03)
 
 
 @pytest.mark.parametrize("draft", [0.0, 0.1])

@@ -49,7 +49,7 @@ def with_oracle(
 ) -> LLM:
     """The engine, which speculates, with an oracle in place of its proposer."""
     known = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
-    speculator = llm.core._speculator
+    speculator = llm.core.speculator
     assert speculator is not None
     speculator._proposer = Oracle(known, right=right, vocab=vocab)
     return llm
@@ -63,8 +63,5 @@ def speculating(model: Any, kv: str = "auto", *, k: int = 4, method: str = "ngra
 
 def counts(llm: LLM) -> tuple[int, int]:
     """Drafted and accepted tokens so far."""
-    assert llm.core._speculator is not None
-    tally = llm.core._speculator.tally
-    return tally.drafted, tally.accepted
-
-
+    found = llm.core.scheduler.counters
+    return found.drafted_tokens, found.accepted_tokens

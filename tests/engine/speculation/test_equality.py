@@ -78,12 +78,14 @@ def test_real_proposers_change_no_token(tiny, method):
 def test_a_draft_model_changes_no_token_and_goes_back_behind_wrong_drafts(tiny):
     prompts = mixed_prompts(6, seed=9)
     plain = engine(tiny, "int4").generate(prompts, NEW)
-    llm = speculating(tiny, "int4", method="draft", speculation={"model": "tiny", "weights": "int4"}, num_blocks=48)
+    llm = speculating(
+        tiny, "int4", method="draft", speculation={"model": "tiny", "weights": "int4"}, num_blocks=48
+    )
     for _ in range(2):
         assert check_near_ties(plain, llm.generate(prompts, NEW), gap=QUANTIZED_GAP) <= 1
     drafted, accepted = counts(llm)
     assert 0.2 * drafted < accepted < drafted
-    assert not llm.core._speculator._proposer._session.manager.sequences(), "its sequences were not freed"
+    assert not llm.core.speculator.proposer.session.manager.sequences(), "its sequences were not freed"
     assert_balanced(llm)
 
 
@@ -119,7 +121,8 @@ def test_a_seeded_request_gets_the_tokens_of_its_seed(tiny, options, method):
 
 
 SPECS = [
-    StructuredOutput(json_schema={"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+    StructuredOutput(json_schema={"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type":
+    "boolean"}},
                                   "required": ["a", "b"]}),
     StructuredOutput(regex="(ab|cd){3,9}!"),
     StructuredOutput(choice=["the same words, the same words", "other"]),
@@ -175,7 +178,9 @@ def test_beams_and_prompt_logprobs_work_beside_drafts(tiny):
     plain = engine(tiny).generate(prompts, each)
     llm = speculating(tiny, method="self")
     outputs = llm.generate(prompts, each)
-    assert [[r.token_ids for r in o.outputs] for o in outputs] == [[r.token_ids for r in o.outputs] for o in plain]
+    assert [[r.token_ids for r in o.outputs] for o in outputs] == [
+        [r.token_ids for r in o.outputs] for o in plain
+    ]
     assert outputs[1].prompt_logprobs[1:] == plain[1].prompt_logprobs[1:]
     assert outputs[0].receipt.drafted_tokens == 0 < outputs[1].receipt.drafted_tokens
     assert_balanced(llm)
