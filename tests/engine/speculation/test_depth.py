@@ -69,7 +69,7 @@ def test_after_failures_drafts_are_tried_again_some_time():
     one = depth(1.0, 0.35)
     while one.choose({branch: 4}, 1):
         one.learn(branch, 4, 0)
-    for waited in range(2000):
+    for waited in range(2000):  # noqa: B007 - it is what is looked for
         if one.choose({branch: 4}, 1):
             break
     assert 10 < waited < 1000, "they are tried again, and not at once"
