@@ -137,11 +137,13 @@ class Chooser:
         for draw in draws:
             if self._bound[_row(draw.branch)] is not draw.branch:
                 self._bind(jobs[draw.branch.request], draw.branch)
+        marked = [(i, draw) for i, draw in enumerate(draws) if jobs[draw.branch.request].params.watermark]
         return self._sampler.sample(
             logits,
             [_row(draw.branch) for draw in draws],
             [draw.branch.num_generated for draw in draws],
             masks=masks or None,
+            contexts={i: draw.branch.tokens for i, draw in marked} or None,
         )
 
     def _bind(self, job: Job, branch: Branch) -> None:

@@ -1,7 +1,7 @@
 """The sampler: one step's logits in, one token a row out."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,11 +14,14 @@ from kvq.engine.sampling.logprobs import chunks, measure, read_logprobs
 from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
 from kvq.engine.sampling.rows import Draw, RowTable
 from kvq.engine.sampling.token_counts import TokenCounts
+from kvq.engine.sampling.watermarks import Watermarks
 from kvq.engine.transfers import Readback, upload
 from kvq.kernels.draw import kernel_for
 from kvq.kernels.draw.parameters import Kind, packed
 from kvq.kernels.draw.ranking import likeliest
 from kvq.kernels.draw.reference import MAX_VOCAB, draw_ranked, draw_whole
+from kvq.watermark.key import Key
+from kvq.watermark.schemes import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +55,28 @@ class Sampler:
     """Chooses tokens for many rows at once, each as if it were alone.
 
     A row's token depends, bit for bit, on its own logits, parameters, seed and count, and on the tokens
-    recorded where it has penalties; never on its neighbours, its place or its row number.
+    recorded where it has penalties, those before it where it is marked; never on its neighbours, its
+    place or its row number.
     """
 
-    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        watermark: tuple[Scheme, Key] | None = None,
+    ) -> None:
         assert vocab_size <= MAX_VOCAB, f"masses of {vocab_size} tokens may overflow; {MAX_VOCAB} at most"
         self._vocab_size = vocab_size
         self._device = device
         self._table = RowTable(max_rows=max_rows, vocab_size=vocab_size, device=device)
         self._counts = TokenCounts(device)
+        self._watermarks = (
+            None
+            if watermark is None
+            else Watermarks(*watermark, max_rows=max_rows, vocab_size=vocab_size, device=device)
+        )
         self._kernel = kernel_for(device)
         self._demanding: set[int] = set()  # rows that need more than their likeliest token
         self._changing: set[int] = set()  # rows whose logits change
@@ -90,12 +106,16 @@ class Sampler:
         """Begin to use a row.
 
         `prompt`, `generated`: the tokens so far, all within the vocabulary. `seed`: of this branch alone,
-        see `mix_seed`. `stop_ids`: what must not come before `params.min_tokens` tokens.
+        see `mix_seed`. `stop_ids`: what must not come before `params.min_tokens` tokens. A row whose
+        `params.watermark` is True is marked.
 
         Raises:
             RequestError: the parameters name a token beyond the vocabulary. Nothing was begun.
         """
         check_params(params, self._vocab_size)
+        if params.watermark:
+            assert self._watermarks is not None, "requests that ask for a mark without a key are refused"
+            params = self._watermarks.add(row, params, prompt_length=len(prompt))
         held = self._table.add(row, params, seed=seed, stop_ids=stop_ids)
         if params.has_penalties:
             self._counts.add(row, prompt if params.repetition_penalty != 1 else (), generated)
@@ -109,6 +129,8 @@ class Sampler:
     def remove(self, row: int) -> None:
         """Forget a row in use; the next `add` finds nothing of it."""
         self._table.remove(row)
+        if self._watermarks is not None:
+            self._watermarks.remove(row)
         for rows in (self._demanding, self._changing, self._measured):
             rows.discard(row)
         if row in self._counts:
@@ -127,6 +149,7 @@ class Sampler:
         counts: list[int],
         *,
         masks: dict[int, Tensor] | None = None,
+        contexts: Mapping[int, Sequence[int]] | None = None,
     ) -> PendingSamples:
         """Choose a token for each row of logits; one transfer to the host. The logits aren't changed.
 
@@ -134,9 +157,13 @@ class Sampler:
         belongs to, none twice; `counts`: tokens generated so far, [batch]; `masks`: place in the batch ->
         bitmask of the tokens allowed, int32, [ceil(vocab / 32)], bit j of word w for token 32 * w + j.
         A mask that allows only stops before min_tokens leaves nothing, and the row isn't finite.
+        `contexts`: place in the batch -> all tokens before it, for places whose row is marked.
         """
         changes = masks or not self._changing.isdisjoint(rows)
         scores = self._scores(logits, rows, counts, masks or {}) if changes else logits
+        if contexts:
+            assert self._watermarks is not None, "rows are marked only with a key"
+            scores = self._watermarks.apply(scores, rows, contexts)
         raw = None if scores is logits else logits  # a change may hide what isn't finite
         if self._kernel is None:
             tokens, numbers = self._draw(scores.float(), rows, counts, raw)

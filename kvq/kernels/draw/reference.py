@@ -100,15 +100,36 @@ def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
 
     `width` is at least every row's top_k, and the whole vocabulary where one has none.
     """
-    values, tokens = ranked(logits, width)  # [rows, width]
-    mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)
-    if settings.top_k is not None:
-        columns = torch.arange(mass.shape[-1], device=mass.device)
-        mass = mass.masked_fill_(columns >= settings.top_k.long()[:, None], 0)
+    tokens, mass = _ranked_masses(logits, peaks, settings, width)
     sums = mass.cumsum(dim=-1)
     totals = sums[:, -1] if settings.top_p is None else _nucleus(sums, settings.top_p)
     chosen = draw(sums, totals, settings.uniform)
     return tokens.gather(1, chosen[:, None])[:, 0]
+
+
+def kept_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
+    """Return what `draw_ranked` draws from: tokens, and their masses, 0 where a filter drops them.
+
+    Both int64, [rows, width]; tokens are [1, vocab], all of them in order, if no row has a top_k or top_p.
+    """
+    if settings.top_k is None and settings.top_p is None:
+        tokens = torch.arange(logits.shape[-1], device=logits.device)[None]
+        return tokens, _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p)
+    tokens, mass = _ranked_masses(logits, peaks, settings, width)
+    if settings.top_p is not None:
+        sums = mass.cumsum(dim=-1)
+        mass.masked_fill_(sums > _nucleus(sums, settings.top_p)[:, None], 0)
+    return tokens, mass
+
+
+def _ranked_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest tokens of each row, and their masses after min-p and top-k: [rows, width]."""
+    values, tokens = ranked(logits, width)
+    mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)
+    if settings.top_k is not None:
+        columns = torch.arange(mass.shape[-1], device=mass.device)
+        mass = mass.masked_fill_(columns >= settings.top_k.long()[:, None], 0)
+    return tokens, mass
 
 
 def _after_min_p(mass: Tensor, min_p: Tensor | None) -> Tensor:
