@@ -2,10 +2,11 @@
 
     python benchmarks/watermark.py --text TEST.txt --json OUT.json
 
-Each row marks texts of one scheme at one temperature, with several keys, behind prompts of a plain text. They are
-tested by their tokens, and by the tokens that their text is cut into again. Texts without a mark are those that
-the same engine draws with the same seeds, and windows of the plain text, each tested with many other keys. The
-cost is the mean loss of the drawn tokens under the model as it is, marked against unmarked, paired by prompt.
+Each row marks texts of one scheme at one temperature, with several keys, behind prompts of a plain text. They
+are tested by their tokens, and by the tokens that their text is cut into again. Texts without a mark are those
+that the same engine draws with the same seeds, and windows of the plain text, each tested with many other keys.
+The cost is the mean loss of the drawn tokens under the model as it is, marked against unmarked, paired by
+prompt.
 """
 
 import sys
@@ -112,9 +113,13 @@ def row_of(
 
 def alarms_of(scheme: Scheme, texts: Sequence[Sequence[int]], keys: Sequence[Key]) -> dict[str, Any]:
     """How many tests of unmarked texts, each with every key, call one marked."""
-    ps = [detect(text, scheme, key).p for key in keys for text in texts]
+    by_key = [[detect(text, scheme, key).p for text in texts] for key in keys]
+    ps = [p for of_key in by_key for p in of_key]
     (alarms, interval), (loose, loose_interval) = counted(ps), counted(ps, LOOSE)
+    shares = [counted(of_key, LOOSE)[0] / len(of_key) for of_key in by_key]
     return {
+        "false_alarms_of_worst_key": max(counted(of_key)[0] for of_key in by_key),
+        "below_1_percent_of_keys": (min(shares), max(shares)),
         "tests": len(ps),
         "false_alarms": alarms,
         "false_alarms_interval": interval,
@@ -141,7 +146,7 @@ def main(model: str, text: str, texts: int, tokens: int, keys: int, other_keys: 
     prompts = [window[:PROMPT] for window in windows[:: len(windows) // texts]][:texts]
     rows: list[dict[str, Any]] = []
     unmarked: dict[float, list[RequestOutput]] = {}
-    alarms: dict[Scheme, dict[str, Any]] = {}
+    alarms: dict[type[Scheme], dict[str, Any]] = {}  # delta changes none
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         others = [read_key(key_of(1000 + number, folder)) for number in range(other_keys)]
@@ -164,10 +169,10 @@ def main(model: str, text: str, texts: int, tokens: int, keys: int, other_keys: 
                 }
             each = [marked[place] for place in range(texts)]
             rows.append(row_of(scheme, temperature, each, unmarked[temperature], tokenizer))
-            if scheme not in alarms:
+            if type(scheme) not in alarms:
                 drawn_texts = [output.outputs[0].token_ids for output in unmarked[1.0]]
-                alarms[scheme] = alarms_of(scheme, [*windows, *drawn_texts], others)
-            rows[-1] |= alarms[scheme]
+                alarms[type(scheme)] = alarms_of(scheme, [*windows, *drawn_texts], others)
+            rows[-1] |= alarms[type(scheme)]
             click.echo(rows[-1])
             facts = {"model": model, "text": plain.name, "false_alarm_bar": ALARMS, "marking_keys": keys}
             facts |= {"other_keys": other_keys, "windows": len(windows)}

@@ -54,7 +54,7 @@ def command(files: tuple[str, ...], asked: Asked) -> None:
         return
     if asked.key_file is None:
         raise ConfigError(
-            "--key-file is needed, the key that texts were marked with; --new-key FILE makes one for new texts"
+            "--key-file is needed, the key that texts were marked with; --new-key FILE makes one for others"
         )
     from kvq.fileio import check_writable
     from kvq.models.resolve import resolve_model
