@@ -2,11 +2,10 @@
 
     python benchmarks/watermark.py --text TEST.txt --json OUT.json
 
-Each row marks texts of one scheme at one temperature, with several keys, behind prompts of a plain text. They
-are tested by their tokens, and by the tokens that their text is cut into again. Texts without a mark are those
-that the same engine draws with the same seeds, and windows of the plain text, each tested with many other keys.
-The cost is the mean loss of the drawn tokens under the model as it is, marked against unmarked, paired by
-prompt.
+Each row marks texts of one scheme at one temperature, with several keys, behind prompts of a plain text.
+They are tested by their tokens, and by the tokens that their text is cut into again. Texts without a mark
+are the same engine's with the same seeds, and windows of the plain text, each tested with many other keys.
+The cost is the mean loss of the drawn tokens under the model as it is, paired by prompt.
 """
 
 import sys
