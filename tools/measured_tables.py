@@ -107,25 +107,27 @@ def watermarks_table(result: dict) -> str:
     first = result["rows"][0]
     lines += [
         "",
-        f"{first['texts']} texts of {first['tokens']} tokens each, with {result['marking_keys']} keys, found at p "
-        f"below {result['false_alarm_bar']}; perplexity of the drawn tokens under the model as it is, against "
-        f"unmarked texts; 95% intervals.",
+        f"{first['texts']} texts of {first['tokens']} tokens each, with {result['marking_keys']} keys, found "
+        f"at p below {result['false_alarm_bar']}; perplexity of the drawn tokens under the model as it is, "
+        f"against unmarked texts; 95% intervals.",
         "",
         "| unmarked texts | tests | p below 0.0001 | p below 0.01 | of the luckiest and the unluckiest key |",
         "|---|--:|--:|--:|--:|",
     ]
     for name, row in {row["scheme"].partition(",")[0]: row for row in result["rows"]}.items():
         least, most = row["below_1_percent_of_keys"]
+        share = row["false_alarms"] / row["tests"]
         lines.append(
-            f"| `{name}` | {row['tests']:,} | {row['false_alarms']} ({row['false_alarms'] / row['tests']:.5%}) "
+            f"| `{name}` | {row['tests']:,} | {row['false_alarms']} ({share:.4%}) "
             f"| {row['below_1_percent'] / row['tests']:.2%} | {least:.2%}, {most:.2%} |"
         )
     return "\n".join(
         [
             *lines,
             "",
-            f"{result['windows']:,} windows of WikiText-2's test split and {first['texts']} texts of the model, each "
-            f"tested with {result['other_keys']} keys. Model: {result['model']}. {measured_on(result)}",
+            f"{result['windows']:,} windows of WikiText-2's test split and {first['texts']} texts of the "
+            f"model, each tested with {result['other_keys']} keys. Model: {result['model']}. "
+            f"{measured_on(result)}",
         ]
     )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvq.engine import LLM, SamplingParams
+from kvq.engine import LLM, RequestOutput, SamplingParams
 from kvq.engine.config import EngineConfig
 from kvq.errors import ConfigError, KVQError, RequestError
 from kvq.watermark import detect, parse_scheme, read_key
@@ -28,10 +28,14 @@ def key_file(tmp_path):
 
 
 def drawn(llm: LLM, count: int = 4, **options) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs(llm, count, **options)]
+
+
+def outputs(llm: LLM, count: int, **options) -> list[RequestOutput]:
     params = [
         SamplingParams(**({"temperature": 1.0} | _NOTHING | options), seed=seed) for seed in range(count)
     ]
-    return [output.outputs[0].token_ids for output in llm.generate([PROMPT] * count, params)]
+    return llm.generate([PROMPT] * count, params)
 
 
 def marked_share(texts, scheme: str, key_file) -> float:
@@ -102,8 +106,9 @@ def test_marked_texts_are_the_same_in_any_batch_and_after_preemption(model, key_
     options = {"watermark": "always", "watermark_key_file": key_file, "watermark_scheme": scheme}
     roomy = engine(model, **options, max_num_seqs=1)
     tight = engine(model, **options, num_blocks=24)
-    texts = drawn(tight, 7)
-    assert texts == drawn(roomy, 7)
+    crowded = outputs(tight, 7)
+    assert sum(output.receipt.preemptions for output in crowded) > 0
+    assert [output.outputs[0].token_ids for output in crowded] == drawn(roomy, 7)
     several = tight.generate([PROMPT], SamplingParams(n=3, temperature=1.0, seed=5, **_NOTHING))[0]
     assert marked_share([one.token_ids for one in several.outputs], scheme, key_file) == 1
     assert len({tuple(one.token_ids) for one in several.outputs}) == 3
