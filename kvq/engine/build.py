@@ -11,6 +11,7 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
 from kvq.engine.memory import planned_pools, swap_slots, told
 from kvq.engine.runner import Runner
+from kvq.engine.speculation.config import reads_hidden
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
@@ -146,6 +147,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         swap_folder=config.swap_folder,
         max_num_seqs=pools.sequences,
         max_context=max_context,
+        keeps_hidden=reads_hidden(config.speculation),
     )
     manager = BlockManager(
         num_blocks=num_blocks,

@@ -185,6 +185,8 @@ class EngineCore(StaysHere):
             else:
                 running = self._launcher.resume(ahead)
             plan, output = running.plan, running.output
+            if self._speculator is not None:
+                self._speculator.observe(plan, output)
             ran = self._clock()
             pending = self._chooser.choose(plan, output, self._jobs, running.errors, running.drafts)
             launched = self._clock()
