@@ -1,4 +1,4 @@
-"""Tiny random models whose checkpoints bring a multi-token-prediction layer; that layer under transformers."""
+"""Tiny random models whose checkpoints bring a multi-token-prediction layer, and transformers' own drafts."""
 
 import json
 from functools import cache

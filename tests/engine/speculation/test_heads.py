@@ -11,6 +11,7 @@ from transformers.modeling_layers import MtpModel
 from kvq.engine import SamplingParams
 from kvq.engine.speculation import head_contexts, heads
 from kvq.errors import ConfigError, ModelError
+from kvq.models import load
 from tests.engine.kit import (
     BLOCK,
     assert_balanced,
@@ -85,23 +86,51 @@ def recorded(drafter):
     return found
 
 
+def assert_as_transformers_drafts(folder, drafts, *, least):
+    """So many drafts or more, each what transformers' own layer makes of the same text, read in one go."""
+    main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    mtp = MtpModel.from_pretrained(main.eval(), device_map={"": "cpu"}).eval()
+    assert len(drafts) >= least
+    for ids, own in drafts:
+        assert own == drafts_by_hand(main, mtp, ids, len(own))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_without_drafts_and_drafts_those_of_transformers(family):
-    """In a batch: decodes beside prompts of several lengths, latents, windows and experts among them."""
-    folder = folder_with_layer(family)
+    """Right and wrong ones, beside prompts of several lengths; with latents, windows and experts."""
+    folder = folder_with_layer(family, is_taught=True)
     served = load_fp32(folder, block_size=BLOCK)
-    prompts = [random_tokens(length, seed=length) for length in (1, 2, 15, 16, 17, 63)]
+    prompts = [*taught(), *(random_tokens(length, seed=length) for length in (1, 2, 15, 16, 17, 63))]
     expected = tokens_of(engine(served, prefix_caching=False).generate(prompts, PARAMS))
     llm, drafter = with_heads(served, prefix_caching=False)
     drafts = recorded(drafter)
     assert tokens_of(llm.generate(prompts, PARAMS)) == expected
-    main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    mtp = MtpModel.from_pretrained(main.eval(), device_map={"": "cpu"}).eval()
-    assert len(drafts) >= 100
-    for ids, own in drafts:
-        assert own == drafts_by_hand(main, mtp, ids, len(own))
-    assert told(llm)[0] == sum(len(own) for _, own in drafts)
+    assert_as_transformers_drafts(folder, drafts, least=100)
+    drafted, accepted = told(llm)
+    assert drafted == sum(len(own) for _, own in drafts)
+    assert 20 < accepted < drafted - 20
     assert_balanced(llm)
+    assert_nothing_is_kept(drafter)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("deepseek_v3", {"dtype": "bf16"}),
+        ("mellum", {"dtype": "bf16"}),
+        ("mellum", {"weights": "int8"}),  # the layer's own stay as they are
+        ("glm4_moe", {"backend": "reference"}),
+    ],
+)
+def test_other_types_weights_and_kernels_change_no_token(family, options):
+    served = load(
+        folder_with_layer(family, is_taught=True), "auto", device="cpu", block_size=BLOCK, **options
+    )
+    expected = tokens_of(engine(served).generate(taught(), PARAMS))
+    llm, drafter = with_heads(served)
+    assert tokens_of(llm.generate(taught(), PARAMS)) == expected
+    drafted, accepted = told(llm)
+    assert accepted >= 0.2 * drafted
     assert_nothing_is_kept(drafter)
 
 
@@ -166,11 +195,14 @@ def test_several_results_share_what_was_read_of_the_prompt(model, temperature):
 
     expected = results(engine(model))
     llm, drafter = with_heads(model)
+    drafts = recorded(drafter)
     forks, fork = [], drafter._cache.fork
     drafter._cache.fork = lambda context: (forks.append(context.read), fork(context))[1]
     assert results(llm) == expected
     assert forks == [11, 11, 39, 39]  # of all but the last token of each prompt, whose next one nobody knew
     assert told(llm)[1] > 0
+    if not temperature:
+        assert_as_transformers_drafts(model.prepared.folder, drafts, least=30)
     assert_nothing_is_kept(drafter)
 
 
@@ -180,10 +212,12 @@ def test_who_comes_back_after_a_preemption_says_the_same(model, swap_memory):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     expected = tokens_of(engine(model).generate(prompts, params))
     llm, drafter = with_heads(model, num_blocks=14, swap_memory=swap_memory)
+    drafts = recorded(drafter)
     found = llm.generate(prompts, params)
     assert tokens_of(found) == expected
     assert sum(output.receipt.preemptions for output in found) > 0
     assert told(llm)[0] > 0
+    assert_as_transformers_drafts(model.prepared.folder, drafts, least=100)
     assert_balanced(llm)
     assert_nothing_is_kept(drafter)
 
