@@ -160,6 +160,23 @@ def test_prompts_in_chunks_and_steps_ahead_change_no_token(model, monkeypatch, o
     assert_nothing_is_kept(drafter)
 
 
+def test_steps_without_drafts_are_followed_too(model):
+    """Those that are launched before the one before them is settled bring states, too."""
+    llm, drafter = with_heads(model, async_scheduling=True, prefix_caching=False)
+    most, drafts = drafter.most, recorded(drafter)
+    drafter.most = lambda branch, job, limit: most(branch, job, limit) if len(branch.tokens) > 30 else 0
+    first = submit(llm, taught()[0], SamplingParams(max_tokens=60, ignore_eos=True))
+    ahead = 0
+    for _ in range(20):
+        llm.step()
+        ahead += llm.core._launcher._ahead is not None
+    assert ahead >= 15
+    drive(llm, [first, submit(llm, random_tokens(9, seed=12), PARAMS)])
+    assert len({len(ids) for ids, _ in drafts}) > 5
+    assert_as_transformers_drafts(model.prepared.folder, drafts, least=10)
+    assert told(llm)[0] == sum(len(own) for _, own in drafts)
+
+
 def test_drafts_do_not_depend_on_how_a_prompt_was_cut(model, monkeypatch):
     monkeypatch.setattr(heads, "_WAITING", 7)
     prompt, found = random_tokens(63, seed=8), []
