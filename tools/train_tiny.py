@@ -67,10 +67,11 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return fast
 
 
-def train(model, ids, *, minutes, seq, batch, lr, lr_muon, seed, bf16, repeats=0) -> None:
+def train(model, ids, *, minutes, seq, batch, lr, lr_muon, seed, bf16, repeats=0, loss_of=None) -> None:
     """Train a model on int32 token ids for some minutes, Muon for its matrices and AdamW for the rest.
 
     `repeats`: of a batch's sequences, how many say their first half twice, which teaches to look far back.
+    `loss_of`: makes the loss of a batch of ids, [batch, seq], where it isn't that of the next tokens.
     """
     dev = next(model.parameters()).device
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
@@ -94,7 +95,7 @@ def train(model, ids, *, minutes, seq, batch, lr, lr_muon, seed, bf16, repeats=0
         x = torch.stack([ids[i : i + seq] for i in at]).long().to(dev)
         x[:repeats, seq // 2 :] = x[:repeats, : seq // 2]
         with torch.autocast(dev.type, torch.bfloat16, enabled=bf16):
-            loss = model(input_ids=x, labels=x).loss
+            loss = model(input_ids=x, labels=x).loss if loss_of is None else loss_of(x)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in optimizers:

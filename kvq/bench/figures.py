@@ -1,4 +1,4 @@
-"""The plots of `kvq bench attention` and `kvq bench engine`."""
+"""The plots of `kvq bench attention`, `kvq bench engine` and `kvq bench speculation`."""
 
 import itertools
 from typing import Any
@@ -63,6 +63,32 @@ def engine_figure(result: dict[str, Any]) -> Any:
         figure,
         f"{result['model']}; {result['device']}, {result['date'][:10]}; labels: requests at a time, "
         f"ring: saturated, star: best within the SLO",
+    )
+    return figure
+
+
+def speculation_figure(result: dict[str, Any]) -> Any:
+    """How much faster each depth is, a line per format; dashed what the share of right drafts lets expect."""
+    figure = new_figure(7.0, 4.2)
+    axes = figure.subplots()
+    rows = [row for row in result["rows"] if not row["adapts"]]
+    for kv, color in zip(dict.fromkeys(row["kv"] for row in rows), itertools.cycle(_COLORS), strict=False):
+        mine = [row for row in rows if row["kv"] == kv]
+        axes.plot(
+            [row["k"] for row in mine], [row["speedup"] for row in mine], "o-", color=color, ms=4, label=kv
+        )
+        told = [row for row in mine if row["expected_speedup"] is not None]
+        axes.plot(
+            [row["k"] for row in told], [row["expected_speedup"] for row in told], "--", color=color, lw=1
+        )
+    axes.axhline(1, color="0.5", lw=1)
+    finish(axes, "drafts of a sequence in a step", "times the tokens per second without drafts")
+    axes.grid(alpha=0.25)
+    legend_beside(figure, axes)
+    title(
+        figure,
+        f"{rows[0]['method']}, batch {rows[0]['batch']}, {result['device']}, {result['date'][:10]}; "
+        f"dashed: expected",
     )
     return figure
 

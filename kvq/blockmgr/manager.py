@@ -169,8 +169,8 @@ class BlockManager(BlockKeeper):
     def truncate(self, sequence: Sequence, length: int) -> None:
         """End a sequence after its first `length` tokens: rejected drafts, or a rewind.
 
-        A recurrent state goes back only to a snapshot, over the last append if that was not run, or within its
-        last block by whoever stores the state after `length` tokens there and no later one.
+        A recurrent state goes back only to a snapshot, over the last append if that was not run, or within
+        its last block by whoever stores the state after `length` tokens there and no later one.
 
         Raises:
             ConfigError: longer than the sequence, or back to where a sliding-window group gave

@@ -9,6 +9,7 @@ from kvq.commands.bench_engine import engine
 from kvq.commands.bench_kernels import attention, tune, write
 from kvq.commands.bench_linear import linear
 from kvq.commands.bench_serve import serve
+from kvq.commands.bench_speculation import speculation
 from kvq.commands.bench_vllm import vllm
 from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option
 from kvq.commands.screen import echo
@@ -19,7 +20,7 @@ def command() -> None:
     """Measure how fast kvq's parts are; every benchmark checks correctness first."""
 
 
-for _one in (attention, write, linear, tune, engine, serve, vllm):
+for _one in (attention, write, linear, tune, engine, serve, speculation, vllm):
     command.add_command(_one)
 
 

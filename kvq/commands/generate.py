@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import ModelOptions, gathered, kv_option, model_options, option
+from kvq.commands.options import SPECULATION, ModelOptions, gathered, kv_option, model_options, option
 from kvq.commands.screen import echo, stream
 
 if TYPE_CHECKING:
@@ -43,13 +43,18 @@ class Sampling:
 @kv_option("auto", many=False)
 @model_options
 @gathered(Sampling, "sampling")
-def command(prompt: str, kv: list[str], model_options: ModelOptions, sampling: Sampling) -> None:
+@click.option("--speculation", help=SPECULATION)
+def command(
+    prompt: str, kv: list[str], model_options: ModelOptions, sampling: Sampling, speculation: str | None
+) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import check_for
     from kvq.engine import LLM
     from kvq.engine.build import check_cache
     from kvq.engine.grammar.compiler import check_structured
     from kvq.engine.prompts import prompt_tokens
+    from kvq.engine.speculation.config import parse_speculation
+    from kvq.engine.speculation.make import check_speculation
     from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
@@ -59,11 +64,14 @@ def command(prompt: str, kv: list[str], model_options: ModelOptions, sampling: S
     checked = check_for(model_options, kv)
     known = checked.prepared
     check_cache(known)
+    drafting = parse_speculation(speculation)
+    check_speculation(drafting, known)
     check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
     room = check_room(length, params.max_tokens, known.max_context)
     model = checked.load()
-    with LLM(model, kv[0], max_num_seqs=1, max_context=length + (params.max_tokens or room)) as llm:
+    context = length + (params.max_tokens or room)
+    with LLM(model, kv[0], max_num_seqs=1, max_context=context, speculation=drafting) as llm:
         pieces = llm.stream(prompt, params)
         shown = prompt
         for piece in pieces:

@@ -63,7 +63,9 @@ def _halves() -> list[str]:
 
 
 def _embedded() -> tuple[str, ...]:
-    return ("tiny",)
+    from kvq.models.resolve import EMBEDDED
+
+    return tuple(EMBEDDED)
 
 
 def _models() -> tuple[str, ...]:

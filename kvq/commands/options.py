@@ -34,6 +34,9 @@ class Finite(click.FloatRange):
 
 AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
 AT_LEAST_1 = click.IntRange(min=1)
+SPECULATION = (
+    "How tokens are drafted: ngram, self, heads, or draft,model=FOLDER; ,k=4 for the most of a step."
+)
 PATH = click.Path(path_type=Path)
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 

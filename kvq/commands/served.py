@@ -9,6 +9,7 @@ import click
 from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.commands.options import (
     POSITIVE,
+    SPECULATION,
     Finite,
     ModelOptions,
     Size,
@@ -48,6 +49,7 @@ class EngineOptions:
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
     swap_memory: str = option("0", "Host memory for preempted requests.", type=Size())
+    speculation: str | None = option(None, SPECULATION)
     snapshot_every: int = option(
         SNAPSHOT_EVERY,
         "Tokens from one kept state to the next, for prefixes of hybrid models.",

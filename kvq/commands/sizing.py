@@ -179,9 +179,10 @@ def _name_or_folder(name: str) -> Path | str:
     is_here = Path(name).exists()
     if name.lower() in known_models() or (is_known(name) and not is_here):
         return name
-    if not (is_here or "/" in name or name == "tiny"):
+    from kvq.models.resolve import EMBEDDED, resolve_model
+
+    if not (is_here or "/" in name or name in EMBEDDED):
         return name  # that nobody knows
-    from kvq.models.resolve import resolve_model
 
     return resolve_model(name, weights=False).folder
 

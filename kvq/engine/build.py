@@ -11,7 +11,8 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
 from kvq.engine.memory import planned_pools, swap_slots, told
 from kvq.engine.runner import Runner
-from kvq.engine.speculation.config import reads_hidden
+from kvq.engine.speculation.config import parse_speculation, reads_hidden
+from kvq.engine.speculation.make import check_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
@@ -75,6 +76,7 @@ def check_engine(
     path = rest.pop("scales", None)
     prepared = prepare(model, max_context=config.max_context, **rest)
     check_cache(prepared)
+    check_speculation(parse_speculation(config.speculation), prepared)
     scales = find_scales(prepared, path)
     recipe = prepared.recipe(kv, scales)
     prepared.check_scales(recipe)

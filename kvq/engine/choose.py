@@ -227,9 +227,7 @@ def _behind(first: _Draw, drafts: Sequence[Drafted]) -> list[_Draw]:
     """The draws of a branch with drafts: of each that is to be one, and of what follows the last."""
     tokens = [draft.token for draft in drafts]
     return [
-        replace(
-            first, row=first.row + i, ahead=tokens[:i], drafted=None if draft.masses is None else draft
-        )
+        replace(first, row=first.row + i, ahead=tokens[:i], drafted=None if draft.masses is None else draft)
         for i, draft in enumerate((*drafts, Drafted(0)))
     ]
 

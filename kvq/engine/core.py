@@ -67,7 +67,7 @@ class EngineCore(StaysHere):
         self._jobs: dict[Request, Job] = {}
         self.intake = Intake(model, self.scheduler, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
-        self._speculator = make_speculator(
+        self.speculator = make_speculator(
             speculation,
             helper,
             model,
@@ -85,7 +85,7 @@ class EngineCore(StaysHere):
             self._jobs,
             clock,
             runs_ahead=weights.device.type == "cuda" if asks is None else asks,
-            speculator=self._speculator,
+            speculator=self.speculator,
         )
         num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
         self.memory = reconcile(model, self.runner.cache, num_blocks, before)
@@ -173,8 +173,8 @@ class EngineCore(StaysHere):
         self.scheduler.manager.expire(began)
         self._begin_compiled()
         ahead = self._launcher.take_ahead()
-        if ahead is None and self._speculator is not None:
-            self._speculator.plan()
+        if ahead is None and self.speculator is not None:
+            self.speculator.plan()
         plan = self._plan(began) if ahead is None else ahead.plan
         if plan is None:
             return False
@@ -185,8 +185,8 @@ class EngineCore(StaysHere):
             else:
                 running = self._launcher.resume(ahead)
             plan, output = running.plan, running.output
-            if self._speculator is not None:
-                self._speculator.observe(plan, output)
+            if self.speculator is not None:
+                self.speculator.observe(plan, output)
             ran = self._clock()
             pending = self._chooser.choose(plan, output, self._jobs, running.errors, running.drafts)
             launched = self._clock()
@@ -237,8 +237,8 @@ class EngineCore(StaysHere):
         if self._grammars is not None:
             self._grammars.close()
         self._publisher.close()
-        if self._speculator is not None:
-            self._speculator.close()
+        if self.speculator is not None:
+            self.speculator.close()
         self.runner.close()
 
     def _abandon(self) -> None:
@@ -339,8 +339,8 @@ class EngineCore(StaysHere):
         if not drafts or branch.is_done or not chosen:
             return chosen
         job, accepted = self._jobs[branch.request], len(chosen) - 1
-        assert self._speculator is not None, "drafts come from it"
-        self._speculator.learn(branch, job, drafts, accepted)
+        assert self.speculator is not None, "drafts come from it"
+        self.speculator.learn(branch, job, drafts, accepted)
         if accepted == drafts:
             output.keep_states(index)
         return chosen[: job.until_end(branch, chosen)]
@@ -374,8 +374,8 @@ class EngineCore(StaysHere):
     def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """Hand the result over. A listener that raises is reported; its request has ended anyway."""
         self._finished += 1
-        if self._speculator is not None:
-            self._speculator.forget(job)
+        if self.speculator is not None:
+            self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)
         try:
             job.deliver(output)

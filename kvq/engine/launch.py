@@ -74,9 +74,7 @@ class Launcher:
             drafts = self._speculator.draft(plan)
         drafted = self._clock()
         output, errors = self._run(plan, failed)
-        return Launched(
-            plan, output, errors, scheduling_s, self._clock() - began, drafts, drafted - prepared
-        )
+        return Launched(plan, output, errors, scheduling_s, self._clock() - began, drafts, drafted - prepared)
 
     def launch_ahead(self, plan: StepPlan, pending: PendingChoices) -> None:
         """Launch the step after `plan` before anybody knows what comes of that, unless it has to wait."""

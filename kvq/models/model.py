@@ -161,10 +161,11 @@ def load(
 ) -> Model:
     """Load a model and choose its KV format.
 
-    `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model; a `Path` is a folder,
-    whatever it is called. `kv`: a format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own
-    type. `scales`: a kvq.json with static scales; one inside the model folder is found by itself. A static
-    format without any is refused when it is first used. `options`: see `LoadOptions`.
+    `path_or_name`: a Hugging Face folder, a hub name, "tiny", the embedded model, or "tiny-draft", which
+    drafts for it; a `Path` is a folder, whatever it is called. `kv`: a format name, a pair, a kvq.json or a
+    KVRecipe; "auto" is the weights' own type. `scales`: a kvq.json with static scales; one inside the model
+    folder is found by itself. A static format without any is refused when it is first used. `options`: see
+    `LoadOptions`.
 
     Raises:
         ModelError: missing, damaged or refused model.

@@ -22,10 +22,9 @@ from kvq.models.handing_on import hand_on_steps
 from kvq.models.latents import attach_expansions
 from kvq.models.linear import has_own_products, pack_linears
 from kvq.models.model import Model
-from kvq.models.modules import build_random, loading
+from kvq.models.modules import build_random, config_of, loading
 from kvq.models.positions import tell_positions
 from kvq.models.prepared import PreparedModel
-from kvq.models.stored import StoredTensors
 from kvq.models.text_part import is_whole, read_tensors
 
 _REMEDY = "take the method ngram, self or draft"
@@ -63,15 +62,11 @@ def load_mtp(model: Model) -> MtpHead:
         ModelError: tensors of it are missing, too many, misshapen or damaged.
     """
     prepared = model.prepared
-    _check_plain(prepared)
-    stored = read_tensors(prepared.folder)
+    count = check_mtp(prepared)
     config = model.weights.model.config.get_text_config()
-    count = getattr(config, "num_mtp_layers", None)
-    if type(count) is not int or count < 1:
-        raise _has_none(prepared, stored, count)
     try:
         skeleton: Any = build_random(prepared.config, prepared.dtype, torch.device("meta"))
-        mtp = _load(prepared, skeleton, stored, count)
+        mtp = _load(prepared, skeleton, count)
         mtp.tie_with_main_model(model.weights.model)
         del mtp.layers[1:]
         geometry = _geometry(model.geometry, config, mtp.config)
@@ -83,21 +78,30 @@ def load_mtp(model: Model) -> MtpHead:
     return MtpHead(mtp.eval(), prepared, geometry)
 
 
-def _check_plain(prepared: PreparedModel) -> None:
+def check_mtp(prepared: PreparedModel) -> int:
+    """How many such layers a model brings, 1 or more, by what is known without its weights.
+
+    Raises:
+        ConfigError: none, or in a form that isn't read.
+    """
     if prepared.is_quantized:
         raise ConfigError(
             f"speculation by heads reads multi-token-prediction layers as plain numbers, but "
-            f"{prepared.folder} holds quantized weights; serve the unquantized model, or take the method ngram "
-            f"or draft"
+            f"{prepared.folder} holds quantized weights; serve the unquantized model, or take the method "
+            f"ngram or draft"
         )
     if is_whole(prepared.folder):
         raise ConfigError(
             f"speculation by heads is for text models, but {prepared.folder} reads images or sound too; "
             f"{_REMEDY}"
         )
+    count = getattr(config_of(prepared.config), "num_mtp_layers", None)
+    if type(count) is not int or count < 1:
+        raise _has_none(prepared, count)
+    return count
 
 
-def _load(prepared: PreparedModel, skeleton: Any, stored: StoredTensors, count: int) -> Any:
+def _load(prepared: PreparedModel, skeleton: Any, count: int) -> Any:
     """transformers' module with the folder's tensors, as yet without embedding and head."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_layers import MtpModel
@@ -106,10 +110,10 @@ def _load(prepared: PreparedModel, skeleton: Any, stored: StoredTensors, count: 
 
     if not skeleton._keys_to_ignore_on_load_unexpected:
         raise _not_made(prepared, "it knows no names of theirs")
-    theirs = MtpModel.get_mtp_weights_regex(skeleton)
+    theirs, stored = MtpModel.get_mtp_weights_regex(skeleton), read_tensors(prepared.folder)
     tensors = {name: stored[name] for name in stored if theirs.search(name)}
     if not tensors:
-        raise _has_none(prepared, stored, count)
+        raise _has_none(prepared, count)
     with loading():
         with ContextManagers(MtpModel.get_init_context(prepared.dtype, False, False, None)):
             mtp = MtpModel(skeleton, count)
@@ -182,8 +186,8 @@ def _place(layers: nn.Module, prepared: PreparedModel, geometry: ModelGeometry) 
                 parameter.data = parameter.data.clone()
 
 
-def _has_none(prepared: PreparedModel, stored: StoredTensors, count: object) -> ConfigError:
-    told = [name for name in stored if _TOLD.search(name)]
+def _has_none(prepared: PreparedModel, count: object) -> ConfigError:
+    told = [entry.name for entry in prepared.entries if _TOLD.search(entry.name)]
     if told:
         return _not_made(prepared, f"the folder holds {len(told)} of their tensors, first {min(told)}")
     says = "says nothing of any" if count is None else f"says {count}"

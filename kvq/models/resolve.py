@@ -1,4 +1,4 @@
-"""From what the user typed to a model's folder: the embedded model, a folder, or a hub name.
+"""From what the user typed to a model's folder: an embedded model, a folder, or a hub name.
 
 A folder that was found is handed on as a `ModelSource` or a `Path`, and neither is ever looked up as a
 name again: a folder called like a built-in model stays that folder, in any process and working directory.
@@ -13,7 +13,9 @@ from pathlib import Path
 
 from kvq.errors import ConfigError, ModelError, first_lines, nearest
 
-EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+_HERE = Path(__file__).parent
+EMBEDDED = {"tiny": _HERE / "tiny", "tiny-draft": _HERE / "tiny_draft"}
+_CALLED = {"tiny": "the embedded model", "tiny-draft": "the embedded draft model"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _HUB_FILES = [*_SMALL_FILES, "*.safetensors"]
@@ -33,7 +35,7 @@ class ModelSource:
     def __str__(self) -> str:
         """The place in words; for a hub's model its commit, not where its files are kept."""
         if self.is_embedded:
-            return f"{self.name}, the embedded model"
+            return f"{self.name}, {_CALLED[self.name]}"
         return str(self.folder) if self.repository is None else f"{self.repository} at {self.revision}"
 
 
@@ -46,7 +48,7 @@ def resolve_model(
 ) -> ModelSource:
     """Find a model, downloading it from the hub if it is neither here nor embedded.
 
-    A text is the embedded model's name, else a folder if there is one, else a hub name. A `Path` is a
+    A text is an embedded model's name, else a folder if there is one, else a hub name. A `Path` is a
     folder, whatever it is called. Without `weights` only the small files of a hub model are fetched.
 
     Raises:
@@ -78,8 +80,14 @@ def _embedded(name: str) -> ModelSource | None:
     if name not in EMBEDDED:
         return None
     if Path(name).is_dir():
-        _log.warning("%r is the embedded model; for the folder of that name write ./%s", name, name)
+        _log.warning("%r is %s; for the folder of that name write ./%s", name, _CALLED[name], name)
     return ModelSource(folder=EMBEDDED[name].resolve(), name=name, is_embedded=True)
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a model's tokenizer lies: the embedded draft model has that of the embedded model."""
+    is_draft = folder.resolve() == EMBEDDED["tiny-draft"].resolve()
+    return EMBEDDED["tiny"].resolve() if is_draft else folder
 
 
 def _local(name: str) -> ModelSource | None:

@@ -78,7 +78,7 @@ class Session:
         self, weights: LoadedWeights, layout: KVLayout, num_blocks: list[int], backend: str | None
     ) -> None:
         self.weights = weights
-        self._layout = layout
+        self.layout = layout
         self.cache = make_cache(weights.prepared, layout, num_blocks=num_blocks, backend=backend)
         self.manager = BlockManager(
             num_blocks=num_blocks,
@@ -162,7 +162,7 @@ class Session:
             geometry=self.weights.geometry,
             batches=tuple(
                 SequenceBatch.of([sequence.tables[group] for sequence in sequences], own, lens, ends, device)
-                for group, own in enumerate(slots[: len(self._layout.attended)])
+                for group, own in enumerate(slots[: len(self.layout.attended)])
             ),
             states=self._states([sequence.move for sequence in sequences]),
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),

@@ -7,6 +7,7 @@ from typing import Any
 from kvq.errors import ModelError, first_lines
 from kvq.lazy import unseen
 from kvq.models.checkpoint import read_json
+from kvq.models.resolve import tokenizer_folder
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -17,6 +18,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    folder = tokenizer_folder(folder)
     config = folder / "tokenizer_config.json"
     if config.is_file() and read_json(config).get("auto_map"):
         raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")

@@ -174,7 +174,7 @@ class MeasuredCosts(CostModel):
         super().__init__(swap_block_s=swap_block_s)
         self._decodes = BySize()
         self._verifies = BySize()  # by decodes and drafts together
-        self._age: dict[int, int] = {}  # of a size of decodes, the last step with prefill when it was measured
+        self._age: dict[int, int] = {}  # of a size of decodes, the step with prefill before its last time
         self._num_prefills = 0
         deviations = 10e-3, prefill_token_s, prefill_token_s / 1000
         self._prefill = Regression((0.0, prefill_token_s, 0.0), deviations)

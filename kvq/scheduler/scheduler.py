@@ -78,6 +78,9 @@ class Scheduler:
             preemptions=counters.swaps + counters.recomputes,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
+            drafts=counters.drafts,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
             pools=self.manager.usage(),
         )
 
@@ -134,7 +137,7 @@ class Scheduler:
         `plan` by the number of its tokens is left out; who ends otherwise has computed one in vain.
         Commit `plan` first, then what this returned.
         """
-        waits = len(self.lines) > 0 and not self.nobody_fits or plan.num_drafts > 0
+        waits = (len(self.lines) > 0 and not self.nobody_fits) or plan.num_drafts > 0
         running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
         if waits or plan.restored or not all(plan.samples) or len(running) != len(self.holders.active):
             return None

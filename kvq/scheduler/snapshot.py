@@ -17,6 +17,9 @@ class Counters:
     recomputes: int = 0  # preemptions whose tokens are computed again
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of these, found in the prefix index
+    drafts: int = 0  # steps of sequences that had drafts
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of these, what the model would have said
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,9 @@ class Snapshot:
     preemptions: int  # total
     prompt_tokens: int  # total
     cached_tokens: int  # of these, found in the prefix index
+    drafts: int = 0  # steps of sequences that had drafts, total
+    drafted_tokens: int = 0  # total
+    accepted_tokens: int = 0  # of these, what the model would have said
     pools: list[PoolUsage]  # per layer group
 
     def known(self) -> dict[str, Any]:

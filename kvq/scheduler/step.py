@@ -26,7 +26,9 @@ class StepPlan:
     branches: list[Branch]
     num_decodes: int  # leading branches that go on by a token, and their drafts
     counts: list[int]
-    drafts: list[int] = field(default_factory=list)  # of these, the last ones are guesses: zeros until `guess`
+    drafts: list[int] = field(
+        default_factory=list
+    )  # of these, the last ones are guesses: zeros until `guess`
     ends: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # all new tokens

@@ -101,12 +101,19 @@ class Answer(Call):
     def _usage(self) -> dict[str, Any]:
         prompt = sum(used.prompt_tokens for used in self._receipts)
         generated = sum(used.generated_tokens for used in self._receipts)
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(used.cached_tokens for used in self._receipts)},
         }
+        if drafted := sum(used.drafted_tokens for used in self._receipts):
+            accepted = sum(used.accepted_tokens for used in self._receipts)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
 
     def _head(self, object: str) -> dict[str, Any]:
         return {"id": self._id, "object": object, "created": self._created, "model": self._service.name}

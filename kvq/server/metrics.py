@@ -30,6 +30,7 @@ Value = float | Mapping[tuple[str, ...], float]  # one, or by the values of labe
 _OF_GAUGES = (
     *("preemptions", "prompt_tokens", "cached_tokens"),
     *("generated_tokens", "evictions", "refused_pins"),
+    *("drafts", "drafted_tokens", "accepted_tokens"),
     *("kv_events", "dropped_kv_events"),
 )
 _OF_RECEIPTS = ("recomputed_tokens", "swapped_blocks")

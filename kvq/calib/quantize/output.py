@@ -15,6 +15,7 @@ from kvq.formats.weights import WeightFormat
 from kvq.models.checkpoint import read_json, weight_files
 from kvq.models.device import DTYPES
 from kvq.models.prepared import QUANTIZED_FROM, PreparedModel
+from kvq.models.resolve import tokenizer_folder
 from kvq.weights.files import check_fits, pack_linear, quantization_config
 from kvq.weights.gptq import ActOrder
 from kvq.weights.writer import CheckpointWriter, check_target
@@ -90,9 +91,10 @@ def write_checkpoint(
 
 def small_files(folder: Path) -> Sequence[Path]:
     """The tokenizer's files and others that a quantized copy needs as they are."""
+    found = {path.name: path for place in (tokenizer_folder(folder), folder) for path in place.iterdir()}
     return sorted(
         path
-        for path in folder.iterdir()
+        for path in found.values()
         if path.is_file() and path.suffix in _SUFFIXES and path.name.startswith(_COPIED)
     )
 

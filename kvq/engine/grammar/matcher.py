@@ -58,7 +58,11 @@ class Matcher:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of the tokens may come next, one after the other, before an end token; nothing moves."""
-        ends = (i for i, t in enumerate(tokens) if t in self._vocabulary.eos_ids or not self._vocabulary.is_known(t))
+        ends = (
+            i
+            for i, t in enumerate(tokens)
+            if t in self._vocabulary.eos_ids or not self._vocabulary.is_known(t)
+        )
         first = next(ends, len(tokens))
         return int(self._state.validate_tokens(list(tokens[:first])))
 

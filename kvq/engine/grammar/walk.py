@@ -11,7 +11,10 @@ if TYPE_CHECKING:  # llguidance is not needed without a grammar
 
 
 class Walk:
-    """Goes on from where a request stands in its grammar, which stays there. Ends where no token can follow."""
+    """Goes on from where a request stands in its grammar, which stays there.
+
+    Ends where no token can follow.
+    """
 
     def __init__(self, matcher: "Matcher") -> None:
         self._matcher = matcher

@@ -90,7 +90,9 @@ class TokenCounts:
         places = torch.arange(len(rows), device=device).repeat_interleave(bounds[0], output_size=total)
         index = torch.arange(total, device=device) + bounds[1][places]
         tokens, counts = self._tokens[index], self._counts[index]
-        return (places, tokens, counts) if ahead is None else self._joined(rows, ahead, places, tokens, counts)
+        return (
+            (places, tokens, counts) if ahead is None else self._joined(rows, ahead, places, tokens, counts)
+        )
 
     def _joined(
         self,

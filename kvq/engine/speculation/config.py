@@ -20,8 +20,8 @@ class Speculation:
     """How tokens are drafted.
 
     `method`: "ngram" finds what followed the last tokens before, in the request's own text and in what the
-    tenant was answered lately; "draft" asks a smaller model of the same vocabulary; "self" the model itself with
-    rounded weights, over the blocks of its own cache; "heads" the multi-token-prediction layers of its
+    tenant was answered lately; "draft" asks a smaller model of the same vocabulary; "self" the model itself
+    with rounded weights, over the blocks of its own cache; "heads" the multi-token-prediction layers of its
     checkpoint. `k`: most drafts of a sequence in a step; fewer are made where more would not pay.
     """
 
@@ -43,7 +43,8 @@ class Speculation:
         for name, methods in (("model", ("draft",)), ("kv", ("draft",)), ("weights", ("draft", "self"))):
             if getattr(self, name) is not None and self.method not in methods:
                 raise ConfigError(
-                    f"speculation's {name} is of method {' and '.join(methods)}, not of {self.method}; leave it out"
+                    f"speculation's {name} is of method {' and '.join(methods)}, not of {self.method}; "
+                    f"leave it out"
                 )
         if self.method == "draft" and self.model is None:
             raise ConfigError("speculation by a draft model needs one: draft,model=FOLDER")

@@ -1,9 +1,10 @@
 """How many drafts pay: by how often they were right, and by what steps and drafting were seen to cost.
 
-A step over B sequences that drafts n tokens in all, in d passes of the draft, takes verify(B, n) + d * draft(B). The
-j-th draft of a sequence whose drafts are right with probability a adds a^j tokens. So drafts are taken in the
-order of what they add, as many as give the most tokens a second; none where a step without them gives more.
-Source: Leviathan et al. 2023, section 3; here the costs are measured, and sequences weighed one by one.
+A step over B sequences that drafts n tokens in all, in d passes of the draft, takes verify(B, n) + d *
+draft(B). The j-th draft of a sequence whose drafts are right with probability a adds a^j tokens. So drafts
+are taken in the order of what they add, as many as give the most tokens a second; none where a step without
+them gives more. Source: Leviathan et al. 2023, section 3; here the costs are measured, and sequences weighed
+one by one.
 """
 
 from collections.abc import Mapping

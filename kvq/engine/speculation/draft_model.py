@@ -12,41 +12,38 @@ from kvq.engine.job import Job
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Bind, Drafter, Growing
 from kvq.errors import ConfigError
-from kvq.models import Model
+from kvq.formats import KVRecipe
+from kvq.models.prepared import PreparedModel
 from kvq.models.session import Session
 from kvq.scheduler import Branch, StepPlan
 
 _CHUNK = 512  # prompt tokens of one branch that the draft computes in a step
 
 
-def check_same_vocabulary(target: Model, draft: Model) -> None:
-    """Raise ConfigError unless two models mean the same by every token."""
+def check_draft(target: PreparedModel, draft: PreparedModel, recipe: KVRecipe) -> None:
+    """Raise ConfigError if a model, which keeps its K and V by a recipe, can't draft for another."""
+    name = draft.source.name
+    if draft.geometry.states:
+        raise ConfigError(
+            f"{name} keeps recurrent states, which can't go back behind rejected drafts; take a draft model "
+            f"whose layers all attend"
+        )
+    if any(layer.window is not None for layer in draft.geometry.layers):
+        raise ConfigError(
+            f"{name} has sliding windows, which can't go back behind rejected drafts; take another draft "
+            f"model"
+        )
+    recipe.check_unstaged("a draft model")
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if ours == theirs:
         return
-    differ = [token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)]
-    shown = ", ".join(f"{token!r} ({ours.get(token)} and {theirs.get(token)})" for token in sorted(differ)[:3])
+    differ = sorted(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
+    shown = ", ".join(f"{token!r} ({ours.get(token)} and {theirs.get(token)})" for token in differ[:3])
     raise ConfigError(
-        f"a draft model needs the vocabulary of the model it drafts for, but {draft.prepared.source.name} has "
-        f"{len(theirs):,} tokens, {target.prepared.source.name} {len(ours):,}, and {len(differ):,} of them "
-        f"differ: {shown}; take a model of the same family"
+        f"a draft model needs the vocabulary of the model it drafts for, but {target.source.name} has "
+        f"{len(ours):,} tokens, {name} {len(theirs):,}, and {len(differ):,} are not the same: {shown}; "
+        f"take a model of the same family"
     )
-
-
-def check_draft(target: Model, draft: Model) -> None:
-    """Raise ConfigError if a model can't draft for another."""
-    if draft.geometry.states:
-        raise ConfigError(
-            f"{draft.prepared.source.name} keeps recurrent states, which can't go back behind rejected drafts; "
-            f"take a draft model whose layers all attend"
-        )
-    draft.recipe.check_unstaged("a draft model")
-    if any(layer.window is not None for layer in draft.geometry.layers):
-        raise ConfigError(
-            f"{draft.prepared.source.name} has sliding windows, which its draft's cache can't go back in; take "
-            f"another draft model"
-        )
-    check_same_vocabulary(target, draft)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +59,7 @@ class DraftModel(Drafter):
 
     def __init__(self, sampler: Sampler, bind: Bind, session: Session, *, vocab_size: int) -> None:
         super().__init__(sampler, bind)
-        self._session = session
+        self.session = session
         self._vocab_size = vocab_size  # of the target
         self._mirrors: dict[Branch, _Mirror] = {}
         self._gone: set[Branch] = set()  # whose K and V were not finite
@@ -72,7 +69,7 @@ class DraftModel(Drafter):
         """None while the draft is behind by more than a chunk, or has no room."""
         if branch in self._gone:
             return 0
-        session, tokens = self._session, branch.tokens
+        session, tokens = self.session, branch.tokens
         mirror = self._mirrors.get(branch)
         if mirror is None:
             mirror = self._mirrors[branch] = _Mirror(session.new_sequence())
@@ -96,7 +93,7 @@ class DraftModel(Drafter):
             fed = len(self._mirrors[one.branch].fed)
             work.append((one.branch, array("I", [*one.branch.tokens, *one.tokens][fed:])))
         rows = self._feed(work)
-        missing = self._vocab_size - rows.shape[-1]
+        missing = self._vocab_size - rows.shape[-1]  # either may be padded further
         return functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
 
     def forget(self, branch: Branch, job: Job) -> None:
@@ -104,11 +101,11 @@ class DraftModel(Drafter):
         mirror = self._mirrors.pop(branch, None)
         self._gone.discard(branch)
         if mirror is not None:
-            self._session.free(mirror.sequence)
+            self.session.free(mirror.sequence)
 
     def _feed(self, work: "list[tuple[Branch, array[int]]]") -> Tensor:
         mirrors = [self._mirrors[branch] for branch, _ in work]
-        results = self._session.forward(
+        results = self.session.forward(
             [(mirror.sequence, tokens.tolist()) for mirror, (_, tokens) in zip(mirrors, work, strict=True)]
         )
         for mirror, (branch, tokens), result in zip(mirrors, work, results, strict=True):

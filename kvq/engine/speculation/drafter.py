@@ -31,7 +31,7 @@ class Growing:
 
 
 class Drafter(Proposer):
-    """Asks a model for one more token of every branch that shall have one, as often as the deepest draft needs."""
+    """Asks a model for one more token of every branch that shall have one, as often as there are to be."""
 
     takes_passes = True
 

@@ -8,7 +8,7 @@ from kvq.scheduler import Branch, StepPlan
 
 
 class Lookup(Proposer):
-    """Guesses what followed before: in the request's own text, else in what its tenant was answered lately."""
+    """Guesses what followed before: in the request's own text, else in late answers to its tenant."""
 
     takes_passes = False
 

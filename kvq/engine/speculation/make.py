@@ -13,10 +13,13 @@ from kvq.engine.speculation.eagle import check_is_model
 from kvq.engine.speculation.heads import Heads
 from kvq.engine.speculation.lookup import Lookup
 from kvq.engine.speculation.proposer import Jobs, Proposer
-from kvq.engine.speculation.self_draft import SelfDraft, load_self
+from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
 from kvq.engine.speculation.speculator import Speculator
-from kvq.models import Model, load
-from kvq.models.mtp import MtpHead, load_mtp
+from kvq.formats import KVRecipe
+from kvq.models import Model
+from kvq.models.model import load_prepared
+from kvq.models.mtp import MtpHead, check_mtp, load_mtp
+from kvq.models.prepared import PreparedModel, find_scales, prepare
 from kvq.models.resolve import resolve_model
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights
@@ -27,38 +30,48 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """What drafts, loaded before the pools are sized: another model, or another form or the head of this one."""
+    """What drafts, loaded before the pools are sized: another model, or this one's other form or head."""
 
     model: Model | None = None
     weights: LoadedWeights | None = None
     head: MtpHead | None = None
 
 
-def load_helper(config: Speculation | None, model: Model) -> Helper:
-    """Load what drafts for a model, if anything does.
+def check_speculation(
+    config: Speculation | None, model: PreparedModel
+) -> tuple[PreparedModel, KVRecipe] | None:
+    """Check what can be without weights; returns the draft model, if there is one, and its recipe.
 
     Raises:
         ModelError: a missing, damaged or refused draft model.
         ConfigError: one that can't draft for this model.
     """
     if config is not None and config.method == "self":
+        check_self(model, config.weights)
+    if config is not None and config.method == "heads":
+        check_mtp(model)
+    if config is None or config.method != "draft":
+        return None
+    assert config.model is not None, "checked when it was made"
+    weights, backend = config.weights or "auto", model.backend
+    source = resolve_model(config.model)
+    check_is_model(source)
+    draft = prepare(source, device=str(model.device), weights=weights, backend=backend)
+    recipe = draft.recipe(config.kv or "auto", find_scales(draft, None))
+    draft.check_scales(recipe)
+    check_draft(model, draft, recipe)
+    return draft, recipe
+
+
+def load_helper(config: Speculation | None, model: Model) -> Helper:
+    """Load what drafts for a model, if anything does; raises as `check_speculation`."""
+    found = check_speculation(config, model.prepared)
+    if config is not None and config.method == "self":
         _log.info("loading the model once more, rounded, to draft")
         return Helper(weights=load_self(model, config.weights))
-    if config is not None and config.method == "draft":
-        assert config.model is not None, "checked when it was made"
+    if found is not None:
         _log.info("loading the draft model")
-        prepared = model.prepared
-        source = resolve_model(config.model)
-        check_is_model(source)
-        draft = load(
-            source,
-            config.kv or "auto",
-            device=str(prepared.device),
-            weights=config.weights or "auto",
-            backend=prepared.backend,
-        )
-        check_draft(model, draft)
-        return Helper(model=draft)
+        return Helper(model=load_prepared(*found))
     if config is not None and config.method == "heads":
         _log.info("loading the model's multi-token-prediction layer")
         return Helper(head=load_mtp(model))

@@ -1,6 +1,7 @@
 """Drafts by n-grams: what followed the last tokens when they came before.
 
-Sources: Saxena 2023, "Prompt Lookup Decoding"; Oliaro et al. 2024, "SuffixDecoding", for outputs of other requests.
+Sources: Saxena 2023, "Prompt Lookup Decoding"; Oliaro et al. 2024, "SuffixDecoding", for outputs of other
+requests.
 """
 
 from array import array

@@ -1,9 +1,9 @@
 """The model as its own draft: with rounded weights, over the blocks of its own cache.
 
-What the draft reads of the text so far is what the model itself wrote; what it writes for its drafts goes to the
-slots that the step has for them, and the step writes them again. So it needs no cache, and no prompt is computed
-twice. Source: Zhang et al. 2024, "Draft & Verify", for a draft that is the model itself; Tiwari et al. 2025,
-"QuantSpec", for one whose weights are rounded.
+What the draft reads of the text so far is what the model itself wrote; what it writes for its drafts goes to
+the slots that the step has for them, and the step writes them again. So it needs no cache, and no prompt is
+computed twice. Source: Zhang et al. 2024, "Draft & Verify", for a draft that is the model itself; Tiwari et
+al. 2025, "QuantSpec", for one whose weights are rounded.
 """
 
 from dataclasses import replace
@@ -18,30 +18,31 @@ from kvq.errors import ConfigError
 from kvq.formats.weights import parse_weight_format
 from kvq.models import Model
 from kvq.models.model import load_prepared
+from kvq.models.prepared import PreparedModel
 from kvq.models.weights import LoadedWeights
 from kvq.scheduler import StepPlan
 
 _DEFAULT_WEIGHTS = "int4"
 
 
-def load_self(model: Model, weights: str | None) -> LoadedWeights:
-    """The model's weights rounded further; what is not rounded is shared with it.
-
-    Raises:
-        ConfigError: a model that is stored in codes already, or that keeps recurrent states.
-    """
-    prepared = model.prepared
+def check_self(prepared: PreparedModel, weights: str | None) -> None:
+    """Raise ConfigError for a model that is stored in codes already, or that keeps recurrent states."""
+    parse_weight_format(weights or _DEFAULT_WEIGHTS)
     if prepared.is_quantized:
         raise ConfigError(
-            f"speculation by self rounds the weights of the model, but {prepared.folder} holds quantized ones "
-            f"already; serve the unquantized model, or take the method ngram or draft"
+            f"speculation by self rounds the weights of the model, but {prepared.folder} holds quantized "
+            f"ones already; serve the unquantized model, or take the method ngram or draft"
         )
     if prepared.geometry.states:
         raise ConfigError(
             "speculation by self can't go back in recurrent states, which this model keeps; take the method "
             "ngram, or draft with a model that keeps none"
         )
-    rounded = replace(prepared, rounded_to=parse_weight_format(weights or _DEFAULT_WEIGHTS))
+
+
+def load_self(model: Model, weights: str | None) -> LoadedWeights:
+    """The model's weights rounded further; what is not rounded is shared with it."""
+    rounded = replace(model.prepared, rounded_to=parse_weight_format(weights or _DEFAULT_WEIGHTS))
     draft = load_prepared(rounded, model.recipe, model.static_scales).weights
     share_equal(model.weights, draft)
     return draft
@@ -65,12 +66,12 @@ class SelfDraft(Drafter):
     def __init__(self, sampler: Sampler, bind: Bind, runner: Runner, weights: LoadedWeights) -> None:
         super().__init__(sampler, bind)
         self._runner = runner
-        self._weights = weights
+        self.weights = weights
         self.draft_share = 0.5
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
         """Of the newest token of each branch, written where the step will write it."""
-        return self._runner.forward(_single(plan, growing), [], weights=self._weights).logits
+        return self._runner.forward(_single(plan, growing), [], weights=self.weights).logits
 
 
 def _single(plan: StepPlan, growing: list[Growing]) -> StepPlan:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvq.engine.job import Job
 from kvq.engine.runner import StepOutput
@@ -19,15 +18,6 @@ _MOST_FAILURES = 3  # of a proposer that raises, before it is left alone
 Drafts = dict[int, list[Drafted]]  # by the plan's indices
 
 
-@dataclass(slots=True)
-class Tally:
-    """Drafted tokens since the engine was built."""
-
-    steps: int = 0  # of sequences that had drafts
-    drafted: int = 0
-    accepted: int = 0
-
-
 class Speculator:
     """Has drafts proposed for the branches that go on by a token, where they pay."""
 
@@ -39,8 +29,8 @@ class Speculator:
         jobs: Jobs,
         clock: Callable[[], float],
     ) -> None:
-        self.config = config
-        self.tally = Tally()
+        self._k, self._adapts = config.k, config.adapts
+        self.looked_at = 0  # drafts whose forerunners were right
         self.depth = Depth(scheduler.costs, proposer.takes_passes, proposer.draft_share)
         self._proposer = proposer
         self._scheduler = scheduler
@@ -49,9 +39,14 @@ class Speculator:
         self._failures = 0
         self._drafted_last = True
 
+    def use(self, *, k: int, adapts: bool) -> None:
+        """From now on make so many drafts at most; 0 for none at all."""
+        self._k, self._adapts = k, adapts
+
     def plan(self) -> int:
         """Say how many drafts each branch shall have in the step that is planned next; how many in all."""
-        if self._failures >= _MOST_FAILURES:
+        if not self._k or self._failures >= _MOST_FAILURES:
+            self._drafted_last = False
             return 0
         most: dict[Branch, int] = {}
         num_decodes = 0
@@ -60,14 +55,19 @@ class Speculator:
                 continue
             num_decodes += 1
             job = self._jobs[branch.request]
-            limit = min(self.config.k, branch.most_drafts, self._within_state(branch))
+            limit = min(self._k, branch.most_drafts, self._within_state(branch))
             if job.beams is None and limit > 0 and (count := self._proposer.most(branch, job, limit)) > 0:
                 most[branch] = count
-        chosen = self.depth.choose(most, num_decodes) if self.config.adapts else most
+        chosen = self.depth.choose(most, num_decodes) if self._adapts else most
         for branch, count in chosen.items():
             branch.num_drafts = count
         self._drafted_last = bool(chosen)
         return sum(chosen.values())
+
+    @property
+    def proposer(self) -> Proposer:
+        """What makes the drafts."""
+        return self._proposer
 
     @property
     def may_draft(self) -> bool:
@@ -75,13 +75,16 @@ class Speculator:
         return self._failures < _MOST_FAILURES and self._drafted_last
 
     def draft(self, plan: StepPlan) -> Drafts:
-        """Fill in the drafts of a plan whose orders were carried out. Where that fails they are just wrong."""
+        """Fill in the drafts of a plan whose orders were carried out.
+
+        Where that fails they are just wrong.
+        """
         if not plan.num_drafts:
             return {}
         began = self._clock()
         try:
             drafts = self._proposer.propose(plan, self._jobs)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever a model raises; the step does without
             self._failures += 1
             _log.exception("drafting failed%s", "; no more is tried" * (self._failures == _MOST_FAILURES))
             return {i: [Drafted(0)] * count for i, count in enumerate(plan.drafts) if count}
@@ -97,15 +100,17 @@ class Speculator:
             return
         try:
             self._proposer.observe(plan, output, self._jobs)
-        except Exception:
+        except Exception:  # noqa: BLE001 - as above
             self._failures += 1
             _log.exception("what drafts could not follow a step")
 
     def learn(self, branch: Branch, job: Job, drafted: int, accepted: int) -> None:
         """A branch got tokens, `accepted` of `drafted` ones among them."""
-        self.tally.steps += 1
-        self.tally.drafted += drafted
-        self.tally.accepted += accepted
+        counters = self._scheduler.counters
+        counters.drafts += 1
+        counters.drafted_tokens += drafted
+        counters.accepted_tokens += accepted
+        self.looked_at += min(drafted, accepted + 1)
         job.drafted_tokens += drafted
         job.accepted_tokens += accepted
         self.depth.learn(branch, drafted, accepted)
@@ -124,5 +129,5 @@ class Speculator:
         """How many drafts the block holds in which a recurrent state lies, which they may not leave."""
         manager = self._scheduler.manager
         if manager.blocks.states is None:
-            return self.config.k
+            return self._k
         return manager.block_size - 1 - (len(branch.tokens) - 1) % manager.block_size

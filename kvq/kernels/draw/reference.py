@@ -113,7 +113,7 @@ def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
 
 
 def ranked_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> Tensor:
-    """Return what such rows draw from, int64 [rows, vocab], in token order: 0 where a filter drops a token."""
+    """Return what such rows draw from, int64 [rows, vocab], in token order: 0 where a filter drops one."""
     tokens, mass = _likeliest_masses(logits, peaks, settings, width)
     if settings.top_p is not None:
         sums = mass.cumsum(dim=-1)
@@ -121,9 +121,7 @@ def ranked_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int)
     return torch.zeros(logits.shape, dtype=torch.int64, device=logits.device).scatter_(1, tokens, mass)
 
 
-def _likeliest_masses(
-    logits: Tensor, peaks: Tensor, settings: Settings, width: int
-) -> tuple[Tensor, Tensor]:
+def _likeliest_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
     """The `width` likeliest tokens of each row, and their masses before top_p: int64, [rows, width] each."""
     values, tokens = ranked(logits, width)
     mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)

@@ -21,11 +21,13 @@ def draw_sums(sums: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(sums, marks[:, None], right=True)[:, 0].clamp_(max=sums.shape[-1] - 1)
 
 
-def keep_or_replace(target: Tensor, draft: Tensor, tokens: Tensor, keeping: Tensor, uniform: Tensor) -> Tensor:
+def keep_or_replace(
+    target: Tensor, draft: Tensor, tokens: Tensor, keeping: Tensor, uniform: Tensor
+) -> Tensor:
     """Return each row's token, int64 [rows]: the drafted one, or the one that replaces it, never the same.
 
-    `target`, `draft`: what p and q are proportional to, int64 [rows, vocab]; `tokens`: drawn from the draft, int64
-    [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], one to decide and one to draw.
+    `target`, `draft`: what p and q are proportional to, int64 [rows, vocab]; `tokens`: drawn from the draft,
+    int64 [rows]; `keeping`, `uniform`: random numbers in [0, 1), fp64 [rows], one to decide and one to draw.
     """
     p, q = _normalized(target), _normalized(draft)
     columns = tokens[:, None]

@@ -13,6 +13,7 @@ const show = (id, text) => {
 let samples = []; // [ms, tokens since the engine's start]
 let rates = []; // [ms, tokens a second]
 let failures = 0, timer = 0, asking = false;
+let drafts = ""; // what became of them
 
 async function poll() {
   if (asking || document.hidden) return;
@@ -75,6 +76,7 @@ function showTotals(totals) {
   drawRates(now);
   big("hits", totals.prompt_tokens ? [((100 * totals.cached_tokens) / totals.prompt_tokens).toFixed(0), "%"] : ["–", ""]);
   show("hits-more", totals.prompt_tokens ? `of ${count(totals.prompt_tokens)} prompt tokens` : "of prompt tokens");
+  drafts = totals.drafted_tokens ? `, ${((100 * totals.accepted_tokens) / totals.drafted_tokens).toFixed(0)}% of drafts right` : "";
   show("running", count(totals.running));
   const parts = ["running"];
   if (totals.waiting) parts.push(`${count(totals.waiting)} waiting`);
@@ -89,7 +91,7 @@ function showLatency(latency) {
   big("ttft", secondsParts(latency?.ttft_p50));
   big("itl", secondsParts(latency?.itl_p50));
   show("ttft-more", latency?.requests ? `p95 ${seconds(latency.ttft_p95)}` : "median");
-  show("itl-more", latency?.itl_p95 ? `p95 ${seconds(latency.itl_p95)}, p99 ${seconds(latency.itl_p99)}` : "median");
+  show("itl-more", (latency?.itl_p95 ? `p95 ${seconds(latency.itl_p95)}, p99 ${seconds(latency.itl_p99)}` : "median") + drafts);
 }
 
 function big(id, [number, unit]) {

@@ -22,6 +22,7 @@ from tests.engine.kit import (
     submit,
     tokens_of,
 )
+from tests.engine.speculation.kit import counts
 from tests.helpers_models import load_fp32, random_tokens
 from tests.helpers_mtp import (
     LAYERS,
@@ -56,13 +57,13 @@ def model(_numbers):
 def with_heads(model, **options):
     """An engine that drafts, and its drafter."""
     llm = engine(model, **({"speculation": HEADS} | options))
-    return llm, llm.core._speculator._proposer
+    return llm, llm.core.speculator.proposer
 
 
 def told(llm):
     """Drafts, and those of them that were right; nothing failed."""
-    assert llm.core._speculator._failures == 0
-    return llm.core._speculator.tally.drafted, llm.core._speculator.tally.accepted
+    assert llm.core.speculator._failures == 0
+    return counts(llm)
 
 
 def assert_nothing_is_kept(drafter):
@@ -296,7 +297,7 @@ def test_a_head_that_breaks_spoils_no_token(model, what):
     head.hidden = breaking
     assert tokens_of(llm.generate(prompts, PARAMS)) == expected
     assert count[0] > 3
-    assert (llm.core._speculator._failures > 0) == (what == "raises")
+    assert (llm.core.speculator._failures > 0) == (what == "raises")
     assert_nothing_is_kept(drafter)
 
 

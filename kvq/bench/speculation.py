@@ -1,0 +1,287 @@
+"""Drafting measured: how many drafts are right, how many tokens a step gives, and what that is worth.
+
+With a share `a` of right drafts and k of them a step gives (1 - a^(k + 1)) / (1 - a) tokens on average. If a
+pass of the draft costs r of a decode step, and checking drafts nothing, that is so many times faster divided
+by 1 + k r (Leviathan et al. 2023, section 3.2). Beside that stands what was measured; and the share that an
+offline tool finds, which never drafts: it compares both models' logits over texts that the model wrote.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq.bench.timing import in_turn, percentile
+from kvq.engine import LLM, SamplingParams
+from kvq.engine.speculation.config import Speculation
+from kvq.engine.speculation.draft_model import DraftModel
+from kvq.engine.speculation.ngram import NGrams
+from kvq.engine.speculation.self_draft import SelfDraft
+from kvq.engine.speculation.speculator import Speculator
+from kvq.errors import ConfigError
+from kvq.layout import KVLayout
+from kvq.models import Model
+from kvq.models.session import Session
+from kvq.models.weights import LoadedWeights
+
+_CHUNK = 512  # tokens of a text in one pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is drafted how, for which requests."""
+
+    speculation: Speculation
+    depths: tuple[int, ...]  # values of k
+    prompts: list[list[int]]
+    batch: int  # requests at a time
+    output_tokens: int
+    temperature: float
+    seed: int | None  # of requests, which then get the tokens that they get without drafts
+    repeats: int
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of all requests."""
+        return SamplingParams(
+            max_tokens=self.output_tokens, temperature=self.temperature, ignore_eos=True, seed=self.seed
+        )
+
+
+def expected_tokens(share: float, k: int) -> float:
+    """Tokens a step gives with k drafts, each right with probability `share` if those before it are."""
+    return float(k + 1) if share >= 1 else (1 - share ** (k + 1)) / (1 - share)
+
+
+@dataclass(slots=True)
+class _Contender:
+    """One way of drafting, and what was measured of it."""
+
+    k: int  # 0: none
+    adapts: bool
+    rates: list[float]  # tokens per second
+    generated: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    looked_at: int = 0
+    accepted: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """Of drafts whose forerunners were right, those that were right."""
+        return self.accepted / self.looked_at if self.looked_at else None
+
+
+def bench_speculation(
+    model: Model,
+    formats: Sequence[str],
+    plan: Plan,
+    *,
+    progress: Callable[[int, int], object] = lambda *_: None,
+    keep: Callable[[Callable[[], Sequence[Any]]], object] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """A row for each format and depth; depth 0 drafts nothing, the last row of a format chooses its depth.
+
+    Raises:
+        KVQError: a request failed.
+    """
+    rows: list[dict[str, Any]] = []
+    for number, kv in enumerate(formats):
+
+        def tell(done: int, total: int, before: int = number) -> None:
+            progress(before * total + done, len(formats) * total)
+
+        rows += _bench_format(model, kv, plan, tell)
+        keep(rows.copy)
+    return rows
+
+
+def _bench_format(
+    model: Model, kv: str, plan: Plan, progress: Callable[[int, int], object]
+) -> list[dict[str, Any]]:
+    longest = max(map(len, plan.prompts)) + plan.output_tokens
+    layout = model.with_kv(kv).layout
+    blocks = (plan.batch + 1) * (-(-longest // layout.block_size) + 1)
+    options: dict[str, Any] = {"num_blocks": blocks, "max_num_seqs": plan.batch, "max_context": longest}
+    contenders = [_Contender(0, False, [])] + [_Contender(k, False, []) for k in plan.depths]
+    contenders.append(_Contender(max(plan.depths), True, []))
+    with LLM(model, kv, speculation=plan.speculation, prefix_caching=False, **options) as llm:
+        speculator = llm.core.speculator
+        assert speculator is not None, "it was asked for"
+        plain = _run(llm, contenders[0], plan)
+        for contender in contenders[1:]:  # costs are learned, kernels compiled
+            _run(llm, contender, plan)
+        fresh = [_Contender(one.k, one.adapts, []) for one in contenders]
+        equal = 0
+        for done, (_, contender) in enumerate(in_turn(fresh, plan.repeats), 1):
+            tokens = _run(llm, contender, plan)
+            equal += tokens == plain
+            progress(done, plan.repeats * len(fresh))
+        offline = offline_share(llm, speculator, plan, plain)
+        cost = _draft_cost(speculator, plan.batch)
+    base = percentile(fresh[0].rates, 50)
+    repeatable = plan.temperature == 0 or plan.seed is not None
+    facts = {
+        "kv": kv,
+        "method": plan.speculation.method,
+        "offline_acceptance": offline,
+        "draft_cost": cost,
+        "runs_with_equal_tokens": equal / (plan.repeats * len(fresh)) if repeatable else None,
+    }
+    return [facts | _row(one, base, plan, offline, cost) for one in fresh]
+
+
+def _row(one: _Contender, base: float, plan: Plan, offline: float | None, cost: float) -> dict[str, Any]:
+    share, rate = one.share, percentile(one.rates, 50)
+    measured = one.generated / (one.generated - one.accepted)
+    expected = None if share is None or one.adapts else expected_tokens(share, one.k)
+    return {
+        "k": one.k,
+        "adapts": one.adapts,
+        "acceptance": share,
+        "draft_acceptance": one.accepted / one.drafted if one.drafted else None,
+        "drafts_per_step": one.drafted / (one.generated - one.accepted),
+        "expected_tokens_per_step": expected,
+        "tokens_per_step": measured,
+        "expected_speedup": None if expected is None else expected / (1 + one.k * cost),
+        "output_tokens_per_s": rate,
+        "output_tokens_per_s_p10": percentile(one.rates, 10),
+        "output_tokens_per_s_p90": percentile(one.rates, 90),
+        "speedup": rate / base,
+        "batch": plan.batch,
+    }
+
+
+def _run(llm: LLM, contender: _Contender, plan: Plan) -> list[list[int]]:
+    """Serve all prompts, `batch` at a time, and count."""
+    speculator, counters = llm.core.speculator, llm.core.scheduler.counters
+    assert speculator is not None, "it was asked for"
+    speculator.use(k=contender.k, adapts=contender.adapts)
+    before = counters.drafts, counters.drafted_tokens, counters.accepted_tokens, speculator.looked_at
+    began = perf_counter()
+    outputs = llm.generate(plan.prompts, plan.params)
+    seconds = perf_counter() - began
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    contender.rates.append(sum(map(len, tokens)) / seconds)
+    contender.generated += sum(map(len, tokens))
+    after = counters.drafts, counters.drafted_tokens, counters.accepted_tokens, speculator.looked_at
+    drafts, drafted, accepted, looked_at = (b - a for a, b in zip(before, after, strict=True))
+    contender.drafts += drafts
+    contender.drafted += drafted
+    contender.accepted += accepted
+    contender.looked_at += looked_at
+    return tokens
+
+
+def _draft_cost(speculator: Speculator, batch: int) -> float:
+    """What a pass of the draft costs, of a decode step; 0 for n-grams."""
+    step = speculator.depth.costs.decode_s(batch)
+    return speculator.depth.draft_s(batch) / step if speculator.depth.takes_passes and step else 0.0
+
+
+# Without drafting
+
+
+def offline_share(llm: LLM, speculator: Speculator, plan: Plan, texts: list[list[int]]) -> float | None:
+    """The share of drafts that would be right, found without drafting; None for heads.
+
+    Of models: over the tokens that the model wrote, how often both find the same one likeliest; with a
+    temperature the mean of sum(min(p, q)), which is the probability that a draft of q is kept. Of n-grams:
+    what they would have guessed along these texts.
+    """
+    if speculator.proposer.takes_passes is False:
+        return _lookup_share(plan, texts)
+    model, proposer = llm.model, speculator.proposer
+    if isinstance(proposer, DraftModel):
+        other: tuple[LoadedWeights, KVLayout] = (proposer.session.weights, proposer.session.layout)
+    elif isinstance(proposer, SelfDraft):
+        other = (proposer.weights, model.layout)
+    else:
+        return None
+    shares: list[Tensor] = []
+    for prompt, text in zip(plan.prompts, texts, strict=True):
+        ids, first = prompt + text, len(prompt) - 1
+        p, q = (_logits(*one, ids)[first:-1] for one in ((model.weights, model.layout), other))
+        shares.append(_agreement(p, q, plan.temperature))
+    return float(torch.cat(shares).mean())
+
+
+def _agreement(p: Tensor, q: Tensor, temperature: float) -> Tensor:
+    """Of each row, fp64 [rows]."""
+    width = min(p.shape[-1], q.shape[-1])
+    if temperature == 0:
+        return (p[:, :width].argmax(dim=-1) == q[:, :width].argmax(dim=-1)).double()
+    one, other = ((x[:, :width].double() / temperature).softmax(dim=-1) for x in (p, q))
+    return torch.minimum(one, other).sum(dim=-1)
+
+
+def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
+    """Behind every token, over a cache of its own: fp32 [tokens, vocab]."""
+    session = Session(weights, layout, max_tokens=len(ids))
+    sequence, parts = session.new_sequence(), []
+    for at in range(0, len(ids), _CHUNK):
+        parts.append(session.forward([(sequence, ids[at : at + _CHUNK])], all_rows=True)[0].logits)
+    return torch.cat(parts)
+
+
+def _lookup_share(plan: Plan, texts: list[list[int]]) -> float | None:
+    right = looked_at = 0
+    for prompt, text in zip(plan.prompts, texts, strict=True):
+        known = NGrams()
+        known.extend(prompt)
+        at = 0
+        while at < len(text):
+            known.extend(text[len(known.tokens) - len(prompt) : at])
+            limit = min(max(plan.depths), len(text) - at - 1)
+            guessed = known.following(known.tokens, limit) if limit else []
+            good = _common(guessed, text[at:])
+            looked_at += min(len(guessed), good + 1)
+            right += good
+            at += good + 1
+    return right / looked_at if looked_at else None
+
+
+def _common(some: Sequence[int], others: Sequence[int]) -> int:
+    for i, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return i
+    return min(len(some), len(others))
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the rows say, a line a format."""
+    lines = []
+    for kv in dict.fromkeys(row["kv"] for row in rows):
+        mine = [row for row in rows if row["kv"] == kv and row["k"]]
+        fixed = max((row for row in mine if not row["adapts"]), key=lambda row: row["speedup"])
+        own = next(row for row in mine if row["adapts"])
+        share = (
+            "no draft was made"
+            if fixed["acceptance"] is None
+            else f"{fixed['acceptance']:.0%} of drafts right"
+        )
+        word = "pays" if fixed["speedup"] > 1.02 else "does not pay"
+        lines.append(
+            f"{kv}: drafting {word} at batch {fixed['batch']}: {fixed['speedup']:.2f} times the tokens "
+            f"per second with k={fixed['k']}, {share}, {fixed['tokens_per_step']:.2f} tokens a step; "
+            f"left to itself {own['speedup']:.2f} times"
+        )
+    return lines
+
+
+def check_depths(text: str, most: int) -> tuple[int, ...]:
+    """Values of k from a text with commas.
+
+    Raises:
+        ConfigError: others than whole numbers of 1 to `most`.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and 1 <= int(part) <= most for part in parts):
+        raise ConfigError(f"--k takes whole numbers of 1 to {most} with commas between, got {text!r}")
+    return tuple(dict.fromkeys(map(int, parts)))

@@ -1,0 +1,155 @@
+"""`kvq bench speculation`: what drafting is worth."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.options import (
+    PATH,
+    SPECULATION,
+    Finite,
+    ModelOptions,
+    gathered,
+    json_option,
+    kv_option,
+    model_options,
+    option,
+)
+from kvq.commands.screen import echo
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvq.bench.speculation import Plan
+    from kvq.models.prepared import PreparedModel
+
+_COLUMNS = {
+    "kv": ("KV", ""),
+    "name": ("k", ""),
+    "acceptance": ("right", ".1%"),
+    "offline_acceptance": ("offline", ".1%"),
+    "tokens_per_step": ("tokens a step", ".2f"),
+    "expected_tokens_per_step": ("expected", ".2f"),
+    "output_tokens_per_s": ("output tok/s", ",.1f"),
+    "output_tokens_per_s_p10": ("p10", ",.1f"),
+    "output_tokens_per_s_p90": ("p90", ",.1f"),
+    "speedup": ("faster", ".2f"),
+    "expected_speedup": ("expected", ".2f"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is drafted how, for which requests."""
+
+    speculation: str = option("ngram", SPECULATION)
+    k: str = option("1,2,3,4,6", "Numbers of drafts that are tried, with commas between.")
+    batch: int = option(1, "Requests at a time.", type=click.IntRange(1, 4096))
+    requests: int = option(4, type=click.IntRange(1, 100_000))
+    input_len: int = option(128, "Tokens of each prompt.", type=click.IntRange(1, 1 << 20))
+    output_len: int = option(128, "Tokens generated for each.", type=click.IntRange(2, 1 << 20))
+    temperature: float = option(0.0, "0 takes the likeliest token.", type=Finite(0, 10))
+    seed: int | None = option(
+        None, "Of requests, which then get the tokens that they get without drafts.", type=int
+    )
+    text: Path | None = option(
+        None, "Prompts are cut from this text.  [default: help topics of Python]", type=PATH
+    )
+    repeats: int = option(5, type=click.IntRange(1, 1000))
+
+
+@click.command(name="speculation")
+@kv_option("auto", many=True)
+@model_options
+@gathered(Asked, "asked")
+@json_option
+@click.option("--plot", "plot_path", type=click.Path(), help="Draw speed over k (.svg, .png).")
+def speculation(
+    kv: list[str], model_options: ModelOptions, asked: Asked, json_path: str | None, plot_path: str | None
+) -> None:
+    """Drafted tokens: how many are right, how many tokens a step gives, and how much faster that is.
+
+    Every k, no drafts at all, and as many as the engine finds worth it run in turn in every repeat. Right: of
+    drafts whose forerunners were right; offline: the same, found by comparing models over the text without
+    drafting.
+    """
+    from kvq.bench.figures import speculation_figure
+    from kvq.bench.speculation import bench_speculation, verdict
+    from kvq.commands.loading import check_for
+    from kvq.commands.progress import progress_bar
+    from kvq.commands.results import FinishedRows, begin, result_of
+    from kvq.evals.figure import write_figure
+
+    begin(json_path, plot=plot_path)
+    checked = check_for(model_options, kv)
+    plan = _plan(checked.prepared, asked)
+    model = checked.load()
+    facts = {"model": model.description, "refused": checked.refused}
+
+    def whole(rows: "Sequence[Any]") -> dict[str, Any]:
+        return result_of(rows, model.weights.device, facts | {"verdict": verdict(rows)})
+
+    with FinishedRows(json_path, whole, _print) as finished:
+        with progress_bar("drafting") as progress:
+            rows = bench_speculation(model, checked.kv, plan, progress=progress, keep=finished.keep)
+        result = finished.end(rows)
+    if plot_path is not None:
+        write_figure(plot_path, speculation_figure, result)
+
+
+def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
+    """Check the options and put them together."""
+    from kvq.bench.speculation import Plan, check_depths
+    from kvq.engine.build import check_cache
+    from kvq.engine.speculation.config import MOST_DRAFTS, parse_speculation
+    from kvq.engine.speculation.make import check_speculation
+    from kvq.evals.text import decoded, default_text
+
+    check_cache(model)
+    how = parse_speculation(asked.speculation)
+    if how is None:
+        raise ConfigError("--speculation says how tokens are drafted; off leaves nothing to measure")
+    check_speculation(how, model)
+    depths = check_depths(asked.k, MOST_DRAFTS)
+    text = default_text().text if asked.text is None else decoded(asked.text)
+    ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    needed = asked.requests * asked.input_len
+    if len(ids) < asked.input_len:
+        raise ConfigError(
+            f"the text has {len(ids):,} tokens; prompts of --input-len {asked.input_len:,} need more"
+        )
+    stride = (
+        max(1, (len(ids) - asked.input_len) // max(1, asked.requests - 1))
+        if needed > len(ids)
+        else asked.input_len
+    )
+    starts = [i * stride % (len(ids) - asked.input_len + 1) for i in range(asked.requests)]
+    if asked.input_len + asked.output_len > model.max_context:
+        raise ConfigError(
+            f"{asked.input_len:,} and {asked.output_len:,} tokens are more than the model's context of "
+            f"{model.max_context:,}; lower --input-len or --output-len"
+        )
+    return Plan(
+        speculation=replace(how, k=max(depths)),
+        depths=depths,
+        prompts=[ids[start : start + asked.input_len] for start in starts],
+        batch=min(asked.batch, asked.requests),
+        output_tokens=asked.output_len,
+        temperature=asked.temperature,
+        seed=asked.seed,
+        repeats=asked.repeats,
+    )
+
+
+def _print(result: dict[str, Any]) -> None:
+    from kvq.commands.tables import print_columns
+
+    echo(f"model   {result['model']}")
+    echo(f"device  {result['device']}")
+    named = [row | {"name": "adapts" if row["adapts"] else str(row["k"] or "none")} for row in result["rows"]]
+    print_columns(named, _COLUMNS)
+    for line in result["verdict"]:
+        echo(line)
