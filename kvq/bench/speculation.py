@@ -160,6 +160,7 @@ def _run(llm: LLM, contender: _Contender, plan: Plan) -> list[list[int]]:
     speculator, counters = llm.core.speculator, llm.core.scheduler.counters
     assert speculator is not None, "it was asked for"
     speculator.use(k=contender.k, adapts=contender.adapts)
+    speculator.proposer.begin_anew()  # else n-grams would find the answers of the run before
     before = counters.drafts, counters.drafted_tokens, counters.accepted_tokens, speculator.looked_at
     began = perf_counter()
     outputs = llm.generate(plan.prompts, plan.params)
@@ -232,6 +233,7 @@ def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
 
 def _lookup_share(plan: Plan, texts: list[list[int]]) -> float | None:
     right = looked_at = 0
+    answers = NGrams()
     for prompt, text in zip(plan.prompts, texts, strict=True):
         known = NGrams()
         known.extend(prompt)
@@ -239,11 +241,12 @@ def _lookup_share(plan: Plan, texts: list[list[int]]) -> float | None:
         while at < len(text):
             known.extend(text[len(known.tokens) - len(prompt) : at])
             limit = min(max(plan.depths), len(text) - at - 1)
-            guessed = known.following(known.tokens, limit) if limit else []
+            guessed = known.following(known.tokens, limit) or answers.following(known.tokens, limit)
             good = _common(guessed, text[at:])
             looked_at += min(len(guessed), good + 1)
             right += good
             at += good + 1
+        answers.extend(text)
     return right / looked_at if looked_at else None
 
 

@@ -56,7 +56,7 @@ class Depth:
     def choose(self, most: Mapping[Branch, int], num_decodes: int) -> dict[Branch, int]:
         """How many drafts to make, for those of the branches that shall have some; `most`: at most."""
         usual = self.costs.decode_s(num_decodes)
-        if usual <= 0 or not any(most.values()):
+        if usual <= 0 or not any(most.values()) or not self.costs.knows_decode(num_decodes):
             return {}
         common, worth = self.seen.share(_HOPED, _HOPE), []
         for branch, count in most.items():

@@ -34,5 +34,8 @@ class Proposer(ABC):
     def forget(self, branch: Branch, job: Job) -> None:  # noqa: B027 - see above
         """A branch ended."""
 
+    def begin_anew(self) -> None:  # noqa: B027 - see above
+        """Forget what requests that ended left behind."""
+
     def close(self) -> None:  # noqa: B027 - see above
         """Give back what lies outside the device."""

@@ -1,0 +1,88 @@
+"""How many drafts are made: as many as pay, by what was seen."""
+
+from array import array
+
+import pytest
+
+from kvq.engine.speculation.depth import Depth, Seen
+from kvq.scheduler import Branch, FixedCosts, MeasuredCosts, Request
+
+
+def branches(count: int) -> list[Branch]:
+    return [
+        Branch(request=Request(id=str(i), tokens=array("I", (1,)), max_tokens=9), tokens=array("I", (1,)))
+        for i in range(count)
+    ]
+
+
+def depth(step_s: float, row_s: float, *, pass_s: float = 0.0) -> Depth:
+    """Of steps that take `step_s` and `row_s` for each token, and passes of a draft that take so long."""
+    found = Depth(FixedCosts(step_s=step_s, decode_token_s=row_s), takes_passes=pass_s > 0)
+    for _ in range(10):
+        if pass_s:
+            found.draft_s.observe(1, pass_s)
+    return found
+
+
+def learned(one: Depth, branch: Branch, share: float, steps: int = 200) -> None:
+    """So many drafts of a branch were right, of four each time."""
+    total = 0.0
+    for _ in range(steps):
+        total += 4 * share
+        right = int(total)
+        total -= right
+        one.learn(branch, 4, right)
+
+
+def test_free_drafts_are_all_made_and_dear_ones_none():
+    [branch] = branches(1)
+    assert depth(1.0, 0.0).choose({branch: 4}, 1) == {branch: 4}
+    assert depth(0.0, 1.0).choose({branch: 4}, 1) == {}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("row_s", [0.05, 0.2])
+@pytest.mark.parametrize("pass_s", [0.0, 0.1, 0.4])
+def test_the_depth_is_the_one_with_most_tokens_a_second(share, row_s, pass_s):
+    [branch] = branches(1)
+    one = depth(1.0, row_s, pass_s=pass_s)
+    one.seen = Seen(looked_at=1e9, right=share * 1e9)
+    rates = {k: sum(share**j for j in range(k + 1)) / (1 + row_s * (1 + k) + pass_s * k) for k in range(7)}
+    best = max(rates, key=lambda k: rates[k])
+    chosen = one.choose({branch: 6}, 1).get(branch, 0)
+    assert rates[chosen] >= max(rates.values()) / 1.021
+    assert abs(chosen - best) <= 1
+
+
+def test_a_sequence_whose_drafts_are_right_gets_more_of_them():
+    good, bad = branches(2)
+    one = depth(1.0, 0.2)
+    for _ in range(100):
+        one.learn(good, 4, 4)
+        one.learn(bad, 4, 0)
+    chosen = one.choose({good: 4, bad: 4}, 2)
+    assert chosen[good] > chosen.get(bad, 0)
+
+
+def test_after_failures_drafts_are_tried_again_some_time():
+    [branch] = branches(1)
+    one = depth(1.0, 0.35)
+    while one.choose({branch: 4}, 1):
+        one.learn(branch, 4, 0)
+    for waited in range(2000):  # noqa: B007 - it is what is looked for
+        if one.choose({branch: 4}, 1):
+            break
+    assert 10 < waited < 1000, "they are tried again, and not at once"
+
+
+def test_a_large_batch_is_not_slowed_down_to_find_out():
+    """Before any draft was checked, prompts have shown what a token costs."""
+    costs = MeasuredCosts()
+    for _ in range(50):
+        costs.observe(num_decodes=32, prefill_tokens=0, depth=0, seconds=0.020)
+        costs.observe(num_decodes=32, prefill_tokens=64, depth=0, seconds=0.060)
+        costs.observe(num_decodes=1, prefill_tokens=0, depth=0, seconds=0.015)
+    one, many = Depth(costs, takes_passes=False), branches(32)
+    one.seen = Seen(looked_at=1e9, right=0.5e9)
+    assert one.choose(dict.fromkeys(many, 4), 32) == {}
+    assert one.choose({many[0]: 4}, 1)[many[0]] >= 3
