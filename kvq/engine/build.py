@@ -12,7 +12,7 @@ from kvq.engine.dry_run import dry_run
 from kvq.engine.marking import read_marking
 from kvq.engine.memory import planned_pools, swap_slots, told
 from kvq.engine.runner import Runner
-from kvq.engine.speculation.config import parse_speculation
+from kvq.engine.speculation.config import parse_speculation, reads_hidden
 from kvq.engine.speculation.make import check_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
@@ -151,6 +151,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         swap_folder=config.swap_folder,
         max_num_seqs=pools.sequences,
         max_context=max_context,
+        keeps_hidden=reads_hidden(config.speculation),
     )
     manager = BlockManager(
         num_blocks=num_blocks,

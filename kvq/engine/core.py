@@ -190,6 +190,8 @@ class EngineCore(StaysHere):
             else:
                 running = self._launcher.resume(ahead)
             plan, output = running.plan, running.output
+            if self.speculator is not None:
+                self.speculator.observe(plan, output)
             ran = self._clock()
             pending = self._chooser.choose(plan, output, self._jobs, running.errors, running.drafts)
             launched = self._clock()

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from kvq.engine.job import Job
+from kvq.engine.runner import StepOutput
 from kvq.engine.sampling.sampler import Drafted
 from kvq.scheduler import Branch, Request, StepPlan
 
@@ -23,6 +24,9 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
         """Exactly `plan.drafts[i]` drafts for each of its branches that has room for some, by index."""
+
+    def observe(self, plan: StepPlan, output: StepOutput, jobs: Jobs) -> None:  # noqa: B027 - see below
+        """A step ran, whose tokens but drafts are known; nobody knows yet what follows."""
 
     def learn(self, branch: Branch, job: Job) -> None:  # noqa: B027 - not everybody keeps something
         """A branch got tokens."""
