@@ -13,7 +13,7 @@ from kvq.engine.marking import read_marking
 from kvq.engine.memory import planned_pools, swap_slots, told
 from kvq.engine.runner import Runner
 from kvq.engine.speculation.config import parse_speculation, reads_hidden
-from kvq.engine.speculation.make import check_speculation
+from kvq.engine.speculation.make import Helper, check_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
@@ -118,20 +118,28 @@ def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
         raise ConfigError(f"unknown option {name!r}{hint} {what} {sorted(known)}")
 
 
-def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[Scheduler, Runner]:
-    """Size everything: a step of full size over a small pool first, then the real pools."""
+def build_parts(
+    model: Model, config: EngineConfig, max_context: int, helper: Helper
+) -> tuple[Scheduler, Runner]:
+    """Size everything: a step of full size over a small pool first, then the real pools.
+
+    What drafts gets a pool for as many tokens out of the same free memory.
+    """
     layout, device = model.layout, model.weights.device
     costs, activation_bytes = MeasuredCosts(), 0
     if config.num_blocks is None and config.kv_memory is None:
         _log.info("measuring a step of %d tokens", config.max_num_batched_tokens)
         tried = dry_run(model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=max_context)
         costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
+    own, free = layout.kv_bytes_per_token, available_bytes(device)
+    if free is not None:
+        free = round(free * own / (own + helper.kv_bytes_per_token))
     pools = planned_pools(
         layout,
         config,
         on_gpu=device.type == "cuda",
         max_context=max_context,
-        free_bytes=available_bytes(device),
+        free_bytes=free,
         activation_bytes=activation_bytes,
     )
     num_blocks, step_tokens = pools.num_blocks, pools.step_tokens

@@ -60,7 +60,7 @@ class EngineCore(StaysHere):
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
         speculation = parse_speculation(config.speculation)
         helper = load_helper(speculation, model)
-        self.scheduler, self.runner = build_parts(model, config, self.max_context)
+        self.scheduler, self.runner = build_parts(model, config, self.max_context, helper)
         sampler = Sampler(
             max_rows=config.max_num_seqs,
             vocab_size=model.geometry.vocab_size,

@@ -10,6 +10,7 @@ section 2.2; Gloeckle et al. 2024, "Better & Faster Large Language Models via Mu
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 
 from kvq.cache.attention import PackedAttention
 from kvq.errors import ConfigError, KVQError, ModelError, first_lines
+from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.layout import KVLayout, plan_layout
+from kvq.models.device import DTYPE_NAMES
 from kvq.models.handing_on import hand_on_steps
 from kvq.models.latents import attach_expansions
 from kvq.models.linear import has_own_products, pack_linears
@@ -38,6 +42,14 @@ class MtpHead:
         self.prepared = prepared  # of the model
         self.geometry = geometry
         self._mtp = mtp
+
+    @cached_property
+    def layout(self) -> KVLayout:
+        """Of blocks for its own K and V, in the model's type."""
+        recipe = KVRecipe.named(DTYPE_NAMES[self.prepared.dtype], self.geometry.head_dims)
+        return plan_layout(
+            self.geometry, recipe, block_size=self.prepared.block_size, order=self.prepared.order
+        )
 
     def hidden(self, tokens: Tensor, positions: Tensor, states: Tensor, step: PackedAttention) -> Tensor:
         """What it makes of `states`, [rows, hidden_size], what the model or it made of the tokens before

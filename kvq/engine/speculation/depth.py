@@ -18,6 +18,7 @@ _HOPE = 4.0  # drafts that it counts as
 _SHARED = 8.0  # drafts that the share of all requests counts as in that of one
 _MEMORY = 0.98  # of what was seen, a step
 _GAIN = 1.02  # at least so much must be won
+_TRIALS = 2  # times that a draft is asked for by so many sequences before it is known what that costs
 
 
 @dataclass(slots=True)
@@ -48,7 +49,6 @@ class Depth:
 
     costs: CostModel
     takes_passes: bool  # drafting takes a pass of a model for each further token
-    draft_share: float = 0.0  # what such a pass is taken to cost, of a decode step, before any was measured
     draft_s: BySize = field(default_factory=BySize)  # of one pass, by the number of sequences
     seen: Seen = field(default_factory=Seen)  # of all requests
     _by_branch: dict[Branch, Seen] = field(default_factory=dict)
@@ -58,6 +58,8 @@ class Depth:
         usual = self.costs.decode_s(num_decodes)
         if usual <= 0 or not any(most.values()) or not self.costs.knows_decode(num_decodes):
             return {}
+        if self.takes_passes and self.draft_s.count(len(most)) < _TRIALS:
+            return dict.fromkeys(most, 1)
         common, worth = self.seen.share(_HOPED, _HOPE), []
         for branch, count in most.items():
             own = self._by_branch.get(branch)
@@ -93,5 +95,5 @@ class Depth:
     def _seconds(self, num_decodes: int, num_drafts: int, passes: int, drafting: int) -> float:
         seconds = self.costs.verify_s(num_decodes, num_drafts)
         if self.takes_passes:
-            seconds += passes * (self.draft_s(drafting) or self.draft_share * self.costs.decode_s(drafting))
+            seconds += passes * self.draft_s(drafting)
         return seconds

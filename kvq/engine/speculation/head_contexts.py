@@ -14,10 +14,7 @@ from torch import Tensor
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.backend import CacheBackend
 from kvq.engine.transfers import upload
-from kvq.formats import KVRecipe
 from kvq.kernels import SequenceBatch
-from kvq.layout import plan_layout
-from kvq.models.device import DTYPE_NAMES
 from kvq.models.mtp import MtpHead
 from kvq.models.packing import padded, positions_of
 from kvq.models.prepared import make_cache
@@ -85,12 +82,10 @@ class HeadCache:
         Raises:
             OutOfMemory: they don't fit.
         """
-        prepared, geometry = head.prepared, head.geometry
-        recipe = KVRecipe.named(DTYPE_NAMES[prepared.dtype], geometry.head_dims)
-        layout = plan_layout(geometry, recipe, block_size=prepared.block_size, order=prepared.order)
+        layout = head.layout
         num_blocks = [-(-tokens // layout.block_size)] * len(layout.groups)
         self.manager = BlockManager(num_blocks=num_blocks, block_size=layout.block_size, **layout.holding)
-        self._cache: CacheBackend = make_cache(prepared, layout, num_blocks=num_blocks)
+        self._cache: CacheBackend = make_cache(head.prepared, layout, num_blocks=num_blocks)
         self._head = head
 
     def begin(self, start: int) -> Context:

@@ -19,14 +19,13 @@ from kvq.models.mtp import MtpHead
 from kvq.scheduler import Branch, StepPlan
 
 _WAITING = 256  # states of a branch that may wait for the next draft; more are read at once
-_MOST_SHARE = 0.5
 
 
 class Heads(Drafter):
     """Follows every branch with a context of the head's own."""
 
-    def __init__(self, sampler: Sampler, bind: Bind, head: MtpHead, *, tokens: int, layers: int) -> None:
-        """`tokens`: those of all branches that the head may have read. `layers`: the model's.
+    def __init__(self, sampler: Sampler, bind: Bind, head: MtpHead, *, tokens: int) -> None:
+        """`tokens`: those of all branches that the head may have read.
 
         Raises:
             ConfigError: attention of the head that kvq doesn't run.
@@ -39,7 +38,6 @@ class Heads(Drafter):
         self._cache = HeadCache(head, tokens)
         self._contexts: dict[Branch, Context] = {}
         self._newest: dict[Branch, Tensor] = {}  # [hidden_size], of the drafts in the making
-        self.draft_share = min(_MOST_SHARE, 2 / layers)
         self._try()
 
     def observe(self, plan: StepPlan, output: StepOutput, jobs: Jobs) -> None:

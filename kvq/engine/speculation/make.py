@@ -36,6 +36,13 @@ class Helper:
     weights: LoadedWeights | None = None
     head: MtpHead | None = None
 
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of a cache of its own."""
+        if self.model is not None:
+            return self.model.kv_bytes_per_token
+        return 0.0 if self.head is None else self.head.layout.kv_bytes_per_token
+
 
 def check_speculation(
     config: Speculation | None, model: PreparedModel
@@ -97,8 +104,7 @@ def make_speculator(
     if helper.weights is not None:
         proposer = SelfDraft(sampler, chooser.bind, runner, helper.weights)
     elif helper.head is not None:
-        layers = len(model.geometry.layers)
-        proposer = Heads(sampler, chooser.bind, helper.head, tokens=tokens, layers=layers)
+        proposer = Heads(sampler, chooser.bind, helper.head, tokens=tokens)
     elif helper.model is not None:
         session = Session.of_tokens(helper.model.weights, helper.model.layout, tokens)
         proposer = DraftModel(sampler, chooser.bind, session, vocab_size=model.geometry.vocab_size)

@@ -15,7 +15,6 @@ class Proposer(ABC):
     """Says for how many tokens of which branches it has a guess, then guesses. Guesses may be wrong."""
 
     takes_passes: bool  # drafting takes a pass of a model for each further token
-    draft_share: float = 0.0  # what one is taken to cost, of a decode step, before any was measured
 
     @abstractmethod
     def most(self, branch: Branch, job: Job, limit: int) -> int:

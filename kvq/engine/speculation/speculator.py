@@ -31,7 +31,7 @@ class Speculator:
     ) -> None:
         self._k, self._adapts = config.k, config.adapts
         self.looked_at = 0  # drafts whose forerunners were right
-        self.depth = Depth(scheduler.costs, proposer.takes_passes, proposer.draft_share)
+        self.depth = Depth(scheduler.costs, proposer.takes_passes)
         self._proposer = proposer
         self._scheduler = scheduler
         self._jobs = jobs
