@@ -24,6 +24,7 @@ _COMMANDS = {
     "serve": ("serve", "Serve a model over HTTP, as OpenAI does."),
     "run-batch": ("run_batch", "Answer a file of requests, in OpenAI's batch format; resumable."),
     "chat": ("chat", "Chat in the terminal, with a model or with a running server."),
+    "detect-watermark": ("detect_watermark", "Find kvq's watermark in texts, and make keys for it."),
     "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
     "tune": ("tune", "Find the formats of every layer that cost least within a memory budget."),

@@ -38,6 +38,8 @@ def table(result: dict) -> str:
         return predictions_table(result)
     if "expanded" in result["rows"][0]:
         return latents_table(result)
+    if "detected" in result["rows"][0]:
+        return watermarks_table(result)
     if "share_of_first" in result["rows"][0]:
         return snapshots_table(result)
     if "routing" in result["rows"][0]:
@@ -83,6 +85,51 @@ def snapshots_table(result: dict) -> str:
         )
     tokens, repeats = result["rows"][0]["prompt_tokens"], len(result["rows"][0]["ttft_s"]["first"]["all"])
     return "\n".join([*lines, "", f"Medians of {repeats} prompts of {tokens:,} tokens. {_measured(result)}"])
+
+
+def watermarks_table(result: dict) -> str:
+    """The tables of a benchmarks/watermark.py result: marked texts, then unmarked ones."""
+    lines = [
+        "| scheme | temperature | found | in their text alone | median z | perplexity |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        shares = [
+            f"{row[kind] / row['texts']:.1%} ({low:.1%} to {high:.1%})"
+            for kind in ("detected", "detected_in_text")
+            for low, high in [row[f"{kind}_interval"]]
+        ]
+        low, high = row["perplexity_change_interval"]
+        lines.append(
+            f"| `{row['scheme']}` | {row['temperature']} | {' | '.join(shares)} | {row['z_median']:.1f} "
+            f"| {row['perplexity_change']:+.0%} ({low:+.0%} to {high:+.0%}) |"
+        )
+    first = result["rows"][0]
+    lines += [
+        "",
+        f"{first['texts']} texts of {first['tokens']} tokens each, with {result['marking_keys']} keys, found "
+        f"at p below {result['false_alarm_bar']}; perplexity of the drawn tokens under the model as it is, "
+        f"against unmarked texts; 95% intervals.",
+        "",
+        "| unmarked texts | tests | p below 0.0001 | p below 0.01 | of the luckiest and the unluckiest key |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, row in {row["scheme"].partition(",")[0]: row for row in result["rows"]}.items():
+        least, most = row["below_1_percent_of_keys"]
+        share = row["false_alarms"] / row["tests"]
+        lines.append(
+            f"| `{name}` | {row['tests']:,} | {row['false_alarms']} ({share:.4%}) "
+            f"| {row['below_1_percent'] / row['tests']:.2%} | {least:.2%}, {most:.2%} |"
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{result['windows']:,} windows of WikiText-2's test split and {first['texts']} texts of the "
+            f"model, each tested with {result['other_keys']} keys. Model: {result['model']}. "
+            f"{measured_on(result)}",
+        ]
+    )
 
 
 def latents_table(result: dict) -> str:

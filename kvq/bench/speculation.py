@@ -160,6 +160,7 @@ def _run(llm: LLM, contender: _Contender, plan: Plan) -> list[list[int]]:
     speculator, counters = llm.core.speculator, llm.core.scheduler.counters
     assert speculator is not None, "it was asked for"
     speculator.use(k=contender.k, adapts=contender.adapts)
+    speculator.proposer.begin_anew()  # else n-grams would find the answers of the run before
     before = counters.drafts, counters.drafted_tokens, counters.accepted_tokens, speculator.looked_at
     began = perf_counter()
     outputs = llm.generate(plan.prompts, plan.params)
@@ -198,18 +199,32 @@ def offline_share(llm: LLM, speculator: Speculator, plan: Plan, texts: list[list
     if speculator.proposer.takes_passes is False:
         return _lookup_share(plan, texts)
     model, proposer = llm.model, speculator.proposer
-    if isinstance(proposer, DraftModel):
-        other: tuple[LoadedWeights, KVLayout] = (proposer.session.weights, proposer.session.layout)
-    elif isinstance(proposer, SelfDraft):
-        other = (proposer.weights, model.layout)
-    else:
-        return None
     shares: list[Tensor] = []
     for prompt, text in zip(plan.prompts, texts, strict=True):
         ids, first = prompt + text, len(prompt) - 1
-        p, q = (_logits(*one, ids)[first:-1] for one in ((model.weights, model.layout), other))
+        p = _logits(model.weights, model.layout, ids)[first:-1]
+        if isinstance(proposer, DraftModel):
+            q = _logits(proposer.session.weights, proposer.session.layout, ids)[first:-1]
+        elif isinstance(proposer, SelfDraft) and not model.recipe.is_staged:
+            q = _logits_over(model, proposer.weights, ids, first)
+        else:
+            return None
         shares.append(_agreement(p, q, plan.temperature))
     return float(torch.cat(shares).mean())
+
+
+def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: int) -> Tensor:
+    """Behind every token from `first` on but the last, by other weights over what the model's own wrote."""
+    session = Session(model.weights, model.layout, max_tokens=len(ids))
+    sequence, parts = session.new_sequence(), []
+    session.forward([(sequence, ids[:first])])
+    for at in range(first, len(ids) - 1):
+        for session.weights in (weights, model.weights):
+            logits = session.forward([(sequence, ids[at : at + 1])])[0].logits
+            if session.weights is weights:
+                parts.append(logits)
+                session.manager.truncate(sequence, at)
+    return torch.cat(parts)
 
 
 def _agreement(p: Tensor, q: Tensor, temperature: float) -> Tensor:
@@ -232,6 +247,7 @@ def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
 
 def _lookup_share(plan: Plan, texts: list[list[int]]) -> float | None:
     right = looked_at = 0
+    answers = NGrams()
     for prompt, text in zip(plan.prompts, texts, strict=True):
         known = NGrams()
         known.extend(prompt)
@@ -239,11 +255,12 @@ def _lookup_share(plan: Plan, texts: list[list[int]]) -> float | None:
         while at < len(text):
             known.extend(text[len(known.tokens) - len(prompt) : at])
             limit = min(max(plan.depths), len(text) - at - 1)
-            guessed = known.following(known.tokens, limit) if limit else []
+            guessed = known.following(known.tokens, limit) or answers.following(known.tokens, limit)
             good = _common(guessed, text[at:])
             looked_at += min(len(guessed), good + 1)
             right += good
             at += good + 1
+        answers.extend(text)
     return right / looked_at if looked_at else None
 
 

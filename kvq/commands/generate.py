@@ -1,11 +1,19 @@
 """`kvq generate`: text from a prompt, streamed, over quantized KV."""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import SPECULATION, ModelOptions, gathered, kv_option, model_options, option
+from kvq.commands.options import (
+    SPECULATION,
+    ModelOptions,
+    gathered,
+    kv_option,
+    model_options,
+    option,
+    path_option,
+)
 from kvq.commands.screen import echo, stream
 
 if TYPE_CHECKING:
@@ -38,14 +46,40 @@ class Sampling:
         return SamplingParams(structured=None if is_free else StructuredOutput(**grammar), **given)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marked:
+    """Whether the text gets a watermark."""
+
+    watermark_key_file: str | None = path_option(
+        "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark."
+    )
+    watermark_scheme: str = option("green", "green or tournament, and numbers that differ: green,delta=3.")
+
+    def options(self) -> dict[str, Any]:
+        """Of the engine."""
+        from kvq.watermark import parse_scheme, read_key
+
+        parse_scheme(self.watermark_scheme)
+        if self.watermark_key_file is None:
+            return {}
+        read_key(self.watermark_key_file)
+        return {"watermark": "always", **asdict(self)}
+
+
 @click.command(name="generate")
 @click.argument("prompt")
 @kv_option("auto", many=False)
 @model_options
 @gathered(Sampling, "sampling")
+@gathered(Marked, "marked")
 @click.option("--speculation", help=SPECULATION)
 def command(
-    prompt: str, kv: list[str], model_options: ModelOptions, sampling: Sampling, speculation: str | None
+    prompt: str,
+    kv: list[str],
+    model_options: ModelOptions,
+    sampling: Sampling,
+    marked: Marked,
+    speculation: str | None,
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import check_for
@@ -58,7 +92,7 @@ def command(
     from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
-    params = sampling.params()
+    params, marks = sampling.params(), marked.options()
     if params.structured is not None:
         check_structured(params.structured)
     checked = check_for(model_options, kv)
@@ -70,8 +104,8 @@ def command(
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
     room = check_room(length, params.max_tokens, known.max_context)
     model = checked.load()
-    context = length + (params.max_tokens or room)
-    with LLM(model, kv[0], max_num_seqs=1, max_context=context, speculation=drafting) as llm:
+    longest = length + (params.max_tokens or room)
+    with LLM(model, kv[0], max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
         pieces = llm.stream(prompt, params)
         shown = prompt
         for piece in pieces:

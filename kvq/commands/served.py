@@ -18,9 +18,11 @@ from kvq.commands.options import (
     kv_option,
     model_options,
     option,
+    path_option,
 )
 from kvq.errors import ConfigError
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from kvq.watermark.schemes import MODES
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -60,6 +62,18 @@ class EngineOptions:
     )
     ttft_slo_s: float | None = option(
         None, "Seconds to the first token that prefill is hurried for.", names="--ttft-slo", type=POSITIVE
+    )
+    watermark: str = option(
+        "off",
+        "Texts to mark: off (none), asked (by their requests), unless-declined, or always; see "
+        "kvq detect-watermark.",
+        type=click.Choice([*MODES]),
+    )
+    watermark_key_file: str | None = path_option(
+        "--watermark-key-file", "Its secret key, readable by its owner only."
+    )
+    watermark_scheme: str = option(
+        "green", "green or tournament, and numbers that differ: green,gamma=0.25,delta=2,context=2."
     )
 
 

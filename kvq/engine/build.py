@@ -9,10 +9,11 @@ from kvq.blockmgr import BlockManager
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
+from kvq.engine.marking import read_marking
 from kvq.engine.memory import planned_pools, swap_slots, told
 from kvq.engine.runner import Runner
-from kvq.engine.speculation.config import parse_speculation
-from kvq.engine.speculation.make import check_speculation
+from kvq.engine.speculation.config import parse_speculation, reads_hidden
+from kvq.engine.speculation.make import Helper, check_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
@@ -72,6 +73,7 @@ def check_engine(
     """
     _check_known(options, {*_ENGINE_OPTIONS, *_LOAD_OPTIONS}, "known:")
     config = EngineConfig(**{name: value for name, value in options.items() if name in _ENGINE_OPTIONS})
+    read_marking(config)
     rest = {name: value for name, value in options.items() if name not in _ENGINE_OPTIONS}
     path = rest.pop("scales", None)
     prepared = prepare(model, max_context=config.max_context, **rest)
@@ -116,20 +118,28 @@ def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
         raise ConfigError(f"unknown option {name!r}{hint} {what} {sorted(known)}")
 
 
-def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[Scheduler, Runner]:
-    """Size everything: a step of full size over a small pool first, then the real pools."""
+def build_parts(
+    model: Model, config: EngineConfig, max_context: int, helper: Helper
+) -> tuple[Scheduler, Runner]:
+    """Size everything: a step of full size over a small pool first, then the real pools.
+
+    What drafts gets a pool for as many tokens out of the same free memory.
+    """
     layout, device = model.layout, model.weights.device
     costs, activation_bytes = MeasuredCosts(), 0
     if config.num_blocks is None and config.kv_memory is None:
         _log.info("measuring a step of %d tokens", config.max_num_batched_tokens)
         tried = dry_run(model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=max_context)
         costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
+    own, free = layout.kv_bytes_per_token, available_bytes(device)
+    if free is not None:
+        free = round(free * own / (own + helper.kv_bytes_per_token))
     pools = planned_pools(
         layout,
         config,
         on_gpu=device.type == "cuda",
         max_context=max_context,
-        free_bytes=available_bytes(device),
+        free_bytes=free,
         activation_bytes=activation_bytes,
     )
     num_blocks, step_tokens = pools.num_blocks, pools.step_tokens
@@ -149,6 +159,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         swap_folder=config.swap_folder,
         max_num_seqs=pools.sequences,
         max_context=max_context,
+        keeps_hidden=reads_hidden(config.speculation),
     )
     manager = BlockManager(
         num_blocks=num_blocks,

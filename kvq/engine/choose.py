@@ -161,6 +161,7 @@ class Chooser:
             logits = logits[upload(rows, logits.device)]
         for draw in draws:
             self.bind(jobs[draw.branch.request], draw.branch)
+        marked = [(i, draw) for i, draw in enumerate(draws) if jobs[draw.branch.request].params.watermark]
         return self._sampler.sample(
             logits,
             [_row(draw.branch) for draw in draws],
@@ -168,6 +169,7 @@ class Chooser:
             masks=masks or None,
             ahead={i: draw.ahead for i, draw in enumerate(draws) if draw.ahead},
             drafted={i: draw.drafted for i, draw in enumerate(draws) if draw.drafted is not None},
+            contexts={i: [*draw.branch.tokens, *draw.ahead] for i, draw in marked} or None,
         )
 
     def _bind(self, job: Job, branch: Branch) -> None:

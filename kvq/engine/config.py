@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.blockmgr.states import SNAPSHOT_EVERY
+from kvq.engine.marking import check_marking
 from kvq.engine.speculation.config import Speculation, parse_speculation
 from kvq.errors import ConfigError
 from kvq.sizes import parse_bytes
@@ -21,6 +22,8 @@ class EngineConfig:
     of the device's free memory. `swap_memory`: host memory (or room in `swap_folder`) for preempted
     requests. `max_context` in tokens: shorter than the model's if given. `async_scheduling`: plan and
     launch a step while the one before it runs; by default on GPUs, where launching takes time.
+    `watermark`: which texts are marked, by `watermark_scheme` with the secret in `watermark_key_file`: none
+    ("off"), those that ask ("asked"), all but those that decline ("unless-declined"), or all ("always").
     """
 
     max_num_seqs: int = MAX_NUM_SEQS  # sequences that run side by side
@@ -41,6 +44,9 @@ class EngineConfig:
     async_scheduling: bool | None = None
     step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
     speculation: Speculation | Mapping[str, Any] | str | None = None  # how tokens are drafted, if they are
+    watermark: str = "off"
+    watermark_key_file: str | Path | None = None
+    watermark_scheme: str = "green"  # as `parse_scheme` reads it: "green,delta=3"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", parse_speculation(self.speculation))
@@ -73,6 +79,7 @@ class EngineConfig:
             raise ConfigError(f"reserve_fraction must be 0 to below 1, got {self.reserve_fraction}")
         if not self.step_deadline_s > 0:
             raise ConfigError(f"step_deadline_s must be above 0 seconds, got {self.step_deadline_s}")
+        check_marking(self.watermark, self.watermark_scheme, self.watermark_key_file)
 
 
 def _check(name: str, value: object, low: int, high: int) -> None:

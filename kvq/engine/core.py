@@ -14,6 +14,7 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
+from kvq.engine.marking import read_marking
 from kvq.engine.outputs import FinishReason
 from kvq.engine.pinning import Pinning
 from kvq.engine.publisher import Publisher, StepSubscriber
@@ -44,12 +45,13 @@ class EngineCore(StaysHere):
         """Measure a step of full size, then allocate the pools; nothing is allocated for them later.
 
         Raises:
-            ConfigError: an option out of range, or static scales missing.
+            ConfigError: an option out of range, static scales missing, or a watermark's key.
             OutOfMemory: the pools don't fit.
         """
         check_cache(model.prepared)
         self._home = Home()
         model.check_scales()
+        marking = read_marking(config)
         before = held_bytes(model.weights.device)
         self.model = model
         self.config = config
@@ -58,14 +60,17 @@ class EngineCore(StaysHere):
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
         speculation = parse_speculation(config.speculation)
         helper = load_helper(speculation, model)
-        self.scheduler, self.runner = build_parts(model, config, self.max_context)
+        self.scheduler, self.runner = build_parts(model, config, self.max_context, helper)
         sampler = Sampler(
-            max_rows=config.max_num_seqs, vocab_size=model.geometry.vocab_size, device=weights.device
+            max_rows=config.max_num_seqs,
+            vocab_size=model.geometry.vocab_size,
+            device=weights.device,
+            watermark=None if marking is None else (marking.scheme, marking.key),
         )
         sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Request, Job] = {}
-        self.intake = Intake(model, self.scheduler, home=self._home, clock=clock)
+        self.intake = Intake(model, self.scheduler, marking=marking, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
         self.speculator = make_speculator(
             speculation,
@@ -185,6 +190,8 @@ class EngineCore(StaysHere):
             else:
                 running = self._launcher.resume(ahead)
             plan, output = running.plan, running.output
+            if self.speculator is not None:
+                self.speculator.observe(plan, output)
             ran = self._clock()
             pending = self._chooser.choose(plan, output, self._jobs, running.errors, running.drafts)
             launched = self._clock()

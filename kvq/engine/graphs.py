@@ -14,6 +14,7 @@ from kvq.engine.transfers import send
 from kvq.errors import first_lines
 from kvq.kernels import SequenceBatch
 from kvq.models import Model
+from kvq.models.hidden import kept_hidden
 from kvq.models.step import PackedStep
 from kvq.scheduler import StepPlan
 
@@ -45,9 +46,12 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_context: int,
+        keeps_hidden: bool = False,
         capture: Capture | None = None,
     ) -> None:
         """Capture all sizes, largest first, so that they share one memory pool.
+
+        `keeps_hidden`: `hidden` holds the hidden states of the last run's branches.
 
         The tables' last row, of max_num_seqs + 1, names the spare block.
         """
@@ -68,6 +72,10 @@ class DecodeGraphs:
         # Of all sizes: a graph that kept its own could not share that memory with the others.
         self._logits = torch.empty(
             max_num_seqs, model.geometry.vocab_size, dtype=model.prepared.dtype, device=self._device
+        )
+        shape = (max_num_seqs, model.geometry.hidden_size)
+        self.hidden = (
+            torch.empty(shape, dtype=model.prepared.dtype, device=self._device) if keeps_hidden else None
         )
         self._replay: dict[int, Callable[[], None]] = {}
         record = capture or cuda_capture(self._device)
@@ -129,29 +137,34 @@ class DecodeGraphs:
         def work() -> None:
             ids, positions, rows, *slots = inputs[: self._rows * size].view(self._rows, size)
             bad = self._bad[:size].zero_()
-            output = self._model.weights.model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=self._keep[:size],
-                kvq_step=PackedStep(
-                    cache=self._cache,
-                    geometry=self._model.geometry,
-                    batches=tuple(
-                        SequenceBatch(
-                            query_lens=(1,) * size,
-                            context_lens=(self._max_context,) * size,
-                            tables=table[rows],
-                            slots=own,
-                            lens=lens,
-                            is_captured=True,
-                        )
-                        for table, own in zip(self._tables.there, slots, strict=True)
-                    ),
-                    bad_tokens=bad,
+            step = PackedStep(
+                cache=self._cache,
+                geometry=self._model.geometry,
+                batches=tuple(
+                    SequenceBatch(
+                        query_lens=(1,) * size,
+                        context_lens=(self._max_context,) * size,
+                        tables=table[rows],
+                        slots=own,
+                        lens=lens,
+                        is_captured=True,
+                    )
+                    for table, own in zip(self._tables.there, slots, strict=True)
                 ),
+                bad_tokens=bad,
+                keeps_hidden=self.hidden is not None,
             )
+            with kept_hidden(self._model.weights.model, step):
+                output = self._model.weights.model(
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=self._keep[:size],
+                    kvq_step=step,
+                )
             self._logits[:size].copy_(output.logits[0])
+            if self.hidden is not None and step.hidden is not None:
+                self.hidden[:size].copy_(step.hidden)
 
         return work
 
@@ -182,13 +195,26 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def decode_graphs(
-    model: Model, cache: KVCache, tables: Tables, *, max_num_seqs: int, max_context: int
+    model: Model,
+    cache: KVCache,
+    tables: Tables,
+    *,
+    max_num_seqs: int,
+    max_context: int,
+    keeps_hidden: bool = False,
 ) -> DecodeGraphs | None:
     """Graphs on a CUDA device; None elsewhere, or, with a warning, where a model can't be captured."""
     if model.weights.device.type != "cuda":
         return None
     try:
-        return DecodeGraphs(model, cache, tables, max_num_seqs=max_num_seqs, max_context=max_context)
+        return DecodeGraphs(
+            model,
+            cache,
+            tables,
+            max_num_seqs=max_num_seqs,
+            max_context=max_context,
+            keeps_hidden=keeps_hidden,
+        )
     except Exception as error:  # noqa: BLE001 - whatever a model's code does that a graph can't hold
         _log.warning("decode steps run without CUDA graphs: %s", first_lines(error))
         return None

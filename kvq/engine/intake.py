@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq.engine.beam import BeamSearch
 from kvq.engine.job import Job, Listener
+from kvq.engine.marking import Marking, marked
 from kvq.engine.outputs import Timing
 from kvq.engine.params import MAX_PINS, SamplingParams, check_params
 from kvq.engine.prompts import Prompt, prompt_tokens
@@ -24,9 +25,18 @@ _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabili
 class Intake:
     """Makes jobs for one engine. May be used from any thread."""
 
-    def __init__(self, model: Model, scheduler: Scheduler, *, home: Home, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        scheduler: Scheduler,
+        *,
+        marking: Marking | None = None,
+        home: Home,
+        clock: Callable[[], float],
+    ) -> None:
         self._model = model
         self._scheduler = scheduler
+        self._marking = marking
         self._home = home
         self._clock = clock
         self._ids = itertools.count()
@@ -42,6 +52,7 @@ class Intake:
         self._home.check()
         tokens, params, origin = self._tokens(prompt), terms.params, terms.origin
         self._check(terms, len(tokens))
+        params = marked(params, self._marking)
         request = Request(
             id=origin.request_id or f"request-{next(self._ids)}",
             tokens=tokens,

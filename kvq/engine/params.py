@@ -148,7 +148,8 @@ class SamplingParams:
     same for every prompt token from `prompt_logprobs_start` on; what lies before may come from the
     prefix cache. They are of the model's distribution, before temperature, penalties and filters.
     `echo`: the text starts with the prompt. `kept_special_ids`: special tokens that have text though
-    `skip_special_tokens` leaves out the others.
+    `skip_special_tokens` leaves out the others. `watermark`: mark the text, or don't, where the engine
+    leaves that to requests; None as the engine does unless asked.
     """
 
     n: int = param(1, whole(1, MAX_SAMPLES))
@@ -178,6 +179,7 @@ class SamplingParams:
     skip_special_tokens: bool = param(True, flag)
     kept_special_ids: Sequence[int] = param((), _token_ids)
     structured: StructuredOutput | None = param(None, _structured, with_beams=False)
+    watermark: bool | None = param(None, optional(flag))
 
     def __post_init__(self) -> None:
         known = fields(self)

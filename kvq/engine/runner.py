@@ -37,6 +37,7 @@ class StepOutput:
     failed_swaps: list[SwapIn]
     attention_s: float  # time in write and attend; on a GPU the time to launch them
     states: tuple[StepStates | None, ...] = ()  # of all branches, or of each, in a model that keeps states
+    hidden: Tensor | None = None  # [new tokens, hidden_size], behind the last norm; if the runner keeps it
 
     def keep_states(self, index: int) -> None:
         """Store the state behind a branch's drafts, all of which were right."""
@@ -68,10 +69,12 @@ class Runner:
         max_num_seqs: int,
         max_context: int,
         uses_graphs: bool = True,
+        keeps_hidden: bool = False,
     ) -> None:
         """Allocate pools of `num_blocks` blocks, and `host_slots`, per layer group.
 
         `uses_graphs`: on a GPU, capture decode steps as graphs.
+        `keeps_hidden`: outputs bring hidden states, valid until the next step.
 
         Raises:
             OutOfMemory: the pools or the host slots don't fit.
@@ -88,6 +91,7 @@ class Runner:
             swap_folder=swap_folder,
         )
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
+        self.keeps_hidden = keeps_hidden
         self._device = weights.device
         prepare_transfers(self._device)
         self._block_size = layout.block_size
@@ -102,7 +106,14 @@ class Runner:
         # What the host finds in its own, no kernels have to be launched for; on a CPU both are one.
         self._tables = Tables(tables, [table.cpu().numpy() for table in tables])
         self._graphs = (
-            decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=longest)
+            decode_graphs(
+                model,
+                self.cache,
+                self._tables,
+                max_num_seqs=max_num_seqs,
+                max_context=longest,
+                keeps_hidden=keeps_hidden,
+            )
             if uses_graphs
             else None
         )
@@ -139,12 +150,14 @@ class Runner:
         plainly = self.observer is None and not last_rows and weights is None
         if self._graphs is not None and plainly and self._graphs.takes(plan):
             logits, bad = self._graphs.run(plan, tokens)
+            hidden = self._graphs.hidden
             return StepOutput(
                 logits=logits,
                 starts=list(range(len(plan.branches))),
                 bad_tokens=bad,
                 failed_swaps=failed,
                 attention_s=0.0,
+                hidden=None if hidden is None else hidden[: len(plan.branches)],
             )
         starts, wanted = _wanted(plan, last_rows)
         slots = self.cache.states
@@ -157,16 +170,17 @@ class Runner:
             bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
             observer=self.observer,
             states=None if slots is None else StepStates.of(slots, plan.moves, self._device, plan.drafts),
+            keeps_hidden=self.keeps_hidden,
         )
+        logits = run_packed(weights or self.model.weights, step, found.tokens, found.positions, found.wanted)
         return StepOutput(
-            logits=run_packed(
-                weights or self.model.weights, step, found.tokens, found.positions, found.wanted
-            ),
+            logits=logits,
             starts=starts,
             bad_tokens=step.bad_tokens,
             failed_swaps=failed,
             attention_s=step.attention_s,
             states=() if step.states is None else (step.states,),
+            hidden=None if step.hidden is None else step.hidden[: plan.num_tokens],
         )
 
     def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:
@@ -267,6 +281,7 @@ def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
     for part in parts:
         starts.append(at)
         at += len(part.logits)
+    hidden = [part.hidden for part in parts if part.hidden is not None]
     return StepOutput(
         logits=torch.cat([part.logits for part in parts]),
         starts=starts,
@@ -274,6 +289,7 @@ def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
         failed_swaps=failed,
         attention_s=sum(part.attention_s for part in parts),
         states=tuple(part.states[0] if part.states else None for part in parts),
+        hidden=torch.cat(hidden) if len(hidden) == len(parts) else None,  # one that raised has none
     )
 
 

@@ -187,6 +187,14 @@ def load_module_from(
     return _load(folder, make, {"dtype": dtype, "attn_implementation": attention})
 
 
+@contextmanager
+def loading() -> Iterator[None]:
+    """Be the only one here who loads with transformers, which says nothing meanwhile."""
+    _prepare_process()
+    with _loading, quiet_logs("transformers"):
+        yield
+
+
 def _load(
     folder: Path, make: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]], settings: dict[str, Any]
 ) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq.models.hidden import kept_hidden
 from kvq.models.step import PackedStep
 from kvq.models.weights import LoadedWeights
 
@@ -41,7 +42,8 @@ def run_packed(
     """
     rows, device = weights.step_rows(len(positions)), weights.device
     step.positions = padded(positions, rows, device)
-    with nullcontext() if step.states is None else step.states.current():
+    states = nullcontext() if step.states is None else step.states.current()
+    with states, kept_hidden(weights.model, step):
         output = weights.model(
             input_ids=padded(tokens, rows, device)[None],
             position_ids=step.positions[None],

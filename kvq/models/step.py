@@ -32,6 +32,8 @@ class PackedStep:
     observer: Observer | None = None
     states: StepStates | None = None  # of a model with layers that keep some
     positions: Tensor | None = None  # int64 [rows], of a row's token in its sequence
+    keeps_hidden: bool = False  # `hidden` is wanted
+    hidden: Tensor | None = None  # [rows, hidden_size], behind the model's last norm
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

@@ -55,6 +55,10 @@ class CostModel(ABC):
         """The same with drafts behind their tokens."""
         return self.decode_s(num_decodes + num_drafts)
 
+    def knows_decode(self, num_decodes: int) -> bool:
+        """True if such a step was measured lately, so that others may be compared with it."""
+        return True
+
     @abstractmethod
     def prefill_token_s(self, depth: int) -> float:
         """What one more prefill token at a position near `depth` adds to a step."""
@@ -173,7 +177,8 @@ class MeasuredCosts(CostModel):
         """The arguments hold until something was measured."""
         super().__init__(swap_block_s=swap_block_s)
         self._decodes = BySize()
-        self._verifies = BySize()  # by decodes and drafts together
+        self._drafts: dict[int, Regression] = {}  # what drafts add to steps of a size, and each of them
+        self._since: dict[int, int] = {}  # of a size, steps with drafts since one without
         self._age: dict[int, int] = {}  # of a size of decodes, the step with prefill before its last time
         self._num_prefills = 0
         deviations = 10e-3, prefill_token_s, prefill_token_s / 1000
@@ -184,11 +189,15 @@ class MeasuredCosts(CostModel):
         return self._decodes(num_decodes)
 
     def verify_s(self, num_decodes: int, num_drafts: int) -> float:
-        """What was measured of that many rows; before, as if drafts were tokens of a prompt."""
-        rows = num_decodes + num_drafts
-        if self._verifies.count(rows):
-            return self._verifies(rows)
-        return self._decodes(num_decodes) + num_drafts * self.prefill_token_s(0)
+        """What was learned from steps of that size; before, as if drafts were tokens of a prompt."""
+        learned = self._drafts.get(num_decodes.bit_length())
+        added = num_drafts * self.prefill_token_s(0) if learned is None else learned((1, num_drafts))
+        return self._decodes(num_decodes) + added
+
+    def knows_decode(self, num_decodes: int) -> bool:
+        """False before such steps were measured some times, and now and then."""
+        is_sure = self._decodes.count(num_decodes) >= _SURE
+        return is_sure and self._since.get(num_decodes.bit_length(), 0) < _OMIT
 
     def prefill_token_s(self, depth: int) -> float:
         """What was learned from all depths."""
@@ -214,11 +223,13 @@ class MeasuredCosts(CostModel):
     ) -> None:
         """Learn from a step of decodes alone, or from what its prefill tokens added."""
         if not prefill_tokens:
+            key = num_decodes.bit_length()
             if num_drafts:
-                self._verifies.observe(num_decodes + num_drafts, seconds)
+                self._observe_drafts(num_decodes, num_drafts, seconds)
             else:
                 self._decodes.observe(num_decodes, seconds)
-                self._age[num_decodes.bit_length()] = self._num_prefills
+                self._age[key] = self._num_prefills
+                self._since[key] = 0
             return
         if num_decodes:
             self._decodes.took_more(num_decodes, seconds)
@@ -226,6 +237,17 @@ class MeasuredCosts(CostModel):
         weights = num_decodes > 0, prefill_tokens, prefill_tokens * depth
         usual = self.verify_s(num_decodes, num_drafts) if num_drafts else self.decode_s(max(1, num_decodes))
         self._prefill.observe(weights, max(0.0, seconds - usual), _NOISE * seconds)
+
+    def _observe_drafts(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
+        """Learn what they added: a part of its own whatever their number, and one by the draft."""
+        key = num_decodes.bit_length()
+        self._since[key] = self._since.get(key, 0) + 1
+        self._decodes.took_more(num_decodes, seconds)
+        if key not in self._drafts:
+            each = self.prefill_token_s(0)
+            self._drafts[key] = Regression((0.0, each), (seconds, each))
+        added = max(0.0, seconds - self._decodes(num_decodes))
+        self._drafts[key].observe((1, num_drafts), added, _NOISE * seconds)
 
 
 def _nearest(key: int, estimates: dict[int, float]) -> int:

@@ -21,6 +21,7 @@ _HOPE = 4.0  # drafts that it counts as
 _SHARED = 8.0  # drafts that the share of all requests counts as in that of one
 _MEMORY = 0.98  # of what was seen, a step
 _GAIN = 1.02  # at least so much must be won
+_TRIALS = 2  # times that a draft is asked for by so many sequences before it is known what that costs
 _REST = 16  # steps of the same branches after one that was worth no draft, until the next is weighed
 
 
@@ -64,7 +65,6 @@ class Depth:
 
     costs: CostModel
     takes_passes: bool  # drafting takes a pass of a model for each further token
-    draft_share: float = 0.0  # what such a pass is taken to cost, of a decode step, before any was measured
     adapts: bool = True  # False: as many as there may be, whatever they cost
     draft_s: BySize = field(default_factory=BySize)  # of one pass, by the number of sequences
     seen: Seen = field(default_factory=Seen)  # of all requests
@@ -72,22 +72,21 @@ class Depth:
     _by_branch: dict[Branch, Seen] = field(default_factory=dict)
 
     def choose(self, most: Mapping[Branch, int], num_decodes: int) -> dict[Branch, int]:
-        """How many drafts to make, for those of the branches that shall have some; `most`: at most.
+        """How many drafts to make, for those of the branches that shall have some; `most`: 1 or more.
 
         None, whatever they might bring, while decodes of that number have to be measured alone: neither what
         drafts add nor what prefill adds were known, and prefill waits for that.
         """
         self.rests = 0
-        usual = self.costs.decode_s(num_decodes)
-        if not num_decodes or usual <= 0 or not self.costs.prefill_share(num_decodes):
+        costs, usual = self.costs, self.costs.decode_s(num_decodes)
+        if not num_decodes or usual <= 0 or not costs.prefill_share(num_decodes):
             return {}
-        if self.adapts:
-            chosen = self._weigh(most, num_decodes, usual)
-        else:
-            chosen = {branch: count for branch, count in most.items() if count}
+        if self.adapts and not costs.knows_decode(num_decodes):
+            return {}
+        chosen = self._weigh(most, num_decodes, usual) if self.adapts else dict(most)
         if not chosen:
             self.rests = _REST
-            if any(most.values()):
+            if most:
                 self.seen.fade()
         return chosen
 
@@ -98,6 +97,8 @@ class Depth:
             self.seen.fade()
 
     def _weigh(self, most: Mapping[Branch, int], num_decodes: int, usual: float) -> dict[Branch, int]:
+        if self.takes_passes and self.draft_s.count(len(most)) < _TRIALS:
+            return dict.fromkeys(most, 1)
         common, worth = self.seen.share(_HOPED, _HOPE), []
         for branch, count in most.items():
             own = self._by_branch.get(branch)
@@ -131,5 +132,5 @@ class Depth:
     def _seconds(self, num_decodes: int, num_drafts: int, passes: int, drafting: int) -> float:
         seconds = self.costs.verify_s(num_decodes, num_drafts)
         if self.takes_passes:
-            seconds += passes * (self.draft_s(drafting) or self.draft_share * self.costs.decode_s(drafting))
+            seconds += passes * self.draft_s(drafting)
         return seconds

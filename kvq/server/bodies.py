@@ -161,6 +161,7 @@ class Common(Body):
     guided_choice: _Choices | None = None
     guided_grammar: LongText | None = None
     structured_outputs: StructuredOutputs | None = None
+    watermark: Flag | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -70,7 +70,31 @@ def test_steps_through_static_buffers_equal_plain_ones(tiny, kv, count):
     llm.close()
 
 
-def graphs_over(runner, *, spare, capture=lambda work: (work(), work)[1]):
+def test_hidden_states_come_out_of_a_graph_if_they_are_wanted(tiny):
+    llm = kvq.LLM(tiny, "fp32", num_blocks=24, max_num_seqs=7, max_context=128, prefix_caching=False)
+    runner = llm.core.runner
+    runner.keeps_hidden = True
+    graphs, _ = graphs_over(runner, spare=24, keeps_hidden=True)
+    checked = []
+
+    def forward(plan, failed, **options):
+        output = Runner.forward(runner, plan, failed, **options)
+        assert output.hidden.shape == (plan.num_tokens, tiny.geometry.hidden_size)
+        if graphs.takes(plan):
+            graphs.hidden.fill_(torch.nan)
+            graphs.run(plan)
+            torch.testing.assert_close(graphs.hidden[:3], output.hidden, rtol=1e-4, atol=1e-4)
+            checked.append(plan.number)
+        return output
+
+    runner.forward = forward
+    llm.generate([[5, 6], [7] * 20, [8] * 40], kvq.SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(checked) == 3
+    assert graphs_over(runner, spare=25)[0].hidden is None
+    llm.close()
+
+
+def graphs_over(runner, *, spare, capture=lambda work: (work(), work)[1], keeps_hidden=False):
     """Decode graphs over a runner's blocks, enlarged by a spare one."""
     runner.cache.grow([spare + 1])
     tables = [torch.cat([t, torch.full_like(t[:1], spare)]) for t in runner._tables.there]
@@ -82,6 +106,7 @@ def graphs_over(runner, *, spare, capture=lambda work: (work(), work)[1]):
         runner._tables,
         max_num_seqs=7,
         max_context=128,
+        keeps_hidden=keeps_hidden,
         capture=capture,
     )
     return graphs, cache

@@ -1,70 +1,121 @@
-"""How many drafts are made: as many as pay, none while decodes have to be measured, asked now and then."""
+"""How many drafts are made: as many as pay, by what was seen; none while decodes have to be measured."""
+
+from array import array
 
 import pytest
 
-from kvq.scheduler import FixedCosts, MeasuredCosts
-from kvq.scheduler.depth import Depth, drafts_allowed
+from kvq.scheduler import Branch, FixedCosts, MeasuredCosts, Request
+from kvq.scheduler.depth import Depth, Seen, drafts_allowed
 from tests.scheduler.helpers import add, ask, make, step
 
-READS = FixedCosts(step_s=10e-3, decode_token_s=1e-5)  # a draft costs next to nothing
-MULTIPLIES = FixedCosts(step_s=0.0, decode_token_s=1e-3)  # as much as a token
+
+def branches(count: int) -> list[Branch]:
+    return [
+        Branch(request=Request(id=str(i), tokens=array("I", (1,)), max_tokens=9), tokens=array("I", (1,)))
+        for i in range(count)
+    ]
 
 
-def branches(number: int) -> list:
-    scheduler = make()
-    requests = [ask(max_tokens=50) for _ in range(number)]
-    add(scheduler, *requests)
-    step(scheduler)
-    return [request.branches[0] for request in requests]
+def depth(step_s: float, row_s: float, *, pass_s: float = 0.0) -> Depth:
+    """Of steps that take `step_s` and `row_s` for each token, and passes of a draft that take so long."""
+    found = Depth(FixedCosts(step_s=step_s, decode_token_s=row_s), takes_passes=pass_s > 0)
+    for _ in range(10):
+        if pass_s:
+            found.draft_s.observe(1, pass_s)
+    return found
 
 
-def test_as_many_as_pay():
-    two = branches(2)
-    most = dict.fromkeys(two, 4)
-    assert Depth(READS, False).choose(most, 2) == most
-    assert Depth(MULTIPLIES, False).choose(most, 2) == {}
-    assert Depth(MULTIPLIES, False, adapts=False).choose(most, 2) == most
-    assert 0 < sum(Depth(READS, True, draft_share=0.3).choose(most, 2).values()) < 8
+def learned(one: Depth, branch: Branch, share: float, steps: int = 200) -> None:
+    """So many drafts of a branch were right, of four each time."""
+    total = 0.0
+    for _ in range(steps):
+        total += 4 * share
+        right = int(total)
+        total -= right
+        one.learn(branch, 4, right)
 
 
-def test_whose_drafts_are_right_gets_more():
-    often, never = branches(2)
-    depth = Depth(FixedCosts(step_s=10e-3, decode_token_s=2e-3), False)
+def test_free_drafts_are_all_made_and_dear_ones_none():
+    [branch] = branches(1)
+    assert depth(1.0, 0.0).choose({branch: 4}, 1) == {branch: 4}
+    assert depth(0.0, 1.0).choose({branch: 4}, 1) == {}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("row_s", [0.05, 0.2])
+@pytest.mark.parametrize("pass_s", [0.0, 0.1, 0.4])
+def test_the_depth_is_the_one_with_most_tokens_a_second(share, row_s, pass_s):
+    [branch] = branches(1)
+    one = depth(1.0, row_s, pass_s=pass_s)
+    one.seen = Seen(looked_at=1e9, right=share * 1e9)
+    rates = {k: sum(share**j for j in range(k + 1)) / (1 + row_s * (1 + k) + pass_s * k) for k in range(7)}
+    best = max(rates, key=lambda k: rates[k])
+    chosen = one.choose({branch: 6}, 1).get(branch, 0)
+    assert rates[chosen] >= max(rates.values()) / 1.021
+    assert abs(chosen - best) <= 1
+
+
+def test_a_sequence_whose_drafts_are_right_gets_more_of_them():
+    good, bad = branches(2)
+    one = depth(1.0, 0.2)
+    for _ in range(100):
+        one.learn(good, 4, 4)
+        one.learn(bad, 4, 0)
+    chosen = one.choose({good: 4, bad: 4}, 2)
+    assert chosen[good] > chosen.get(bad, 0)
+
+
+def test_after_failures_drafts_are_tried_again_some_time():
+    [branch] = branches(1)
+    one = depth(1.0, 0.35)
+    while one.choose({branch: 4}, 1):
+        one.learn(branch, 4, 0)
+    for waited in range(2000):  # noqa: B007 - it is what is looked for
+        if one.choose({branch: 4}, 1):
+            break
+    assert 10 < waited < 1000, "they are tried again, and not at once"
+
+
+def test_a_large_batch_is_not_slowed_down_to_find_out():
+    """Before any draft was checked, prompts have shown what a token costs."""
+    costs = MeasuredCosts()
     for _ in range(50):
-        depth.learn(often, 4, 4)
-        depth.learn(never, 4, 0)
-    chosen = depth.choose({often: 4, never: 4}, 2)
-    assert chosen[often] == 4
-    assert never not in chosen
+        costs.observe(num_decodes=32, prefill_tokens=0, depth=0, seconds=0.020)
+        costs.observe(num_decodes=32, prefill_tokens=64, depth=0, seconds=0.060)
+        costs.observe(num_decodes=1, prefill_tokens=0, depth=0, seconds=0.015)
+    one, many = Depth(costs, takes_passes=False), branches(32)
+    one.seen = Seen(looked_at=1e9, right=0.5e9)
+    assert one.choose(dict.fromkeys(many, 4), 32) == {}
+    assert one.choose({many[0]: 4}, 1)[many[0]] >= 3
 
 
 @pytest.mark.parametrize("adapts", [True, False])
 def test_none_while_decodes_of_that_number_have_to_be_measured_alone(adapts: bool):
     """Prefill waits for that, and would for ever if every step had drafts."""
     costs, [one] = MeasuredCosts(), branches(1)
-    depth = Depth(costs, False, adapts=adapts)
+    decider = Depth(costs, False, adapts=adapts)
     for _ in range(3):
-        assert depth.choose({one: 4}, 1) == {}
-        assert not depth.rests
+        assert decider.choose({one: 4}, 1) == {}
+        assert not decider.rests
         costs.observe(num_decodes=1, prefill_tokens=0, depth=10, seconds=10e-3)
-    assert depth.choose({one: 4}, 1) == {one: 4}
+    assert decider.choose({one: 4}, 1) == {one: 4}
     assert costs.prefill_share(1) > 0
-    assert depth.choose({one: 4}, 40) == {}
+    assert decider.choose({one: 4}, 40) == {}
 
 
 def test_a_step_that_was_worth_none_is_followed_by_some_that_are_not_asked_about():
-    depth, [one] = Depth(MULTIPLIES, False), branches(1)
-    assert not depth.choose({one: 4}, 1)
-    rests = depth.rests
+    decider, [one] = depth(0.0, 1e-3), branches(1)
+    assert not decider.choose({one: 4}, 1)
+    rests = decider.rests
     assert rests > 4
-    depth.rest(rests - 1)
-    depth.rest()
-    assert depth.rests == 0
-    depth.costs = READS
-    assert depth.choose({one: 4}, 1)
-    assert depth.rests == 0
-    assert not depth.choose({one: 4}, 0)
-    assert depth.rests == 0, "behind a prefill alone come decodes"
+    decider.rest(rests - 1)
+    decider.rest()
+    assert decider.rests == 0
+    decider.costs = FixedCosts(step_s=10e-3, decode_token_s=1e-5)
+    assert decider.choose({one: 4}, 1)
+    assert decider.rests == 0
+    assert not decider.choose({one: 4}, 0)
+    assert decider.rests == 0, "behind a prefill alone come decodes"
 
 
 def test_drafts_are_allowed_to_those_who_go_on_by_a_token_and_up_to_their_last():

@@ -45,6 +45,7 @@ _UNUSUAL = {
     "guided_choice": ["a"],
     "guided_grammar": "start: A",
     "structured_outputs": {"json": _SCHEMA},
+    "watermark": True,
 }
 _KINDS = {
     CompletionBody: (completion_params, {"prompt": "a"}, {"logprobs": 2}),

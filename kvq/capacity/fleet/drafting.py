@@ -91,7 +91,7 @@ class Guesser:
         self._scheduler = scheduler
         self._time = time
         self._rng = rng
-        self.depth = Depth(scheduler.costs, drafting.draft > 0, drafting.draft, adapts=drafting.adapts)
+        self.depth = Depth(scheduler.costs, drafting.draft > 0, adapts=drafting.adapts)
 
     def plan(self, *, is_steady: bool) -> None:
         """Say how many drafts each branch shall have in the step that is planned next.
@@ -102,7 +102,8 @@ class Guesser:
             self.depth.rest()
             return
         allowed = drafts_allowed(self._scheduler, self._drafting.k)
-        for branch, count in self.depth.choose(allowed, len(allowed)).items():
+        most = {branch: count for branch, count in allowed.items() if count}
+        for branch, count in self.depth.choose(most, len(allowed)).items():
             branch.num_drafts = count
 
     def drafting_s(self, plan: StepPlan) -> float:

@@ -96,6 +96,9 @@ class RowTable:
         assert held is not None, f"row {row} isn't in use"
         return held
 
+    def __contains__(self, row: int) -> bool:
+        return self._rows[row] is not None
+
     def add(self, row: int, params: SamplingParams, *, seed: int, stop_ids: Sequence[int]) -> Row:
         """Begin a row that isn't in use."""
         assert self._rows[row] is None, f"row {row} is in use already"

@@ -16,19 +16,15 @@ from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penal
 from kvq.engine.sampling.rows import Draw, RowTable
 from kvq.engine.sampling.seeds import Purpose
 from kvq.engine.sampling.token_counts import TokenCounts
+from kvq.engine.sampling.watermarks import Watermarks
 from kvq.engine.transfers import Readback, upload
 from kvq.kernels.draw import kernel_for
 from kvq.kernels.draw.parameters import Kind, packed
 from kvq.kernels.draw.ranking import likeliest
-from kvq.kernels.draw.reference import (
-    MAX_VOCAB,
-    draw,
-    draw_ranked,
-    draw_whole,
-    ranked_masses,
-    whole_masses,
-)
+from kvq.kernels.draw.reference import MAX_VOCAB, draw, draw_ranked, draw_whole, kept_masses
 from kvq.kernels.draw.speculative import keep_or_replace
+from kvq.watermark.key import Key
+from kvq.watermark.schemes import Scheme
 
 _NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 
@@ -79,15 +75,28 @@ class Sampler:
     """Chooses tokens for many rows at once, each as if it were alone.
 
     A row's token depends, bit for bit, on its own logits, parameters, seed and count, and on the tokens
-    recorded where it has penalties; never on its neighbours, its place or its row number.
+    recorded where it has penalties, those before it where it is marked; never on its neighbours, its
+    place or its row number.
     """
 
-    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        watermark: tuple[Scheme, Key] | None = None,
+    ) -> None:
         assert vocab_size <= MAX_VOCAB, f"masses of {vocab_size} tokens may overflow; {MAX_VOCAB} at most"
         self._vocab_size = vocab_size
         self._device = device
         self._table = RowTable(max_rows=max_rows, vocab_size=vocab_size, device=device)
         self._counts = TokenCounts(device)
+        self._watermarks = (
+            None
+            if watermark is None
+            else Watermarks(*watermark, max_rows=max_rows, vocab_size=vocab_size, device=device)
+        )
         self._kernel = kernel_for(device)
         self._demanding: set[int] = set()  # rows that need more than their likeliest token
         self._changing: set[int] = set()  # rows whose logits change
@@ -117,12 +126,16 @@ class Sampler:
         """Begin to use a row.
 
         `prompt`, `generated`: the tokens so far, all within the vocabulary. `seed`: of this branch alone,
-        see `mix_seed`. `stop_ids`: what must not come before `params.min_tokens` tokens.
+        see `mix_seed`. `stop_ids`: what must not come before `params.min_tokens` tokens. A row whose
+        `params.watermark` is True is marked.
 
         Raises:
             RequestError: the parameters name a token beyond the vocabulary. Nothing was begun.
         """
         check_params(params, self._vocab_size)
+        if params.watermark:
+            assert self._watermarks is not None, "requests that ask for a mark without a key are refused"
+            params = self._watermarks.add(row, params, prompt_length=len(prompt))
         held = self._table.add(row, params, seed=seed, stop_ids=stop_ids)
         if params.has_penalties:
             self._counts.add(row, prompt if params.repetition_penalty != 1 else (), generated)
@@ -136,6 +149,8 @@ class Sampler:
     def remove(self, row: int) -> None:
         """Forget a row in use; the next `add` finds nothing of it."""
         self._table.remove(row)
+        if self._watermarks is not None:
+            self._watermarks.remove(row)
         for rows in (self._demanding, self._changing, self._measured):
             rows.discard(row)
         if row in self._counts:
@@ -156,6 +171,7 @@ class Sampler:
         masks: dict[int, Tensor] | None = None,
         ahead: Mapping[int, Sequence[int]] = _NONE,
         drafted: Mapping[int, Drafted] = _NO_DRAFTS,
+        contexts: Mapping[int, Sequence[int]] | None = None,
     ) -> PendingSamples:
         """Choose a token for each row of logits; one transfer to the host. The logits aren't changed.
 
@@ -163,12 +179,13 @@ class Sampler:
         belongs to; `counts`: tokens generated so far, [batch]; `masks`: place in the batch ->
         bitmask of the tokens allowed, int32, [ceil(vocab / 32)], bit j of word w for token 32 * w + j.
         A mask that allows only stops before min_tokens leaves nothing, and the row isn't finite.
+        `contexts`: place in the batch -> all tokens before it, for places whose row is marked.
 
         A row may come several times, behind drafts: `ahead`, by place, has the drafts before it, which
         `counts` counts, too. `drafted`, by place: a token drawn from a draft's distribution, which is kept
         or replaced; another one is what replaces it.
         """
-        scores = self._scores(logits, rows, counts, masks or {}, ahead)
+        scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
         raw = None if scores is logits else logits  # a change may hide what isn't finite
         tokens, numbers = self._drawn(scores, rows, counts, raw)
         if drafted:
@@ -185,12 +202,13 @@ class Sampler:
         *,
         masks: dict[int, Tensor] | None = None,
         ahead: Mapping[int, Sequence[int]] = _NONE,
+        contexts: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Drafted]:
         """Propose a token for each row of a draft's logits, with the row's own parameters; see `sample`.
 
         Where a row's tokens repeat it is what the row would draw from these logits, else a draw of its own.
         """
-        scores = self._scores(logits, rows, counts, masks or {}, ahead)
+        scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
         tokens, _ = self._drawn(scores, rows, counts, None)
         free = [place for place, row in enumerate(rows) if not self._table[row].repeats]
         masses: dict[int, Tensor] = {}
@@ -205,6 +223,15 @@ class Sampler:
             finite = torch.isfinite(mine.amax(dim=-1)).tolist()
             masses = {place: row for place, row, good in zip(free, drawn_from, finite, strict=True) if good}
         return [Drafted(token, masses.get(place)) for place, token in enumerate(tokens.tolist())]
+
+    def _marked(
+        self, scores: Tensor, rows: list[int], contexts: Mapping[int, Sequence[int]] | None
+    ) -> Tensor:
+        """Scores with the watermarks of those rows that have one."""
+        if not contexts:
+            return scores
+        assert self._watermarks is not None, "rows are marked only with a key"
+        return self._watermarks.apply(scores, rows, contexts)
 
     def _drawn(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
@@ -235,7 +262,7 @@ class Sampler:
         peaks, _ = likeliest(scores)
         found = torch.empty(scores.shape, dtype=torch.int64, device=self._device)
         uniform = torch.empty(len(rows), dtype=torch.float64, device=self._device)
-        for kind, places in self._groups(rows).items():
+        for places in self._groups(rows).values():
             mine = [rows[place] for place in places]
             settings = self._table.settings(mine, [counts[place] for place in places], purpose)
             width, index = self._table.width(mine), upload(places, self._device)
@@ -243,11 +270,8 @@ class Sampler:
             for part in chunks(len(places), self._vocab_size, self._device):
                 chosen = index[part]
                 some, tops = scores[chosen], peaks[chosen]
-                found[chosen] = (
-                    whole_masses(some, tops, settings[part])
-                    if kind is Draw.WHOLE
-                    else ranked_masses(some, tops, settings[part], width)
-                )
+                tokens, masses = kept_masses(some, tops, settings[part], width)
+                found[chosen] = torch.zeros_like(found[chosen]).scatter_(1, tokens.expand_as(masses), masses)
         return found, uniform
 
     def _scores(

@@ -63,7 +63,6 @@ class DraftModel(Drafter):
         self._vocab_size = vocab_size  # of the target
         self._mirrors: dict[Branch, _Mirror] = {}
         self._gone: set[Branch] = set()  # whose K and V were not finite
-        self.draft_share = 0.3
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
         """None while the draft is behind by more than a chunk, or has no room."""

@@ -22,6 +22,7 @@ class Growing:
     index: int  # of the plan
     branch: Branch
     walk: Walk | None  # through its grammar
+    is_marked: bool  # by a watermark
     drafts: list[Drafted] = field(default_factory=list)
 
     @property
@@ -51,7 +52,12 @@ class Drafter(Proposer):
     def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
         """Pass by pass; a branch whose grammar has ended gets tokens that will be wrong."""
         all_growing = [
-            Growing(i, branch, _walk(jobs[branch.request], branch))
+            Growing(
+                i,
+                branch,
+                walk=_walk(jobs[branch.request], branch),
+                is_marked=bool(jobs[branch.request].params.watermark),
+            )
             for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True))
             if count
         ]
@@ -73,6 +79,9 @@ class Drafter(Proposer):
             [one.branch.num_generated + len(one.drafts) for one in growing],
             masks=masks or None,
             ahead={place: one.tokens for place, one in enumerate(growing)},
+            contexts={
+                place: [*one.branch.tokens, *one.tokens] for place, one in enumerate(growing) if one.is_marked
+            },
         )
         for one, draft in zip(growing, drawn, strict=True):
             one.drafts.append(draft)

@@ -38,6 +38,10 @@ class Lookup(Proposer):
             if count
         }
 
+    def begin_anew(self) -> None:
+        """Forget all answers."""
+        self._recent = Recent()
+
     def forget(self, branch: Branch, job: Job) -> None:
         """Keep what was answered for later requests."""
         self._texts.pop(branch, None)

@@ -9,6 +9,8 @@ from kvq.engine.runner import Runner
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.draft_model import DraftModel, check_draft
+from kvq.engine.speculation.eagle import check_is_model
+from kvq.engine.speculation.heads import Heads
 from kvq.engine.speculation.lookup import Lookup
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
@@ -16,7 +18,9 @@ from kvq.engine.speculation.speculator import Speculator
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.model import load_prepared
+from kvq.models.mtp import MtpHead, check_mtp, load_mtp
 from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.resolve import resolve_model
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights
 from kvq.scheduler import Scheduler
@@ -26,10 +30,18 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """What drafts, loaded before the pools are sized: a model of its own, or the model in another form."""
+    """What drafts, loaded before the pools are sized: another model, or this one's other form or head."""
 
     model: Model | None = None
     weights: LoadedWeights | None = None
+    head: MtpHead | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of a cache of its own."""
+        if self.model is not None:
+            return self.model.kv_bytes_per_token
+        return 0.0 if self.head is None else self.head.layout.kv_bytes_per_token
 
 
 def check_speculation(
@@ -43,11 +55,15 @@ def check_speculation(
     """
     if config is not None and config.method == "self":
         check_self(model, config.weights)
+    if config is not None and config.method == "heads":
+        check_mtp(model)
     if config is None or config.method != "draft":
         return None
     assert config.model is not None, "checked when it was made"
     weights, backend = config.weights or "auto", model.backend
-    draft = prepare(config.model, device=str(model.device), weights=weights, backend=backend)
+    source = resolve_model(config.model)
+    check_is_model(source)
+    draft = prepare(source, device=str(model.device), weights=weights, backend=backend)
     recipe = draft.recipe(config.kv or "auto", find_scales(draft, None))
     draft.check_scales(recipe)
     check_draft(model, draft, recipe)
@@ -63,6 +79,9 @@ def load_helper(config: Speculation | None, model: Model) -> Helper:
     if found is not None:
         _log.info("loading the draft model")
         return Helper(model=load_prepared(*found))
+    if config is not None and config.method == "heads":
+        _log.info("loading the model's multi-token-prediction layer")
+        return Helper(head=load_mtp(model))
     return Helper()
 
 
@@ -81,10 +100,12 @@ def make_speculator(
     if config is None:
         return None
     proposer: Proposer = Lookup()
+    tokens = max(pool.num_blocks for pool in scheduler.manager.pools) * model.layout.block_size
     if helper.weights is not None:
         proposer = SelfDraft(sampler, chooser.bind, runner, helper.weights)
+    elif helper.head is not None:
+        proposer = Heads(sampler, chooser.bind, helper.head, tokens=tokens)
     elif helper.model is not None:
-        tokens = max(pool.num_blocks for pool in scheduler.manager.pools) * model.layout.block_size
         session = Session.of_tokens(helper.model.weights, helper.model.layout, tokens)
         proposer = DraftModel(sampler, chooser.bind, session, vocab_size=model.geometry.vocab_size)
     return Speculator(config, proposer, scheduler, jobs, clock)

@@ -31,7 +31,7 @@ class NGrams:
         Where they run into the end of the text it is taken to begin anew there, as of what repeats itself.
         """
         self._index()
-        for length in _LENGTHS:
+        for length in _LENGTHS if count else ():
             if len(context) < length:
                 continue
             at = self._last.get(context[-length:].tobytes())

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from kvq.engine.job import Job
+from kvq.engine.runner import StepOutput
 from kvq.engine.sampling.sampler import Drafted
 from kvq.scheduler import Branch, Request, StepPlan
 
@@ -14,7 +15,6 @@ class Proposer(ABC):
     """Says for how many tokens of which branches it has a guess, then guesses. Guesses may be wrong."""
 
     takes_passes: bool  # drafting takes a pass of a model for each further token
-    draft_share: float = 0.0  # what one is taken to cost, of a decode step, before any was measured
 
     @abstractmethod
     def most(self, branch: Branch, job: Job, limit: int) -> int:
@@ -24,11 +24,17 @@ class Proposer(ABC):
     def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
         """Exactly `plan.drafts[i]` drafts for each of its branches that has room for some, by index."""
 
+    def observe(self, plan: StepPlan, output: StepOutput, jobs: Jobs) -> None:  # noqa: B027 - see below
+        """A step ran, whose tokens but drafts are known; nobody knows yet what follows."""
+
     def learn(self, branch: Branch, job: Job) -> None:  # noqa: B027 - not everybody keeps something
         """A branch got tokens."""
 
     def forget(self, branch: Branch, job: Job) -> None:  # noqa: B027 - see above
         """A branch ended."""
+
+    def begin_anew(self) -> None:  # noqa: B027 - see above
+        """Forget what requests that ended left behind."""
 
     def close(self) -> None:  # noqa: B027 - see above
         """Give back what lies outside the device."""

@@ -67,7 +67,6 @@ class SelfDraft(Drafter):
         super().__init__(sampler, bind)
         self._runner = runner
         self.weights = weights
-        self.draft_share = 0.5
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
         """Of the newest token of each branch, written where the step will write it."""

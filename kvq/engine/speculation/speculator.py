@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from kvq.engine.job import Job
+from kvq.engine.runner import StepOutput
 from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.proposer import Jobs, Proposer
@@ -29,7 +30,7 @@ class Speculator:
     ) -> None:
         self._k = config.k
         self.looked_at = 0  # drafts whose forerunners were right
-        self.depth = Depth(scheduler.costs, proposer.takes_passes, proposer.draft_share, adapts=config.adapts)
+        self.depth = Depth(scheduler.costs, proposer.takes_passes, adapts=config.adapts)
         self._proposer = proposer
         self._scheduler = scheduler
         self._jobs = jobs
@@ -88,6 +89,16 @@ class Speculator:
         if self.depth.takes_passes:
             self.depth.draft_s.observe(len(drafts), (self._clock() - began) / max(plan.drafts))
         return drafts
+
+    def observe(self, plan: StepPlan, output: StepOutput) -> None:
+        """A step ran, whose tokens but drafts are known."""
+        if self._failures >= _MOST_FAILURES:
+            return
+        try:
+            self._proposer.observe(plan, output, self._jobs)
+        except Exception:  # noqa: BLE001 - as above
+            self._failures += 1
+            _log.exception("what drafts could not follow a step")
 
     def learn(self, branch: Branch, job: Job, drafted: int, accepted: int) -> None:
         """A branch got tokens, `accepted` of `drafted` ones among them."""

@@ -91,13 +91,8 @@ def draw_whole(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
 
     `logits`: fp32, [rows, vocab]; `peaks`: each row's highest, [rows].
     """
-    sums = whole_masses(logits, peaks, settings).cumsum(dim=-1)
+    sums = _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p).cumsum(dim=-1)
     return draw(sums, sums[:, -1], settings.uniform)
-
-
-def whole_masses(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
-    """Return what such rows draw from, int64 [rows, vocab]."""
-    return _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p)
 
 
 def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> Tensor:
@@ -105,24 +100,30 @@ def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
 
     `width` is at least every row's top_k, and the whole vocabulary where one has none.
     """
-    tokens, mass = _likeliest_masses(logits, peaks, settings, width)
+    tokens, mass = _ranked_masses(logits, peaks, settings, width)
     sums = mass.cumsum(dim=-1)
     totals = sums[:, -1] if settings.top_p is None else _nucleus(sums, settings.top_p)
     chosen = draw(sums, totals, settings.uniform)
     return tokens.gather(1, chosen[:, None])[:, 0]
 
 
-def ranked_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> Tensor:
-    """Return what such rows draw from, int64 [rows, vocab], in token order: 0 where a filter drops one."""
-    tokens, mass = _likeliest_masses(logits, peaks, settings, width)
+def kept_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
+    """Return what `draw_ranked` draws from: tokens, and their masses, 0 where a filter drops them.
+
+    Both int64, [rows, width]; tokens are [1, vocab], all of them in order, if no row has a top_k or top_p.
+    """
+    if settings.top_k is None and settings.top_p is None:
+        tokens = torch.arange(logits.shape[-1], device=logits.device)[None]
+        return tokens, _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p)
+    tokens, mass = _ranked_masses(logits, peaks, settings, width)
     if settings.top_p is not None:
         sums = mass.cumsum(dim=-1)
-        mass = mass.masked_fill_(sums > _nucleus(sums, settings.top_p)[:, None], 0)
-    return torch.zeros(logits.shape, dtype=torch.int64, device=logits.device).scatter_(1, tokens, mass)
+        mass.masked_fill_(sums > _nucleus(sums, settings.top_p)[:, None], 0)
+    return tokens, mass
 
 
-def _likeliest_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` likeliest tokens of each row, and their masses before top_p: int64, [rows, width] each."""
+def _ranked_masses(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest tokens of each row, and their masses after min-p and top-k: [rows, width]."""
     values, tokens = ranked(logits, width)
     mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)
     if settings.top_k is not None:

@@ -14,6 +14,8 @@ from kvq.engine.sampling import sampler
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.transfers import prepare_transfers
 from kvq.kernels.draw import reference, triton
+from kvq.watermark import Green, Tournament
+from kvq.watermark.key import key_from
 from tests.engine.guard import no_host_waits
 from tests.engine.imaginary_gpu import ImaginaryGPU, imaginary_gpu
 from tests.engine.launches import Launches
@@ -106,3 +108,18 @@ def test_what_steps_launch_was_compiled_before(monkeypatch: pytest.MonkeyPatch) 
         for masks in (None, {0: bitmask({1}, 5000)}):
             target.sample(logits[: len(rows)], list(rows), [9] * len(rows), masks=masks)
     assert seen == before
+
+
+@pytest.mark.parametrize("scheme", [Green(), Tournament()], ids=str)
+def test_marking_rows_makes_nobody_wait(scheme: Green | Tournament) -> None:
+    key = key_from(b"the key of these tests")
+    marked = [replace(params, watermark=True) for params in (*_MIX, _ALL)]
+    with imaginary_gpu() as gpu:
+        target = Sampler(max_rows=8, vocab_size=5000, device=gpu.device, watermark=(scheme, key))
+        for row, each in enumerate(marked):
+            add(target, row, each, prompt=range(50), generated=[row, 7], seed=row)
+        logits = torch.zeros(len(marked), 5000, dtype=torch.bfloat16, device=gpu.device)
+        prepare_transfers(gpu.device)
+        rows, contexts = list(range(len(marked))), {row: [*range(50), row, 7] for row in range(len(marked))}
+        with no_host_waits(gpu):
+            target.sample(logits, rows, [2] * len(rows), contexts=contexts)

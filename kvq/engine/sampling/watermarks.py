@@ -1,0 +1,168 @@
+"""What a watermark does to the scores of a step: green tokens gain, or a tournament chooses.
+
+The random words are those of `kvq/watermark/words.py`, in torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvq.engine.params import SamplingParams
+from kvq.engine.sampling.logprobs import chunks
+from kvq.engine.sampling.rows import RowTable
+from kvq.engine.transfers import upload
+from kvq.kernels.draw.ranking import likeliest
+from kvq.kernels.draw.reference import kept_masses
+from kvq.watermark.key import Key
+from kvq.watermark.schemes import Green, Scheme, Tournament
+from kvq.watermark.words import FIRST, GOLDEN, GREEN_BITS, SECOND, green_bar
+
+_ARRAYS = 4  # of a place's tokens at once, with 8 bytes a token
+_TOTAL = 2.0**52  # of a row's masses in a tournament: what fp64 adds exactly, with room for rounding
+
+
+class Watermarks:
+    """The marked rows of a sampler. It keeps no tokens: a place's mark depends on those before it alone."""
+
+    def __init__(
+        self, scheme: Scheme, key: Key, *, max_rows: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self._scheme = scheme
+        self._key = key
+        self._vocab_size = vocab_size
+        self._device = device
+        self._starts: dict[int, int] = {}  # row -> tokens of its prompt
+        self._filters = RowTable(max_rows=max_rows, vocab_size=vocab_size, device=device)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._starts
+
+    def add(self, row: int, params: SamplingParams, *, prompt_length: int) -> SamplingParams:
+        """Begin to mark a row. Returns what is left for the sampler to do.
+
+        After a tournament that is nothing but to draw: temperature and filters come before it. A greedy
+        row has none.
+        """
+        if isinstance(self._scheme, Tournament) and params.is_greedy:
+            return params
+        self._starts[row] = prompt_length
+        if isinstance(self._scheme, Green):
+            return params
+        self._filters.add(row, params, seed=0, stop_ids=())
+        return replace(params, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0)
+
+    def remove(self, row: int) -> None:
+        """Forget a row, marked or not."""
+        if self._starts.pop(row, None) is not None and row in self._filters:
+            self._filters.remove(row)
+
+    def apply(self, scores: Tensor, rows: Sequence[int], contexts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Scores with the mark, fp32, [batch, vocab]; those given are left as they are.
+
+        `rows`: which row each belongs to; `contexts`: place in the batch -> all tokens before it, of the
+        prompt and behind it, for every place of a marked row. Others are left as they are.
+        """
+        marked = scores.to(torch.float32, copy=True)
+        places = [place for place in contexts if rows[place] in self._starts]
+        for part in chunks(len(places), _ARRAYS * self._vocab_size, self._device):
+            mine = places[part]
+            words = [self._word(contexts[place], self._starts[rows[place]]) for place in mine]
+            index = upload(mine, self._device)
+            some = marked[index]
+            if isinstance(self._scheme, Green):
+                every = torch.arange(self._vocab_size, device=self._device)[None]
+                marked[index] = add_delta(some, self._words(words, every), self._scheme)
+            else:
+                marked[index] = self._drawn(some, [rows[place] for place in mine], words, self._scheme)
+        return marked
+
+    def _word(self, tokens: Sequence[int], start: int) -> int | None:
+        """The word of a place's context; None where it has none, or a tournament had it before."""
+        size = self._scheme.context
+        if len(tokens) < size:
+            return None
+        if isinstance(self._scheme, Tournament) and _is_repeated(tokens, size, start):
+            return None
+        return self._key.word(self._scheme.tag, tokens[len(tokens) - size :])
+
+    def _words(self, words: Sequence[int | None], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Random words of tokens, [places, width], and which places have any, [places]."""
+        known = np.array([word is not None for word in words])
+        seeds = np.array([word or 0 for word in words], dtype=np.uint64).view(np.int64)
+        return (
+            token_words(upload(seeds, self._device), tokens),
+            upload(known, self._device, torch.bool),
+        )
+
+    def _drawn(
+        self, scores: Tensor, rows: Sequence[int], words: Sequence[int | None], scheme: Tournament
+    ) -> Tensor:
+        """Logits, at temperature 1, of what temperature, filters and the tournament leave."""
+        peaks, _ = likeliest(scores)
+        settings = self._filters.settings(rows, [0] * len(rows))
+        tokens, masses = kept_masses(scores, peaks, settings, self._filters.width(rows))
+        bits, known = self._words(words, tokens)
+        won = play(masses, bits, scheme.layers)
+        logits = torch.where(known[:, None], won, masses.double()).log_().float()
+        logits = torch.full_like(scores, -torch.inf).scatter_(1, tokens.expand_as(logits), logits)
+        return torch.where(peaks.isfinite()[:, None], logits, scores)  # whose masses mean nothing
+
+
+def token_words(seeds: Tensor, tokens: Tensor) -> Tensor:
+    """The words of tokens after contexts: int64 [rows, width], the bits of `words.token_words`.
+
+    `seeds`: int64 [rows], the bits of the contexts' words; `tokens`: int64 [rows or 1, width].
+    """
+    words = seeds[:, None] + (tokens + 1) * _signed(GOLDEN)  # wraps, as it should
+    words = (words ^ _shifted(words, 30)) * _signed(FIRST)
+    words = (words ^ _shifted(words, 27)) * _signed(SECOND)
+    return words ^ _shifted(words, 31)
+
+
+def add_delta(scores: Tensor, words: tuple[Tensor, Tensor], scheme: Green) -> Tensor:
+    """Scores, fp32 [rows, vocab], with delta added to every green token where a row has words."""
+    bits, known = words
+    green = (_shifted(bits, 64 - GREEN_BITS) < green_bar(scheme)) & known[:, None]
+    return torch.where(green, scores + scheme.delta, scores)
+
+
+def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:
+    """Masses after a tournament of two candidates in each of `layers` rounds: fp64 [rows, width].
+
+        p = p * (1 + g - sum(p * g))    g: a token's bit in the layer
+
+    is the distribution of the better of two draws from p, either of them where their bits are equal.
+    `masses`: int64 [rows, width], some of each row above 0; `words`: int64 [rows, width]. Masses stay whole
+    numbers whose sum fp64 holds, so that it is the same in any order, and a row the same in any batch. A
+    layer rounds down by 2**-52 of a row's total.
+
+    Source: Dathathri et al. 2024, supplementary B, the vectorized form of two-candidate tournaments.
+    """
+    shares = masses.double() / masses.sum(dim=-1, keepdim=True)
+    p = shares.mul_(_TOTAL).floor_()
+    for layer in range(layers):
+        won = p * (words >> layer & 1)
+        p.mul_(1 - won.sum(dim=-1, keepdim=True) / _TOTAL).add_(won).floor_()
+    return p
+
+
+def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:
+    """True if the last `size` tokens were a context of an earlier one from `start` on."""
+    window = np.asarray(tokens)[max(0, start - size) :]
+    earlier = len(window) - size
+    same = np.ones(earlier, dtype=bool)  # [contexts that ended before]
+    for i in range(size):
+        same &= window[i : i + earlier] == window[earlier + i]
+    return bool(same.any())
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """A shift to the right of 64 bits without their sign."""
+    return words >> bits & (1 << 64 - bits) - 1 if bits else words
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

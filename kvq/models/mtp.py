@@ -1,0 +1,218 @@
+"""The multi-token-prediction layer of a checkpoint, in transformers' own code with kvq's attention.
+
+It is a decoder layer that reads what the model made of a token, and the token behind it, and says what
+follows.
+
+Embedding, head and rotary angles are the model's. Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
+section 2.2; Gloeckle et al. 2024, "Better & Faster Large Language Models via Multi-token Prediction".
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvq.cache.attention import PackedAttention
+from kvq.errors import ConfigError, KVQError, ModelError, first_lines
+from kvq.formats import KVRecipe
+from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.layout import KVLayout, plan_layout
+from kvq.models.device import DTYPE_NAMES
+from kvq.models.handing_on import hand_on_steps
+from kvq.models.latents import attach_expansions
+from kvq.models.linear import has_own_products, pack_linears
+from kvq.models.model import Model
+from kvq.models.modules import build_random, config_of, loading
+from kvq.models.positions import tell_positions
+from kvq.models.prepared import PreparedModel
+from kvq.models.text_part import is_whole, read_tensors
+
+_REMEDY = "take the method ngram, self or draft"
+_TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # names that such layers have
+
+
+class MtpHead:
+    """One such layer on a model's device; `geometry` is that of its attention. Made by `load_mtp`."""
+
+    def __init__(self, mtp: Any, prepared: PreparedModel, geometry: ModelGeometry) -> None:
+        self.prepared = prepared  # of the model
+        self.geometry = geometry
+        self._mtp = mtp
+
+    @cached_property
+    def layout(self) -> KVLayout:
+        """Of blocks for its own K and V, in the model's type."""
+        recipe = KVRecipe.named(DTYPE_NAMES[self.prepared.dtype], self.geometry.head_dims)
+        return plan_layout(
+            self.geometry, recipe, block_size=self.prepared.block_size, order=self.prepared.order
+        )
+
+    def hidden(self, tokens: Tensor, positions: Tensor, states: Tensor, step: PackedAttention) -> Tensor:
+        """What it makes of `states`, [rows, hidden_size], what the model or it made of the tokens before
+        `tokens`, int64 [rows] at `positions`. Such states again: both are behind a last norm."""
+        made: Tensor = self._mtp.forward_layer(
+            0, states[None], positions[None], None, input_ids=tokens[None], kvq_step=step
+        )
+        return made[0]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[rows, vocab] of what follows the tokens that states were made of, by the model's head."""
+        logits: Tensor = self._mtp._project_to_logits(states[None])
+        return logits[0]
+
+
+@torch.inference_mode()
+def load_mtp(model: Model) -> MtpHead:
+    """The first multi-token-prediction layer of a loaded model's folder.
+
+    Raises:
+        ConfigError: it has none, or none that transformers can make and kvq run.
+        ModelError: tensors of it are missing, too many, misshapen or damaged.
+    """
+    prepared = model.prepared
+    count = check_mtp(prepared)
+    config = model.weights.model.config.get_text_config()
+    try:
+        skeleton: Any = build_random(prepared.config, prepared.dtype, torch.device("meta"))
+        mtp = _load(prepared, skeleton, count)
+        mtp.tie_with_main_model(model.weights.model)
+        del mtp.layers[1:]
+        geometry = _geometry(model.geometry, config, mtp.config)
+    except KVQError:
+        raise
+    except Exception as error:  # whatever a layer that is not foreseen makes transformers raise
+        raise _not_made(prepared, first_lines(error)) from error
+    _place(mtp.layers, prepared, geometry)
+    return MtpHead(mtp.eval(), prepared, geometry)
+
+
+def check_mtp(prepared: PreparedModel) -> int:
+    """How many such layers a model brings, 1 or more, by what is known without its weights.
+
+    Raises:
+        ConfigError: none, or in a form that isn't read.
+    """
+    if prepared.is_quantized:
+        raise ConfigError(
+            f"speculation by heads reads multi-token-prediction layers as plain numbers, but "
+            f"{prepared.folder} holds quantized weights; serve the unquantized model, or take the method "
+            f"ngram or draft"
+        )
+    if is_whole(prepared.folder):
+        raise ConfigError(
+            f"speculation by heads is for text models, but {prepared.folder} reads images or sound too; "
+            f"{_REMEDY}"
+        )
+    count = getattr(config_of(prepared.config), "num_mtp_layers", None)
+    if type(count) is not int or count < 1:
+        raise _has_none(prepared, count)
+    return count
+
+
+def _load(prepared: PreparedModel, skeleton: Any, count: int) -> Any:
+    """transformers' module with the folder's tensors, as yet without embedding and head."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_layers import MtpModel
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.generic import ContextManagers
+
+    if not skeleton._keys_to_ignore_on_load_unexpected:
+        raise _not_made(prepared, "it knows no names of theirs")
+    theirs, stored = MtpModel.get_mtp_weights_regex(skeleton), read_tensors(prepared.folder)
+    tensors = {name: stored[name] for name in stored if theirs.search(name)}
+    if not tensors:
+        raise _has_none(prepared, count)
+    with loading():
+        with ContextManagers(MtpModel.get_init_context(prepared.dtype, False, False, None)):
+            mtp = MtpModel(skeleton, count)
+        told = LoadStateDictConfig(
+            weight_mapping=mtp.get_weight_conversions(skeleton),
+            device_map={"": prepared.device},
+            dtype=prepared.dtype,
+            ignore_mismatched_sizes=True,
+        )
+        info, _ = convert_and_load_state_dict_in_model(model=mtp, state_dict=tensors, load_config=told)
+        mtp._adjust_missing_and_unexpected_keys(info)
+    _check_whole(prepared, info)
+    return mtp
+
+
+def _check_whole(prepared: PreparedModel, info: Any) -> None:
+    """Raise ModelError unless every tensor has found its place, and every place its tensor."""
+    folder, layers = prepared.folder, "multi-token-prediction layers"
+    if info.missing_keys:
+        raise ModelError(
+            f"{folder} lacks {len(info.missing_keys)} tensors of its {layers}, first "
+            f"{min(info.missing_keys)}; download it again, or {_REMEDY}"
+        )
+    if info.unexpected_keys:
+        raise ModelError(
+            f"{folder} holds {len(info.unexpected_keys)} tensors that its {layers} have no place for, first "
+            f"{min(info.unexpected_keys)}; config and weights don't belong together: correct them, or "
+            f"{_REMEDY}"
+        )
+    if info.mismatched_keys:
+        name, has, wanted = min(info.mismatched_keys)
+        raise ModelError(
+            f"{folder}/config.json gives {name} of its {layers} the shape {list(wanted)}, the weights "
+            f"{list(has)}; config and weights don't belong together: correct them, or {_REMEDY}"
+        )
+    if wrong := [*info.error_msgs, *info.conversion_errors]:
+        raise ModelError(f"{layers} of {folder} can't be read: {wrong[0]}")
+
+
+def _geometry(model: ModelGeometry, config: Any, own: Any) -> ModelGeometry:
+    """Of the layer's attention alone: that of a layer of the model of the same kind."""
+    kinds, mine = getattr(config, "layer_types", None), getattr(own, "layer_types", None)
+    found = model.layers[-1]
+    if kinds is not None and mine is not None:
+        alike = [layer for layer in model.layers if kinds[layer.number] == mine[0]]
+        found = alike[-1] if alike else replace(found, window=_window(mine[0], own))
+    layer: LayerGeometry = replace(found, index=0, number=0, readers=())
+    return replace(model, layers=(layer,), states=())
+
+
+def _window(kind: str, config: Any) -> int | None:
+    """Tokens that a layer of a kind sees which no layer of the model is of."""
+    windows: Mapping[str, int | None] = {"full_attention": None, "sliding_attention": config.sliding_window}
+    if kind not in windows:
+        raise ConfigError(f"kvq runs no multi-token-prediction layer of the kind {kind!r}; {_REMEDY}")
+    return windows[kind]
+
+
+def _place(layers: nn.Module, prepared: PreparedModel, geometry: ModelGeometry) -> None:
+    """Make the layer ready to run on the model's device."""
+    tell_positions(layers)
+    hand_on_steps(layers)
+    is_cpu = prepared.device.type == "cpu"
+    packed = is_cpu and has_own_products(prepared.dtype, prepared.backend)
+    attach_expansions(layers, geometry, prepared.dtype, packed=packed)
+    if is_cpu:
+        pack_linears(layers, backend=prepared.backend)
+        for parameter in layers.parameters():  # those left alone are mapped from the file as yet
+            if not parameter.is_mkldnn:
+                parameter.data = parameter.data.clone()
+
+
+def _has_none(prepared: PreparedModel, count: object) -> ConfigError:
+    told = [entry.name for entry in prepared.entries if _TOLD.search(entry.name)]
+    if told:
+        return _not_made(prepared, f"the folder holds {len(told)} of their tensors, first {min(told)}")
+    says = "says nothing of any" if count is None else f"says {count}"
+    return ConfigError(
+        f"speculation by heads needs the multi-token-prediction layers of a checkpoint, but "
+        f"{prepared.folder} holds no tensors of such layers, and its config.json {says}; {_REMEDY}"
+    )
+
+
+def _not_made(prepared: PreparedModel, why: str) -> ConfigError:
+    from transformers import __version__
+
+    return ConfigError(
+        f"transformers {__version__} makes no multi-token-prediction layers for "
+        f"{prepared.geometry.model_type}, which speculation by heads needs: {why}; {_REMEDY}"
+    )

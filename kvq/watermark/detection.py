@@ -1,0 +1,83 @@
+"""Is a text marked? A test of its tokens against the key, whose error is known before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from kvq.watermark.key import Key
+from kvq.watermark.schemes import Green, Scheme, Tournament
+from kvq.watermark.tails import binomial_tail
+from kvq.watermark.words import Words, is_green, layer_bits, token_words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detection:
+    """What a text's tokens say.
+
+    `tokens`: of the text; `counted`: those that follow a context, each context and token once. `share`: of
+    green tokens, or of bits that are 1 in a tournament's layers; `expected`: without a mark. `z`: standard
+    deviations above that. `p`: how likely a text without the mark has a share as high.
+    """
+
+    tokens: int
+    counted: int
+    share: float
+    expected: float
+    z: float
+    p: float
+
+
+def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:
+    """Test a text for a mark, by its token ids alone: neither prompt nor model is needed.
+
+    Over keys, a text that was not marked with `key` has a p below x in x of all cases, whatever the text:
+    the words of n-grams are independent, and none counts twice.
+
+    Sources: Kirchenbauer et al. 2023, section 3; Dathathri et al. 2024, the mean score. Their normal
+    approximation is replaced by the binomial tail, which it misses by far at small p.
+    """
+    grams = _distinct(np.asarray(tokens, dtype=np.int64), scheme)
+    words = token_words(_context_words(grams[:, :-1], scheme, key), grams[:, -1])
+    hits = int(
+        (is_green(words, scheme) if isinstance(scheme, Green) else layer_bits(words, scheme.layers)).sum()
+    )
+    trials, expected = _chance(len(words), scheme)
+    return Detection(
+        tokens=len(tokens),
+        counted=len(words),
+        share=hits / trials if trials else 0.0,
+        expected=expected,
+        z=(hits - expected * trials) / sqrt(trials * expected * (1 - expected)) if trials else 0.0,
+        p=binomial_tail(hits, trials, expected),
+    )
+
+
+def least_p(counted: int, scheme: Scheme) -> float:
+    """The p of so many counted tokens that are all as marked as can be."""
+    trials, expected = _chance(counted, scheme)
+    return float(expected**trials)
+
+
+def _chance(counted: int, scheme: Scheme) -> tuple[int, float]:
+    """Bits that so many tokens have, and the share of 1 among them without a mark."""
+    return (counted, scheme.gamma) if isinstance(scheme, Green) else (counted * scheme.layers, 0.5)
+
+
+def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.int64]:
+    """Contexts and their tokens, [counted, context + 1], in the text's order.
+
+    Of a tournament only the first token of a context was drawn with its bits.
+    """
+    if len(tokens) <= scheme.context:
+        return np.zeros((0, scheme.context + 1), dtype=np.int64)
+    grams = np.lib.stride_tricks.sliding_window_view(tokens, scheme.context + 1)
+    keyed = grams[:, :-1] if isinstance(scheme, Tournament) else grams
+    _, first = np.unique(keyed, axis=0, return_index=True)
+    return grams[np.sort(first)]
+
+
+def _context_words(contexts: npt.NDArray[np.int64], scheme: Scheme, key: Key) -> Words:
+    return np.array([key.word(scheme.tag, context) for context in contexts.tolist()], dtype=np.uint64)
