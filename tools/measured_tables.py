@@ -92,7 +92,8 @@ def snapshots_table(result: dict) -> str:
 def speculation_table(result: dict) -> str:
     """The table of a `kvq bench speculation` result: every format and number of drafts."""
     lines = [
-        "| KV | drafts | right | found offline | tokens a step, expected | tokens/s (p10 - p90) | faster, expected |",
+        "| KV | drafts | right | found offline | tokens a step, expected | tokens/s (p10 - p90) "
+        "| faster, expected |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for row in result["rows"]:
@@ -109,8 +110,9 @@ def speculation_table(result: dict) -> str:
     first = result["rows"][0]
     load = result["load"]
     told = (
-        f"{result['model']}; {load['requests']} requests of {load['input_len']} tokens and {load['output_len']} "
-        f"more, {first['batch']} at a time, temperature {load['temperature']:g}, medians of {load['repeats']} runs"
+        f"{result['model']}; {load['requests']} requests of {load['input_len']} tokens and "
+        f"{load['output_len']} more, {first['batch']} at a time, temperature {load['temperature']:g}, "
+        f"medians of {load['repeats']} runs"
     )
     return "\n".join([*lines, "", f"{told}. {_measured(result)}"])
 
