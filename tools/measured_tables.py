@@ -38,6 +38,8 @@ def table(result: dict) -> str:
         return predictions_table(result)
     if "expanded" in result["rows"][0]:
         return latents_table(result)
+    if "tokens_per_step" in result["rows"][0]:
+        return speculation_table(result)
     if "detected" in result["rows"][0]:
         return watermarks_table(result)
     if "share_of_first" in result["rows"][0]:
@@ -85,6 +87,42 @@ def snapshots_table(result: dict) -> str:
         )
     tokens, repeats = result["rows"][0]["prompt_tokens"], len(result["rows"][0]["ttft_s"]["first"]["all"])
     return "\n".join([*lines, "", f"Medians of {repeats} prompts of {tokens:,} tokens. {_measured(result)}"])
+
+
+def speculation_table(result: dict) -> str:
+    """The table of a `kvq bench speculation` result: every format and number of drafts."""
+    lines = [
+        "| KV | drafts | right | found offline | tokens a step, expected | tokens/s (p10 - p90) "
+        "| faster, expected |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        drafts = "as many as pay" if row["adapts"] else str(row["k"] or "none")
+        rate = "output_tokens_per_s"
+        share = {key: _share(row[key]) for key in ("acceptance", "offline_acceptance")}
+        lines.append(
+            f"| `{row['kv']}` | {drafts} | {share['acceptance']} "
+            f"| {share['offline_acceptance'] if row['acceptance'] is not None else '-'} "
+            f"| {row['tokens_per_step']:.2f}, {_number(row['expected_tokens_per_step'])} "
+            f"| {row[rate]:,.0f} ({row[rate + '_p10']:,.0f} - {row[rate + '_p90']:,.0f}) "
+            f"| {row['speedup']:.2f}, {_number(row['expected_speedup'])} |"
+        )
+    first = result["rows"][0]
+    load = result["load"]
+    told = (
+        f"{result['model']}; {load['requests']} requests of {load['input_len']} tokens and "
+        f"{load['output_len']} more, {first['batch']} at a time, temperature {load['temperature']:g}, "
+        f"medians of {load['repeats']} runs"
+    )
+    return "\n".join([*lines, "", f"{told}. {_measured(result)}"])
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def watermarks_table(result: dict) -> str:

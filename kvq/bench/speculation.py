@@ -136,14 +136,17 @@ def _bench_format(
 
 def _row(one: _Contender, base: float, plan: Plan, offline: float | None, cost: float) -> dict[str, Any]:
     share, rate = one.share, percentile(one.rates, 50)
-    measured = one.generated / (one.generated - one.accepted)
-    expected = None if share is None or one.adapts else expected_tokens(share, one.k)
+    steps = one.generated - one.accepted  # of sequences
+    measured = one.generated / steps
+    expected = None
+    if share is not None and not one.adapts:  # n-grams don't find something to guess in every step
+        expected = 1 + (expected_tokens(share, one.k) - 1) * one.drafts / steps
     return {
         "k": one.k,
         "adapts": one.adapts,
         "acceptance": share,
         "draft_acceptance": one.accepted / one.drafted if one.drafted else None,
-        "drafts_per_step": one.drafted / (one.generated - one.accepted),
+        "drafts_per_step": one.drafted / steps,
         "expected_tokens_per_step": expected,
         "tokens_per_step": measured,
         "expected_speedup": None if expected is None else expected / (1 + one.k * cost),

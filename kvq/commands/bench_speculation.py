@@ -1,6 +1,6 @@
 """`kvq bench speculation`: what drafting is worth."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,8 @@ def speculation(
     checked = check_for(model_options, kv)
     plan = _plan(checked.prepared, asked)
     model = checked.load()
-    facts = {"model": model.description, "refused": checked.refused}
+    load = {name: value for name, value in asdict(asked).items() if name != "text"}
+    facts = {"model": model.description, "load": load, "refused": checked.refused}
 
     def whole(rows: "Sequence[Any]") -> dict[str, Any]:
         return result_of(rows, model.weights.device, facts | {"verdict": verdict(rows)})
