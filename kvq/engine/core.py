@@ -178,8 +178,11 @@ class EngineCore(StaysHere):
         self.scheduler.manager.expire(began)
         self._begin_compiled()
         ahead = self._launcher.take_ahead()
+        drafting_s = 0.0
         if ahead is None and self.speculator is not None:
-            self.speculator.plan()
+            asked = self._clock()
+            self.speculator.plan()  # a draft may read what it missed
+            drafting_s = self._clock() - asked
         plan = self._plan(began) if ahead is None else ahead.plan
         if plan is None:
             return False
@@ -212,7 +215,7 @@ class EngineCore(StaysHere):
                 num_drafts=plan.num_drafts,
                 prefill_tokens=plan.prefill_tokens,
                 depth=plan.ends[-1],
-                seconds=chosen - began - running.drafting_s,
+                seconds=chosen - began - running.drafting_s - drafting_s,
             )
         self._publisher.publish(
             running,

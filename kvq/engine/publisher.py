@@ -24,6 +24,7 @@ class StepStats(Snapshot):
 
     number: int
     decode_tokens: int
+    draft_tokens: int  # guessed, and checked by the step
     prefill_tokens: int
     decode_context: int  # tokens that the decodes see together, windows aside
     prefill_context: int  # pairs of a prefill token and one that it sees, likewise
@@ -33,6 +34,7 @@ class StepStats(Snapshot):
     seconds: float  # the whole step
     scheduling_s: float
     forward_s: float
+    drafting_s: float  # of the forward pass's time
     attention_s: float | None  # of the forward pass: writing to blocks and attending from them
     linear_s: float | None  # of the forward pass: Linear layers; None unless somebody subscribed
     sampling_s: float
@@ -125,7 +127,8 @@ class Publisher:
             **self._scheduler.snapshot().known(),
             number=plan.number,
             decode_tokens=plan.num_decodes,
-            prefill_tokens=plan.num_tokens - plan.num_decodes,
+            draft_tokens=plan.num_drafts,
+            prefill_tokens=plan.prefill_tokens,
             decode_context=sum(plan.ends[: plan.num_decodes]),
             prefill_context=plan.prefill_context,
             sampled=sum(plan.samples),
@@ -134,6 +137,7 @@ class Publisher:
             seconds=seconds,
             scheduling_s=running.scheduling_s,
             forward_s=running.forward_s,
+            drafting_s=running.drafting_s,
             attention_s=running.output.attention_s if self._on_cpu else None,
             linear_s=None if self._linear is None else self._linear.take(),
             sampling_s=sampling_s,

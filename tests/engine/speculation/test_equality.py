@@ -3,6 +3,9 @@
 import pytest
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.watermark.detection import detect
+from kvq.watermark.key import make_key, read_key
+from kvq.watermark.schemes import parse_scheme
 from tests.engine.kit import assert_balanced, engine, mixed_prompts, pair, tokens_of
 from tests.engine.speculation.kit import counts, speculating, with_oracle
 from tests.engine.test_equality import QUANTIZED_GAP, check_near_ties
@@ -13,12 +16,12 @@ FORMATS = [
     "fp32", "bf16", "fp16", "fp8", "int8", "int6", "int5", "int4", "int4_rot", "int3", "int2",
     "k8v4", "int4_g16_s8_mean_rot", "int3_mean", "int4+sinks=4+recent=5", "int8/int4_mean+sinks=17+recent=33",
 ]  # fmt: skip
-# Prompts in several chunks; preemptions by computing again, and by swapping; prefixes taken and waited for.
+# Prompts in several chunks; preemptions by computing again, and by swapping; steps launched ahead.
 WAYS = [
     {"max_num_batched_tokens": 19},
     {"num_blocks": 14, "max_context": 112},
     {"num_blocks": 14, "max_context": 112, "swap_memory": "4MiB"},
-    {},
+    {"async_scheduling": True},
 ]
 
 
@@ -184,3 +187,33 @@ def test_beams_and_prompt_logprobs_work_beside_drafts(tiny):
     assert outputs[1].prompt_logprobs[1:] == plain[1].prompt_logprobs[1:]
     assert outputs[0].receipt.drafted_tokens == 0 < outputs[1].receipt.drafted_tokens
     assert_balanced(llm)
+
+
+@pytest.mark.parametrize("scheme", ["green", "tournament"])
+@pytest.mark.parametrize("method", ["oracle", "self"])
+def test_a_marked_text_is_the_one_without_drafts(tiny, tmp_path, scheme, method):
+    make_key(tmp_path / "key")
+    marks = {"watermark": "always", "watermark_key_file": tmp_path / "key", "watermark_scheme": scheme}
+    params = SamplingParams(max_tokens=40, temperature=1.0, top_k=200, seed=9, ignore_eos=True)
+    prompts = mixed_prompts(3, seed=4)
+    plain = tokens_of(engine(tiny, **marks).generate(prompts, params))
+    assert plain != tokens_of(engine(tiny).generate(prompts, params))
+    llm = speculating(tiny, method="self" if method == "self" else "ngram", **marks)
+    if method == "oracle":
+        with_oracle(llm, prompts, plain, vocab=4000)
+    assert tokens_of(llm.generate(prompts, params)) == plain
+    assert counts(llm)[1] > 10
+
+
+@pytest.mark.parametrize("scheme", ["green", "tournament"])
+def test_texts_of_kept_and_replaced_drafts_are_marked_as_well(tiny, tmp_path, scheme):
+    """Without a seed, by min(1, p / q): both models' distributions are marked."""
+    make_key(tmp_path / "key")
+    key, how = read_key(tmp_path / "key"), parse_scheme(scheme)
+    llm = speculating(
+        tiny, method="self", watermark="always", watermark_key_file=tmp_path / "key", watermark_scheme=scheme
+    )
+    params = SamplingParams(max_tokens=200, temperature=1.0, ignore_eos=True)
+    texts = tokens_of(llm.generate([[i, 5, 6, 7] for i in range(20, 30)], params))
+    assert counts(llm)[1] > 500
+    assert sum(detect(text, how, key).p < 1e-4 for text in texts) >= 9
