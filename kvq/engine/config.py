@@ -22,6 +22,8 @@ class EngineConfig:
     of the device's free memory. `swap_memory`: host memory (or room in `swap_folder`) for preempted
     requests. `max_context` in tokens: shorter than the model's if given. `async_scheduling`: plan and
     launch a step while the one before it runs; by default on GPUs, where launching takes time.
+    `speculation`: how tokens are drafted, as `kvq.engine.speculation.config.Speculation` or a mapping of its
+    fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, by `watermark_scheme` with the secret in `watermark_key_file`: none
     ("off"), those that ask ("asked"), all but those that decline ("unless-declined"), or all ("always").
     """

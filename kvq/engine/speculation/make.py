@@ -108,4 +108,5 @@ def make_speculator(
     elif helper.model is not None:
         session = Session.of_tokens(helper.model.weights, helper.model.layout, tokens)
         proposer = DraftModel(sampler, chooser.bind, session, vocab_size=model.geometry.vocab_size)
+    _log.info("tokens are drafted by %s, %d of a sequence in a step at most", config.method, config.k)
     return Speculator(config, proposer, scheduler, jobs, clock)
