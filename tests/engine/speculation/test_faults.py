@@ -104,3 +104,20 @@ def test_a_full_pool_makes_no_drafts_but_goes_on(plain):
     )
     assert tokens_of(llm.generate(PROMPTS, NEW)) == plain
     assert_balanced(llm)
+
+
+def test_steps_that_are_launched_ahead_stop_now_and_then_to_look_for_drafts(plain):
+    """Else who begins without drafts would never have any: only what is planned anew can have them."""
+    llm = with_oracle(speculating(pair("llama")[0], async_scheduling=True), PROMPTS, plain, right=1.0)
+    proposer, asked = llm.core.speculator.proposer, []
+    real = proposer.most
+
+    def most(branch, job, limit):
+        asked.append(branch)
+        return 0 if len(asked) < 2 else max(1, real(branch, job, limit))
+
+    proposer.most = most
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert tokens_of(llm.generate(PROMPTS[:1], params)) == plain[:1]
+    assert counts(llm)[1] > 0
+    assert_balanced(llm)
