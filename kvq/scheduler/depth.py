@@ -26,8 +26,12 @@ _REST = 16  # steps of the same branches after one that was worth no draft, unti
 
 
 def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:
-    """Who goes on by a token in the next step, and how many drafts each may have behind it, k at most."""
+    """Who goes on by a token in the next step, and how many drafts each may have behind it, k at most.
+
+    None while prompts wait for a part of a step: what drafts take, those would have to do without.
+    """
     manager, allowed = scheduler.manager, {}
+    k = 0 if scheduler.prompts_lack_time else k
     for branch in scheduler.holders.active:
         if branch.goal - held(branch).length == 1 + branch.rewound:
             most = min(k, branch.most_drafts)

@@ -61,6 +61,11 @@ class Scheduler:
         """
         return len(self.lines if self._holds_up else self.lines.preempted)
 
+    @property
+    def prompts_lack_time(self) -> bool:
+        """True if somebody waits for nothing but a part of a step: neither for blocks nor for a seat."""
+        return self.lines.num_waiting > 0 and not self.nobody_fits
+
     def requests(self) -> list[Request]:
         """Every request that has not ended."""
         return [*self.holders.running, *self.lines.requests()]
