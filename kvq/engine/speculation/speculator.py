@@ -45,6 +45,9 @@ class Speculator:
         """Say how many drafts each branch shall have in the step that is planned next; how many in all."""
         if not self._k or self._failures >= _MOST_FAILURES:
             return 0
+        if self._proposer.takes_passes and self.depth.rests:  # what followed before may come any time
+            self.depth.rest()
+            return 0
         allowed, most = drafts_allowed(self._scheduler, self._k), {}
         for branch, limit in allowed.items():
             job = self._jobs[branch.request]
