@@ -44,6 +44,7 @@ class Scheduler:
         self._admission = Admission(manager, config, costs, self.holders, self.shape)
         self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that had decodes beside them
         self._failed: list[Request] = []
+        self.prompts_lack_time = False  # somebody waits, and the last step's part for prompts was used up
         self.nobody_fits = False  # of those that wait, unless somebody ends
         self._holds_up = False  # whoever comes next, though there are rows: it did so the last time
 
@@ -60,11 +61,6 @@ class Scheduler:
         Who only waits for its part of a step, or for another's prefix, is not among them.
         """
         return len(self.lines if self._holds_up else self.lines.preempted)
-
-    @property
-    def prompts_lack_time(self) -> bool:
-        """True if somebody waits for nothing but a part of a step: neither for blocks nor for a seat."""
-        return self.lines.num_waiting > 0 and not self.nobody_fits
 
     def requests(self) -> list[Request]:
         """Every request that has not ended."""
@@ -133,6 +129,7 @@ class Scheduler:
             self.lines.queue.age(now)
             self.lines.wake()
             self._admit(step)
+        self.prompts_lack_time = len(self.lines) > 0 and step.budget <= 0
         return self._plan(step)
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
