@@ -11,7 +11,7 @@ from kvq.blockmgr import Sequence
 from kvq.engine.job import Job
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Bind, Drafter, Growing
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, OutOfBlocks
 from kvq.formats import KVRecipe
 from kvq.models.prepared import PreparedModel
 from kvq.models.session import Session
@@ -91,16 +91,37 @@ class DraftModel(Drafter):
         for one in growing:
             fed = len(self._mirrors[one.branch].fed)
             work.append((one.branch, array("I", [*one.branch.tokens, *one.tokens][fed:])))
-        rows = self._feed(work)
+        rows = self._fed(work)
         missing = self._vocab_size - rows.shape[-1]  # either may be padded further
         return functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
 
     def forget(self, branch: Branch, job: Job) -> None:
         """Free its sequence."""
-        mirror = self._mirrors.pop(branch, None)
         self._gone.discard(branch)
-        if mirror is not None:
-            self.session.free(mirror.sequence)
+        if branch in self._mirrors:
+            self._drop(branch)
+
+    def _fed(self, work: "list[tuple[Branch, array[int]]]") -> Tensor:
+        """Logits behind tokens; where blocks run out, of those that go without all tokens are alike."""
+        try:
+            return self._feed(work)
+        except OutOfBlocks:
+            mine = {branch for branch, _ in work}
+            for branch in [branch for branch in self._mirrors if branch not in mine]:
+                self._drop(branch)
+        parts = []
+        for one in work:
+            try:
+                parts.append(self._feed([one]))
+            except OutOfBlocks:
+                self._drop(one[0])
+                self._mirrors[one[0]] = _Mirror(self.session.new_sequence())
+                parts.append(torch.zeros(1, self._vocab_size, device=self.session.weights.device))
+        width = min(part.shape[-1] for part in parts)
+        return torch.cat([part[:, :width] for part in parts])
+
+    def _drop(self, branch: Branch) -> None:
+        self.session.free(self._mirrors.pop(branch).sequence)
 
     def _feed(self, work: "list[tuple[Branch, array[int]]]") -> Tensor:
         mirrors = [self._mirrors[branch] for branch, _ in work]

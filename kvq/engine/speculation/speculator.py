@@ -48,11 +48,12 @@ class Speculator:
         if self._proposer.takes_passes and self.depth.rests:  # what followed before may come any time
             self.depth.rest()
             return 0
-        allowed, most = drafts_allowed(self._scheduler, self._k), {}
-        for branch, limit in allowed.items():
-            job = self._jobs[branch.request]
-            if job.beams is None and limit and (count := self._proposer.most(branch, job, limit)) > 0:
-                most[branch] = count
+        allowed = drafts_allowed(self._scheduler, self._k)
+        try:
+            most = self._most(allowed)
+        except Exception:  # noqa: BLE001 - whatever a model raises; the step does without
+            self._fail("looking for drafts failed")
+            return 0
         chosen = self.depth.choose(most, len(allowed))
         for branch, count in chosen.items():
             branch.num_drafts = count
@@ -83,9 +84,8 @@ class Speculator:
         began = self._clock()
         try:
             drafts = self._proposer.propose(plan, self._jobs)
-        except Exception:  # noqa: BLE001 - whatever a model raises; the step does without
-            self._failures += 1
-            _log.exception("drafting failed%s", "; no more is tried" * (self._failures == _MOST_FAILURES))
+        except Exception:  # noqa: BLE001 - as above
+            self._fail("drafting failed")
             return {i: [Drafted(0)] * count for i, count in enumerate(plan.drafts) if count}
         for index, drafted in drafts.items():
             plan.guess(index, [draft.token for draft in drafted])
@@ -100,8 +100,21 @@ class Speculator:
         try:
             self._proposer.observe(plan, output, self._jobs)
         except Exception:  # noqa: BLE001 - as above
-            self._failures += 1
-            _log.exception("what drafts could not follow a step")
+            self._fail("what drafts could not follow a step")
+
+    def _most(self, allowed: dict[Branch, int]) -> dict[Branch, int]:
+        """How many drafts there may be, for branches that may have some."""
+        most: dict[Branch, int] = {}
+        for branch, limit in allowed.items():
+            job = self._jobs[branch.request]
+            if job.beams is None and limit and (count := self._proposer.most(branch, job, limit)) > 0:
+                most[branch] = count
+        return most
+
+    def _fail(self, what: str) -> None:
+        """Report an exception; after some no more drafts are made."""
+        self._failures += 1
+        _log.exception("%s%s", what, "; no more are tried" * (self._failures == _MOST_FAILURES))
 
     def learn(self, branch: Branch, job: Job, drafted: int, accepted: int) -> None:
         """A branch got tokens, `accepted` of `drafted` ones among them."""

@@ -7,6 +7,7 @@ from kvq.engine import SamplingParams
 from kvq.errors import NumericalError
 from tests.engine.kit import assert_balanced, drive, engine, mixed_prompts, pair, submit, tokens_of
 from tests.engine.speculation.kit import counts, speculating, with_oracle
+from tests.helpers_models import random_tokens
 
 NEW = SamplingParams(max_tokens=20, ignore_eos=True)
 PROMPTS = mixed_prompts(6, seed=31)
@@ -28,7 +29,7 @@ def test_a_proposer_that_raises_is_left_alone_after_a_while(plain, monkeypatch, 
     monkeypatch.setattr(llm.core.speculator.proposer, "propose", fail)
     assert tokens_of(llm.generate(PROMPTS, NEW)) == plain
     assert len(asked) == 3
-    assert "no more is tried" in caplog.text
+    assert "no more are tried" in caplog.text
     assert_balanced(llm)
 
 
@@ -120,4 +121,30 @@ def test_steps_that_are_launched_ahead_stop_now_and_then_to_look_for_drafts(plai
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     assert tokens_of(llm.generate(PROMPTS[:1], params)) == plain[:1]
     assert counts(llm)[1] > 0
+    assert_balanced(llm)
+
+
+def test_a_draft_model_that_fails_while_it_catches_up_harms_nobody(tiny, monkeypatch):
+    prompts = [[7, 8, 9] * 10]
+    plain = tokens_of(engine(tiny).generate(prompts, NEW))
+    llm = speculating(tiny, method="draft", speculation={"model": "tiny-draft"})
+    monkeypatch.setattr("kvq.engine.speculation.draft_model._CHUNK", 5)
+    proposer = llm.core.speculator.proposer
+    monkeypatch.setattr(proposer.session, "forward", lambda *a, **b: 1 / 0)
+    assert tokens_of(llm.generate(prompts, NEW)) == plain
+    assert_balanced(llm)
+
+
+def test_a_draft_model_whose_pool_is_full_drafts_for_some(tiny, caplog):
+    """Requests that share a prefix fit into the model's pool side by side, and not into the draft's."""
+    shared = random_tokens(200, seed=1)
+    prompts = [[*shared, i] for i in range(3, 11)]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    plain = tokens_of(engine(tiny).generate(prompts, params))
+    llm = speculating(tiny, method="draft", speculation={"model": "tiny-draft"}, num_blocks=45)
+    llm.generate([shared], SamplingParams(max_tokens=1))
+    assert tokens_of(llm.generate(prompts, params)) == plain
+    assert counts(llm)[1] > 20
+    assert "failed" not in caplog.text
+    assert not llm.core.speculator.proposer.session.manager.sequences()
     assert_balanced(llm)
