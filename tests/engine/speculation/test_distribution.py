@@ -162,7 +162,7 @@ every_case = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @every_case
 def test_sequences_are_distributed_as_the_target_says(k, kind, seed):
     assert p_value(sample(40_000, k, KINDS[kind], seed), exact(seed, kind)) > 0.001
