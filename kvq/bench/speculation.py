@@ -164,7 +164,7 @@ def _run(llm: LLM, contender: _Contender, plan: Plan) -> list[list[int]]:
     assert speculator is not None, "it was asked for"
     speculator.use(k=contender.k, adapts=contender.adapts)
     speculator.proposer.begin_anew()  # else n-grams would find the answers of the run before
-    before = counters.drafts, counters.drafted_tokens, counters.accepted_tokens, speculator.looked_at
+    before = counters.drafts, counters.drafted_tokens, speculator.right, speculator.looked_at
     began = perf_counter()
     outputs = llm.generate(plan.prompts, plan.params)
     seconds = perf_counter() - began
@@ -174,7 +174,7 @@ def _run(llm: LLM, contender: _Contender, plan: Plan) -> list[list[int]]:
     tokens = [output.outputs[0].token_ids for output in outputs]
     contender.rates.append(sum(map(len, tokens)) / seconds)
     contender.generated += sum(map(len, tokens))
-    after = counters.drafts, counters.drafted_tokens, counters.accepted_tokens, speculator.looked_at
+    after = counters.drafts, counters.drafted_tokens, speculator.right, speculator.looked_at
     drafts, drafted, accepted, looked_at = (b - a for a, b in zip(before, after, strict=True))
     contender.drafts += drafts
     contender.drafted += drafted

@@ -1,5 +1,6 @@
 """`--config FILE`: options of a command from a YAML file; what the command line says goes before it."""
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -58,6 +59,8 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
             raise ConfigError(f"{path}: {before} and {key} are one option; give it once")
         if value is None:  # nothing behind the colon
             continue
+        if name == "speculation" and isinstance(value, dict):  # as in Python
+            value = json.dumps(value)
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) and not parameter.multiple:
             raise ConfigError(f"{path}: {key} takes one value, got a list")

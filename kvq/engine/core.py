@@ -297,7 +297,9 @@ class EngineCore(StaysHere):
         for i, chosen in choices.tokens.items():
             branch = plan.branches[i]
             if branch.request in self._jobs:
-                self._take(self._jobs[branch.request], branch, chosen[: len(tokens[i])], timed, now)
+                told = chosen[: len(tokens[i])]
+                guessed = (plan.drafts[i], len(chosen) - 1)
+                self._take(self._jobs[branch.request], branch, told, timed, now, guessed)
         for request, picks in choices.forks.items():
             if request not in self._jobs:  # it failed, or a listener cancelled it
                 continue
@@ -316,13 +318,15 @@ class EngineCore(StaysHere):
         tokens: Sequence[Token],
         timed: set[Request],
         now: float,
+        guessed: tuple[int, int] = (0, 0),
     ) -> None:
-        """Give one result its tokens, up to the one that ends it."""
+        """Give one result its tokens, up to the one that ends it; `guessed`: drafts, and right ones."""
         if job.request not in timed:
             timed.add(job.request)
             job.mark_token(now)
+        used = 0
         try:
-            for token, logprobs in tokens:
+            for used, (token, logprobs) in enumerate(tokens, 1):  # noqa: B007 - it is what is looked for
                 self._chooser.record(branch, token)
                 if ended := job.accept(job.index_of(branch), token, logprobs):
                     break
@@ -334,6 +338,8 @@ class EngineCore(StaysHere):
             if job.request in self._jobs:
                 self._end(job, as_known(error), "error")
             return
+        if guessed[0] and self.speculator is not None:
+            self.speculator.count(job, guessed[0], min(guessed[1], used))
         if ended:
             self._release(branch)
             self.scheduler.finish(branch)
@@ -348,7 +354,7 @@ class EngineCore(StaysHere):
             return chosen
         job, accepted = self._jobs[branch.request], len(chosen) - 1
         assert self.speculator is not None, "drafts come from it"
-        self.speculator.learn(branch, job, drafts, accepted)
+        self.speculator.learn(branch, drafts, accepted)
         if accepted == drafts:
             output.keep_states(index)
         return chosen[: job.until_end(branch, chosen)]

@@ -12,7 +12,7 @@ from kvq.scheduler.depth import MOST_DRAFTS
 Method = Literal["ngram", "draft", "self", "heads"]
 METHODS: tuple[Method, ...] = get_args(Method)
 _DEFAULT_DRAFTS = 4
-_SPELLING = "ngram, self, heads, or draft,model=FOLDER, each with ,k=4 if that is not the default"
+_SPELLING = "off, ngram, self, heads, or draft,model=FOLDER, each with ,k=4 if that is not the default"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ def reads_hidden(given: "str | Mapping[str, Any] | Speculation | None") -> bool:
 
 def _spelled(text: str) -> Any:
     text = text.strip()
-    if text in ("", "off"):
+    if text in ("", "off", "none"):
         return {}
     if text.startswith("{"):
         try:
@@ -91,8 +91,10 @@ def _spelled(text: str) -> Any:
     values: dict[str, Any] = {"method": method}
     for part in rest:
         name, equals, value = part.partition("=")
-        if not equals or name == "method" or name in values:
+        if not equals or name == "method":
             raise ConfigError(f"speculation {text!r} has {part!r}, which is no name=value; write {_SPELLING}")
+        if name in values:
+            raise ConfigError(f"speculation {text!r} names {name} twice; write {_SPELLING}")
         values[name] = _value(name, value)
     return values
 

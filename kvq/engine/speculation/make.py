@@ -78,6 +78,12 @@ def load_helper(config: Speculation | None, model: Model) -> Helper:
         return Helper(weights=load_self(model, config.weights))
     if found is not None:
         _log.info("loading the draft model")
+        if found[0].max_context < model.prepared.max_context:
+            _log.warning(
+                "the draft model takes %d tokens, the model %d: longer texts get no drafts",
+                found[0].max_context,
+                model.prepared.max_context,
+            )
         return Helper(model=load_prepared(*found))
     if config is not None and config.method == "heads":
         _log.info("loading the model's multi-token-prediction layer")

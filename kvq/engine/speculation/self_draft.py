@@ -7,6 +7,7 @@ al. 2025, "QuantSpec", for one whose weights are rounded.
 """
 
 from dataclasses import replace
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -22,12 +23,12 @@ from kvq.models.prepared import PreparedModel
 from kvq.models.weights import LoadedWeights
 from kvq.scheduler import StepPlan
 
-_DEFAULT_WEIGHTS = "int4"
+_LARGEST_GROUP = 128
 
 
 def check_self(prepared: PreparedModel, weights: str | None) -> None:
     """Raise ConfigError for a model that is stored in codes already, or that keeps recurrent states."""
-    parse_weight_format(weights or _DEFAULT_WEIGHTS)
+    parse_weight_format(weights or _default_weights(prepared))
     if prepared.is_quantized:
         raise ConfigError(
             f"speculation by self rounds the weights of the model, but {prepared.folder} holds quantized "
@@ -40,9 +41,18 @@ def check_self(prepared: PreparedModel, weights: str | None) -> None:
         )
 
 
+def _default_weights(prepared: PreparedModel) -> str:
+    """INT4 in the largest groups, 128 at most, that divide the inputs of every matrix."""
+    widths = [entry.shape[1] for entry in prepared.entries if len(entry.shape) == 2]
+    group = gcd(_LARGEST_GROUP, *widths)
+    return "int4" if group == _LARGEST_GROUP else f"int4_g{group}"
+
+
 def load_self(model: Model, weights: str | None) -> LoadedWeights:
     """The model's weights rounded further; what is not rounded is shared with it."""
-    rounded = replace(model.prepared, rounded_to=parse_weight_format(weights or _DEFAULT_WEIGHTS))
+    rounded = replace(
+        model.prepared, rounded_to=parse_weight_format(weights or _default_weights(model.prepared))
+    )
     draft = load_prepared(rounded, model.recipe, model.static_scales).weights
     share_equal(model.weights, draft)
     return draft

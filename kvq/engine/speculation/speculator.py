@@ -12,7 +12,7 @@ from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import Depth, drafts_allowed
 
 _log = logging.getLogger("kvq")
-_MOST_FAILURES = 3  # of a proposer that raises, before it is left alone
+_MOST_FAILURES = 3  # in a row, of a proposer that raises, before it is left alone
 
 Drafts = dict[int, list[Drafted]]  # by the plan's indices
 
@@ -30,6 +30,7 @@ class Speculator:
     ) -> None:
         self._k = config.k
         self.looked_at = 0  # drafts whose forerunners were right
+        self.right = 0  # of these
         self.depth = Depth(scheduler.costs, proposer.takes_passes, adapts=config.adapts)
         self._proposer = proposer
         self._scheduler = scheduler
@@ -87,6 +88,7 @@ class Speculator:
         except Exception:  # noqa: BLE001 - as above
             self._fail("drafting failed")
             return {i: [Drafted(0)] * count for i, count in enumerate(plan.drafts) if count}
+        self._failures = 0
         for index, drafted in drafts.items():
             plan.guess(index, [draft.token for draft in drafted])
         if self.depth.takes_passes:
@@ -116,16 +118,20 @@ class Speculator:
         self._failures += 1
         _log.exception("%s%s", what, "; no more are tried" * (self._failures == _MOST_FAILURES))
 
-    def learn(self, branch: Branch, job: Job, drafted: int, accepted: int) -> None:
-        """A branch got tokens, `accepted` of `drafted` ones among them."""
+    def learn(self, branch: Branch, drafted: int, right: int) -> None:
+        """So many of a branch's drafts were right."""
+        self.looked_at += min(drafted, right + 1)
+        self.right += right
+        self.depth.learn(branch, drafted, right)
+
+    def count(self, job: Job, drafted: int, accepted: int) -> None:
+        """A result was told tokens, `accepted` of `drafted` ones among them, up to the one that ended it."""
         counters = self._scheduler.counters
         counters.drafts += 1
         counters.drafted_tokens += drafted
         counters.accepted_tokens += accepted
-        self.looked_at += min(drafted, accepted + 1)
         job.drafted_tokens += drafted
         job.accepted_tokens += accepted
-        self.depth.learn(branch, drafted, accepted)
 
     def forget(self, job: Job) -> None:
         """A request ended."""

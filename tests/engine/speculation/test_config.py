@@ -5,9 +5,11 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from kvq.engine import LLM
+from kvq.engine import LLM, SamplingParams
 from kvq.engine.speculation.config import Speculation, parse_speculation
 from kvq.errors import ConfigError, ModelError
+from tests.engine.kit import pair
+from tests.engine.speculation.kit import counts, speculating
 from tests.helpers_hybrids import hybrid, hybrid_folder
 from tests.helpers_models import save_model
 
@@ -15,7 +17,7 @@ from tests.helpers_models import save_model
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (None, None), ("", None), ("off", None), ({}, None),
+        (None, None), ("", None), ("off", None), ("none", None), ({}, None),
         ("ngram", {"method": "ngram"}),
         ({"method": "ngram", "k": 4}, {"method": "ngram"}),
         ("self, k=2, weights=int8", {"method": "self", "k": 2, "weights": "int8"}),
@@ -33,7 +35,7 @@ def test_spellings(given, wanted):
     [
         ("ngrams", "did you mean 'ngram'"), ("ngram,k=0", "whole number of 1 to 16"),
         ("ngram,k=x", "whole number"),
-        ("ngram,k", "no name=value"), ("ngram,k=1,k=2", "no name=value"),
+        ("ngram,k", "no name=value"), ("ngram,k=1,k=2", "twice"),
         ("draft", "needs one"),
         ("ngram,model=tiny", "leave it out"), ("ngram,weights=int4", "leave it out"),
         ("self,kv=int4", "leave it out"),
@@ -69,3 +71,11 @@ def test_models_that_cannot_draft_are_refused(tiny, tmp_path):
 def test_a_model_with_recurrent_states_is_not_its_own_draft():
     with pytest.raises(ConfigError, match="recurrent states"):
         LLM(hybrid("lfm2")[0], speculation="self", num_blocks=8, max_num_seqs=1)
+
+
+def test_a_model_of_narrow_layers_drafts_in_the_groups_that_fit():
+    model = pair("llama")[0]
+    assert model.geometry.hidden_size % 128, "it is to be narrow"
+    llm = speculating(model, method="self")
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert counts(llm)[0] > 0

@@ -158,6 +158,7 @@ def test_a_stop_string_within_accepted_drafts_ends_the_text_there(tiny, stop):
     for output, other in zip(outputs, plain, strict=True):
         assert output.outputs[0] == other.outputs[0]
         assert output.receipt.generated_tokens == other.receipt.generated_tokens
+        assert output.receipt.accepted_tokens <= output.receipt.generated_tokens, "unsaid drafts were counted"
     assert any(output.outputs[0].finish_reason == "stop" for output in outputs)
     assert_balanced(llm)
 
@@ -172,6 +173,7 @@ def test_an_end_token_within_drafts_ends_the_result_and_nothing_behind_it_is_kep
     [output] = llm.generate(prompts, params)
     assert output.outputs == plain.outputs
     assert output.outputs[0].stop_reason == end
+    assert output.receipt.accepted_tokens < output.receipt.generated_tokens
     assert_balanced(llm)
 
 
