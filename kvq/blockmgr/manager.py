@@ -166,18 +166,19 @@ class BlockManager(BlockKeeper):
         self._tables.share_all(sequence, twin)
         return twin
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> None:
         """End a sequence after its first `length` tokens: rejected drafts, or a rewind.
 
-        A recurrent state goes back only to a snapshot, over the last append if that was not run, or within
-        its last block by whoever stores the state after `length` tokens there and no later one.
+        A recurrent state goes back only to a snapshot, or over the last append if that was not run.
+        `state_is_due`: also within the last block of the last append, where the state after `length` tokens,
+        and no later one, is stored or will be.
 
         Raises:
             ConfigError: longer than the sequence, or back to where a sliding-window group gave
                 back blocks that would be seen again; nothing changed.
         """
         self._register.check_ready(sequence)
-        self._tables.shorten(sequence, length)
+        self._tables.shorten(sequence, length, state_is_due=state_is_due)
         if len(sequence.tokens) > length:
             self.prefixes.withdraw(sequence)
             del sequence.tokens[length:]

@@ -87,14 +87,14 @@ class States:
             return first
         return min(first, sequence.depth)
 
-    def can_rewind(self, sequence: Sequence, length: int) -> bool:
-        """True if the state after the first `length` tokens is there."""
+    def can_rewind(self, sequence: Sequence, length: int, *, is_due: bool) -> bool:
+        """True if the state after the first `length` tokens is there, or `is_due` where the last one lies."""
         if length in (0, sequence.length):
             return True
         move = sequence.move
         if move is not None and move.start == length:
             return True
-        if move is not None and move.start < length and self._shares_block(sequence, length):
+        if is_due and move is not None and move.start < length and self._shares_block(sequence, length):
             return True
         if length > sequence.committed or length % self.block_size:
             return False

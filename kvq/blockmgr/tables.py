@@ -181,20 +181,20 @@ class Tables:
         target.adopted, target.tail = source.adopted, source.tail
         target.tokens, target.digests = source.tokens[:], source.digests
 
-    def can_shorten(self, sequence: Sequence, length: int) -> bool:
+    def can_shorten(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> bool:
         """True if every layer group still holds what a token at position `length` sees."""
         states = self._blocks.states
         return all(
             not length or start <= self._blocks.first_seen(group, length)
             for group, start in enumerate(sequence.starts)
             if states is None or group != states.group
-        ) and (states is None or states.can_rewind(sequence, length))
+        ) and (states is None or states.can_rewind(sequence, length, is_due=state_is_due))
 
-    def shorten(self, sequence: Sequence, length: int) -> None:
+    def shorten(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> None:
         """Release the blocks after the first `length` tokens, deepest first; see `BlockManager.truncate`."""
         if not 0 <= length <= sequence.length:
             raise ConfigError(f"can't truncate {sequence.length} tokens to {length}")
-        if not self.can_shorten(sequence, length):
+        if not self.can_shorten(sequence, length, state_is_due=state_is_due):
             raise ConfigError(
                 f"can't truncate {sequence.length} tokens to {length}: what is seen there, of a sliding "
                 f"window, of recent tokens or as a recurrent state, was given back; truncate before commit, "

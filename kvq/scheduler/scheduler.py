@@ -199,7 +199,7 @@ class Scheduler:
         sequence, accepted = held(branch), len(new) - 1
         if self.manager.blocks.states is not None and known + accepted < sequence.length:
             branch.rewound, accepted = accepted, 0  # the state after all of the drafts is nobody's
-        self.manager.truncate(sequence, known + accepted)
+        self.manager.truncate(sequence, known + accepted, state_is_due=True)
         self.manager.commit(sequence, new if self.config.prefix_caching else None)
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:

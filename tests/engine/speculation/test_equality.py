@@ -42,7 +42,7 @@ def check_ways(model, prompts, *, most_ties: int, right: float = 0.8, ways=WAYS)
     assert seen <= most_ties, f"{seen} results differ from those without drafts"
 
 
-@pytest.mark.daily(6)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("kv", FORMATS)
 def test_tokens_are_those_without_drafts_in_every_format(kv):
     prompts = mixed_prompts(8, seed=5, longest=70)
@@ -55,13 +55,13 @@ def test_the_tokens_of_100_prompts_are_those_without_drafts(kv):
     check_ways(pair("llama")[0].with_kv(kv), mixed_prompts(100, seed=8, longest=70), most_ties=40)
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "cohere2"])
 def test_tokens_are_those_without_drafts_with_windows_experts_and_latents(family):
     check_ways(pair(family)[0], mixed_prompts(8, seed=6, longest=70), most_ties=4)
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("family", [*QUICK, *OTHERS])
 def test_recurrent_states_go_back_behind_wrong_drafts(family):
     model, prompts = hybrid(family)[0], mixed_prompts(8, seed=7, longest=70)
