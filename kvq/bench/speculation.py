@@ -106,16 +106,11 @@ def _bench_format(
     layout = model.with_kv(kv).layout
     blocks = (plan.batch + 1) * (-(-longest // layout.block_size) + 1)
     options: dict[str, Any] = {"num_blocks": blocks, "max_num_seqs": plan.batch, "max_context": longest}
-    contenders = [_Contender(0, False, [])] + [_Contender(k, False, []) for k in plan.depths]
-    contenders.append(_Contender(max(plan.depths), True, []))
     with LLM(model, kv, speculation=plan.speculation, prefix_caching=False, **options) as llm:
         speculator = llm.core.speculator
         assert speculator is not None, "it was asked for"
-        plain = _run(llm, contenders[0], plan)
-        for contender in contenders[1:]:  # costs are learned, kernels compiled
-            _run(llm, contender, plan)
-        fresh = [_Contender(one.k, one.adapts, []) for one in contenders]
-        equal = 0
+        plain, *_ = [_run(llm, one, plan) for one in _contenders(plan)]  # kernels compile, costs are learned
+        fresh, equal = _contenders(plan), 0
         for done, (_, contender) in enumerate(in_turn(fresh, plan.repeats), 1):
             tokens = _run(llm, contender, plan)
             equal += tokens == plain
@@ -132,6 +127,12 @@ def _bench_format(
         "runs_with_equal_tokens": equal / (plan.repeats * len(fresh)) if repeatable else None,
     }
     return [facts | _row(one, base, plan, offline, cost) for one in fresh]
+
+
+def _contenders(plan: Plan) -> list[_Contender]:
+    """No drafts first, then every number of them, then as many as the engine finds worth it."""
+    fixed = [_Contender(k, False, []) for k in (0, *plan.depths)]
+    return [*fixed, _Contender(max(plan.depths), True, [])]
 
 
 def _row(one: _Contender, base: float, plan: Plan, offline: float | None, cost: float) -> dict[str, Any]:
@@ -220,7 +221,8 @@ def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: in
     """Behind every token from `first` on but the last, by other weights over what the model's own wrote."""
     session = Session(model.weights, model.layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
-    session.forward([(sequence, ids[:first])])
+    if first:
+        session.forward([(sequence, ids[:first])])
     for at in range(first, len(ids) - 1):
         for session.weights in (weights, model.weights):
             logits = session.forward([(sequence, ids[at : at + 1])])[0].logits

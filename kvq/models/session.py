@@ -45,10 +45,12 @@ class Session:
         *,
         max_tokens: int,
         max_sequences: int = 1,
+        pool_tokens: int | None = None,
         backend: str | None = None,
     ) -> None:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
 
+        `pool_tokens`: for so many tokens instead, however they are shared out among sequences.
         `backend` names kernels of kvq's own cache; without, cache and kernels are the model's.
 
         Raises:
@@ -60,23 +62,9 @@ class Session:
             raise RequestError(
                 f"a context of {max_tokens} tokens was asked for; this model takes 1 to {weights.max_context}"
             )
-        self._begin(weights, layout, layout.blocks_for(max_sequences, max_tokens), backend)
-
-    @classmethod
-    def of_tokens(cls, weights: LoadedWeights, layout: KVLayout, tokens: int) -> "Session":
-        """With pools for so many tokens, however they are shared out among sequences.
-
-        Raises:
-            ConfigError, OutOfMemory: as above.
-        """
-        session = cls.__new__(cls)
-        count = -(-tokens // layout.block_size)
-        session._begin(weights, layout, [count] * len(layout.groups), None)
-        return session
-
-    def _begin(
-        self, weights: LoadedWeights, layout: KVLayout, num_blocks: list[int], backend: str | None
-    ) -> None:
+        num_blocks = layout.blocks_for(max_sequences, max_tokens)
+        if pool_tokens is not None:
+            num_blocks = [-(-pool_tokens // layout.block_size)] * len(layout.groups)
         self.weights = weights
         self.layout = layout
         self.cache = make_cache(weights.prepared, layout, num_blocks=num_blocks, backend=backend)

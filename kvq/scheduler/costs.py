@@ -167,10 +167,10 @@ class BySize:
 class MeasuredCosts(CostModel):
     """Running estimates: decode steps by their size, prefill as a linear regression.
 
-    Prefill adds a part of its own whatever
-    its size (other kernels, no CUDA graph), one by the token, and one by the token and its depth (its
-    attention). Were the first counted by the token, small chunks would look dear and stay small for ever.
-    To tell the parts from each other and from the decodes', some steps take less prefill than they might.
+    Prefill adds a part of its own whatever its size (other kernels, no CUDA graph), one by the token, and one
+    by the token and its depth (its attention). Were the first counted by the token, small chunks would look
+    dear and stay small for ever. To tell the parts from each other and from the decodes', some steps take
+    less prefill than they might. Drafts add a part of their own to decodes of a size, and one each.
     """
 
     def __init__(self, *, prefill_token_s: float = 1e-3, swap_block_s: float = 1e-4) -> None:

@@ -88,7 +88,7 @@ class Sampler:
         watermark: tuple[Scheme, Key] | None = None,
     ) -> None:
         assert vocab_size <= MAX_VOCAB, f"masses of {vocab_size} tokens may overflow; {MAX_VOCAB} at most"
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = device
         self._table = RowTable(max_rows=max_rows, vocab_size=vocab_size, device=device)
         self._counts = TokenCounts(device)
@@ -106,7 +106,7 @@ class Sampler:
         """Compile what steps launch on a GPU over logits of that dtype, which takes seconds."""
         if self._kernel is None:
             return
-        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self._device)
         line = packed(Kind.RANKED, temperature=1.0, min_p=0.0, top_k=1, top_p=1.0)
         drawing = upload(line[None], self._device)
         for scores, raw in ((logits, None), (logits.float(), logits)):
@@ -132,7 +132,7 @@ class Sampler:
         Raises:
             RequestError: the parameters name a token beyond the vocabulary. Nothing was begun.
         """
-        check_params(params, self._vocab_size)
+        check_params(params, self.vocab_size)
         if params.watermark:
             assert self._watermarks is not None, "requests that ask for a mark without a key are refused"
             params = self._watermarks.add(row, params, prompt_length=len(prompt))
@@ -267,7 +267,7 @@ class Sampler:
             settings = self._table.settings(mine, [counts[place] for place in places], purpose)
             width, index = self._table.width(mine), upload(places, self._device)
             uniform[index] = settings.uniform
-            for part in chunks(len(places), self._vocab_size, self._device):
+            for part in chunks(len(places), self.vocab_size, self._device):
                 chosen = index[part]
                 some, tops = scores[chosen], peaks[chosen]
                 tokens, masses = kept_masses(some, tops, settings[part], width)
@@ -320,7 +320,7 @@ class Sampler:
             settings = self._table.settings(mine, [counts[place] for place in places])
             width = self._table.width(mine)
             index = upload(places, self._device)
-            for part in chunks(len(places), self._vocab_size, self._device):
+            for part in chunks(len(places), self.vocab_size, self._device):
                 chosen = index[part]
                 whole = len(chosen) == len(rows)  # then a selection would be a copy of everything
                 some, tops = (scores, peaks) if whole else (scores[chosen], peaks[chosen])
@@ -344,10 +344,10 @@ class Sampler:
     def _pending(self, logits: Tensor, rows: list[int], tokens: Tensor, numbers: Tensor) -> PendingSamples:
         """Bring everything to the host in one transfer. `numbers`: tokens, peaks before and after changes."""
         wanted = [place for place, row in enumerate(rows) if row in self._measured]
-        tops = [min(self._table[rows[place]].params.logprobs or 0, self._vocab_size) for place in wanted]
+        tops = [min(self._table[rows[place]].params.logprobs or 0, self.vocab_size) for place in wanted]
         if wanted:
             index, pieces = upload(wanted, self._device), [numbers]
-            for part in chunks(len(wanted), self._vocab_size, self._device):
+            for part in chunks(len(wanted), self.vocab_size, self._device):
                 chosen = index[part]
                 pieces.append(measure(logits[chosen].float(), tokens[chosen], max(tops)).flatten())
             numbers = torch.cat(pieces)

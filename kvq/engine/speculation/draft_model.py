@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvq.blockmgr import Sequence
 from kvq.engine.job import Job
@@ -57,10 +56,9 @@ class _Mirror:
 class DraftModel(Drafter):
     """Keeps a sequence of the draft's own for every branch, and brings it up to where the branch is."""
 
-    def __init__(self, sampler: Sampler, bind: Bind, session: Session, *, vocab_size: int) -> None:
+    def __init__(self, sampler: Sampler, bind: Bind, session: Session) -> None:
         super().__init__(sampler, bind)
         self.session = session
-        self._vocab_size = vocab_size  # of the target
         self._mirrors: dict[Branch, _Mirror] = {}
         self._gone: set[Branch] = set()  # whose K and V were not finite
 
@@ -89,11 +87,11 @@ class DraftModel(Drafter):
         """Behind all that each branch has and its drafts so far."""
         work = []
         for one in growing:
-            fed = len(self._mirrors[one.branch].fed)
-            work.append((one.branch, array("I", [*one.branch.tokens, *one.tokens][fed:])))
-        rows = self._fed(work)
-        missing = self._vocab_size - rows.shape[-1]  # either may be padded further
-        return functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
+            known, fed = one.branch.tokens, len(self._mirrors[one.branch].fed)
+            missing = known[fed:]
+            missing.extend(one.tokens[max(0, fed - len(known)) :])
+            work.append((one.branch, missing))
+        return self._fed(work)
 
     def forget(self, branch: Branch, job: Job) -> None:
         """Free its sequence."""
@@ -116,9 +114,9 @@ class DraftModel(Drafter):
             except OutOfBlocks:
                 self._drop(one[0])
                 self._mirrors[one[0]] = _Mirror(self.session.new_sequence())
-                parts.append(torch.zeros(1, self._vocab_size, device=self.session.weights.device))
-        width = min(part.shape[-1] for part in parts)
-        return torch.cat([part[:, :width] for part in parts])
+                weights = self.session.weights
+                parts.append(torch.zeros(1, weights.geometry.vocab_size, device=weights.device))
+        return torch.cat(parts)
 
     def _drop(self, branch: Branch) -> None:
         self.session.free(self._mirrors.pop(branch).sequence)

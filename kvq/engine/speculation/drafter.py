@@ -4,7 +4,9 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvq.engine.grammar.walk import Walk
 from kvq.engine.job import Job
@@ -73,8 +75,9 @@ class Drafter(Proposer):
         for place, one in enumerate(growing):
             if one.walk is not None and (mask := one.walk.mask()) is not None:
                 masks[place] = mask
+        missing = self._sampler.vocab_size - logits.shape[-1]  # models of one vocabulary may be padded apart
         drawn = self._sampler.draft(
-            logits,
+            functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits,
             [one.branch.row for one in growing],  # type: ignore[misc]  # whoever computes has a row
             [one.branch.num_generated + len(one.drafts) for one in growing],
             masks=masks or None,

@@ -6,7 +6,6 @@ come of what it made itself, as in vLLM and in DeepSeek-V3's own serving.
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvq.engine.job import Job
 from kvq.engine.runner import StepOutput
@@ -32,7 +31,6 @@ class Heads(Drafter):
             OutOfMemory: its K and V don't fit.
         """
         super().__init__(sampler, bind)
-        self._vocab_size = head.geometry.vocab_size
         self._hidden_size = head.geometry.hidden_size
         self._dtype, self._device = head.prepared.dtype, head.prepared.device
         self._cache = HeadCache(head, tokens)
@@ -97,9 +95,7 @@ class Heads(Drafter):
                 if (context := self._contexts.get(one.branch)) is not None and context.newest is not None
             }
         nothing = torch.zeros(self._hidden_size, dtype=self._dtype, device=self._device)
-        rows = self._cache.logits(torch.stack([self._newest.get(one.branch, nothing) for one in growing]))
-        missing = self._vocab_size - rows.shape[-1]
-        return functional.pad(rows, (0, missing), value=-torch.inf) if missing else rows
+        return self._cache.logits(torch.stack([self._newest.get(one.branch, nothing) for one in growing]))
 
     def forget(self, branch: Branch, job: Job) -> None:
         """Free its blocks."""

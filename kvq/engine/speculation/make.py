@@ -112,7 +112,8 @@ def make_speculator(
     elif helper.head is not None:
         proposer = Heads(sampler, chooser.bind, helper.head, tokens=tokens)
     elif helper.model is not None:
-        session = Session.of_tokens(helper.model.weights, helper.model.layout, tokens)
-        proposer = DraftModel(sampler, chooser.bind, session, vocab_size=model.geometry.vocab_size)
+        weights, layout = helper.model.weights, helper.model.layout
+        session = Session(weights, layout, max_tokens=weights.max_context, pool_tokens=tokens)
+        proposer = DraftModel(sampler, chooser.bind, session)
     _log.info("tokens are drafted by %s, %d of a sequence in a step at most", config.method, config.k)
     return Speculator(config, proposer, scheduler, jobs, clock)

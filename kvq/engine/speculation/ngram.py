@@ -9,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _LENGTHS = (8, 4, 3, 2)  # of n-grams, the longest first
-_MOST_TENANTS = 256  # whose outputs are kept
-_MOST_TOKENS = 1 << 16  # of one tenant's outputs; at twice as many the older half goes
+_AT_ONCE = 4096  # tokens that are indexed in a step: a long prompt holds up nobody
+_MOST_TOKENS = 1 << 14  # of one tenant's outputs; at twice as many the older half goes
+_MOST_IN_ALL = 1 << 17  # of all tenants; a token takes some 600 bytes, most of them in the dictionary
 
 
 class NGrams:
@@ -40,13 +41,14 @@ class NGrams:
         return []
 
     def _index(self) -> None:
-        """Know the n-grams that end before the last token, whose following one is there."""
-        tokens, last = self.tokens, self._last
-        for end in range(max(self._indexed, 1), len(tokens)):
+        """Know more n-grams that end before the last token, whose following one is there."""
+        tokens, last, first = self.tokens, self._last, max(self._indexed, 1)
+        until = min(len(tokens), first + _AT_ONCE)
+        for end in range(first, until):
             for length in _LENGTHS:
                 if end >= length:
                     last[tokens[end - length : end].tobytes()] = end
-        self._indexed = max(self._indexed, len(tokens))
+        self._indexed = max(self._indexed, until)
 
     def _from(self, at: int, count: int) -> list[int]:
         found = self.tokens[at : at + count].tolist()
@@ -59,21 +61,28 @@ class NGrams:
 class Recent:
     """Outputs of requests that ended, by who may know of them: timing would tell others what was said."""
 
-    def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
+    def __init__(self, most_tokens: int = _MOST_TOKENS, most_in_all: int = _MOST_IN_ALL) -> None:
         self._most = most_tokens
+        self._most_in_all = most_in_all
+        self._total = 0
         self._texts: OrderedDict[tuple[str, str | None], NGrams] = OrderedDict()
 
     def add(self, owner: tuple[str, str | None], tokens: Sequence[int]) -> None:
         """Keep an output of a tenant's request; the tenants heard of least recently are forgotten."""
+        if not tokens:
+            return
         text = self._texts.setdefault(owner, NGrams())
         self._texts.move_to_end(owner)
+        self._total -= len(text.tokens)
         text.extend(tokens)
         if len(text.tokens) > 2 * self._most:
             newer = NGrams()
             newer.extend(text.tokens[-self._most :])
-            self._texts[owner] = newer
-        if len(self._texts) > _MOST_TENANTS:
-            self._texts.popitem(last=False)
+            text = self._texts[owner] = newer
+        self._total += len(text.tokens)
+        while self._total > self._most_in_all and len(self._texts) > 1:
+            _, oldest = self._texts.popitem(last=False)
+            self._total -= len(oldest.tokens)
 
     def of(self, owner: tuple[str, str | None]) -> NGrams | None:
         """What may be told to a request of that tenant."""

@@ -71,9 +71,30 @@ def test_answers_are_kept_by_owner_and_bounded():
     assert text.following(array("I", [49, 50]), 1) == [51]
     assert text.following(array("I", [3, 4]), 1) == [], "the oldest were not forgotten"
     assert recent.of(("b", None)) is recent.of(("a", "salt")) is None
-    for i in range(ngram._MOST_TENANTS + 10):
-        recent.add((str(i), None), [1])
-    assert len(recent._texts) == ngram._MOST_TENANTS
+
+
+def test_of_many_tenants_those_heard_of_last_are_known():
+    recent = Recent(most_tokens=100, most_in_all=300)
+    for i in range(40):
+        recent.add((str(i), None), [i, 1, 2] * 10)
+        recent.add(("never says anything", None), [])
+    known = [owner for owner, _ in recent._texts]
+    assert known == [str(i) for i in range(30, 40)]
+    assert sum(len(text.tokens) for text in recent._texts.values()) == recent._total == 300
+
+
+def test_a_long_text_is_indexed_in_several_steps(monkeypatch):
+    """Each of which does a bounded part, and in the end all is found."""
+    monkeypatch.setattr(ngram, "_AT_ONCE", 100)
+    known = NGrams()
+    known.extend([*range(1000), 0, 1])
+    context = array("I", [0, 1])
+    assert [known.following(context, 2) for _ in range(2)] == [[2, 3], [2, 3]]
+    late = array("I", [898, 899])
+    found = [bool(known.following(late, 1)) for _ in range(10)]
+    assert found == sorted(found), "what is found once is found again"
+    assert found[-1]
+    assert not found[0]
 
 
 @pytest.mark.parametrize(
