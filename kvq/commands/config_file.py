@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvq.commands.options import TextOrMapping
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
 from kvq.strict_json import check_value
@@ -59,7 +60,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
             raise ConfigError(f"{path}: {before} and {key} are one option; give it once")
         if value is None:  # nothing behind the colon
             continue
-        if name == "speculation" and isinstance(value, dict):  # as in Python
+        if isinstance(parameter.type, TextOrMapping) and isinstance(value, dict):
             value = json.dumps(value)
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) and not parameter.multiple:

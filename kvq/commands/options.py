@@ -32,6 +32,10 @@ class Finite(click.FloatRange):
         return number
 
 
+class TextOrMapping(StringParamType):
+    """A text; in a file of options also a mapping, which is handed on as JSON."""
+
+
 AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
 AT_LEAST_1 = click.IntRange(min=1)
 SPECULATION = (

@@ -13,6 +13,7 @@ from kvq.commands.options import (
     Finite,
     ModelOptions,
     Size,
+    TextOrMapping,
     adapted,
     gathered,
     kv_option,
@@ -51,7 +52,7 @@ class EngineOptions:
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
     swap_memory: str = option("0", "Host memory for preempted requests.", type=Size())
-    speculation: str | None = option(None, SPECULATION)
+    speculation: str | None = option(None, SPECULATION, type=TextOrMapping())
     snapshot_every: int = option(
         SNAPSHOT_EVERY,
         "Tokens from one kept state to the next, for prefixes of hybrid models.",

@@ -185,6 +185,32 @@ def test_rejected_drafts_leave_the_known_tokens() -> None:
     assert len(sequence.tables[0]) == 2
 
 
+def test_a_state_that_is_due_lets_drafts_leave_within_its_block_only() -> None:
+    blocks = manager(9, 9, size=4, windows=[None, 2], state_group=1)
+    sequence = blocks.start(blocks.prompt(range(2)))
+    compute(blocks, sequence, [2])
+    blocks.append([(sequence, 3)])  # the known token and two drafts: positions 2, 3 and 4
+    before = state(blocks)
+    for length, is_due in (
+        (3, False),
+        (4, False),
+        (3, True),
+        (4, True),
+    ):  # the last one lies in the next block
+        with pytest.raises(ConfigError, match="as a recurrent state, was given back"):
+            blocks.truncate(sequence, length, state_is_due=is_due)
+    assert state(blocks) == before
+    blocks.truncate(sequence, 2)  # over an append that was not run
+    blocks.append([(sequence, 2)])
+    held = sequence.held_in(1)
+    with pytest.raises(ConfigError, match="recurrent state"):
+        blocks.truncate(sequence, 3)
+    blocks.truncate(sequence, 3, state_is_due=True)
+    assert (sequence.length, sequence.held_in(1)) == (3, held)
+    blocks.commit(sequence, [3])
+    blocks.check_integrity()
+
+
 def test_truncating_is_refused_where_a_window_gave_back_what_would_be_seen() -> None:
     blocks = manager(9, 9, windows=[None, 4])
     sequence = run(blocks, range(10))

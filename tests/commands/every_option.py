@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from kvq.commands.config_file import config_option
+from kvq.commands.options import TextOrMapping
 
 
 @click.command()
@@ -12,6 +13,7 @@ from kvq.commands.config_file import config_option
 @click.option("--port", type=click.IntRange(0, 65535), default=8000)
 @click.option("--wait", type=float, default=1.0)
 @click.option("--model")
+@click.option("--drafts", type=TextOrMapping())
 @click.option("--folder", type=click.Path())
 @click.option("--host", multiple=True)
 @click.option("--fast/--slow")

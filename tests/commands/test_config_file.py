@@ -27,7 +27,10 @@ def test_values_are_taken_as_they_are(path):
         "host": ("a", "b"),
         "fast": True,
         "max_num_seqs": None,
+        "drafts": None,
     }
+    assert run(path, "drafts: {method: ngram, k: 4}")["drafts"] == '{"method": "ngram", "k": 4}'
+    assert run(path, "drafts: ngram")["drafts"] == "ngram"
     assert run(path, "port: '81'\nhost: a")["port"] == 81  # as the command line would spell it
     assert run(path, "port: +82")["port"] == 82
     assert [run(path, f"wait: {text}")["wait"] for text in ("-2", "-2.50", ".5", "1e3", "1.5e3", "'7'")] == [

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from kvq.scheduler import Branch, FixedCosts, MeasuredCosts, Request
+from kvq.scheduler import Branch, FixedCosts, MeasuredCosts, Priority, Request
 from kvq.scheduler.depth import Depth, Seen, drafts_allowed
 from tests.scheduler.helpers import add, ask, make, step
 
@@ -23,16 +23,6 @@ def depth(step_s: float, row_s: float, *, pass_s: float = 0.0) -> Depth:
         if pass_s:
             found.draft_s.observe(1, pass_s)
     return found
-
-
-def learned(one: Depth, branch: Branch, share: float, steps: int = 200) -> None:
-    """So many drafts of a branch were right, of four each time."""
-    total = 0.0
-    for _ in range(steps):
-        total += 4 * share
-        right = int(total)
-        total -= right
-        one.learn(branch, 4, right)
 
 
 def test_free_drafts_are_all_made_and_dear_ones_none():
@@ -127,3 +117,29 @@ def test_drafts_are_allowed_to_those_who_go_on_by_a_token_and_up_to_their_last()
     step(scheduler)
     assert drafts_allowed(scheduler, 4) == {streaming.branches[0]: 4, ending.branches[0]: 0}
     assert drafts_allowed(scheduler, 40)[streaming.branches[0]] == 17
+
+
+def test_none_are_allowed_while_a_prompt_waits_for_nothing_but_a_part_of_a_step():
+    scheduler = make(max_num_batched_tokens=8, max_num_seqs=4)
+    streaming = ask(4, 20)
+    add(scheduler, streaming)
+    step(scheduler)
+    assert drafts_allowed(scheduler, 4) == {streaming.branches[0]: 4}
+    add(scheduler, ask(12, 2, priority=Priority.BATCH), ask(8, 2, priority=Priority.BATCH))
+    seen = []
+    while len(scheduler.lines) or not seen:
+        step(scheduler)
+        seen.append(drafts_allowed(scheduler, 4)[streaming.branches[0]])
+    assert 0 in seen[:-1]
+    assert seen[-1] == 4
+
+
+def test_who_waits_for_a_seat_or_for_blocks_keeps_nobody_from_drafts():
+    for scheduler in (make(max_num_seqs=1), make(num_blocks=8, max_num_seqs=4)):
+        streaming = ask(4, 20)
+        add(scheduler, streaming)
+        step(scheduler)
+        add(scheduler, ask(27, 4))
+        step(scheduler)
+        assert len(scheduler.lines) == 1
+        assert drafts_allowed(scheduler, 4) == {streaming.branches[0]: 4}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvq.engine.sampling.seeds import mix_seed, seed_words, uniforms
+from kvq.engine.sampling.seeds import Purpose, mix_seed, seed_words, uniforms
 
 
 def test_the_hash_is_splitmix64():
@@ -32,3 +32,13 @@ def test_samples_of_a_request_have_seeds_of_their_own():
     assert len(mixed) == 105 * 128
     assert all(0 <= seed < 1 << 64 for seed in mixed)
     assert mix_seed(-1, 3) == mix_seed((1 << 64) - 1, 3)
+
+
+def test_a_position_has_a_number_of_its_own_for_every_purpose():
+    words, counts = seed_words(range(5000)), [7] * 5000
+    numbers = [uniforms(words, counts, purpose) for purpose in Purpose]
+    assert (numbers[Purpose.TOKEN] == uniforms(words, counts)).all()
+    for i, one in enumerate(numbers):
+        for other in numbers[:i]:
+            assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
+            assert not (one == other).any()
