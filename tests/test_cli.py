@@ -130,6 +130,12 @@ def test_familiar_spellings_work_and_say_what_they_became(run):
     assert "q4_0 is read as kvq's int4_g32" in err
 
 
+@pytest.mark.parametrize("how", ["ngram,k=3", "self", "draft,model=tiny-draft,adapts=false"])
+def test_generate_says_the_same_with_drafts(run, how):
+    args = ("generate", "--kv", "fp32", "-n", "40", "--ignore-eos", "One two three, one two three, one two")
+    assert run(*args, "--speculation", how)[:2] == run(*args)[:2]
+
+
 def test_generate_streams_the_same_text_from_fp32_blocks_as_transformers(run, tiny):
     import torch
 
@@ -271,6 +277,9 @@ def test_formats_that_do_not_exist_or_fit_are_refused_with_what_does(run, kv, sa
         (["perplexity", "--max-model-len", "99999"], "this model takes 1 to 4096"),
         (["generate", "--kv", "int8,int4", "hello"], "one KV format is needed"),
         (["generate", ""], "the prompt is empty"),
+        (["generate", "--speculation", "guess", "hello"], "speculation has no method 'guess'"),
+        (["generate", "--speculation", "draft", "hello"], "needs one: draft,model=FOLDER"),
+        (["generate", "--speculation", "heads", "hello"], "multi-token-prediction"),
         (["generate", "-n", "5000", "hello"], "more than the context of 4096 tokens"),
         (["generate", "--temperature", "-1", "hello"], "temperature must be a number of 0 to 10"),
         (["inspect", "--kv", "int7"], "unknown KV format 'int7'"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
+from torch.nn import functional
 
 from kvq.engine.choose import Chooser
 from kvq.engine.job import Job
@@ -56,25 +57,34 @@ def logits_of(table: torch.Tensor, contexts: list[list[int]]) -> torch.Tensor:
 class TableDraft(Drafter):
     """Reads the draft's table."""
 
-    def __init__(self, sampler: Sampler, bind: Any, table: torch.Tensor) -> None:
+    def __init__(self, sampler: Sampler, bind: Any, table: torch.Tensor, padding: int = 0) -> None:
         super().__init__(sampler, bind)
         self._table = table
+        self._padding = padding
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> torch.Tensor:
-        return logits_of(self._table, [[*one.branch.tokens, *one.tokens] for one in growing])
+        logits = logits_of(self._table, [[*one.branch.tokens, *one.tokens] for one in growing])
+        return functional.pad(logits, (0, self._padding), value=9.0)
 
 
-def sample(count: int, k: int, options: dict[str, Any], seed: int) -> np.ndarray:
+def sample(count: int, k: int, options: dict[str, Any], seed: int, *, padding: int = 0) -> np.ndarray:
     """int64 [count, LENGTH]: sequences of the first tokens that come, with k drafts a step."""
     target, draft = tables(seed)
     found = []
     for first in range(0, count, BATCH):
-        found += _batch(min(BATCH, count - first), k, options, 1_000_003 * seed + first, target, draft)
+        size, own = min(BATCH, count - first), 1_000_003 * seed + first
+        found += _batch(size, k, options, own, target, draft, padding)
     return np.array(found)
 
 
 def _batch(
-    count: int, k: int, options: dict[str, Any], seed: int, target: torch.Tensor, draft: torch.Tensor
+    count: int,
+    k: int,
+    options: dict[str, Any],
+    seed: int,
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    padding: int,
 ) -> list[list[int]]:
     sampler = Sampler(max_rows=count, vocab_size=VOCAB, device=torch.device("cpu"))
     chooser, jobs = Chooser(sampler, count), {}
@@ -92,7 +102,7 @@ def _batch(
             timing=Timing(arrival_s=0.0),
         )
         jobs[request].results = [SimpleNamespace(matcher=None)]  # type: ignore[list-item]
-    proposer = TableDraft(sampler, chooser.bind, draft)
+    proposer = TableDraft(sampler, chooser.bind, draft, padding)
     running = [request.branches[0] for request in jobs]
     while running:
         plan = _plan(running, k)
@@ -177,6 +187,12 @@ def test_200_000_sequences_are_distributed_as_the_target_says(k, kind, seed):
 @pytest.mark.parametrize("kind", ["plain", "penalties"])
 def test_without_drafts_the_test_passes_too(kind):
     assert p_value(sample(20_000, 0, KINDS[kind], 1), exact(1, kind)) > 0.001
+
+
+@pytest.mark.parametrize("padding", [5, -5])
+def test_a_draft_of_a_wider_or_narrower_vocabulary_changes_nothing(padding):
+    """A narrower one never proposes the last tokens; what a wider one says beyond them is left out."""
+    assert p_value(sample(20_000, 2, KINDS["plain"], 1, padding=padding), exact(1, "plain")) > 0.001
 
 
 def _keeps_all(target: Any, draft: Any, tokens: Any, keeping: Any, uniform: Any) -> Any:
