@@ -102,7 +102,7 @@ def speculation_table(result: dict) -> str:
         share = {key: _share(row[key]) for key in ("acceptance", "offline_acceptance")}
         lines.append(
             f"| `{row['kv']}` | {drafts} | {share['acceptance']} "
-            f"| {share['offline_acceptance'] if row['acceptance'] is not None else '-'} "
+            f"| {share['offline_acceptance']} "
             f"| {row['tokens_per_step']:.2f}, {_number(row['expected_tokens_per_step'])} "
             f"| {row[rate]:,.0f} ({row[rate + '_p10']:,.0f} - {row[rate + '_p90']:,.0f}) "
             f"| {row['speedup']:.2f}, {_number(row['expected_speedup'])} |"

@@ -2,8 +2,9 @@
 
 With a share `a` of right drafts and k of them a step gives (1 - a^(k + 1)) / (1 - a) tokens on average. If a
 pass of the draft costs r of a decode step, and checking drafts nothing, that is so many times faster divided
-by 1 + k r (Leviathan et al. 2023, section 3.2). Beside that stands what was measured; and the share that an
-offline tool finds, which never drafts: it compares both models' logits over texts that the model wrote.
+by 1 + k r (Leviathan et al. 2023, section 3.2). Beside that stands what was measured; and the share that is
+found offline, without drafting: both models' logits over texts that the model wrote say which drafts would be
+right, and a walk along them which would be looked at.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,14 +116,13 @@ def _bench_format(
             tokens = _run(llm, contender, plan)
             equal += tokens == plain
             progress(done, plan.repeats * len(fresh))
-        offline = offline_share(llm, speculator, plan, plain)
+        offline = offline_shares(llm, speculator, plan, plain)
         cost = _draft_cost(speculator, plan.batch)
     base = percentile(fresh[0].rates, 50)
     repeatable = plan.temperature == 0 or plan.seed is not None
     facts = {
         "kv": kv,
         "method": plan.speculation.method,
-        "offline_acceptance": offline,
         "draft_cost": cost,
         "runs_with_equal_tokens": equal / (plan.repeats * len(fresh)) if repeatable else None,
     }
@@ -135,7 +135,9 @@ def _contenders(plan: Plan) -> list[_Contender]:
     return [*fixed, _Contender(max(plan.depths), True, [])]
 
 
-def _row(one: _Contender, base: float, plan: Plan, offline: float | None, cost: float) -> dict[str, Any]:
+def _row(
+    one: _Contender, base: float, plan: Plan, offline: dict[int, float | None], cost: float
+) -> dict[str, Any]:
     share, rate = one.share, percentile(one.rates, 50)
     steps = one.generated - one.accepted  # of sequences
     measured = one.generated / steps
@@ -146,6 +148,7 @@ def _row(one: _Contender, base: float, plan: Plan, offline: float | None, cost: 
         "k": one.k,
         "adapts": one.adapts,
         "acceptance": share,
+        "offline_acceptance": None if one.adapts else offline.get(one.k),
         "draft_acceptance": one.accepted / one.drafted if one.drafted else None,
         "drafts_per_step": one.drafted / steps,
         "expected_tokens_per_step": expected,
@@ -193,17 +196,18 @@ def _draft_cost(speculator: Speculator, batch: int) -> float:
 # Without drafting
 
 
-def offline_share(llm: LLM, speculator: Speculator, plan: Plan, texts: list[list[int]]) -> float | None:
-    """The share of drafts that would be right, found without drafting; None for heads.
+def offline_shares(
+    llm: LLM, speculator: Speculator, plan: Plan, texts: list[list[int]]
+) -> dict[int, float | None]:
+    """For every k the share of drafts that would be right, found without drafting; nothing for heads.
 
-    Of models: over the tokens that the model wrote, how often both find the same one likeliest; with a
-    temperature the mean of sum(min(p, q)), which is the probability that a draft of q is kept. Of n-grams:
-    what they would have guessed along these texts.
+    A draft of a model is right where both find the same token likeliest; with a temperature it is kept with
+    probability sum(min(p, q)). Of n-grams: what they would have guessed along these texts.
     """
     if speculator.proposer.takes_passes is False:
-        return _lookup_share(plan, texts)
+        return {k: _lookup_share(plan, texts, k) for k in plan.depths}
     model, proposer = llm.model, speculator.proposer
-    shares: list[Tensor] = []
+    agreements: list[list[float]] = []
     for prompt, text in zip(plan.prompts, texts, strict=True):
         ids, first = prompt + text, len(prompt) - 1
         p = _logits(model.weights, model.layout, ids)[first:-1]
@@ -212,9 +216,31 @@ def offline_share(llm: LLM, speculator: Speculator, plan: Plan, texts: list[list
         elif isinstance(proposer, SelfDraft) and not model.recipe.is_staged:
             q = _logits_over(model, proposer.weights, ids, first)
         else:
-            return None
-        shares.append(_agreement(p, q, plan.temperature))
-    return float(torch.cat(shares).mean())
+            return {}
+        agreements.append(_agreement(p, q, plan.temperature).tolist())
+    return {k: share_along(agreements, k) for k in plan.depths}
+
+
+def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None:
+    """Of the drafts looked at, the share kept, where the draft of token i is kept with probability `[i]`.
+
+    Not the mean of all: the token behind k right drafts is none, and errors that come in runs are looked at
+    more often than what follows right ones. The first token of an answer comes from its prompt's pass.
+    """
+    right = looked_at = 0.0
+    for kept in agreements:
+        begins = [0.0] * (len(kept) + 1)  # the probability that a step's first draft is of token i
+        begins[min(1, len(kept))] = 1.0
+        for at in range(1, len(kept)):
+            reached = begins[at]
+            drafts = min(k, len(kept) - at - 1)
+            for i in range(at, at + drafts):
+                looked_at += reached
+                begins[i + 1] += reached * (1 - kept[i])
+                reached *= kept[i]
+                right += reached
+            begins[at + drafts + 1] += reached
+    return right / looked_at if looked_at else None
 
 
 def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: int) -> Tensor:
@@ -250,16 +276,16 @@ def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def _lookup_share(plan: Plan, texts: list[list[int]]) -> float | None:
+def _lookup_share(plan: Plan, texts: list[list[int]], k: int) -> float | None:
     right = looked_at = 0
     answers = NGrams()
     for prompt, text in zip(plan.prompts, texts, strict=True):
         known = NGrams()
         known.extend(prompt)
-        at = 0
+        at = 1
         while at < len(text):
             known.extend(text[len(known.tokens) - len(prompt) : at])
-            limit = min(max(plan.depths), len(text) - at - 1)
+            limit = min(k, len(text) - at - 1)
             guessed = known.following(known.tokens, limit) or answers.following(known.tokens, limit)
             good = _common(guessed, text[at:])
             looked_at += min(len(guessed), good + 1)

@@ -73,8 +73,8 @@ def speculation(
     """Drafted tokens: how many are right, how many tokens a step gives, and how much faster that is.
 
     Every k, no drafts at all, and as many as the engine finds worth it run in turn in every repeat. Right: of
-    drafts whose forerunners were right; offline: the same, found by comparing models over the text without
-    drafting.
+    drafts whose forerunners were right; offline: the same without drafting, found by comparing models
+    over the text.
     """
     from kvq.bench.figures import speculation_figure
     from kvq.bench.speculation import bench_speculation, verdict
