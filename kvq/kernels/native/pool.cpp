@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>
+#include <stdlib.h>
 
 namespace {
 
@@ -177,6 +178,7 @@ inline void add_threads(int count) {
     if (!is_first || !pool.threads) return;
     int64_t ns = wake_ns();
     pool.spin_ns = ns < LEAST_SPIN_NS ? LEAST_SPIN_NS : ns;
+    if (getenv("KVQ_SPIN")) pool.spin_ns = atoll(getenv("KVQ_SPIN"));
 }
 
 }  // namespace
