@@ -41,20 +41,33 @@ class CpuStack:
             ConfigError: heads that don't fit the blocks.
         """
         self.layers = layers
-        self._kept: list[Any] = []  # tensors whose memory is named
+        self._kept: list[Any] = []  # tensors whose memory structures name
         structs = [self._struct(layer) for layer in layers]
         self._structs = (struct("KvqStackLayer") * len(layers))(*structs)
         heads = [layer.decoder.parts.heads for layer in layers]
-        self._widths = tuple(max(one) for one in zip(*((h.width, h.q_heads * h.k_dim, h.q_heads) for h in heads)))
+        self._widths = tuple(
+            max(one) for one in zip(*((h.width, h.q_heads * h.k_dim, h.q_heads) for h in heads), strict=True)
+        )
         self._groups = {layer.group: layer for layer in layers}
-        self._memory: tuple[torch.dtype, int, tuple[Tensor, ...]] | None = None
+        self._kinds = {layer.angles: layer.decoder for layer in layers}
+        groups, kinds = max(self._groups) + 1, max(self._kinds) + 1
+        self._batches = (struct("KvqBatch") * groups)()
+        self._slots, self._cos, self._sin = (c_void_p * groups)(), (c_void_p * kinds)(), (c_void_p * kinds)()
+        self._step = struct("KvqStackStep")(
+            batches=addressof(self._batches),
+            slots=addressof(self._slots),
+            cos=addressof(self._cos),
+            sin=addressof(self._sin),
+        )
+        self._memory: tuple[Tensor, ...] = ()
 
     def _struct(self, layer: StackLayer) -> Any:
         heads, kv = layer.decoder.parts.heads, layer.kv
-        kv_heads = kv.k.codes.shape[1]
-        if (heads.kv_heads, heads.k_dim, heads.v_dim) != (kv_heads, kv.formats.k_head_dim, kv.formats.v_head_dim):
-            raise ConfigError(f"{heads.kv_heads} KV heads of {heads.k_dim} don't fit blocks of {kv_heads} heads")
-        attention, sinks = options_of(layer.options, heads.q_heads, kv_heads, exact=layer.exact)
+        own = heads.kv_heads, heads.k_dim, heads.v_dim
+        stored = kv.k.codes.shape[1], kv.formats.k_head_dim, kv.formats.v_head_dim
+        if own != stored:
+            raise ConfigError(f"KV heads and their dimensions are {own}, those of the blocks {stored}")
+        attention, sinks = options_of(layer.options, heads.q_heads, heads.kv_heads, exact=layer.exact)
         self._kept.append(sinks)
         return struct("KvqStackLayer")(
             decoder=addressof(layer.decoder.struct),
@@ -81,48 +94,38 @@ class CpuStack:
             MemoryError: no room for scratch memory.
             ConfigError: shapes that don't fit each other.
         """
-        rows = len(x)
-        x = self.layers[0].decoder.rows(x, self.layers[0].decoder.hidden)
-        for layer in self.layers:
-            layer.decoder.check_angles(x, *angles[layer.angles])
-        turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in angles]
-        sequences, kept = [], []
-        for group in range(max(self._groups) + 1):
-            if group not in self._groups:  # of another kind of layer
-                sequences.append(struct("KvqBatch")())
-                kept.append(None)
-                continue
-            layer, batch = self._groups[group], batches[group]
+        rows, first = len(x), self.layers[0].decoder
+        x = first.rows(x, first.hidden)
+        named: list[Any] = []
+        for kind, decoder in self._kinds.items():
+            decoder.check_angles(x, *angles[kind])
+            cos, sin = (angle.contiguous() for angle in angles[kind])
+            self._cos[kind], self._sin[kind] = cos.data_ptr(), sin.data_ptr()
+            named += cos, sin
+        for group, layer in self._groups.items():
+            batch = batches[group]
             check_batch(batch, rows, layer.kv.block_size, layer.options)
             if batch.slots.shape != (rows,) or bad.shape != (rows,):
-                raise ConfigError(f"slots and flags must be those of {rows} rows")
+                raise ConfigError(
+                    f"slots and flags must be of {rows} tokens, got {list(batch.slots.shape)}, {list(bad.shape)}"
+                )
             slots = batch.slots.long().contiguous()
-            found, tables = batch_of(batch, 0)
-            sequences.append(found)
-            kept.append((slots, tables))
-        heads, attended, lse, flags = self._memory_of(rows, x.dtype)
-        out = torch.empty_like(x)
-        seconds = c_double(0.0)
-        step = struct("KvqStackStep")(
-            batches=addressof(batch_array := (struct("KvqBatch") * len(sequences))(*sequences)),
-            slots=addressof(slot_array := _addresses([None if one is None else one[0] for one in kept])),
-            cos=addressof(cos_array := _addresses([cos for cos, _ in turned])),
-            sin=addressof(sin_array := _addresses([sin for _, sin in turned])),
-            heads=heads.data_ptr(),
-            attended=attended.data_ptr(),
-            lse=lse.data_ptr(),
-            bad=flags.data_ptr(),
-        )
-        sizes = DTYPES[x.dtype], rows, torch.get_num_threads()
+            self._batches[group], tables = batch_of(batch, 0)
+            self._slots[group] = slots.data_ptr()
+            named += slots, tables
+        memory = self._take_memory(rows, x.dtype)
+        out, seconds = torch.empty_like(x), c_double(0.0)
         into = x.data_ptr(), out.data_ptr(), bad.data_ptr(), addressof(seconds)
-        run("decoder_stack", self._structs, len(self._structs), step, *into, *sizes)
-        del batch_array, slot_array, cos_array, sin_array  # which `step` named
+        sizes = DTYPES[x.dtype], rows, torch.get_num_threads()
+        run("decoder_stack", self._structs, len(self._structs), self._step, *into, *sizes)
+        del named, memory  # which the kernel has read
         return out, seconds.value
 
-    def _memory_of(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What goes from one operation to the next; that of few rows is kept for the next step."""
-        if self._memory is not None and self._memory[0] is dtype and rows <= self._memory[1]:
-            return self._memory[2]
+        kept = self._memory
+        if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
+            return kept
         heads, attended, q_heads = self._widths
         found = (
             torch.empty(rows, heads, dtype=dtype),
@@ -130,10 +133,7 @@ class CpuStack:
             torch.empty(rows, q_heads),
             torch.empty(rows, dtype=torch.bool),
         )
-        if rows <= _KEPT_ROWS:
-            self._memory = dtype, rows, found
+        for name, tensor in zip(("heads", "attended", "lse", "bad"), found, strict=True):
+            setattr(self._step, name, tensor.data_ptr())
+        self._memory = found if rows <= _KEPT_ROWS else ()
         return found
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> Any:
-    return (c_void_p * len(tensors))(*(None if one is None else one.data_ptr() for one in tensors))

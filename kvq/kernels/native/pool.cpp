@@ -3,8 +3,8 @@
 //
 // A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
 // caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
-// running, which never entered, is not waited for. Who waits spins for as long as waking a sleeping thread takes,
-// measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread
+// running, which never entered, is not waited for. Who waits spins for twice as long as waking a sleeping thread
+// takes, measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread
 // it waits for may need.
 
 #include "pool.h"
@@ -12,7 +12,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>
-#include <stdlib.h>
 
 namespace {
 
@@ -24,8 +23,9 @@ inline int inside(uint64_t state) { return (int)(state & 0xffff) >> 1; }
 inline int entered(uint64_t state) { return (int)(state >> 16 & 0xffff); }
 inline uint32_t number_of(uint64_t state) { return (uint32_t)(state >> NUMBER_SHIFT); }
 
-constexpr int64_t LEAST_SPIN_NS = 20000, MOST_SPIN_NS = 200000;
-constexpr int WAKES = 5;  // that are timed
+constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 50000;  // that are believed
+constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
+constexpr int WAKES = 5;                  // that are timed
 
 struct Pool {
     alignas(64) uint64_t state;
@@ -42,7 +42,7 @@ struct Pool {
     pthread_cond_t job, end;
 };
 
-Pool pool = {0, nullptr, nullptr, 0, 0, 0, MOST_SPIN_NS, 0, 0,
+Pool pool = {0, nullptr, nullptr, 0, 0, 0, 2 * MOST_WAKE_NS, 0, 0,
              PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 template <class T>
@@ -137,13 +137,13 @@ inline void run_job(int others, void (*work)(const void*, int), const void* data
 
 // How long it takes to wake a thread that sleeps, at best: what spinning may cost.
 inline int64_t wake_ns() {
-    int64_t best = MOST_SPIN_NS;
+    int64_t best = PATIENCE_NS;
     for (int i = 0; i < WAKES; i++) {
         timespec moment = {0, 100000};
         for (int patience = 0; !seen(pool.sleeping) && patience < 20; patience++) nanosleep(&moment, nullptr);
-        int64_t began = now_ns(), took = MOST_SPIN_NS;
+        int64_t began = now_ns(), took = PATIENCE_NS;
         auto until_entered = [](const void* data, int thread) {
-            if (thread == 0 && spin(MOST_SPIN_NS, [] { return entered(seen(pool.state)) > 0; }))
+            if (thread == 0 && spin(PATIENCE_NS, [] { return entered(seen(pool.state)) > 0; }))
                 *(int64_t*)data = now_ns();
         };
         int64_t entered_ns = 0;
@@ -177,8 +177,7 @@ inline void add_threads(int count) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (!is_first || !pool.threads) return;
     int64_t ns = wake_ns();
-    pool.spin_ns = ns < LEAST_SPIN_NS ? LEAST_SPIN_NS : ns;
-    if (getenv("KVQ_SPIN")) pool.spin_ns = atoll(getenv("KVQ_SPIN"));
+    pool.spin_ns = ns < LEAST_WAKE_NS ? 2 * LEAST_WAKE_NS : ns > MOST_WAKE_NS ? 2 * MOST_WAKE_NS : 2 * ns;
 }
 
 }  // namespace
