@@ -7,7 +7,6 @@ slower reference backend.
 import logging
 import os
 import platform
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,7 +49,9 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build the library next to the package, or say why there is none."""
         try:
-            objects = [obj for source in COMMON_SOURCES for obj in self._compile(str(KERNELS / source), "common", [])]
+            objects = [
+                obj for source in COMMON_SOURCES for obj in self._compile(str(KERNELS / source), "common", [])
+            ]
             with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilers are processes of their own
                 for built in pool.map(self._variant, VARIANTS, VARIANTS.values()):
                     objects += built

@@ -148,7 +148,7 @@ class KVCache(BlockCache):
         return self._kernels[layer][operation].backend
 
     def in_cpp(self, layer: int) -> tuple[PagedKV, bool] | None:
-        """A layer's blocks, and whether attention over them is exact; None if more than C++ has a part in it."""
+        """A layer's blocks, and whether attention is exact; None if more than C++ has a part in it."""
         backend = self.backend_of("attend", layer)
         plain = layer not in self._centering and layer not in self._staged
         both = backend in ("cpu", "cpu-fp32") and self.backend_of("write_kv", layer) in ("cpu", "cpu-fp32")

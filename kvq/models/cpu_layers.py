@@ -33,9 +33,7 @@ class CpuLayers:
         normed: Tensor = self._norm(x)
         return normed
 
-    def _one_by_one(
-        self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep
-    ) -> Tensor:
+    def _one_by_one(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         for layer in self._layers:
             parts = layer.parts
             heads = layer.before(x, *angles[parts.angles])

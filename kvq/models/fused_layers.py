@@ -104,7 +104,7 @@ class FusedForward:
 
 
 class FusedPass:
-    """A step of a fused model whose logits are its head's of its hidden states, without transformers' wrapper."""
+    """A step of a fused model that makes logits by its head alone, without transformers' wrapper."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

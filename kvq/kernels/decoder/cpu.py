@@ -123,7 +123,8 @@ class CpuDecoder:
 
     @property
     def hidden(self) -> int:
-        return self._qkv.in_features
+        width: int = self._qkv.in_features
+        return width
 
     def rows(self, x: Tensor, features: int) -> Tensor:
         """`x` or a copy with contiguous rows.

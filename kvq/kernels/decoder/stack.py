@@ -32,7 +32,7 @@ class StackLayer:
 
 
 class CpuStack:
-    """Layers one after the other, with the bits that their halves and attention give in calls of their own."""
+    """Layers one after the other, with the bits that calls of their parts give."""
 
     def __init__(self, layers: Sequence[StackLayer]) -> None:
         """Take layers, whose blocks must be the same tensors in every call.
@@ -107,7 +107,8 @@ class CpuStack:
             check_batch(batch, rows, layer.kv.block_size, layer.options)
             if batch.slots.shape != (rows,) or bad.shape != (rows,):
                 raise ConfigError(
-                    f"slots and flags must be of {rows} tokens, got {list(batch.slots.shape)}, {list(bad.shape)}"
+                    f"slots and flags must be of {rows} tokens, "
+                    f"got {list(batch.slots.shape)} and {list(bad.shape)}"
                 )
             slots = batch.slots.long().contiguous()
             self._batches[group], tables = batch_of(batch, 0)

@@ -3,8 +3,8 @@
 //
 // A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
 // caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
-// running, which never entered, is not waited for. Who waits spins for twice as long as waking a sleeping thread
-// takes, measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread
+// running, which never entered, is not waited for. Who waits spins for four times as long as waking a sleeping
+// thread takes, measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread
 // it waits for may need.
 
 #include "pool.h"
@@ -23,7 +23,8 @@ inline int inside(uint64_t state) { return (int)(state & 0xffff) >> 1; }
 inline int entered(uint64_t state) { return (int)(state >> 16 & 0xffff); }
 inline uint32_t number_of(uint64_t state) { return (uint32_t)(state >> NUMBER_SHIFT); }
 
-constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 50000;  // that are believed
+constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are believed
+constexpr int WAKES_LONG = 4;             // who waits spins
 constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
 constexpr int WAKES = 5;                  // that are timed
 
@@ -42,7 +43,7 @@ struct Pool {
     pthread_cond_t job, end;
 };
 
-Pool pool = {0, nullptr, nullptr, 0, 0, 0, 2 * MOST_WAKE_NS, 0, 0,
+Pool pool = {0, nullptr, nullptr, 0, 0, 0, WAKES_LONG * MOST_WAKE_NS, 0, 0,
              PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 template <class T>
@@ -177,7 +178,7 @@ inline void add_threads(int count) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (!is_first || !pool.threads) return;
     int64_t ns = wake_ns();
-    pool.spin_ns = ns < LEAST_WAKE_NS ? 2 * LEAST_WAKE_NS : ns > MOST_WAKE_NS ? 2 * MOST_WAKE_NS : 2 * ns;
+    pool.spin_ns = WAKES_LONG * (ns < LEAST_WAKE_NS ? LEAST_WAKE_NS : ns > MOST_WAKE_NS ? MOST_WAKE_NS : ns);
 }
 
 }  // namespace
