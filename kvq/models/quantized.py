@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from kvq.errors import ConfigError, ModelError
 from kvq.extras import BITSANDBYTES, require
 from kvq.formats.weights import WeightCode, WeightFormat
-from kvq.kernels import QuantizedWeight
+from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
 from kvq.models.text_part import read_tensors
-from kvq.weights import ROUTERS, install, round_weight
+from kvq.weights import ROUTERS, install, install_experts, round_weight, stacked_experts
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
@@ -27,6 +28,8 @@ def load_rounded(
     folder: Path, dtype: torch.dtype, fmt: WeightFormat, device: torch.device, *, backend: str
 ) -> Any:
     """A folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
+
+    On CPUs stacked experts are, too.
 
     Raises:
         ModelError: damaged or incomplete.
@@ -44,7 +47,38 @@ def load_rounded(
 
     weights = {name: partial(rounded, name) for name in formats}
     install(model, weights, device, backend=backend, dtype=dtype)
+
+    def rounded_expert(name: str, values: Tensor) -> QuantizedWeight:
+        if not values.isfinite().all():
+            raise ModelError(f"{folder}: {name} holds NaN or infinity; download or copy it again")
+        return round_weight(values.float(), fmt)
+
+    if (in_cpp := runs_experts(fmt, device, backend)) is not None:
+        install_experts(model, stacked_experts(model), rounded_expert, fmt=fmt, in_cpp=in_cpp)
     return model.to(dtype)
+
+
+def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool | None:
+    """Whether experts in codes run in C++ there or by the reference; None on GPUs: they stay as stored.
+
+    Raises:
+        UnsupportedKernel: the named backend has no kernel there.
+    """
+    if device.type != "cpu":
+        return None
+    spec = LinearSpec(fmt=fmt, in_features=1, out_features=1)
+    return select(spec.operation, spec, Device.of(device), backend).run is CpuLinear
+
+
+def check_rounded_experts(model: nn.Module, fmt: WeightFormat) -> None:
+    """Raise ConfigError if an expert's inputs can't be cut into the format's groups."""
+    for name, form in stacked_experts(model).items():
+        for own in ("gate_up_proj", "down_proj"):
+            shape = model.get_submodule(name).get_parameter(own).shape
+            try:
+                fmt.groups(shape[1 if form.is_transposed else 2])
+            except ConfigError as error:
+                raise ConfigError(f"{name}.{own}: {error}") from error
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
