@@ -8,9 +8,9 @@
     python benchmarks/weights_decode.py --model mixture --weights auto-experts,auto,int8,int4
 
 Every contender decodes `--tokens` tokens after a prompt of `--depth`, in turn, `--repeats` times. kvq runs
-its engine; as `auto-experts` over fp32 experts that are left to transformers' code. llama.cpp runs in a process
-of its own, in the interpreter that has llama-cpp-python, waits on a pipe while others have their turn, and
-decodes greedily from the same depth.
+its engine; as `auto-experts` over fp32 experts that are left to transformers' code. llama.cpp runs in a
+process of its own, in the interpreter that has llama-cpp-python, waits on a pipe while others have their
+turn, and decodes greedily from the same depth.
 """
 
 import json
