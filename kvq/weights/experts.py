@@ -39,13 +39,9 @@ class ExpertsForm:
     is_transposed: bool  # weights are [experts, in, out]
     is_interleaved: bool  # gates and what they gate take turns
 
-    def gate_up(self, stacked: Tensor) -> Tensor:
-        """All gates, then what they gate: of a weight [2 n, in] or of biases [experts, 2 n]."""
-        if not self.is_interleaved:
-            return stacked
-        dim = 0 if stacked.dim() == 2 else 1
-        at = torch.arange(stacked.shape[dim], device=stacked.device)
-        return stacked.index_select(dim, torch.cat((at[::2], at[1::2])))
+    def gate_up(self, mixed: Tensor) -> Tensor:
+        """All gates, then what they gate: of an expert's weight [2 n, in] or bias [2 n]."""
+        return torch.cat((mixed[::2], mixed[1::2])) if self.is_interleaved else mixed
 
 
 class PackedExperts(Packed):
@@ -132,7 +128,7 @@ def _weight(stored: Tensor, form: ExpertsForm) -> Tensor:
 
 def _bias(module: Any, name: str, ordered: Callable[[Tensor], Tensor]) -> Tensor | None:
     bias: Tensor | None = getattr(module, name, None)
-    return None if bias is None else ordered(bias.detach()).float()
+    return None if bias is None else torch.stack([ordered(own) for own in bias.detach().float()])
 
 
 def _has_parts(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from kvq.kernels.native.library import load as load_library
 from kvq.models.footprint import planned_weights
 from kvq.sizing.memory import EXPERTS_TERM
 from kvq.weights import packed_experts, round_weight, stacked_experts
+from tests.engine.kit import one_character_tokenizer
 from tests.helpers_models import build_model, load_eager, random_tokens, save_model, small_config
 
 pytestmark = pytest.mark.skipif(isinstance(load_library(), str), reason="the C++ kernels were not built")
@@ -34,7 +35,7 @@ def test_unquantized_ones_give_transformers_results(folder: Path) -> None:
     assert (model.logits(IDS) - own).abs().max() < 1e-4 * own.abs().max()
 
 
-@pytest.mark.parametrize("weights", ["auto", "int4_g16"])
+@pytest.mark.parametrize("weights", ["auto", "int4_g8"])
 def test_a_token_has_the_same_bits_in_any_step(folder: Path, weights: str) -> None:
     model = kvq.load(folder, kv="fp32", weights=weights, device="cpu")
     assert packed_experts(model.weights.model)
@@ -46,7 +47,7 @@ def test_a_token_has_the_same_bits_in_any_step(folder: Path, weights: str) -> No
 
 @torch.inference_mode()
 def test_rounded_ones_are_those_of_the_dequantized_weights(folder: Path) -> None:
-    fmt = parse_weight_format("int4_g16")
+    fmt = parse_weight_format("int4_g8")
     plain = load_eager(folder)
     forms = stacked_experts(plain)
     for name, form in forms.items():
@@ -62,7 +63,7 @@ def test_rounded_ones_are_those_of_the_dequantized_weights(folder: Path) -> None
             module.weight.copy_(round_weight(module.weight, own_fmt).dequantize(torch.float32))
     wanted = plain(torch.tensor([IDS])).logits[0]
     for backend in ("auto", "reference"):
-        model = kvq.load(folder, kv="fp32", weights="int4_g16", device="cpu", backend=backend)
+        model = kvq.load(folder, kv="fp32", weights="int4_g8", device="cpu", backend=backend)
         assert {x.fmt for x in packed_experts(model.weights.model).values()} == {fmt}
         error = (model.logits(IDS) - wanted).norm() / wanted.norm()
         assert error < (1e-4 if backend == "reference" else 2e-3), backend
@@ -70,7 +71,8 @@ def test_rounded_ones_are_those_of_the_dequantized_weights(folder: Path) -> None
 
 def test_engines_give_a_sequence_the_same_tokens_alone_and_in_a_batch(tmp_path: Path) -> None:
     save_model(tmp_path, "mixtral")
-    llm = kvq.LLM(tmp_path, kv="int4", weights="int4_g16", kv_memory="8MiB", max_context=128)
+    one_character_tokenizer().save_pretrained(tmp_path)
+    llm = kvq.LLM(tmp_path, kv="int4", weights="int4_g8", kv_memory="8MiB", max_context=128)
     prompts = [random_tokens(n, seed=n) for n in (5, 31, 17, 44, 9)]
     params = kvq.SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
 
@@ -81,7 +83,7 @@ def test_engines_give_a_sequence_the_same_tokens_alone_and_in_a_batch(tmp_path: 
     assert together == [told(llm.generate([prompt], params))[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("weights", ["auto", "int4_g16", "int8"])
+@pytest.mark.parametrize("weights", ["auto", "int4_g8", "int8"])
 def test_bytes_are_those_of_the_plan(folder: Path, weights: str) -> None:
     model = kvq.load(folder, kv="fp32", weights=weights, device="cpu")
     planned = {term.name: term.nbytes for term in planned_weights(model.prepared)}
