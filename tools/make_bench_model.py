@@ -3,7 +3,7 @@
     python tools/make_bench_model.py --out FOLDER [--experts]
 
 12 layers, hidden size 768, 12 query and 4 KV heads of 64, a context of 16,384 tokens, and the tokenizer of
-the embedded model. With `--experts` a Mixtral of 368 M parameters: 4 layers, hidden size 1,024, 8 experts of
+the embedded model. With `--experts` a Mixtral of 371 M parameters: 4 layers, hidden size 1,024, 8 experts of
 3,584, as wide for their hidden size as those of Mixtral 8x7B, of which a token takes 2. Texts mean nothing;
 steps cost what those of a trained model cost.
 """
