@@ -18,7 +18,7 @@ from kvq.models.text_part import namer
 from kvq.sizing.held import HeldAs, held_as
 from kvq.sizing.memory import Split, Term, activation_term, weight_terms
 from kvq.sizing.parameters import count_parameters
-from kvq.weights import stacked_experts
+from kvq.weights import is_expert_code, stacked_experts
 
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _SCALES = (".weight_scale", ".scales")  # how the names of scales end, in the formats that are read
@@ -50,7 +50,7 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
     other, rounded = DTYPE_NAMES[model.dtype], model.rounded_to
     if rounded is not None:
         head = _HEAD if rounded.code.is_integer else rounded
-        packs = runs_experts(rounded, model.device, model.backend) is not None and _knows_experts(model)
+        packs = _packs(model, rounded)
         return HeldAs(linear=rounded, other=other, head=head, scale_bytes=4, has_packed_experts=packs)
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     plain = _narrowest(model) if is_own else other
@@ -58,7 +58,15 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
         packs = is_own and _knows_experts(model)
         return HeldAs(linear=plain, other=other, head=plain, has_packed_experts=packs)
     stored = held_as(model.config).linear
-    return HeldAs(linear=stored, other=other, head=plain, scale_bytes=_scale_bytes(model))
+    packs = any(map(is_expert_code, (entry.name for entry in model.entries))) and _packs(model, stored)
+    scale_bytes = _scale_bytes(model)
+    return HeldAs(linear=stored, other=other, head=plain, scale_bytes=scale_bytes, has_packed_experts=packs)
+
+
+def _packs(model: PreparedModel, fmt: str | WeightFormat) -> bool:
+    """Whether kernels take experts in codes of that format, and those of the model."""
+    known = isinstance(fmt, WeightFormat) and runs_experts(fmt, model.device, model.backend) is not None
+    return known and _knows_experts(model)
 
 
 def _knows_experts(model: PreparedModel) -> bool:

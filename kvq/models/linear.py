@@ -131,7 +131,9 @@ def _install_own(model: nn.Module, looked_up: set[int]) -> None:
         for name, form in stacked_experts(model).items()
         if model.get_submodule(name).down_proj.dtype is torch.float32
     }
-    install_experts(model, experts, lambda name, values: PlainWeight.narrowest(values), fmt=None, in_cpp=True)
+    install_experts(
+        model, experts, lambda name, expert, values: PlainWeight.narrowest(values), fmt=None, in_cpp=True
+    )
 
 
 def is_supported(dtype: torch.dtype) -> bool:

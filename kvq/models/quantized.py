@@ -16,7 +16,14 @@ from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
 from kvq.models.text_part import read_tensors
-from kvq.weights import ROUTERS, install, install_experts, round_weight, stacked_experts
+from kvq.weights import (
+    ROUTERS,
+    expert_places,
+    install,
+    install_experts,
+    round_weight,
+    stacked_experts,
+)
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
@@ -48,7 +55,7 @@ def load_rounded(
     weights = {name: partial(rounded, name) for name in formats}
     install(model, weights, device, backend=backend, dtype=dtype)
 
-    def rounded_expert(name: str, values: Tensor) -> QuantizedWeight:
+    def rounded_expert(name: str, expert: int, values: Tensor) -> QuantizedWeight:
         if not values.isfinite().all():
             raise ModelError(f"{folder}: {name} holds NaN or infinity; download or copy it again")
         return round_weight(values.float(), fmt)
@@ -133,7 +140,7 @@ def load_quantized(
 
     The codes go to kernels as they are; transformers sees stand-ins without memory, so that it checks
     names and shapes of all tensors as it does for any model. Stacked experts, which are no Linear
-    layers, are dequantized. bitsandbytes' layers are left to bitsandbytes.
+    layers, are dequantized for that, and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
 
     Raises:
         ModelError: damaged, incomplete, or quantized in a way that isn't read.
@@ -148,14 +155,46 @@ def load_quantized(
     stand_ins = {name: _stand_in(weight, dtype) for name, weight in weights.items()}
     model = _load(folder, plain, stand_ins, dtype)
     places = _places(model, stand_ins)
-    experts = [name for name in weights if name not in places]
+    experts = {name: weight for name, weight in weights.items() if name not in places}
     if experts:
-        whole = {name: weights.pop(name).dequantize(dtype) for name in experts}
+        whole = {name: weight.dequantize(dtype) for name, weight in experts.items()}
         model = _load(folder, plain, stand_ins | whole, dtype)
+        del whole
         places = _places(model, stand_ins)
+        _install_experts(model, experts, device, backend)
     placed = {place: partial(weights.pop, name) for name, place in places.items()}
     install(model, placed, device, backend=backend, dtype=dtype)
     return model
+
+
+def _install_experts(
+    model: Any, weights: Mapping[str, QuantizedWeight], device: torch.device, backend: str
+) -> None:
+    """Let kernels have the codes of experts that a checkpoint holds one by one, where there are such kernels.
+
+    Codes are taken only where transformers put what they stand for.
+    """
+    forms = stacked_experts(model)
+    for name, (form, own) in expert_places(model, forms, weights).items():
+        formats = {weights[there].fmt for there in own.values()}
+        ordered = any(weights[there].order is not None for there in own.values())
+        in_cpp = runs_experts(next(iter(formats)), device, backend)
+        if len(formats) > 1 or ordered or in_cpp is None:
+            continue
+
+        def codes(
+            full: str, expert: int, values: Tensor, own: dict[tuple[int, str], str] = own
+        ) -> QuantizedWeight:
+            parts = ("gate_proj", "up_proj") if full.endswith("gate_up_proj") else ("down_proj",)
+            weight = QuantizedWeight.joined([weights[own[expert, part]] for part in parts])
+            if not torch.equal(weight.dequantize(values.dtype), values):
+                raise ModelError(
+                    f"transformers puts other weights into {full} of expert {expert} than the names of the "
+                    f"checkpoint's tensors say; please report this model"
+                )
+            return weight
+
+        install_experts(model, {name: form}, codes, fmt=formats.pop(), in_cpp=in_cpp)
 
 
 def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:

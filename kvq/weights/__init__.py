@@ -16,6 +16,7 @@ from kvq.weights.linear import (
 )
 from kvq.weights.rounding import round_weight
 from kvq.weights.routers import steady_routers
+from kvq.weights.unstacked import UnstackedExperts, expert_places, is_expert_code, unstack_experts
 
 __all__ = [
     "ROUTERS",
@@ -23,15 +24,19 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "QuantizedLinear",
+    "UnstackedExperts",
+    "expert_places",
     "hooks_of",
     "install",
     "install_experts",
+    "is_expert_code",
     "packed_experts",
     "packed_layers",
     "quantized_layers",
     "round_weight",
     "stacked_experts",
     "steady_routers",
+    "unstack_experts",
     "weight_bytes",
     "weight_count",
     "weight_formats",

@@ -28,7 +28,9 @@ _COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # of the small copy
 _TOLERANCE = 1e-4  # max|a - b| / max|b| of a row
 
 Weight = QuantizedWeight | PlainWeight
-Make = Callable[[str, Tensor], Weight]  # from a name, and an expert's weight [out, in] as it is stored
+Make = Callable[
+    [str, int, Tensor], Weight
+]  # of a name and an expert, from its weight [out, in] as it is stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +108,8 @@ def install_experts(
     for name, form in forms.items():
         given: Any = model.get_submodule(name)
         first, last = (f"{name}.{own}" for own in ("gate_up_proj", "down_proj"))
-        gate_up = [make(first, _gate_up(given, i, form)) for i in range(len(given.down_proj))]
-        down = [make(last, _weight(own, form)) for own in given.down_proj.detach()]
+        gate_up = [make(first, i, _gate_up(given, i, form)) for i in range(len(given.down_proj))]
+        down = [make(last, i, _weight(own, form)) for i, own in enumerate(given.down_proj.detach())]
         biases = {
             "gate_up_bias": _bias(given, "gate_up_proj_bias", form.gate_up),
             "down_bias": _bias(given, "down_proj_bias", lambda bias: bias),

@@ -92,6 +92,24 @@ def test_bytes_are_those_of_the_plan(folder: Path, weights: str) -> None:
     assert found.keys() == planned.keys()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_codes_of_a_checkpoint_are_those_that_are_multiplied(family: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model", family)
+    kvq.quantize(source, tmp_path / "out", "rtn", bits=4, group_size=8)
+    model = kvq.load(tmp_path / "out", kv="fp32", device="cpu")
+    rounded = kvq.load(source, kv="fp32", weights="int4_g8", device="cpu")
+    experts = packed_experts(model.weights.model)
+    assert {x.fmt.name for x in experts.values()} == {"int4_g8"}
+    for name, other in packed_experts(rounded.weights.model).items():
+        x, chosen = torch.randn(3, 64), torch.tensor([[0, 1], [3, 2], [1, 3]])
+        assert torch.equal(experts[name](x, chosen, torch.ones(3, 2)), other(x, chosen, torch.ones(3, 2)))
+    planned = {term.name: term.nbytes for term in planned_weights(model.prepared)}
+    assert found_weights(model.weights.model)[EXPERTS_TERM] == pytest.approx(planned[EXPERTS_TERM], rel=0.2)
+    reference = kvq.load(tmp_path / "out", kv="fp32", device="cpu", backend="reference")
+    wanted = reference.logits(IDS)
+    assert (model.logits(IDS) - wanted).norm() < 2e-3 * wanted.norm()
+
+
 def test_a_module_that_computes_otherwise_is_left_alone() -> None:
     model = build_model(small_config("mixtral"))
     known = stacked_experts(model)
