@@ -17,6 +17,7 @@ from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
 from kvq.models.text_part import read_tensors
 from kvq.weights import (
+    EXPERT_PARTS,
     ROUTERS,
     expert_places,
     install,
@@ -172,29 +173,35 @@ def _install_experts(
 ) -> None:
     """Let kernels have the codes of experts that a checkpoint holds one by one, where there are such kernels.
 
-    Codes are taken only where transformers put what they stand for.
+    They do if the codes stand for just what transformers put there; else that stays.
     """
-    forms = stacked_experts(model)
-    for name, (form, own) in expert_places(model, forms, weights).items():
-        formats = {weights[there].fmt for there in own.values()}
-        ordered = any(weights[there].order is not None for there in own.values())
-        in_cpp = runs_experts(next(iter(formats)), device, backend)
-        if len(formats) > 1 or ordered or in_cpp is None:
+    for name, (form, own) in expert_places(model, stacked_experts(model), weights).items():
+        experts = model.get_submodule(name)
+        joined: dict[str, list[QuantizedWeight]] = {"gate_up_proj": [], "down_proj": []}
+        for i in range(len(experts.down_proj)):
+            gate, up, down = (weights[own[i, part]] for part in EXPERT_PARTS)
+            if gate.fmt == up.fmt == down.fmt and gate.has_order_of(up):
+                joined["gate_up_proj"].append(QuantizedWeight.joined((gate, up)))
+                joined["down_proj"].append(down)
+        formats = {weight.fmt for weight in joined["down_proj"]}
+        agree = all(_are(joined[part], experts.get_parameter(part)) for part in joined)
+        fmt = formats.pop() if len(formats) == 1 and agree else None
+        if fmt is None or (in_cpp := runs_experts(fmt, device, backend)) is None:
             continue
 
-        def codes(
-            full: str, expert: int, values: Tensor, own: dict[tuple[int, str], str] = own
-        ) -> QuantizedWeight:
-            parts = ("gate_proj", "up_proj") if full.endswith("gate_up_proj") else ("down_proj",)
-            weight = QuantizedWeight.joined([weights[own[expert, part]] for part in parts])
-            if not torch.equal(weight.dequantize(values.dtype), values):
-                raise ModelError(
-                    f"transformers puts other weights into {full} of expert {expert} than the names of the "
-                    f"checkpoint's tensors say; please report this model"
-                )
-            return weight
+        def codes(full: str, expert: int, values: Tensor, own: Any = joined) -> QuantizedWeight:
+            found: QuantizedWeight = own[full.rpartition(".")[2]][expert]
+            return found
 
-        install_experts(model, {name: form}, codes, fmt=formats.pop(), in_cpp=in_cpp)
+        install_experts(model, {name: form}, codes, fmt=fmt, in_cpp=in_cpp)
+
+
+def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
+    """Whether a tensor holds what these codes stand for."""
+    pairs = zip(weights, stacked, strict=False)
+    return len(weights) == len(stacked) and all(
+        torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
+    )
 
 
 def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:

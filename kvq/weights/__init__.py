@@ -16,9 +16,16 @@ from kvq.weights.linear import (
 )
 from kvq.weights.rounding import round_weight
 from kvq.weights.routers import steady_routers
-from kvq.weights.unstacked import UnstackedExperts, expert_places, is_expert_code, unstack_experts
+from kvq.weights.unstacked import (
+    EXPERT_PARTS,
+    UnstackedExperts,
+    expert_places,
+    is_expert_code,
+    unstack_experts,
+)
 
 __all__ = [
+    "EXPERT_PARTS",
     "ROUTERS",
     "Packed",
     "PackedExperts",

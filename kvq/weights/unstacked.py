@@ -14,7 +14,7 @@ from kvq.weights.linear import replace_linear
 
 _NAME = re.compile(r"(.*\.\d+)\.(?:.*\.)?experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # what Mixtral calls them
-PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class _Expert(nn.Module):
@@ -99,7 +99,7 @@ def expert_places(
     for name, form in forms.items():
         own = next((by_layer[layer] for layer in by_layer if name.startswith(f"{layer}.")), {})
         module = model.get_submodule(name)
-        wanted = {(i, part) for i in range(len(module.get_parameter("down_proj"))) for part in PARTS}
+        wanted = {(i, part) for i in range(len(module.get_parameter("down_proj"))) for part in EXPERT_PARTS}
         plain = not form.is_transposed and not form.is_interleaved and len(list(module.parameters())) == 2
         if plain and own.keys() == wanted:
             places[name] = form, own

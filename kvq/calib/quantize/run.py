@@ -211,5 +211,5 @@ def _notes(
                 "kvq loads them"
             )
         if targets.has_experts:
-            notes.append("transformers 5.23 refuses integer formats beside stacked experts; kvq loads them")
+            notes.append("transformers 5.23 refuses integer formats in models with experts; kvq loads them")
     return tuple(notes)
