@@ -75,7 +75,8 @@ def engine(
 
     seconds(4)
     return lambda: sequences * tokens / (seconds(tokens + 2) - seconds(2)), {
-        "weights_bytes": weight_bytes(llm.model.weights.model)
+        "weights_bytes": weight_bytes(llm.model.weights.model),
+        "model": llm.model.description.partition(", weights in ")[0],
     }
 
 
@@ -159,7 +160,8 @@ def main(
         click.echo(rows[-1])
     if json_path is not None:
         more = {"model": Path(model).name, "depth": depth, "tokens": tokens, "repeats": repeats}
-        more |= {"sequences": sequences}
+        described = [row.pop("model") for row in rows if "model" in row]
+        more |= {"sequences": sequences, "described": described[0].replace(",", " of", 1)}
         write_json(json_path, envelope(["benchmarks/weights_decode.py"], torch.device("cpu"), rows, more))
 
 
