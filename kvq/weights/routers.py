@@ -31,8 +31,9 @@ class _RouterWeight(nn.Parameter):
             return _product(*args)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **given)
-        is_same = func in _CONVERSIONS and type(args[0]) is cls and found.data_ptr() == args[0].data_ptr()
-        return args[0] if is_same else found
+        if func in _CONVERSIONS and isinstance(found, Tensor) and found.data_ptr() == args[0].data_ptr():
+            return args[0]  # what asked for fp32 has it already, and goes on to the product
+        return found
 
 
 def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Tensor:
