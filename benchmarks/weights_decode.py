@@ -4,16 +4,23 @@
     python benchmarks/weights_decode.py --model bench-model --json OUT.json \\
         [--llama-python PYTHON --gguf f32=F.gguf,q8_0=Q8.gguf,q4_0=Q4.gguf]
 
+    python tools/make_bench_model.py --out mixture --experts
+    python benchmarks/weights_decode.py --model mixture --weights auto-experts,auto,int8,int4
+
 Every contender decodes `--tokens` tokens after a prompt of `--depth`, in turn, `--repeats` times. kvq runs
-its engine. llama.cpp runs in a process of its own, in the interpreter that has llama-cpp-python, waits on a
-pipe while others have their turn, and decodes greedily from the same depth.
+its engine; as `auto-experts` over fp32 experts that are left to transformers' code. llama.cpp runs in a
+process of its own, in the interpreter that has llama-cpp-python, waits on a pipe while others have their
+turn, and decodes greedily from the same depth.
 """
 
 import json
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -24,6 +31,7 @@ from kvq.evals.results import envelope, source_commit, write_json
 from kvq.weights import weight_bytes
 
 WEIGHTS = ("auto", "int8", "int4", "fp8", "w8a8")
+LEFT = "auto-experts"  # as stored, the experts in transformers' code
 TWINS = {"f32": "auto", "q8_0": "int8", "q4_0": "int4"}  # llama.cpp's format: kvq's nearest
 LLAMA = """
 import json, sys, time
@@ -45,10 +53,20 @@ for _ in sys.stdin:
 """
 
 
-def engine(model: str, weights: str, depth: int, tokens: int) -> tuple[Callable[[], float], dict[str, Any]]:
+def load(model: str, weights: str) -> kvq.LLM:
+    """An engine; of LEFT one that finds no stacked experts to take over."""
+    unknown = mock.patch("kvq.models.linear.stacked_experts", return_value={})
+    with unknown if weights == LEFT else nullcontext():
+        weights = "auto" if weights == LEFT else weights
+        return kvq.LLM(model, kv="fp32", weights=weights, kv_memory="256MiB", prefix_caching=False)
+
+
+def engine(
+    model: str, weights: str, depth: int, tokens: int, sequences: int
+) -> tuple[Callable[[], float], dict[str, Any]]:
     """Tokens a second of one turn of kvq's engine, and what its weights take."""
-    llm = kvq.LLM(model, kv="fp32", weights=weights, kv_memory="256MiB", prefix_caching=False)
-    prompt = [[5 + i % 4000 for i in range(depth)]]
+    llm = load(model, weights)
+    prompt = [[5 + (i + 37 * j) % 4000 for i in range(depth)] for j in range(sequences)]
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
@@ -56,8 +74,9 @@ def engine(model: str, weights: str, depth: int, tokens: int) -> tuple[Callable[
         return time.perf_counter() - began
 
     seconds(4)
-    return lambda: tokens / (seconds(tokens + 2) - seconds(2)), {
-        "weights_bytes": weight_bytes(llm.model.weights.model)
+    return lambda: sequences * tokens / (seconds(tokens + 2) - seconds(2)), {
+        "weights_bytes": weight_bytes(llm.model.weights.model),
+        "model": llm.model.description.partition(", weights in ")[0],
     }
 
 
@@ -90,6 +109,8 @@ def llama(python: str, gguf: str, depth: int, tokens: int) -> tuple[Callable[[],
 @click.option("--depth", default=128, show_default=True, help="Tokens before the first decoded one.")
 @click.option("--tokens", default=64, show_default=True, help="Decoded in a turn.")
 @click.option("--repeats", default=15, show_default=True)
+@click.option("--sequences", default=1, show_default=True, help="Decoded together, by kvq.")
+@click.option("--weights", default=",".join(WEIGHTS), show_default=True, help=f"Those of kvq; {LEFT}, too.")
 @click.option("--llama-python", help="An interpreter that has llama-cpp-python.")
 @click.option("--gguf", default="", help="The same model for llama.cpp: f32=FILE,q8_0=FILE,q4_0=FILE.")
 @click.option("--json", "json_path")
@@ -98,6 +119,8 @@ def main(
     depth: int,
     tokens: int,
     repeats: int,
+    sequences: int,
+    weights: str,
     llama_python: str | None,
     gguf: str,
     json_path: str | None,
@@ -105,7 +128,7 @@ def main(
     """Measure all of them in turn."""
     source_commit()
     turns: dict[tuple[str, str], tuple[Callable[[], float], dict[str, Any]]] = {
-        ("kvq", weights): engine(model, weights, depth, tokens) for weights in WEIGHTS
+        ("kvq", name): engine(model, name, depth, tokens, sequences) for name in weights.split(",")
     }
     for pair in filter(None, gguf.split(",")):
         name, _, path = pair.partition("=")
@@ -120,23 +143,25 @@ def main(
     medians = {key: percentile(values, 50) for key, values in found.items()}
     twins = {own: theirs for theirs, own in TWINS.items()}
     rows = []
-    for (name, weights), values in found.items():
-        theirs = medians.get(("llama.cpp", twins.get(weights, ""))) if name == "kvq" else None
+    for (name, own), values in found.items():
+        theirs = medians.get(("llama.cpp", twins.get(own, ""))) if name == "kvq" else None
         rows.append(
             {
                 "name": name,
-                "weights": "fp32" if weights == "auto" else weights,
-                "tokens_per_s_median": medians[name, weights],
+                "weights": own.replace("auto", "fp32"),
+                "tokens_per_s_median": medians[name, own],
                 "tokens_per_s_p10": percentile(values, 10),
                 "tokens_per_s_p90": percentile(values, 90),
-                "over_fp32": medians[name, weights] / medians["kvq", "auto"] if name == "kvq" else None,
-                "over_llama_cpp": None if theirs is None else medians[name, weights] / theirs,
-                **turns[name, weights][1],
+                "over_fp32": medians[name, own] / medians["kvq", "auto"] if name == "kvq" else None,
+                "over_llama_cpp": None if theirs is None else medians[name, own] / theirs,
+                **turns[name, own][1],
             }
         )
         click.echo(rows[-1])
     if json_path is not None:
-        more = {"model": "bench", "depth": depth, "tokens": tokens, "repeats": repeats}
+        more = {"model": Path(model).name, "depth": depth, "tokens": tokens, "repeats": repeats}
+        described = [row.pop("model") for row in rows if "model" in row]
+        more |= {"sequences": sequences, "described": described[0].replace(",", " of", 1)}
         write_json(json_path, envelope(["benchmarks/weights_decode.py"], torch.device("cpu"), rows, more))
 
 

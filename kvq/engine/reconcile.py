@@ -21,7 +21,7 @@ from kvq.models.footprint import planned_weights
 from kvq.sizes import decimal
 from kvq.sizing.memory import EXPERTS_TERM, KEPT_TERM, LINEAR_TERM, SCALES_TERM
 from kvq.sizing.needs import bytes_of
-from kvq.weights import ROUTERS, PackedLinear
+from kvq.weights import ROUTERS, PackedExperts, PackedLinear
 
 _log = logging.getLogger("kvq")
 TOLERANCE = 0.01  # of a term
@@ -104,6 +104,11 @@ def found_weights(model: nn.Module) -> dict[str, int]:
             codes, scales = module.kernel.code_bytes, module.kernel.nbytes - module.kernel.code_bytes
             found[KEPT_TERM if module is head else LINEAR_TERM] += codes + (scales if module is head else 0)
             found[SCALES_TERM] += 0 if module is head else scales
+        if isinstance(module, PackedExperts):
+            codes, biases = module.kernel.code_bytes, module.kernel.bias_bytes
+            found[EXPERTS_TERM] += codes
+            found[SCALES_TERM] += module.kernel.nbytes - codes - biases
+            found[KEPT_TERM] += biases
         if isinstance(module, LatentExpansion):
             found[LINEAR_TERM] += module.packed_bytes
         for own, parameter in module.named_parameters(recurse=False):

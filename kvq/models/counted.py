@@ -50,8 +50,10 @@ def count_module(model: Any) -> Parameters:
                 chosen = _chosen(config) * real / (real + _without_weights(config))
                 kinds["experts"] += count * real // parameter.shape[0]
                 kinds["active_experts"] += round(count * chosen / parameter.shape[0])
-                if _NARROWS.search(f".{key}") and layer is not None:
-                    inner[layer] += round(chosen * _width(config, parameter.shape[1:]))
+                width, narrows = _width(config, parameter.shape[1:]), bool(_NARROWS.search(f".{key}"))
+                kinds["expert_outputs"] += real * (parameter[0].numel() // width if narrows else width)
+                if narrows and layer is not None:
+                    inner[layer] += round(chosen * width)
             else:
                 kinds["other"] += count
     kinds["other"] += sum(b.numel() for name, b in model.named_buffers() if name.endswith(_CORRECTION))

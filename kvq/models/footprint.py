@@ -11,11 +11,14 @@ from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.models.checkpoint import read_header, weight_files
 from kvq.models.device import DTYPE_NAMES
 from kvq.models.linear import has_own_products
+from kvq.models.modules import build_on_meta, unquantized
 from kvq.models.prepared import PreparedModel
+from kvq.models.quantized import runs_experts
 from kvq.models.text_part import namer
 from kvq.sizing.held import HeldAs, held_as
 from kvq.sizing.memory import Split, Term, activation_term, weight_terms
 from kvq.sizing.parameters import count_parameters
+from kvq.weights import is_expert_code, stacked_experts
 
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _SCALES = (".weight_scale", ".scales")  # how the names of scales end, in the formats that are read
@@ -44,14 +47,33 @@ def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
 
 def held_by_engine(model: PreparedModel) -> HeldAs:
     """The types in which the engine holds what the checkpoint stores."""
-    other = DTYPE_NAMES[model.dtype]
-    if model.rounded_to is not None:
-        head = _HEAD if model.rounded_to.code.is_integer else model.rounded_to
-        return HeldAs(linear=model.rounded_to, other=other, head=head, scale_bytes=4)
+    other, rounded = DTYPE_NAMES[model.dtype], model.rounded_to
+    if rounded is not None:
+        head = _HEAD if rounded.code.is_integer else rounded
+        packs = _packs(model, rounded)
+        return HeldAs(linear=rounded, other=other, head=head, scale_bytes=4, has_packed_experts=packs)
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     plain = _narrowest(model) if is_own else other
-    stored = held_as(model.config).linear if model.is_quantized else plain
-    return HeldAs(linear=stored, other=other, head=plain, scale_bytes=_scale_bytes(model))
+    if not model.is_quantized:
+        packs = is_own and _knows_experts(model)
+        return HeldAs(linear=plain, other=other, head=plain, has_packed_experts=packs)
+    stored = held_as(model.config).linear
+    packs = any(map(is_expert_code, (entry.name for entry in model.entries))) and _packs(model, stored)
+    scale_bytes = _scale_bytes(model)
+    return HeldAs(linear=stored, other=other, head=plain, scale_bytes=scale_bytes, has_packed_experts=packs)
+
+
+def _packs(model: PreparedModel, fmt: str | WeightFormat) -> bool:
+    """Whether kernels take experts in codes of that format, and those of the model."""
+    known = isinstance(fmt, WeightFormat) and runs_experts(fmt, model.device, model.backend) is not None
+    return known and _knows_experts(model)
+
+
+def _knows_experts(model: PreparedModel) -> bool:
+    """Whether kernels take the experts of a model that has some."""
+    if not count_parameters(model.config, model.geometry).experts:
+        return False
+    return bool(stacked_experts(build_on_meta(model.folder, unquantized(model.config))))
 
 
 def _scale_bytes(model: PreparedModel) -> int:

@@ -18,7 +18,8 @@ from kvq.kernels.rope_write.heads import LayerHeads, Pairs
 from kvq.models.norms import norm_weight
 from kvq.weights import PackedLinear
 from kvq.weights.dense import Dense
-from kvq.weights.install import ACTIVATIONS, GatedMLP, JoinedPart
+from kvq.weights.install import GatedMLP, JoinedPart
+from kvq.weights.linear import ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

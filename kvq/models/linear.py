@@ -24,7 +24,15 @@ from torch.nn import functional
 
 from kvq.kernels import PlainWeight
 from kvq.kernels.native.library import load
-from kvq.weights import ROUTERS, PackedLinear, QuantizedLinear, install
+from kvq.weights import (
+    ROUTERS,
+    PackedLinear,
+    QuantizedLinear,
+    install,
+    install_experts,
+    stacked_experts,
+    steady_routers,
+)
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
@@ -89,6 +97,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if has_own_products(torch.float32, backend):
         _install_own(model, looked_up)
+        steady_routers(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and is_supported(child.weight.dtype):
@@ -117,6 +126,14 @@ def _install_own(model: nn.Module, looked_up: set[int]) -> None:
 
     weights = {name: partial(weight, name) for name in linears}
     install(model, weights, torch.device("cpu"), backend="cpu", dtype=torch.float32)
+    experts = {
+        name: form
+        for name, form in stacked_experts(model).items()
+        if model.get_submodule(name).down_proj.dtype is torch.float32
+    }
+    install_experts(
+        model, experts, lambda name, expert, values: PlainWeight.narrowest(values), fmt=None, in_cpp=True
+    )
 
 
 def is_supported(dtype: torch.dtype) -> bool:
@@ -131,7 +148,7 @@ def is_supported(dtype: torch.dtype) -> bool:
 def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
     """Fewest rows of a step, and of its logits, from which on results don't depend on their number.
 
-    0 of logits where they never do, so that nothing need be padded.
+    0 where they never do, so that nothing need be padded.
 
     `head`: the layer that makes the logits. Shapes that depend on it even at 16 rows are passed over:
     padding would not help them.
@@ -142,7 +159,7 @@ def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
             fmt = module.fmt.name if isinstance(module, QuantizedLinear) else ""
             body.setdefault((module.in_features, module.out_features, fmt), module)
     heads = [head] if _may_vary(head) else []
-    return _fewest(list(body.values())), _fewest(heads) if heads else 0
+    return _fewest(list(body.values())) if body else 0, _fewest(heads) if heads else 0
 
 
 def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | PackedLinear]:

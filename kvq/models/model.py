@@ -23,7 +23,7 @@ from kvq.models.session import Session
 from kvq.models.stays_here import StaysHere
 from kvq.models.weights import LoadedWeights, load_weights
 from kvq.sizes import count
-from kvq.weights import quantized_layers, weight_count
+from kvq.weights import weight_count, weight_formats
 
 _log = logging.getLogger("kvq")
 
@@ -53,7 +53,7 @@ class Model(StaysHere):
     def description(self) -> str:
         """Family and size, for reports."""
         size = count(weight_count(self.weights.model))
-        formats = sorted({layer.fmt.name for layer in quantized_layers(self.weights.model).values()})
+        formats = sorted(fmt.name for fmt in weight_formats(self.weights.model))
         stored = f", weights in {', '.join(formats)}" if formats else ""
         return f"{self.geometry.model_type}, {size} parameters{stored}"
 

@@ -16,7 +16,7 @@ from kvq.models.fused_layers import is_fused
 from kvq.models.session import Session
 from kvq.models.support import is_listed
 from kvq.models.weights import LoadedWeights
-from kvq.weights import quantized_layers
+from kvq.weights import weight_formats
 
 _log = logging.getLogger("kvq")
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # max|a-b| / max|b|
@@ -51,8 +51,8 @@ def probe(weights: LoadedWeights) -> None:
     packed = _observed(session, tokens)
     own = [eager_logits(weights, ids) for ids in tokens]
     limit = _TOLERANCE.get(next(weights.model.parameters()).dtype, 1e-1)
-    for layer in quantized_layers(weights.model).values():
-        limit = max(limit, _SIXTEEN_BITS if layer.fmt.inputs is Inputs.FULL else _ROUNDED_INPUTS)
+    for fmt in weight_formats(weights.model):
+        limit = max(limit, _SIXTEEN_BITS if fmt.inputs is Inputs.FULL else _ROUNDED_INPUTS)
     worst = _furthest(weights, packed, own)
     if worst <= limit or worst <= _OF_NOISE * _noise(weights, tokens, own):
         return

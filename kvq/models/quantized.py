@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from kvq.errors import ConfigError, ModelError
 from kvq.extras import BITSANDBYTES, require
 from kvq.formats.weights import WeightCode, WeightFormat
-from kvq.kernels import QuantizedWeight
+from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
 from kvq.models.text_part import read_tensors
-from kvq.weights import ROUTERS, install, round_weight
+from kvq.weights import (
+    EXPERT_PARTS,
+    ROUTERS,
+    expert_places,
+    install,
+    install_experts,
+    round_weight,
+    stacked_experts,
+)
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
@@ -27,6 +36,8 @@ def load_rounded(
     folder: Path, dtype: torch.dtype, fmt: WeightFormat, device: torch.device, *, backend: str
 ) -> Any:
     """A folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
+
+    On CPUs stacked experts are, too.
 
     Raises:
         ModelError: damaged or incomplete.
@@ -44,7 +55,38 @@ def load_rounded(
 
     weights = {name: partial(rounded, name) for name in formats}
     install(model, weights, device, backend=backend, dtype=dtype)
+
+    def rounded_expert(name: str, expert: int, values: Tensor) -> QuantizedWeight:
+        if not values.isfinite().all():
+            raise ModelError(f"{folder}: {name} holds NaN or infinity; download or copy it again")
+        return round_weight(values.float(), fmt)
+
+    if (in_cpp := runs_experts(fmt, device, backend)) is not None:
+        install_experts(model, stacked_experts(model), rounded_expert, fmt=fmt, in_cpp=in_cpp)
     return model.to(dtype)
+
+
+def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool | None:
+    """Whether experts in codes run in C++ there or by the reference; None on GPUs: they stay as stored.
+
+    Raises:
+        UnsupportedKernel: the named backend has no kernel there.
+    """
+    if device.type != "cpu":
+        return None
+    spec = LinearSpec(fmt=fmt, in_features=1, out_features=1)
+    return select(spec.operation, spec, Device.of(device), backend).run is CpuLinear
+
+
+def check_rounded_experts(model: nn.Module, fmt: WeightFormat) -> None:
+    """Raise ConfigError if an expert's inputs can't be cut into the format's groups."""
+    for name, form in stacked_experts(model).items():
+        for own in ("gate_up_proj", "down_proj"):
+            shape = model.get_submodule(name).get_parameter(own).shape
+            try:
+                fmt.groups(shape[1 if form.is_transposed else 2])
+            except ConfigError as error:
+                raise ConfigError(f"{name}.{own}: {error}") from error
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
@@ -99,7 +141,7 @@ def load_quantized(
 
     The codes go to kernels as they are; transformers sees stand-ins without memory, so that it checks
     names and shapes of all tensors as it does for any model. Stacked experts, which are no Linear
-    layers, are dequantized. bitsandbytes' layers are left to bitsandbytes.
+    layers, are dequantized for that, and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
 
     Raises:
         ModelError: damaged, incomplete, or quantized in a way that isn't read.
@@ -114,14 +156,52 @@ def load_quantized(
     stand_ins = {name: _stand_in(weight, dtype) for name, weight in weights.items()}
     model = _load(folder, plain, stand_ins, dtype)
     places = _places(model, stand_ins)
-    experts = [name for name in weights if name not in places]
+    experts = {name: weight for name, weight in weights.items() if name not in places}
     if experts:
-        whole = {name: weights.pop(name).dequantize(dtype) for name in experts}
+        whole = {name: weight.dequantize(dtype) for name, weight in experts.items()}
         model = _load(folder, plain, stand_ins | whole, dtype)
+        del whole
         places = _places(model, stand_ins)
+        _install_experts(model, experts, device, backend)
     placed = {place: partial(weights.pop, name) for name, place in places.items()}
     install(model, placed, device, backend=backend, dtype=dtype)
     return model
+
+
+def _install_experts(
+    model: Any, weights: Mapping[str, QuantizedWeight], device: torch.device, backend: str
+) -> None:
+    """Let kernels have the codes of experts that a checkpoint holds one by one, where there are such kernels.
+
+    They do if the codes stand for just what transformers put there; else that stays.
+    """
+    for name, (form, own) in expert_places(model, stacked_experts(model), weights).items():
+        experts = model.get_submodule(name)
+        joined: dict[str, list[QuantizedWeight]] = {"gate_up_proj": [], "down_proj": []}
+        for i in range(len(experts.down_proj)):
+            gate, up, down = (weights[own[i, part]] for part in EXPERT_PARTS)
+            if gate.fmt == up.fmt == down.fmt and gate.has_order_of(up):
+                joined["gate_up_proj"].append(QuantizedWeight.joined((gate, up)))
+                joined["down_proj"].append(down)
+        formats = {weight.fmt for weight in joined["down_proj"]}
+        agree = all(_are(joined[part], experts.get_parameter(part)) for part in joined)
+        fmt = formats.pop() if len(formats) == 1 and agree else None
+        if fmt is None or (in_cpp := runs_experts(fmt, device, backend)) is None:
+            continue
+
+        def codes(full: str, expert: int, values: Tensor, own: Any = joined) -> QuantizedWeight:
+            found: QuantizedWeight = own[full.rpartition(".")[2]][expert]
+            return found
+
+        install_experts(model, {name: form}, codes, fmt=fmt, in_cpp=in_cpp)
+
+
+def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
+    """Whether a tensor holds what these codes stand for."""
+    pairs = zip(weights, stacked, strict=False)
+    return len(weights) == len(stacked) and all(
+        torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
+    )
 
 
 def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:

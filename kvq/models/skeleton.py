@@ -18,7 +18,14 @@ from kvq.models.agreement import check_shapes
 from kvq.models.modules import build_on_meta, load_config, load_module_from, unquantized
 from kvq.models.observed import can_replace_attention
 from kvq.models.prepared import PreparedModel
-from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
+from kvq.models.quantized import (
+    check_rounded_experts,
+    coded_layers,
+    is_bitsandbytes,
+    plain_tensors,
+    rounded_formats,
+    runs_experts,
+)
 from kvq.models.support import is_listed
 from kvq.models.text_part import read_tensors
 from kvq.weights.files import parse_config, stored_shape
@@ -67,6 +74,8 @@ def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
     check_runs(model, prepared)
     if prepared.rounded_to is not None:
         rounded_formats(model, prepared.rounded_to)
+        if runs_experts(prepared.rounded_to, prepared.device, prepared.backend) is not None:
+            check_rounded_experts(model, prepared.rounded_to)
     return model  # type: ignore[no-any-return]
 
 

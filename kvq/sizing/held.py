@@ -22,12 +22,14 @@ class HeldAs:
 
     `linear`: a plain type, "nf4", or a format of codes. `head`: of a head that is no embedding too; None for
     as the rest; a format rounds a tied one apart from its embedding. `scale_bytes`: of one scale.
+    `has_packed_experts`: stacked experts are held as Linear layers are, not as the rest.
     """
 
     linear: str | WeightFormat
     other: str = "fp16"
     head: str | WeightFormat | None = None
     scale_bytes: int = 2
+    has_packed_experts: bool = False
 
     @property
     def name(self) -> str:
@@ -38,6 +40,11 @@ class HeldAs:
     def code_bytes(self) -> float:
         """Of a weight of a Linear layer, without scales."""
         return _bytes(self.linear)
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of a weight of an expert, without scales."""
+        return self.code_bytes if self.has_packed_experts else self.other_bytes
 
     @property
     def other_bytes(self) -> int:
@@ -52,11 +59,14 @@ class HeldAs:
         return 1
 
     def num_scales(self, parameters: Parameters) -> float:
-        """Of all Linear layers."""
+        """Of all Linear layers, and of experts that are held as these are."""
+        weights, outputs = parameters.linear, parameters.outputs
+        if self.has_packed_experts:
+            weights, outputs = weights + parameters.experts, outputs + parameters.expert_outputs
         if isinstance(self.linear, WeightFormat):
             group = self.linear.group_size
-            return parameters.outputs if group is None else parameters.linear / group
-        return parameters.linear / _NF4_BLOCK if self.linear == _NF4 else 0
+            return outputs if group is None else weights / group
+        return weights / _NF4_BLOCK if self.linear == _NF4 else 0
 
     @property
     def head_name(self) -> str:

@@ -11,7 +11,7 @@ from kvq.sizing.parameters import Parameters
 
 LINEAR_TERM = "linear weights"
 SCALES_TERM = "weight scales"
-EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer, which the engine never quantizes
+EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer; quantized on CPUs only
 KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
 ACTIVATION_TERM = "activations"
 _RESIDUALS = 4  # hidden vectors of a token that live while an MLP multiplies
@@ -67,8 +67,9 @@ def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
         ),
         Term(
             name=EXPERTS_TERM,
-            nbytes=parameters.experts * held.other_bytes,
-            formula=f"{parameters.experts:,} x {held.other_bytes} B ({held.other}: none are quantized)",
+            nbytes=round(parameters.experts * held.expert_bytes),
+            formula=f"{parameters.experts:,} x {held.expert_bytes:g} B "
+            + (f"({held.name})" if held.has_packed_experts else f"({held.other}: none are quantized)"),
         ),
         Term(name=KEPT_TERM, nbytes=kept * held.other_bytes + head, formula=formula),
     ]

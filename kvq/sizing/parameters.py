@@ -23,6 +23,7 @@ class Parameters:
     other: int = 0  # norms, biases, routers, sinks
     active_experts: int = 0  # of the routed ones, what one token passes through
     outputs: int = 0  # rows of the weights of attention and MLP, which have a scale each in some formats
+    expert_outputs: int = 0  # the same of routed experts
     inner: int = 0  # width of the widest MLP that a token passes through
 
     def __add__(self, more: "Parameters") -> "Parameters":
@@ -37,7 +38,7 @@ class Parameters:
 
     @property
     def linear(self) -> int:
-        """In weights that quantizers pack; all experts of a layer are one tensor, which they leave alone."""
+        """In weights of Linear layers; all experts of a layer are one tensor, which has a term of its own."""
         return self.attention + self.mlp
 
     @property
@@ -110,7 +111,11 @@ def _routed(hidden: int, inner: int, *, count: int, chosen: int) -> Parameters:
     """So many experts of three matrices, and the router that chooses some for each token."""
     each = 3 * hidden * inner
     return Parameters(
-        experts=count * each, active_experts=chosen * each, other=count * hidden, inner=chosen * inner
+        experts=count * each,
+        active_experts=chosen * each,
+        expert_outputs=count * (2 * inner + hidden),
+        other=count * hidden,
+        inner=chosen * inner,
     )
 
 

@@ -1,8 +1,10 @@
 """Weights: algorithms on tensors, on-disk packing, and what takes a Linear layer's place."""
 
+from kvq.weights.experts import PackedExperts, install_experts, packed_experts, stacked_experts
 from kvq.weights.install import install
 from kvq.weights.linear import (
     ROUTERS,
+    Packed,
     PackedLinear,
     QuantizedLinear,
     hooks_of,
@@ -10,18 +12,39 @@ from kvq.weights.linear import (
     quantized_layers,
     weight_bytes,
     weight_count,
+    weight_formats,
 )
 from kvq.weights.rounding import round_weight
+from kvq.weights.routers import steady_routers
+from kvq.weights.unstacked import (
+    EXPERT_PARTS,
+    UnstackedExperts,
+    expert_places,
+    is_expert_code,
+    unstack_experts,
+)
 
 __all__ = [
+    "EXPERT_PARTS",
     "ROUTERS",
+    "Packed",
+    "PackedExperts",
     "PackedLinear",
     "QuantizedLinear",
+    "UnstackedExperts",
+    "expert_places",
     "hooks_of",
     "install",
+    "install_experts",
+    "is_expert_code",
+    "packed_experts",
     "packed_layers",
     "quantized_layers",
     "round_weight",
+    "stacked_experts",
+    "steady_routers",
+    "unstack_experts",
     "weight_bytes",
     "weight_count",
+    "weight_formats",
 ]

@@ -15,7 +15,14 @@ from kvq.kernels import Device, Kernel, LinearSpec, PlainWeight, QuantizedWeight
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.ops import keep, packed_linear
-from kvq.weights.linear import PackedLinear, PlainLinear, QuantizedLinear, hooks_of, replace_linear
+from kvq.weights.linear import (
+    ACTIVATIONS,
+    PackedLinear,
+    PlainLinear,
+    QuantizedLinear,
+    hooks_of,
+    replace_linear,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,12 +107,6 @@ class JoinedPart:
 
 
 _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-ACTIVATIONS = {  # by the class of transformers' module
-    "SiLU": Activation.SILU,
-    "SiLUActivation": Activation.SILU,
-    "GELUTanh": Activation.GELU_TANH,
-    "PytorchGELUTanh": Activation.GELU_TANH,
-}
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # max|a-b| / max|b|
 
 Weight = QuantizedWeight | PlainWeight

@@ -6,16 +6,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvq.formats.weights import WeightFormat
 from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.kernels.gated.activation import Activation
 from kvq.kernels.ops import keep, packed_linear
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized
 
+ACTIVATIONS = {  # by the class of transformers' module
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUTanh": Activation.GELU_TANH,
+    "PytorchGELUTanh": Activation.GELU_TANH,
+}
+
 Kernel = Callable[[Tensor], Tensor]
 
 
-class PackedLinear(nn.Module):
-    """A Linear layer for inference, whose weight a kernel keeps in an order of its own."""
+class Packed(nn.Module):
+    """A module for inference, whose weights a kernel keeps in an order of its own."""
+
+    kernel: Any
+    fmt: WeightFormat | None = None  # of the weights; None of floats
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as the kernel keeps them."""
+        return int(self.kernel.nbytes)
+
+    @property
+    def weight_count(self) -> int:
+        """How many weights there are."""
+        raise NotImplementedError
+
+
+class PackedLinear(Packed):
+    """A Linear layer."""
 
     def __init__(
         self, weight: QuantizedWeight | PlainWeight, bias: Tensor | None, kernel: Kernel, backend: str
@@ -25,14 +51,14 @@ class PackedLinear(nn.Module):
         self.in_features = weight.in_features
         self.out_features = weight.out_features
         self.backend = backend
-        self.kernel: Any = kernel
+        self.kernel = kernel
         self._kernel_number = keep(kernel)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the weight as the kernel keeps it."""
-        return int(self.kernel.nbytes)
+    def weight_count(self) -> int:
+        """How many weights there are."""
+        return self.in_features * self.out_features
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -62,6 +88,8 @@ class PlainLinear(PackedLinear):
 class QuantizedLinear(PackedLinear):
     """One over a quantized weight."""
 
+    fmt: WeightFormat
+
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, kernel: Kernel, backend: str) -> None:
         super().__init__(weight, bias, kernel, backend)
         self.fmt = weight.fmt
@@ -84,7 +112,7 @@ def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters, Linear layers as their kernels keep them."""
     others = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return others + sum(layer.nbytes for layer in packed_layers(model).values())
+    return others + sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
 
 
 def weight_count(model: nn.Module) -> int:
@@ -92,13 +120,19 @@ def weight_count(model: nn.Module) -> int:
     others = sum(parameter.numel() for parameter in model.parameters())
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head = model.get_output_embeddings() if is_tied else None  # type: ignore[operator]
-    layers = [layer for layer in packed_layers(model).values() if layer is not head]
-    return others + sum(layer.in_features * layer.out_features for layer in layers)
+    packed = [module for module in model.modules() if isinstance(module, Packed) and module is not head]
+    return others + sum(module.weight_count for module in packed)
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     """A model's Linear layers that kernels keep, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def weight_formats(model: nn.Module) -> set[WeightFormat]:
+    """The formats of all weights in codes."""
+    packed = (module for module in model.modules() if isinstance(module, Packed))
+    return {module.fmt for module in packed if module.fmt is not None}
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:

@@ -9,6 +9,7 @@ import torch
 
 import kvq
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.models.linear import has_own_products
 from tests.engine.kit import assert_balanced, drive, engine, mixed_prompts, pair, submit, text_of
 from tests.engine.test_graphs import graphs_over
 from tests.helpers_models import random_tokens
@@ -73,8 +74,9 @@ def test_requests_of_all_kinds_get_the_same(family, kv, options):
     llm = watched(engine(model, async_scheduling=True, **options))
     got = llm.generate(prompts, params)
     assert results(got) == results(wanted)
-    # Experts are computed together: their last bits depend on who else is in a step.
-    assert logprobs(got) == pytest.approx(logprobs(wanted), abs=1e-3 if family == "gpt_oss" else 0)
+    # Where kvq's kernels don't run experts, their last bits depend on who else is in a step.
+    together = family == "gpt_oss" and not has_own_products(torch.float32, "auto")
+    assert logprobs(got) == pytest.approx(logprobs(wanted), abs=1e-3 if together else 0)
     assert llm.num_ahead > 10
     assert_balanced(llm)
 

@@ -17,7 +17,7 @@ from kvq.evals import calibration_text
 from kvq.models.checkpoint import read_json, weight_files
 from kvq.models.quantized import read_weights
 from kvq.models.stored import StoredTensors
-from kvq.weights import quantized_layers
+from kvq.weights import packed_experts, quantized_layers
 from kvq.weights.files import parse_config
 from tests.helpers_models import load_eager, random_tokens, save_model
 
@@ -126,6 +126,9 @@ def test_families_load_what_was_quantized_of_them(family: str, tmp_path) -> None
     model = kvq.load(tmp_path / "out", kv="fp32")
     ids = random_tokens(40, seed=1)
     own = load_eager(source)(torch.tensor([ids])).logits[0].detach()
+    assert {experts.fmt.name for experts in packed_experts(model.weights.model).values()} == (
+        {"int8_g16"} if family in ("mixtral", "qwen3_moe") else set()
+    )
     limit = 0.5 if family in ("mixtral", "qwen3_moe") else 0.1  # a token may go to another expert
     assert (model.logits(ids) - own).norm() < limit * own.norm()
 

@@ -13,6 +13,7 @@ from kvq.calib.quantize.walk import Walk
 from kvq.formats.weights import Inputs
 from kvq.kernels import QuantizedWeight
 from kvq.kernels.linear.reference import rounded_inputs
+from kvq.weights import UnstackedExperts
 from kvq.weights.awq import ChannelScales, awq_scales
 from kvq.weights.folding import Fold, Folds, Run, apply_fold, find_folds, is_same, trace_inputs, undoing
 from kvq.weights.gptq import gptq
@@ -119,7 +120,16 @@ class LayerQuantizer:
             self.folds = find_folds(self.layer, self.run, head_dim=self.head_dim)
         else:
             self.folds = Folds(shared=trace_inputs(self.layer, self.run))
-        handles = [hook for group in self.folds.shared for hook in self._listen(group.names)]
+        shared = [group.names for group in self.folds.shared]
+        experts = {
+            tuple(f"{name}.{own}" for own in names)
+            for name, module in self.layer.named_modules()
+            if isinstance(module, UnstackedExperts)
+            for names in module.shared_inputs()
+        }
+        own = {name for names in experts for name in names}  # of which few are seen to share their input
+        groups = [*(names for names in shared if own.isdisjoint(names)), *sorted(experts)]
+        handles = [hook for names in groups for hook in self._listen(names)]
         walk.see(self.index)
         for handle in handles:
             handle.remove()
@@ -167,16 +177,20 @@ class LayerQuantizer:
 
     def _codes(self, name: str) -> QuantizedWeight:
         settings, weight = self.settings, self._linear(name).weight.detach()
-        full = self.prefix + name
-        if settings.method is Method.GPTQ:
-            gram = self.statistics[name].gram
-            return gptq(weight, gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
-        if settings.method is Method.AWQ:
-            return clip_weight(weight, settings.fmt, self.dtype, self.statistics[name].gram)
+        full, seen = self.prefix + name, self._seen(name)
+        if settings.method is Method.GPTQ and seen is not None:
+            return gptq(weight, seen.gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
+        if settings.method is Method.AWQ and seen is not None:
+            return clip_weight(weight, settings.fmt, self.dtype, seen.gram)
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 
-    def _row(self, name: str, weight: QuantizedWeight) -> ModuleReport:
+    def _seen(self, name: str) -> InputStatistics | None:
+        """What a Linear layer's inputs look like; None without a text, or if no token chose its expert."""
         found = self.statistics.get(name)
+        return found if found is not None and found.tokens else None
+
+    def _row(self, name: str, weight: QuantizedWeight) -> ModuleReport:
+        found = self._seen(name)
         wanted, stored = self._linear(name).weight.detach(), weight.dequantize().float()
         if found is None:
             error = float((stored - wanted).norm() / wanted.norm().clamp_min(1e-30))

@@ -69,8 +69,11 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     if folder == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
     held = {entry.name for entry in prepared.entries}
+    takes_experts = not settings.method.folds  # scales of a norm would have to go into all experts at once
     if (skeleton := build_skeleton(prepared)) is not None:
-        find_targets(skeleton, settings.fmt, held)  # raises before the weights are loaded
+        find_targets(
+            skeleton, settings.fmt, held, takes_experts=takes_experts
+        )  # raises before the weights are loaded
     text = work.text or calibration_text()
     windows: list[list[int]] = []
     if settings.method.needs_text:
@@ -86,7 +89,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     partial.check()  # before the weights are loaded
     model = load_plain(prepared, dtype=dtype)
     _check_finite(model, dtype)
-    targets = find_targets(model, settings.fmt, held)
+    targets = find_targets(model, settings.fmt, held, takes_experts=takes_experts)
     seen = _observed(work, prepared.source, text) if work.kv_scales else None
     source = Source(
         model=model,
@@ -207,6 +210,6 @@ def _notes(
                 "transformers with compressed-tensors 0.20 expects zero points otherwise and refuses them; "
                 "kvq loads them"
             )
-        if any("experts" in why for why in targets.ignored.values()):
-            notes.append("transformers 5.23 refuses integer formats beside stacked experts; kvq loads them")
+        if targets.has_experts:
+            notes.append("transformers 5.23 refuses integer formats in models with experts; kvq loads them")
     return tuple(notes)

@@ -8,10 +8,11 @@ from torch import nn
 from kvq.calib.quantize.walk import decoder_layers
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WeightFormat
-from kvq.weights import ROUTERS
+from kvq.weights import ROUTERS, unstack_experts
 
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
 _SHOWN = 8
+_STACKED = "not a Linear layer: the weights of all experts in one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,19 +22,30 @@ class Targets:
     prefix: str  # of the list of decoder layers, such as model.layers
     layers: tuple[tuple[str, ...], ...]  # of every decoder layer the Linear layers, named inside it
     ignored: dict[str, str]  # module or parameter -> why it keeps its weights
+    stored: dict[str, str]  # experts' Linear layers -> their names in the checkpoint
 
     def full_name(self, index: int, name: str) -> str:
-        """The name in the model, and in the checkpoint."""
-        return f"{self.prefix}.{index}.{name}"
+        """The name in the checkpoint, and but for experts' in the model."""
+        full = f"{self.prefix}.{index}.{name}"
+        return self.stored.get(full, full)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has some."""
+        return bool(self.stored) or _STACKED in self.ignored.values()
 
 
-def find_targets(model: Any, fmt: WeightFormat, held: set[str]) -> Targets:
+def find_targets(model: Any, fmt: WeightFormat, held: set[str], *, takes_experts: bool) -> Targets:
     """Choose the Linear layers of the decoder layers; `held` are the names of the checkpoint's tensors.
+
+    `takes_experts`: stacked experts that the checkpoint holds one by one are taken apart in the model, and
+    chosen.
 
     Raises:
         ModelError: there are none.
         ConfigError: the format's groups don't divide the inputs of some.
     """
+    stored = unstack_experts(model, held) if takes_experts else {}
     prefix, layers = decoder_layers(model)
     ignored = {
         name: "outside the decoder layers"
@@ -49,22 +61,24 @@ def find_targets(model: Any, fmt: WeightFormat, held: set[str]) -> Targets:
                 continue
             if name.rpartition(".")[2] in ROUTERS:
                 ignored[full] = "a router"
-            elif f"{full}.weight" not in held:
+            elif f"{stored.get(full, full)}.weight" not in held:
                 ignored[full] = "the checkpoint stores it in another form"
             else:
                 own.append(name)
         ignored |= {
-            f"{prefix}.{index}.{name}": "not a Linear layer: the weights of all experts in one"
+            f"{prefix}.{index}.{name}": _STACKED
             for name, parameter in layer.named_parameters()
             if parameter.ndim == 3
         }
         chosen.append(tuple(own))
+    routers = (name.removesuffix(".weight") for name in sorted(held) if name.startswith(f"{prefix}."))
+    ignored |= {name: "a router" for name in routers if name.rpartition(".")[2] in ROUTERS}
     if not any(chosen):
         raise ModelError(
             f"{model.config.model_type} has no Linear layers in its decoder layers (GPT-2 has Conv1D): "
             f"kvq can't quantize its weights; --kv quantizes its KV cache"
         )
-    targets = Targets(prefix=prefix, layers=tuple(chosen), ignored=ignored)
+    targets = Targets(prefix=prefix, layers=tuple(chosen), ignored=ignored, stored=stored)
     _check_groups(model, targets, fmt)
     return targets
 
@@ -74,7 +88,7 @@ def _check_groups(model: nn.Module, targets: Targets, fmt: WeightFormat) -> None
     if fmt.group_size is None:
         return
     inputs = {
-        targets.full_name(index, name): model.get_submodule(targets.full_name(index, name)).in_features
+        targets.full_name(index, name): model.get_submodule(f"{targets.prefix}.{index}.{name}").in_features
         for index, names in enumerate(targets.layers)
         for name in names
     }

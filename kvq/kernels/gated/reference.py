@@ -20,7 +20,12 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
     """activation(gates) * rest, in fp32, rounded once: [rows, 2 n], gates first -> [rows, n] of x's dtype."""
     check_gated(x)
     gates, rest = x.float().chunk(2, 1)
-    return (_FUNCTIONS[activation](gates) * rest).to(x.dtype)
+    return (activate(gates, activation) * rest).to(x.dtype)
+
+
+def activate(gates: Tensor, activation: Activation) -> Tensor:
+    """The activation alone."""
+    return _FUNCTIONS[activation](gates)
 
 
 def check_gated(x: Tensor) -> None:

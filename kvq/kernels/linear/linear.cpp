@@ -4,7 +4,10 @@
 // while the tiles pass, and each tile's inputs, rounded once for all panels, in the first. Panels that are too
 // long for that are cut into blocks of columns, and sums kept between them.
 
+#include <new>
+
 #include "../native/pool.h"
+#include "groups.h"
 #include "tiles.h"
 
 namespace {
@@ -144,17 +147,20 @@ inline Split split(const Call& call, int64_t tiles) {
     return {panels, each, across, across * divided(tiles, each)};
 }
 
+inline void run_nth(const Call& call, const Split& s, int64_t i, float* kept) {
+    int64_t tiles = divided(call.rows, call.tile_rows);
+    int64_t panel = i % s.tasks_across * s.panels, last = panel + s.panels;
+    int64_t tile = i / s.tasks_across * s.tiles, last_tile = tile + s.tiles;
+    run_task(call, panel, last < call.panels ? last : call.panels, tile, last_tile < tiles ? last_tile : tiles, kept);
+}
+
 inline void run(const Call& call) {
     int64_t tiles = divided(call.rows, call.tile_rows);
     Split s = split(call, tiles);
-    auto task = [&](int64_t i, float* kept) {
-        int64_t panel = i % s.tasks_across * s.panels, last = panel + s.panels;
-        int64_t tile = i / s.tasks_across * s.tiles, last_tile = tile + s.tiles;
-        run_task(call, panel, last < call.panels ? last : call.panels, tile, last_tile < tiles ? last_tile : tiles, kept);
-    };
     run_tasks(call.threads, tiles, 1,
               [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * (call.cut.k + W)); });
-    run_tasks(call.threads, s.tasks, 1, [&](int thread, int64_t i) { task(i, call.kept + thread * call.kept_size); });
+    run_tasks(call.threads, s.tasks, 1,
+              [&](int thread, int64_t i) { run_nth(call, s, i, call.kept + thread * call.kept_size); });
 }
 
 }  // namespace
@@ -202,4 +208,82 @@ KVQ_KERNEL(linear_each)(const KvqLinear* linears, int count, const uint8_t* x, i
         if (status) __atomic_store_n(&failed, status, __ATOMIC_RELAXED);
     });
     return failed;
+}
+
+namespace {
+
+// One of several products that share a team of threads, and where its tiles and tasks begin among those of all.
+struct Part {
+    Call call;
+    Split split;
+    int64_t first_tile, first_task;
+};
+
+struct Parts {
+    Part* parts;
+    int count, threads;
+    int64_t tiles, tasks;
+    float *columns, *kept;  // of every thread
+    int64_t columns_size, kept_size;
+
+    void round(int64_t tile, int64_t thread) const {
+        int i = count - 1;
+        while (parts[i].first_tile > tile) i--;
+        round_tile(parts[i].call, tile - parts[i].first_tile, columns + thread * columns_size);
+    }
+    void multiply(int64_t task, int64_t thread) const {
+        int i = count - 1;
+        while (parts[i].first_task > task) i--;
+        run_nth(parts[i].call, parts[i].split, task - parts[i].first_task, kept + thread * kept_size);
+    }
+};
+
+// The call's products in `memory`; without any only what they take of it is counted.
+inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_t x_row, Output out, int threads,
+                     Memory& memory) {
+    Parts all = {memory.take<Part>(count), count, threads, 0, 0, nullptr, nullptr, 0, 0};
+    for (int i = 0; i < count; i++) {
+        const KvqLinear& l = *groups[i].linear;
+        Call call = {l, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
+                     (int)divided(threads, count), rows_of(l), nullptr, 0, 0, nullptr, nullptr, 0};
+        int64_t tiles = divided(call.rows, call.tile_rows);
+        Memory tile = {};
+        take_tile(l, call.cut, call.tile_rows, tile);
+        call.tile_bytes = tile.used;
+        call.tiles = memory.take<uint8_t>(tiles * call.tile_bytes);
+        call.block = block_length(call, tiles);
+        int64_t kept = call.block < call.cut.k ? tiles * call.tile_rows * MOST_PANELS * OUTPUTS : 0;
+        if (kept > all.kept_size) all.kept_size = kept;
+        if (call.cut.k + W > all.columns_size) all.columns_size = call.cut.k + W;
+        Split s = split(call, tiles);
+        if (all.parts) new (all.parts + i) Part{call, s, all.tiles, all.tasks};
+        all.tiles += tiles, all.tasks += s.tasks;
+        x += call.rows * x_row, out.data += call.rows * out.row;
+    }
+    all.columns = memory.take<float>(threads * all.columns_size);
+    all.kept = memory.take<float>(threads * all.kept_size);
+    return all;
+}
+
+inline void run(const Parts& all) {
+    run_tasks(all.threads, all.tiles, 1, [&](int thread, int64_t i) { all.round(i, thread); });
+    run_tasks(all.threads, all.tasks, 1, [&](int thread, int64_t i) { all.multiply(i, thread); });
+}
+
+}  // namespace
+
+KVQ_KERNEL(linear_groups)(const KvqGroup* groups, int count, const uint8_t* x, int64_t x_row, uint8_t* out,
+                          int64_t out_row, int code, int threads) {
+    int64_t products = 0;
+    for (int i = 0; i < count; i++) products += groups[i].rows * groups[i].linear->k * groups[i].linear->out_features;
+    if (products == 0) return KVQ_OK;
+    if (products < WORTH_THREADS) threads = 1;
+    Memory memory = {};
+    lay_out(groups, count, x, x_row, {out, out_row, code}, threads, memory);
+    Kept* kept = take_memory(memory.used);
+    if (!kept) return KVQ_NO_MEMORY;
+    memory = {(uint8_t*)kept + 64, 0};
+    run(lay_out(groups, count, x, x_row, {out, out_row, code}, threads, memory));
+    give_back(kept);
+    return KVQ_OK;
 }

@@ -1,21 +1,14 @@
 // A gated MLP in one call: down(activation(gate(x)) * up(x)), with gate and up joined in one weight.
 
-#include "../native/rowwise.h"
+#include "gates.h"
 
 namespace {
-
-// x times the logistic function of x (SiLU), or of 2 sqrt(2 / pi) (x + 0.044715 x^3) (GELU with tanh).
-inline vf activated(vf x, int activation) {
-    vf y = activation == KVQ_SILU ? x : (x + x * x * x * 0.044715f) * 1.5957691216057308f;
-    vf e = exp_of(y < 0 ? y : -y);
-    return x * ((y < 0 ? e : all(1.0f)) / (e + 1.0f));  // what is no number stays none through x
-}
 
 inline void gate_piece(uint8_t* out, const uint8_t* gate, const uint8_t* up, int n, int code, int activation) {
     float a[PIECE], b[PIECE];
     read_padded(a, gate, n, code);
     read_padded(b, up, n, code);
-    for (int i = 0; i < n; i += W) store(a + i, activated(load(a + i), activation) * load(b + i));
+    for (int i = 0; i < n; i += W) store(a + i, activated(load(a + i), activation, 1.0f) * load(b + i));
     write_floats(out, a, n, code);
 }
 

@@ -48,11 +48,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     for weight in weights:
         _check(weight)
     for other in weights[1:]:
-        if (
-            other.fmt != first.fmt
-            or other.in_features != first.in_features
-            or not _is_same_order(first, other)
-        ):
+        if other.fmt != first.fmt or other.in_features != first.in_features or not first.has_order_of(other):
             raise ConfigError(
                 f"only weights of one format, input and order can be joined, got {first.fmt.name} over "
                 f"{first.in_features} inputs and {other.fmt.name} over {other.in_features}"
@@ -98,12 +94,6 @@ def _check(weight: QuantizedWeight) -> None:
         raise ConfigError(f"scales and zero points must be {list(scales)}, got {list(weight.scale.shape)}")
     if weight.order is not None and not torch.equal(weight.order.sort().values, torch.arange(inputs)):
         raise ConfigError(f"the order of inputs must hold every number below {inputs} once")
-
-
-def _is_same_order(a: QuantizedWeight, b: QuantizedWeight) -> bool:
-    if a.order is None or b.order is None:
-        return a.order is b.order
-    return torch.equal(a.order, b.order)
 
 
 def _zero(weight: QuantizedWeight) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kvq.formats.weights import Inputs
 from kvq.kernels.codec import e4m3
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 
 
 def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -34,16 +34,19 @@ def rounded_inputs(x: Tensor, inputs: Inputs) -> Tensor:
 
 
 class ReferenceLinear:
-    """y = x W^T over a weight that stays in its codes and is dequantized at every call."""
+    """y = x W^T over a weight that stays in its codes, if it is in some, and is dequantized at every call."""
 
-    def __init__(self, weight: QuantizedWeight) -> None:
+    def __init__(self, weight: QuantizedWeight | PlainWeight) -> None:
         self.weight = weight
-        self.nbytes = weight.nbytes
-        self.code_bytes = weight.codes.nbytes
+        self.code_bytes = weight.codes.nbytes if isinstance(weight, QuantizedWeight) else weight.values.nbytes
+        self.nbytes = weight.nbytes if isinstance(weight, QuantizedWeight) else self.code_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype; summed in fp32."""
-        weight = self.weight.dequantize(torch.float32)
-        inputs = rounded_inputs(x.float(), self.weight.fmt.inputs)
+        own, inputs = self.weight, x.float()
+        if isinstance(own, QuantizedWeight):
+            weight, inputs = own.dequantize(torch.float32), rounded_inputs(inputs, own.fmt.inputs)
+        else:
+            weight = own.values.float()
         with torch.autocast(x.device.type, enabled=False):
             return functional.linear(inputs, weight).to(x.dtype)

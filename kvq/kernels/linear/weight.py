@@ -44,7 +44,7 @@ class QuantizedWeight:
 
     @classmethod
     def joined(cls, weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
-        """Weights of one format for the same inputs, in their own order, as one."""
+        """Weights of one format for the same inputs, in one order, as one."""
         first = weights[0]
         zeros = [weight.zero for weight in weights if weight.zero is not None]
         return cls(
@@ -52,7 +52,14 @@ class QuantizedWeight:
             codes=torch.cat([weight.codes for weight in weights]),
             scale=torch.cat([weight.scale for weight in weights]),
             zero=torch.cat(zeros) if zeros else None,
+            order=first.order,
         )
+
+    def has_order_of(self, other: "QuantizedWeight") -> bool:
+        """Whether the columns of both belong to the same inputs."""
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
 
     @property
     def out_features(self) -> int:

@@ -13,7 +13,7 @@
 // Grouped codes of 4 bits are KVQ_INT4, those of any other width KVQ_GROUPED.
 enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_GROUPED };
 
-enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK };
+enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK, KVQ_BAD_EXPERT };
 
 // K or V of one layer in blocks. Strides are bytes, rows themselves contiguous.
 struct KvqRows {
@@ -110,6 +110,19 @@ struct KvqLinear {
     int32_t inputs;  // KvqInputs
 };
 
+// Gated MLPs that rows choose among: down(activation(gates) * rest), gates and rest being what gate_up gives.
+struct KvqExperts {
+    const KvqLinear* gate_up;   // [experts]: [hidden] -> gates, then as many others
+    const KvqLinear* down;      // [experts]: their number -> [hidden]
+    const float* gate_up_bias;  // [experts, outputs of gate_up], or null
+    const float* down_bias;     // [experts, hidden], or null
+    int32_t experts;
+    int32_t activation;  // KvqActivation
+    float slope;         // of SiLU's logistic function
+    float limit;         // gates are cut to it from above, the rest from both sides; infinity: not at all
+    float shift;         // added to the rest
+};
+
 // An RMS norm's weight, of `code`; null if there is none.
 struct KvqNorm {
     const uint8_t* weight;
@@ -170,6 +183,9 @@ KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row
                   int activation, int64_t rows, int threads);
 KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,
                        uint8_t* out, int64_t out_row, int code, int activation, int64_t rows, int threads);
+KVQ_KERNEL(experts)(const KvqExperts* experts, const uint8_t* x, int64_t x_row, const int64_t* chosen,
+                    const float* weights, int top, uint8_t* out, int64_t out_row, int code, int64_t rows,
+                    int threads);
 KVQ_KERNEL(rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int64_t dim, int code,
                      int weight_code, float eps, int64_t rows, int threads);
 KVQ_KERNEL(rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* sin, int heads, int half,

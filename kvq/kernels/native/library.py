@@ -76,13 +76,16 @@ def run(kernel: str, *arguments: Any) -> None:
     """Call a kernel of the library.
 
     Raises:
-        IndexError: a table or a slot names a block that does not exist; nothing was written.
+        IndexError: a table or a slot names a block, or a row an expert, that does not exist; nothing was
+            written.
         MemoryError: no room for scratch memory.
         UnsupportedKernel: there is no library.
     """
     status = loaded().kernels[kernel](*arguments)
     if status == NUMBERS["KVQ_BAD_BLOCK"]:
         raise IndexError("a table or a slot names a block outside the pool")
+    if status == NUMBERS["KVQ_BAD_EXPERT"]:
+        raise IndexError("a row chose an expert that isn't there")
     if status == NUMBERS["KVQ_NO_MEMORY"]:
         raise MemoryError("the CPU kernel found no memory for its scratch space")
 

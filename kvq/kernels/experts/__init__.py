@@ -1,0 +1,1 @@
+"""Gated MLPs that rows choose among: mixtures of experts."""

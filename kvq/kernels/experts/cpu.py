@@ -1,0 +1,65 @@
+"""`experts` in C++ for CPUs."""
+
+from collections.abc import Sequence
+from ctypes import addressof
+
+import torch
+from torch import Tensor
+
+from kvq.kernels.experts.gating import Gating
+from kvq.kernels.experts.reference import Weight, check_choices, check_experts
+from kvq.kernels.gated.activation import check_activation
+from kvq.kernels.linear.cpu import CpuLinear, checked_rows, rows_of
+from kvq.kernels.native.abi import DTYPES, struct
+from kvq.kernels.native.library import run
+
+
+class CpuExperts:
+    """What the reference computes, with the bits of `CpuLinear` for every expert.
+
+    A row's result doesn't depend on the other rows, on their choices or on threads, bit for bit.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        gating: Gating,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """See the reference.
+
+        Raises:
+            ConfigError: parts that don't fit each other, or an activation without C++.
+        """
+        check_activation(gating.activation)
+        check_experts(gate_up, down, gate_up_bias, down_bias)
+        self._linears = [[CpuLinear(weight) for weight in own] for own in (gate_up, down)]
+        arrays = [(struct("KvqLinear") * len(own))(*(x.struct for x in own)) for own in self._linears]
+        biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
+        self._kept = arrays, biases  # whose memory the structure names
+        self._struct = struct("KvqExperts")(
+            *(addressof(array) for array in arrays),
+            *(None if bias is None else bias.data_ptr() for bias in biases),
+            experts=len(down),
+            activation=gating.activation,
+            slope=gating.slope,
+            limit=gating.limit,
+            shift=gating.shift,
+        )
+        self.hidden = gate_up[0].in_features
+        self.bias_bytes = sum(bias.nbytes for bias in biases if bias is not None)
+        self.nbytes = sum(linear.nbytes for own in self._linears for linear in own) + self.bias_bytes
+        self.code_bytes = sum(linear.code_bytes for own in self._linears for linear in own)
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [rows, hidden]; chosen int64, weights [rows, top] -> [rows, hidden] of x's dtype."""
+        check_choices(x, chosen, weights, self.hidden)
+        x, chosen, weights = checked_rows(x, self.hidden), chosen.contiguous(), weights.float().contiguous()
+        out = torch.empty(x.shape[0], self.hidden, dtype=x.dtype)
+        picked = chosen.data_ptr(), weights.data_ptr(), chosen.shape[1]
+        sizes = DTYPES[x.dtype], len(x), torch.get_num_threads()
+        run("experts", self._struct, *rows_of(x), *picked, *rows_of(out), *sizes)
+        return out

@@ -1,0 +1,107 @@
+"""The definition of correct for `experts`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.experts.gating import Gating
+from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import activate
+from kvq.kernels.linear.reference import ReferenceLinear
+from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
+
+Weight = QuantizedWeight | PlainWeight
+
+
+class ReferenceExperts:
+    """y = sum over a row's experts e of weight_e * (down_e(gating(gate_up_e(x) + bias_e)) + bias_e).
+
+    The sum begins with the expert that the row chose first; all of it is computed in fp32, and what an expert
+    is given, has between its products and gives is rounded to x's dtype.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        gating: Gating,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """Weights by expert: gates, then what they gate. Biases: fp32 [experts, outputs].
+
+        Raises:
+            ConfigError: parts that don't fit each other.
+        """
+        check_experts(gate_up, down, gate_up_bias, down_bias)
+        self._gate_up, self._down = ([ReferenceLinear(weight) for weight in own] for own in (gate_up, down))
+        self._gating, self._gate_up_bias, self._down_bias = gating, gate_up_bias, down_bias
+        self.hidden = gate_up[0].in_features
+        self.bias_bytes = sum(bias.nbytes for bias in (gate_up_bias, down_bias) if bias is not None)
+        self.nbytes = sum(linear.nbytes for linear in (*self._gate_up, *self._down)) + self.bias_bytes
+        self.code_bytes = sum(linear.code_bytes for linear in (*self._gate_up, *self._down))
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x [rows, hidden]; chosen int64, weights [rows, top] -> [rows, hidden] of x's dtype."""
+        check_choices(x, chosen, weights, self.hidden)
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(self._down):
+            raise IndexError("a row chose an expert that isn't there")
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for top in range(chosen.shape[1]):
+            for expert in chosen[:, top].unique().tolist():
+                rows = (chosen[:, top] == expert).nonzero()[:, 0]
+                out[rows] += self._given(x[rows], expert).float() * weights[rows, top, None].float()
+        return out.to(x.dtype)
+
+    def _given(self, x: Tensor, expert: int) -> Tensor:
+        """What one expert makes of rows."""
+        both = self._gate_up[expert](x)
+        if self._gate_up_bias is not None:
+            both = both.float() + self._gate_up_bias[expert]
+        given = self._down[expert](gated_experts(both, self._gating).to(x.dtype))
+        return given if self._down_bias is None else given.float() + self._down_bias[expert]
+
+
+def gated_experts(both: Tensor, gating: Gating) -> Tensor:
+    """fp32 [rows, n] of gates and what they gate, side by side."""
+    gates, rest = both.float().chunk(2, 1)
+    gates, rest = gates.clamp(max=gating.limit), rest.clamp(-gating.limit, gating.limit)
+    if gating.activation is Activation.SILU:
+        return gates * torch.sigmoid(gating.slope * gates) * (rest + gating.shift)
+    return activate(gates, gating.activation) * (rest + gating.shift)
+
+
+def check_experts(
+    gate_up: Sequence[Weight], down: Sequence[Weight], gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> None:
+    """Raise ConfigError unless all experts have one shape: compiled code reads by that of the first."""
+    shapes = {
+        (first.out_features, first.in_features, last.out_features, last.in_features)
+        for first, last in zip(gate_up, down, strict=False)
+    }
+    both, hidden, out, inner = next(iter(shapes), (0, 0, 0, 0))
+    if len(gate_up) != len(down) or len(shapes) != 1 or both != 2 * inner or hidden != out:
+        raise ConfigError(
+            f"experts must be as many pairs of [2 n, hidden] and [hidden, n], all of one shape; got "
+            f"{len(gate_up)} and {len(down)} with shapes {sorted(shapes)}"
+        )
+    for bias, size in ((gate_up_bias, both), (down_bias, out)):
+        if bias is not None and (bias.shape != (len(down), size) or bias.dtype is not torch.float32):
+            raise ConfigError(
+                f"biases of experts must be fp32 [{len(down)}, {size}], got {bias.dtype} {list(bias.shape)}"
+            )
+
+
+def check_choices(x: Tensor, chosen: Tensor, weights: Tensor, hidden: int) -> None:
+    """Raise ConfigError unless every row has its experts and their weights."""
+    rows = (x.shape[0], chosen.shape[-1])
+    if x.dim() != 2 or x.shape[1] != hidden or chosen.shape != rows or weights.shape != rows:
+        raise ConfigError(
+            f"experts take rows [rows, {hidden}], choices and weights [rows, top], got {list(x.shape)}, "
+            f"{list(chosen.shape)} and {list(weights.shape)}"
+        )
+    if chosen.dtype is not torch.int64:
+        raise ConfigError(f"choices of experts must be int64, got {chosen.dtype}")

@@ -1,0 +1,213 @@
+"""Stacked experts of transformers' modules: known by what they are made of, proven by running a small copy.
+
+transformers keeps the weights of all experts of a layer in two tensors of three dimensions. What is computed
+with them is tried: a copy of the module with small random weights runs its own code, and the way of computing
+that gives the same, if one does, is what a kernel does with the real weights.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvq.formats.weights import WeightFormat
+from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.kernels.experts.cpu import CpuExperts
+from kvq.kernels.experts.gating import Gating
+from kvq.kernels.experts.reference import ReferenceExperts
+from kvq.kernels.gated.activation import COMPILED, Activation
+from kvq.weights.linear import ACTIVATIONS, Packed, replace_linear
+
+_WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
+_COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # of the small copy
+_TOLERANCE = 1e-4  # max|a - b| / max|b| of a row
+
+Weight = QuantizedWeight | PlainWeight
+Make = Callable[
+    [str, int, Tensor], Weight
+]  # of a name and an expert, from its weight [out, in] as it is stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsForm:
+    """How a module computes with its stacked weights."""
+
+    gating: Gating
+    is_transposed: bool  # weights are [experts, in, out]
+    is_interleaved: bool  # gates and what they gate take turns
+
+    def gate_up(self, mixed: Tensor) -> Tensor:
+        """All gates, then what they gate: of an expert's weight [2 n, in] or bias [2 n]."""
+        return torch.cat((mixed[::2], mixed[1::2])) if self.is_interleaved else mixed
+
+
+class PackedExperts(Packed):
+    """All experts of a layer."""
+
+    def __init__(
+        self, kernel: CpuExperts | ReferenceExperts, sizes: tuple[int, int, int], fmt: WeightFormat | None
+    ) -> None:
+        """`sizes`: experts, hidden, inner. `fmt`: of the weights, None of floats."""
+        super().__init__()
+        self.kernel = kernel
+        self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
+        self.fmt = fmt
+
+    @property
+    def weight_count(self) -> int:
+        """How many weights there are, biases included."""
+        biases = self.kernel.bias_bytes // torch.float32.itemsize
+        return int(3 * self.num_experts * self.hidden_dim * self.intermediate_dim + biases)
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[..., hidden], and the experts of every row [rows, top] with their weights -> [..., hidden]."""
+        rows = hidden_states.reshape(-1, self.hidden_dim)
+        output: Tensor = self.kernel(rows, chosen, weights)
+        return output.view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        fmt = "floats" if self.fmt is None else self.fmt.name
+        return f"{self.num_experts} x {self.hidden_dim} x {self.intermediate_dim}, {fmt}"
+
+
+def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
+    """A model's experts that kernels keep, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedExperts)}
+
+
+def stacked_experts(model: nn.Module) -> dict[str, ExpertsForm]:
+    """How the modules of stacked experts compute, by their names; those that nobody understands are left out.
+
+    The model may be on the meta device.
+    """
+    proven: dict[object, ExpertsForm | None] = {}
+    found = {}
+    for name, module in model.named_modules():
+        if not _has_parts(module):
+            continue
+        kind = type(module), _is_transposed(module), *_gatings(module)
+        if kind not in proven:
+            proven[kind] = _proven(module)
+        if (form := proven[kind]) is not None:
+            found[name] = form
+    return found
+
+
+def install_experts(
+    model: nn.Module, forms: Mapping[str, ExpertsForm], make: Make, *, fmt: WeightFormat | None, in_cpp: bool
+) -> None:
+    """Put packed experts in the place of the stacked ones of these names, one layer after the other.
+
+    `fmt`: of what `make` makes, None of floats. `in_cpp`: run by the C++ kernels, else by the reference.
+    """
+    for name, form in forms.items():
+        given: Any = model.get_submodule(name)
+        first, last = (f"{name}.{own}" for own in ("gate_up_proj", "down_proj"))
+        gate_up = [make(first, i, _gate_up(given, i, form)) for i in range(len(given.down_proj))]
+        down = [make(last, i, _weight(own, form)) for i, own in enumerate(given.down_proj.detach())]
+        biases = {
+            "gate_up_bias": _bias(given, "gate_up_proj_bias", form.gate_up),
+            "down_bias": _bias(given, "down_proj_bias", lambda bias: bias),
+        }
+        kernel = (CpuExperts if in_cpp else ReferenceExperts)(gate_up, down, form.gating, **biases)
+        sizes = len(down), kernel.hidden, down[0].in_features
+        replace_linear(model, name, PackedExperts(kernel, sizes, fmt))
+
+
+def _gate_up(module: Any, expert: int, form: ExpertsForm) -> Tensor:
+    return form.gate_up(_weight(module.gate_up_proj.detach()[expert], form))
+
+
+def _weight(stored: Tensor, form: ExpertsForm) -> Tensor:
+    """[out, in]."""
+    return stored.T.contiguous() if form.is_transposed else stored
+
+
+def _bias(module: Any, name: str, ordered: Callable[[Tensor], Tensor]) -> Tensor | None:
+    bias: Tensor | None = getattr(module, name, None)
+    return None if bias is None else torch.stack([ordered(own) for own in bias.detach().float()])
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Whether it has the two weights of stacked gated experts, and besides but biases and an activation."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if not _WEIGHTS <= set(own) <= _WEIGHTS | _BIASES or "forward" in module.__dict__:
+        return False
+    others = [x for x in module.children() if next(x.parameters(), None) is not None or list(x.children())]
+    first, last = own["gate_up_proj"].shape, own["down_proj"].shape
+    if others or len(first) != 3 or len(last) != 3 or first[0] != last[0]:
+        return False
+    return _is_transposed(module) or (first[1] == 2 * last[2] and first[2] == last[1])
+
+
+def _is_transposed(module: Any) -> bool:
+    first, last = module.gate_up_proj.shape, module.down_proj.shape
+    return bool(first[2] == 2 * last[1] and first[1] == last[2])
+
+
+def _gatings(module: nn.Module) -> list[Gating]:
+    """What it may do between its products, by its activation and the numbers that it holds."""
+    own = getattr(module, "act_fn", None)
+    activation = Activation.SILU if own is None else ACTIVATIONS.get(type(own).__name__)
+    if activation not in COMPILED:
+        return []
+    numbers = [value for value in vars(module).values() if isinstance(value, float)]
+    plain = [] if own is None else [Gating(activation=activation)]
+    cut = [Gating(activation=activation, limit=limit) for limit in numbers]
+    turned = [Gating(limit=limit, slope=slope, shift=1.0) for limit, slope in permutations(numbers, 2)]
+    return [*plain, *cut, *turned]
+
+
+@torch.inference_mode()
+def _proven(module: nn.Module) -> ExpertsForm | None:
+    """The form whose results a small copy of the module has; None if there is none."""
+    source = torch.Generator().manual_seed(0)
+    small: Any = copy.copy(module)
+    small.__dict__ |= {
+        name: _COUNT
+        for name, value in vars(module).items()
+        if type(value) is int and value == len(module.get_parameter("down_proj"))
+    }
+    is_transposed = _is_transposed(module)
+    weights = (_COUNT, 2 * _INNER, _HIDDEN), (_COUNT, _HIDDEN, _INNER)
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (shape[0], shape[2], shape[1]) if is_transposed else shape
+        for name, shape in zip(("gate_up_proj", "down_proj"), weights, strict=True)
+    }
+    shapes |= {"gate_up_proj_bias": (_COUNT, 2 * _INNER), "down_proj_bias": (_COUNT, _HIDDEN)}
+    small.__dict__["_parameters"] = {
+        name: None if own is None else nn.Parameter(torch.randn(shapes[name], generator=source), False)
+        for name, own in module._parameters.items()
+    }
+    x = torch.randn(_ROWS, _HIDDEN, generator=source) * torch.logspace(-1, 1, _ROWS)[:, None]  # beyond limits
+    chosen = torch.stack([torch.randperm(_COUNT, generator=source)[:2] for _ in x])
+    given = x, chosen, torch.rand(_ROWS, 2, generator=source)
+    run = inspect.unwrap(type(module).forward)
+    try:
+        wanted = run(small, *given)
+    except Exception:  # noqa: BLE001 - whatever code raises that takes something else
+        return None
+    for gating in _gatings(module):
+        for is_interleaved in (False, True):
+            form = ExpertsForm(gating=gating, is_transposed=is_transposed, is_interleaved=is_interleaved)
+            if isinstance(wanted, Tensor) and wanted.shape == x.shape and _agrees(small, form, given, wanted):
+                return form
+    return None
+
+
+def _agrees(small: Any, form: ExpertsForm, given: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> bool:
+    gate_up = [PlainWeight(values=_gate_up(small, i, form)) for i in range(_COUNT)]
+    down = [PlainWeight(values=_weight(own, form)) for own in small.down_proj]
+    found = ReferenceExperts(
+        gate_up,
+        down,
+        form.gating,
+        gate_up_bias=_bias(small, "gate_up_proj_bias", form.gate_up),
+        down_bias=_bias(small, "down_proj_bias", lambda bias: bias),
+    )(*given)
+    return bool(((found - wanted).abs().amax(1) <= _TOLERANCE * wanted.abs().amax(1)).all())

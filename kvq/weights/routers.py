@@ -1,0 +1,55 @@
+"""Routers of experts: their own code, over products that don't depend on the batch.
+
+A router's last bit decides which experts a token is sent to, so that whoever else is in a step would now and
+then change what a token gets.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvq.kernels import PlainWeight
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.weights.experts import PackedExperts
+
+_CONVERSIONS = (Tensor.float, Tensor.type, Tensor.to)
+
+
+class _RouterWeight(nn.Parameter):
+    """An fp32 weight [out, in] whose products `functional.linear` leaves to a kernel."""
+
+    kernel: CpuLinear
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is functional.linear and len(args) > 1 and type(args[1]) is cls and not given:
+            return _product(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **given)
+        if func in _CONVERSIONS and isinstance(found, Tensor) and found.data_ptr() == args[0].data_ptr():
+            return args[0]  # what asked for fp32 has it already, and goes on to the product
+        return found
+
+
+def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        found = weight.kernel(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], weight.shape[0])
+        return found if bias is None else found + bias
+
+
+def steady_routers(model: nn.Module) -> None:
+    """Give the routers beside packed experts products whose rows are the same in any batch."""
+    for block in list(model.modules()):
+        if not any(isinstance(child, PackedExperts) for child in block.children()):
+            continue
+        for router in block.children():
+            weight = router._parameters.get("weight")
+            if type(weight) is nn.Parameter and weight.dim() == 2 and not isinstance(router, nn.Linear):
+                steady = _RouterWeight(weight.detach(), requires_grad=False)
+                steady.kernel = CpuLinear(PlainWeight.narrowest(weight.detach()))
+                router.weight = steady
