@@ -70,7 +70,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
     held = {entry.name for entry in prepared.entries}
     if (skeleton := build_skeleton(prepared)) is not None:
-        find_targets(skeleton, settings.fmt, held)  # raises before the weights are loaded
+        find_targets(skeleton.model, settings.fmt, held)  # raises before the weights are loaded
     text = work.text or calibration_text()
     windows: list[list[int]] = []
     if settings.method.needs_text:
