@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,14 +37,15 @@ LLAMA = {
     "eos_token_id": 2,
 }  # fmt: skip
 WAYS = ("kvq", "transformers")
-STAGES = {  # in their order; the digest is another thread's, beside them
+DIGEST = "digest, beside"
+STAGES = {  # in their order; the digest is another thread's
     "config and headers": (model, "prepare"),
     "skeleton": (weights, "build_skeleton"),
     "read and pack": (weights, "fill"),
     "transformers' loader": (weights, "load_module"),
     "rest of the modules": (weights, "settle"),
     "check against its own attention": (model, "probe_layers"),
-    "digest, beside": (prepared, "content_digest"),
+    DIGEST: (prepared, "content_digest"),
 }
 SAMPLED_EVERY_S = 0.001
 
@@ -84,13 +86,16 @@ def _peaks() -> Iterator[list[int]]:
         thread.join()
 
 
-def _timed(run: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
+def _timed(run: Callable[..., Any], name: str, stages: dict[str, dict[str, float]]) -> Callable[..., Any]:
+    """Seconds, and those of the processors in all threads; of the digest in its own alone."""
+    spent = time.thread_time if name == DIGEST else time.process_time
+
     def timed(*args: Any, **given: Any) -> Any:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), spent()
         try:
             return run(*args, **given)
         finally:
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+            stages[name] = {"s": time.perf_counter() - began, "processor_s": spent() - before}
 
     return timed
 
@@ -99,25 +104,26 @@ def load_once(folder: Path, way: str) -> dict[str, Any]:
     """Load in this process."""
     modules.import_class(read_json(folder / "config.json"))
     torch.empty(1)
-    seconds: dict[str, float] = {}
+    stages: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         if way == "transformers":
             stack.enter_context(patch.object(weights, "fill", lambda *_: None))
         for name, (module, own) in STAGES.items():
-            stack.enter_context(patch.object(module, own, _timed(getattr(module, own), name, seconds)))
+            stack.enter_context(patch.object(module, own, _timed(getattr(module, own), name, stages)))
         anonymous, resident = _resident()
         with _peaks() as most:
-            began = time.perf_counter()
+            began, before = time.perf_counter(), time.process_time()
             loaded = load(folder, device="cpu")
             logits = loaded.logits([1])
-            took = time.perf_counter() - began
+            took, spent = time.perf_counter() - began, time.process_time() - before
             digest = loaded.weights.digest
         stays = _resident()
     assert logits.isfinite().all(), "the model gives numbers"
     return {
         "way": way,
         "load_s": took,
-        "stages_s": seconds,
+        "load_processor_s": spent,
+        "stages": stages,
         "peak_of_what_stays": (most[0] - anonymous) / (stays[0] - anonymous),
         "anonymous_peak_bytes": most[0] - anonymous,
         "anonymous_stays_bytes": stays[0] - anonymous,
@@ -148,16 +154,23 @@ def _median(rows: list[dict[str, Any]], way: str, value: Callable[[dict[str, Any
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Medians of both ways."""
-    print(f"{'medians':36}" + "".join(f"{way:>14}" for way in WAYS))
-    lines: dict[str, Callable[[dict[str, Any]], float]] = {
-        "until the first token, s": lambda row: row["load_s"],
-        **{f"  {name}, s": lambda row, name=name: row["stages_s"].get(name, 0.0) for name in STAGES},  # type: ignore[misc]
-        "peak of what stays, anonymous": lambda row: row["peak_of_what_stays"],
-        "stays, anonymous, MB": lambda row: row["anonymous_stays_bytes"] / 1e6,
-        "peak, all resident, MB": lambda row: row["resident_peak_bytes"] / 1e6,
-    }
-    for name, value in lines.items():
-        print(f"{name:36}" + "".join(f"{_median(rows, way, value):14.3f}" for way in WAYS))
+    print(f"{'medians: seconds, of processors':36}" + "".join(f"{way:>17}" for way in WAYS))
+
+    def line(name: str, *values: Callable[[dict[str, Any]], float]) -> None:
+        cells = (" ".join(f"{_median(rows, way, value):8.3f}" for value in values) for way in WAYS)
+        print(f"{name:36}" + "".join(cell.rjust(17) for cell in cells))
+
+    line("until the first token", lambda row: row["load_s"], lambda row: row["load_processor_s"])
+    for name in STAGES:
+        kinds = (partial(_of_stage, name=name, kind=kind) for kind in ("s", "processor_s"))
+        line(f"  {name}", *kinds)
+    line("peak of what stays, anonymous", lambda row: row["peak_of_what_stays"])
+    line("stays, anonymous, MB", lambda row: row["anonymous_stays_bytes"] / 1e6)
+    line("peak, all resident, MB", lambda row: row["resident_peak_bytes"] / 1e6)
+
+
+def _of_stage(row: dict[str, Any], *, name: str, kind: str) -> float:
+    return float(row["stages"].get(name, {}).get(kind, 0.0))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t COLUMNS = 128;            // of a piece: its 16 rows and what they become stay in the first cache
+constexpr int64_t COLUMNS = 64;             // of a piece: its rows and what they become stay in the first cache
 constexpr int64_t WORTH_THREADS = 1 << 18;  // bytes
 
 // The bytes of a number, wherever they lie: tensors of a file start at any byte.
@@ -15,18 +15,25 @@ inline T number(const uint8_t* at) {
     return x;
 }
 
-// `rows`: one of each output, null behind the last. `out` [k, 16].
+// `rows`: one of each output, null behind the last. `out` [k, 16], written 8 bytes of a column at a time.
 template <class T>
 void pack_panel(const uint8_t* const* rows, int64_t columns, int64_t k, T* out) {
+    constexpr int SIZE = sizeof(T), TOGETHER = 8 / SIZE;
+    static const uint8_t zeros[COLUMNS * SIZE] = {};
     for (int64_t first = 0; first < columns; first += COLUMNS) {
         int64_t n = columns - first < COLUMNS ? columns - first : COLUMNS;
-        for (int o = 0; o < OUTPUTS; o++) {
+        for (int o = 0; o < OUTPUTS; o += TOGETHER) {
+            const uint8_t* from[TOGETHER];
+            for (int i = 0; i < TOGETHER; i++) from[i] = rows[o + i] ? rows[o + i] + first * SIZE : zeros;
             T* to = out + first * OUTPUTS + o;
-            const uint8_t* from = rows[o] + (rows[o] ? first * (int64_t)sizeof(T) : 0);
-            for (int64_t c = 0; c < n; c++) to[c * OUTPUTS] = from ? number<T>(from + c * (int64_t)sizeof(T)) : 0;
+            for (int64_t c = 0; c < n; c++) {
+                uint64_t joined = 0;
+                for (int i = 0; i < TOGETHER; i++) joined |= (uint64_t)number<T>(from[i] + c * SIZE) << (8 * SIZE * i);
+                memcpy(to + c * OUTPUTS, &joined, sizeof joined);
+            }
         }
     }
-    memset(out + columns * OUTPUTS, 0, (size_t)((k - columns) * OUTPUTS) * sizeof(T));
+    memset(out + columns * OUTPUTS, 0, (size_t)((k - columns) * OUTPUTS) * SIZE);
 }
 
 }  // namespace

@@ -13,7 +13,6 @@ from kvq.formats.weights import WeightCode
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.native.pages import prefer_huge_pages
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # which their number is padded to
@@ -90,7 +89,6 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     parts = [weight.values.to(dtype) for weight in weights]
     parts = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
     panels = torch.empty(-(-sum(map(len, parts)) // OUTPUTS), columns, OUTPUTS, dtype=dtype)
-    prefer_huge_pages(panels)
     matrices = [_Matrix(part.data_ptr(), len(part), part.stride(0) * part.element_size()) for part in parts]
     run(
         "pack_plain",
