@@ -2,11 +2,11 @@
 
     python -m benchmarks.loading [--model FOLDER] [--repeats 5] [--json FILE]
 
-Every load is a process of its own: `kvq.load` after torch and transformers' code for the family were imported,
-until one token was computed. Without --model a bf16 Llama of 1 GB with random weights is written first. The
-files are read once before, so they come from the page cache. "kvq" and the same without its way straight from the
-file ("transformers") come in turn. Peaks are of anonymous memory, sampled every millisecond, and beside it of all
-that is resident, which counts pages of the mapped file too.
+Every load is a process of its own: `kvq.load` after torch and transformers' code for the family were
+imported, until one token was computed. Without --model a bf16 Llama of 1 GB with random weights is written
+first. The files are read once before, so they come from the page cache. "kvq" and the same without its way
+straight from the file ("transformers") come in turn. Peaks are of anonymous memory, sampled every
+millisecond, and beside it of all that is resident, which counts pages of the mapped file too.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from kvq.models import load, model, modules, prepared, weights
 from kvq.models.checkpoint import content_digest, read_json, weight_files
 
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1536, "intermediate_size": 4096,
-    "num_hidden_layers": 16, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128,
-    "vocab_size": 32_000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "bos_token_id": 1,
-    "eos_token_id": 2,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1536,
+    "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "head_dim": 128, "vocab_size": 32_000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WAYS = ("kvq", "transformers")
 DIGEST = "digest, beside"

@@ -10,7 +10,7 @@ from kvq.cache.attention import EXPANSION, PACKED_NAME
 from kvq.cache.expansion import LatentExpansion
 from kvq.errors import ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry
-from kvq.weights.linear import PackedLinear, QuantizedLinear
+from kvq.weights.linear import PackedLinear, PlainLinear
 
 
 def attach_expansions(
@@ -68,8 +68,9 @@ def _candidates(
 @torch.inference_mode()
 def _weight(linear: nn.Linear | PackedLinear, device: torch.device) -> Tensor:
     """[out, in], as numbers; of codes what they multiply by."""
-    if not isinstance(linear, QuantizedLinear):
-        weight: Tensor = linear.weight
-        return weight.detach()
+    if isinstance(linear, PlainLinear):
+        return linear.weight
+    if type(linear) is nn.Linear:
+        return linear.weight.detach()
     found: Tensor = linear(torch.eye(linear.in_features, device=device))
     return found.transpose(0, 1).contiguous()

@@ -47,7 +47,7 @@ class Skeleton:
     stand_ins: Mapping[str, Tensor]  # what transformers made it of, by name
 
     def source(self, tensor: Tensor) -> str | None:
-        """The name of what transformers took for a tensor of the model as it is; None if it made it of others."""
+        """The name of what transformers took as it is for a tensor of the model; None if it made that one."""
         name = self._names.get(tensor.untyped_storage()._cdata)
         if name is None:
             return None

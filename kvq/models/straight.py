@@ -1,8 +1,8 @@
 """Weights straight from a mapped checkpoint into the skeleton of its model, Linear layers into panels.
 
-transformers' loader makes every tensor in the type that the model computes in, all of them before the first is
-packed: of a bf16 checkpoint in fp32 twice its bytes. But of tensors without numbers it has told by then which
-goes where. Where each is taken as it is stored, they are read here, one after the other.
+transformers' loader makes every tensor in the type that the model computes in, all of them before the first
+is packed: of a bf16 checkpoint in fp32 twice its bytes. But of tensors without numbers it has told by then
+which goes where. Where each is taken as it is stored, they are read here, one after the other.
 """
 
 from collections.abc import Iterator
@@ -25,9 +25,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def fill(skeleton: Skeleton, prepared: PreparedModel) -> Any:
-    """The skeleton's model with the checkpoint's numbers and kvq's own Linear layers; nothing of it is mapped.
+    """The skeleton's model with the checkpoint's numbers and kvq's own Linear layers; nothing stays mapped.
 
-    None, and nothing changed, if transformers makes a tensor of it of others: of experts that it stacks, or of a
+    None, and nothing changed, if transformers makes some tensor of others: of experts that it stacks, of a
     piece of one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Weights straight from their files: the model that transformers' loader makes, in the memory that it keeps."""
+"""Weights straight from their files: the model of transformers' loader, in the memory that it keeps."""
 
 import json
 import subprocess
@@ -20,10 +20,12 @@ from kvq.weights import packed_layers
 from tests.helpers_models import build_model, small_config
 from tests.waiting import HANG_S
 
-pytestmark = pytest.mark.skipif(not has_own_products(torch.float32, "auto"), reason="no products of kvq's own")
+pytestmark = pytest.mark.skipif(
+    not has_own_products(torch.float32, "auto"), reason="no products of kvq's own"
+)
 IDS = [(37 * i + 11) % 199 for i in range(40)]
-# Families whose tensors are all stored as the model has them: biases, norms of many kinds, buffers, queries, keys
-# and values in one, weights that are no Linear layer's.
+# Families whose tensors are all stored as the model has them: biases, norms of many kinds, buffers, queries,
+# keys and values in one, weights that are no Linear layer's.
 AS_STORED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),

@@ -87,7 +87,9 @@ def test_a_packed_weight_can_be_read_again(dtype: torch.dtype) -> None:
 
 def at_an_odd_byte(x: Tensor) -> Tensor:
     """A copy between poison, as a tensor of a mapped file may lie."""
-    memory = bytearray(b"\xff" * 33) + x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + b"\xff" * 64
+    memory = (
+        bytearray(b"\xff" * 33) + x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + b"\xff" * 64
+    )
     return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=33).view(x.shape)
 
 
@@ -106,7 +108,11 @@ def test_panels_hold_16_outputs_side_by_side_and_zeros_behind_the_last(
     want = want.view(-1, 16, want.shape[1]).transpose(1, 2)
     dirty = torch.full_like(want, NAN, memory_format=torch.contiguous_format)
     monkeypatch.setattr(pack.torch, "empty", lambda *_, **__: dirty)
-    for lie in (at_an_odd_byte, lambda x: x.T.contiguous().T, lambda x: torch.cat([x, x * NAN], 1)[:, :inputs]):
+    for lie in (
+        at_an_odd_byte,
+        lambda x: x.T.contiguous().T,
+        lambda x: torch.cat([x, x * NAN], 1)[:, :inputs],
+    ):
         found = pack.pack_plain([PlainWeight(values=lie(weight.values)) for weight in weights])
         assert torch.equal(found.codes, want)
 
