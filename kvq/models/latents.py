@@ -10,7 +10,7 @@ from kvq.cache.attention import EXPANSION, PACKED_NAME
 from kvq.cache.expansion import LatentExpansion
 from kvq.errors import ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry
-from kvq.weights.linear import PackedLinear
+from kvq.weights.linear import PackedLinear, PlainLinear
 
 
 def attach_expansions(
@@ -68,6 +68,8 @@ def _candidates(
 @torch.inference_mode()
 def _weight(linear: nn.Linear | PackedLinear, device: torch.device) -> Tensor:
     """[out, in], as numbers; of codes what they multiply by."""
+    if isinstance(linear, PlainLinear):
+        return linear.weight
     if type(linear) is nn.Linear:
         return linear.weight.detach()
     found: Tensor = linear(torch.eye(linear.in_features, device=device))

@@ -94,10 +94,10 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     What neither has stays PyTorch's. A weight that is an embedding too stays as it is:
     lookups read whole rows of it.
     """
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if has_own_products(torch.float32, backend):
-        _install_own(model, looked_up)
+        _install_own(model)
         steady_routers(model)
+    looked_up = _looked_up(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and is_supported(child.weight.dtype):
@@ -111,8 +111,10 @@ def has_own_products(dtype: torch.dtype, backend: str) -> bool:
     return dtype is torch.float32 and backend in _OWN and is_fast
 
 
-def _install_own(model: nn.Module, looked_up: set[int]) -> None:
-    linears = {
+def own_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The Linear layers of a model that kvq's own take the place of where it has some, by name."""
+    looked_up = _looked_up(model)
+    return {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
@@ -120,6 +122,15 @@ def _install_own(model: nn.Module, looked_up: set[int]) -> None:
         and id(module.weight) not in looked_up
         and name.rpartition(".")[2] not in ROUTERS
     }
+
+
+def _looked_up(model: nn.Module) -> set[int]:
+    """The weights of embeddings."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _install_own(model: nn.Module) -> None:
+    linears = own_linears(model)
 
     def weight(name: str) -> PlainWeight:
         return PlainWeight.narrowest(linears.pop(name).weight.detach())

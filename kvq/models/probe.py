@@ -79,8 +79,9 @@ def _observed(session: Session, tokens: list[list[int]]) -> list[Tensor]:
             f"kvq does not run {geometry.model_type}: its {len(geometry.layers)} layers called the "
             f"registered attention for {sorted(layers)}, not once each"
         )
-    # Fused layers go another way when nobody observes them.
-    return _run(session, tokens) if is_fused(session.weights.model) else packed
+    # On GPUs fused layers go another way when nobody observes them.
+    goes_otherwise = session.weights.device.type != "cpu" and is_fused(session.weights.model)
+    return _run(session, tokens) if goes_otherwise else packed
 
 
 def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor]) -> float:

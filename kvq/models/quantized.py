@@ -28,6 +28,7 @@ from kvq.weights import (
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
+_PIECE = 1 << 20  # numbers rounded at a time, which takes several times their memory
 _Stored = TypeVar("_Stored")
 _KV_SCALES = (".k_scale", ".v_scale")
 
@@ -48,10 +49,13 @@ def load_rounded(
     linears = {name: model.get_submodule(name) for name in formats}
 
     def rounded(name: str) -> QuantizedWeight:
-        weight = linears.pop(name).weight.detach().float()
-        if not weight.isfinite().all():  # which rounding would hide
-            raise ModelError(f"{folder}: {name}.weight holds NaN or infinity; download or copy it again")
-        return round_weight(weight, formats[name])
+        weight, pieces = linears.pop(name).weight.detach(), []
+        for stored in weight.split(max(1, _PIECE // weight.shape[1])):
+            piece = stored.float()
+            if not piece.isfinite().all():  # which rounding would hide
+                raise ModelError(f"{folder}: {name}.weight holds NaN or infinity; download or copy it again")
+            pieces.append(round_weight(piece, formats[name]))
+        return QuantizedWeight.joined(pieces)
 
     weights = {name: partial(rounded, name) for name in formats}
     install(model, weights, device, backend=backend, dtype=dtype)

@@ -5,12 +5,13 @@ gigabytes are read.
 """
 
 import logging
-from dataclasses import fields
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvq.errors import ModelError, first_lines
 from kvq.geometry import parse_geometry
@@ -40,10 +41,34 @@ class _StandIn(Tensor):
     def to(  # type: ignore[override]  # torch's overloads, without what no loader asks for
         self, *_: object, dtype: torch.dtype | None = None, device: object = None, non_blocking: bool = False
     ) -> Tensor:
-        return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        if dtype in (None, self.dtype):
+            return self.as_subclass(Tensor)  # of the same storage, by which its source is told
+        return torch.empty(self.shape, dtype=dtype, device="meta")
 
 
-def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A model without its weights. Made by `build_skeleton`."""
+
+    model: Any  # every parameter on the meta device
+    stand_ins: Mapping[str, Tensor]  # what transformers made it of, by name
+
+    def source(self, tensor: Tensor) -> str | None:
+        """The name of what transformers took as it is for a tensor of the model; None if it made that one."""
+        name = self._names.get(tensor.untyped_storage()._cdata)
+        if name is None:
+            return None
+        whole = self.stand_ins[name]
+        is_whole = tensor.shape == whole.shape and tensor.stride() == whole.stride()
+        return name if is_whole else None
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """By the number of a storage."""
+        return {tensor.untyped_storage()._cdata: name for name, tensor in self.stand_ins.items()}
+
+
+def build_skeleton(prepared: PreparedModel) -> Skeleton | None:
     """The module of a model that was prepared, every parameter on the meta device.
 
     None where transformers can't make one without numbers; then loading tells.
@@ -76,7 +101,7 @@ def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
         rounded_formats(model, prepared.rounded_to)
         if runs_experts(prepared.rounded_to, prepared.device, prepared.backend) is not None:
             check_rounded_experts(model, prepared.rounded_to)
-    return model  # type: ignore[no-any-return]
+    return Skeleton(model=model, stand_ins=tensors)
 
 
 def check_runs(model: Any, prepared: PreparedModel) -> None:

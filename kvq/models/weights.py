@@ -21,8 +21,9 @@ from kvq.models.positions import tell_positions
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
-from kvq.models.skeleton import build_skeleton, check_runs
+from kvq.models.skeleton import Skeleton, build_skeleton, check_runs
 from kvq.models.states import cut_states
+from kvq.models.straight import fill
 from kvq.models.text_part import is_whole
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
@@ -92,18 +93,25 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
     folder, where, backend = prepared.folder, prepared.device, prepared.backend
     if not verify_manifest(folder) and prepared.is_quantized:
         _say_unverified(prepared.source)
-    build_skeleton(prepared)
+    skeleton = build_skeleton(prepared)
     import_class(prepared.config)
     _log.info("loading weights, %s", decimal(prepared.stored_bytes))
     prepared.begin_digest()
     before = held_bytes(where)
     if prepared.is_quantized:
         model = load_quantized(folder, prepared.config, prepared.dtype, where, backend=backend)
-    elif prepared.rounded_to is None:
-        model = load_module(folder, prepared.dtype)
-    else:
+    elif prepared.rounded_to is not None:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
+    else:
+        model = _load_plain(prepared, skeleton)
     return settle(prepared, model, before)
+
+
+def _load_plain(prepared: PreparedModel, skeleton: Skeleton | None) -> Any:
+    """A model whose weights are no codes, on the CPU."""
+    is_own = prepared.device.type == "cpu" and has_own_products(prepared.dtype, prepared.backend)
+    filled = fill(skeleton, prepared) if is_own and skeleton is not None else None
+    return load_module(prepared.folder, prepared.dtype) if filled is None else filled
 
 
 def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
@@ -176,5 +184,5 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
 def _unmap(model: Any) -> None:
     """Copy what is still mapped from the checkpoint: one small tensor would keep all its pages resident."""
     for parameter in model.parameters():
-        if not parameter.is_mkldnn:
+        if not parameter.is_mkldnn and parameter.untyped_storage().nbytes() > parameter.nbytes:
             parameter.data = parameter.data.clone()

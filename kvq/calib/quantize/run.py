@@ -72,7 +72,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     takes_experts = not settings.method.folds  # scales of a norm would have to go into all experts at once
     if (skeleton := build_skeleton(prepared)) is not None:
         find_targets(
-            skeleton, settings.fmt, held, takes_experts=takes_experts
+            skeleton.model, settings.fmt, held, takes_experts=takes_experts
         )  # raises before the weights are loaded
     text = work.text or calibration_text()
     windows: list[list[int]] = []

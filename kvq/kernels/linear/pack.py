@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -10,10 +11,13 @@ from torch.nn import functional
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
+from kvq.kernels.native.abi import DTYPES, struct
+from kvq.kernels.native.library import run
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # which their number is padded to
 _E4M3_NAN = 0x7F
+_Matrix = struct("KvqMatrix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +80,23 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     inputs = {weight.in_features for weight in weights}
     if len(inputs) > 1:
         raise ConfigError(f"only weights of the same inputs can be joined, got {sorted(inputs)} of them")
-    values = _padded(torch.cat([w.values for w in weights]) if len(weights) > 1 else weights[0].values)
-    panels = values.view(-1, OUTPUTS, values.shape[1]).transpose(1, 2).contiguous()
-    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=values.shape[1])
+    columns = -(-weights[0].in_features // COLUMNS) * COLUMNS
+    dtype = reduce(torch.promote_types, (weight.values.dtype for weight in weights))
+    parts = [weight.values.to(dtype) for weight in weights]
+    parts = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
+    panels = torch.empty(-(-sum(map(len, parts)) // OUTPUTS), columns, OUTPUTS, dtype=dtype)
+    matrices = [_Matrix(part.data_ptr(), len(part), part.stride(0) * part.element_size()) for part in parts]
+    run(
+        "pack_plain",
+        (_Matrix * len(parts))(*matrices),
+        len(parts),
+        weights[0].in_features,
+        DTYPES[dtype],
+        panels.data_ptr(),
+        columns,
+        torch.get_num_threads(),
+    )
+    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
 
 
 def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:

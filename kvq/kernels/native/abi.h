@@ -123,6 +123,12 @@ struct KvqExperts {
     float shift;         // added to the rest
 };
 
+// A matrix as it is stored: rows contiguous, from row to row `row` bytes.
+struct KvqMatrix {
+    const uint8_t* data;
+    int64_t rows, row;
+};
+
 // An RMS norm's weight, of `code`; null if there is none.
 struct KvqNorm {
     const uint8_t* weight;
@@ -186,6 +192,8 @@ KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const ui
 KVQ_KERNEL(experts)(const KvqExperts* experts, const uint8_t* x, int64_t x_row, const int64_t* chosen,
                     const float* weights, int top, uint8_t* out, int64_t out_row, int code, int64_t rows,
                     int threads);
+KVQ_KERNEL(pack_plain)(const KvqMatrix* parts, int count, int64_t columns, int code, uint8_t* panels, int64_t k,
+                       int threads);
 KVQ_KERNEL(rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int64_t dim, int code,
                      int weight_code, float eps, int64_t rows, int threads);
 KVQ_KERNEL(rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* sin, int heads, int half,

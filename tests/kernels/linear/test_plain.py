@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
+from kvq.kernels.linear import pack
 from kvq.kernels.linear.cpu import CpuLinear, CpuLinears
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import (
@@ -82,6 +83,38 @@ def test_a_packed_weight_can_be_read_again(dtype: torch.dtype) -> None:
     assert torch.equal(CpuLinear(weight).values(), weight.values)
     with pytest.raises(ConfigError, match="a weight in codes is no floats"):
         CpuLinear(weight_of("int8", 16, 64)).values()
+
+
+def at_an_odd_byte(x: Tensor) -> Tensor:
+    """A copy between poison, as a tensor of a mapped file may lie."""
+    memory = (
+        bytearray(b"\xff" * 33) + x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + b"\xff" * 64
+    )
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=33).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shapes", [[(1, 1)], [(33, 61)], [(16, 8)], [(130, 1300)], [(7, 129), (40, 129), (2, 129)]], ids=str
+)
+def test_panels_hold_16_outputs_side_by_side_and_zeros_behind_the_last(
+    shapes: list[tuple[int, int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [plain(*shape, dtype) for shape in shapes]
+    joined = torch.cat([weight.values for weight in weights])
+    outputs, inputs = joined.shape
+    want = torch.zeros(-(-outputs // 16) * 16, -(-inputs // 8) * 8, dtype=dtype)
+    want[:outputs, :inputs] = joined
+    want = want.view(-1, 16, want.shape[1]).transpose(1, 2)
+    dirty = torch.full_like(want, NAN, memory_format=torch.contiguous_format)
+    monkeypatch.setattr(pack.torch, "empty", lambda *_, **__: dirty)
+    for lie in (
+        at_an_odd_byte,
+        lambda x: x.T.contiguous().T,
+        lambda x: torch.cat([x, x * NAN], 1)[:, :inputs],
+    ):
+        found = pack.pack_plain([PlainWeight(values=lie(weight.values)) for weight in weights])
+        assert torch.equal(found.codes, want)
 
 
 @pytest.mark.parametrize("value", [1e-30, 1e30, 1 + 2**-12, NAN])
