@@ -51,7 +51,7 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     plain = _narrowest(model) if is_own else other
     stored = held_as(model.config).linear if model.is_quantized else plain
-    return HeldAs(linear=stored, other=other, head=plain, scale_bytes=_scale_bytes(model))
+    return HeldAs(linear=stored, other=other, head=plain, shares_head=is_own, scale_bytes=_scale_bytes(model))
 
 
 def _scale_bytes(model: PreparedModel) -> int:

@@ -76,7 +76,6 @@ class FusedForward:
         self._hooks = list(chain.from_iterable(map(hooks_of, parts)))
         self._run = run
         self._angles = Angles(inner.rotary_emb, {layer.angles for layer in layers})
-        self._embed: Callable[[Tensor], Tensor] = inner.embed_tokens
         self._scale: float = getattr(inner, "embedding_multiplier", 1.0)  # Granite's
         self._output = MoeModelOutputWithPast
 
@@ -85,7 +84,7 @@ class FusedForward:
         step = given.get("kvq_step")
         if not isinstance(step, PackedStep) or args or any(self._hooks):
             return self._own_of(self._inner(), *args, **given)
-        x = self._embed(given["input_ids"])
+        x = self._inner().embed_tokens(given["input_ids"])  # which drafts share later
         if self._scale != 1.0:
             x = x * self._scale
         hidden = self._run(x[0], self._angles(x, given["position_ids"]), step)

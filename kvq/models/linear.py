@@ -15,6 +15,8 @@ each. So rows are padded to few sizes, by an eighth at most beyond 64 rows, and 
 27 sizes are all that a server ever meets, and it meets them soon.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import TypeGuard
 
@@ -23,8 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvq.kernels import PlainWeight
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.library import load
 from kvq.weights import ROUTERS, PackedLinear, QuantizedLinear, install
+from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
+from kvq.weights.linear import replace_linear
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
@@ -49,7 +54,7 @@ def padded_rows(rows: int) -> int:
 class OneDNNLinear(nn.Linear):
     """A Linear layer for inference on CPUs; fp32 or bf16.
 
-    `weight` is a packed oneDNN tensor, or the plain [out, in] one where others use it too.
+    `weight` is a packed oneDNN tensor, or the plain [out, in] one where lookups read it too.
     """
 
     def __init__(self, linear: nn.Linear, *, packs: bool) -> None:
@@ -83,12 +88,12 @@ class OneDNNLinear(nn.Linear):
 def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     """Replace a model's Linear layers on a CPU by kvq's own or oneDNN's, one after the other.
 
-    What neither has stays PyTorch's. A weight that is an embedding too stays as it is:
-    lookups read whole rows of it.
+    What neither has stays PyTorch's. Where a head's weight is an embedding too, rows are looked up in
+    kvq's panels; oneDNN's blocks can't be read so, and the weight stays as it is.
     """
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if has_own_products(torch.float32, backend):
-        _install_own(model, looked_up)
+        _install_own(model)
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and is_supported(child.weight.dtype):
@@ -102,21 +107,45 @@ def has_own_products(dtype: torch.dtype, backend: str) -> bool:
     return dtype is torch.float32 and backend in _OWN and is_fast
 
 
-def _install_own(model: nn.Module, looked_up: set[int]) -> None:
+def _install_own(model: nn.Module) -> None:
     linears = {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
         and module.weight.dtype is torch.float32
-        and id(module.weight) not in looked_up
         and name.rpartition(".")[2] not in ROUTERS
     }
+    lookups = _lookups_of(model, linears)
+    linears = {name: module for name, module in linears.items() if lookups.get(name, True)}
 
     def weight(name: str) -> PlainWeight:
         return PlainWeight.narrowest(linears.pop(name).weight.detach())
 
     weights = {name: partial(weight, name) for name in linears}
     install(model, weights, torch.device("cpu"), backend="cpu", dtype=torch.float32)
+    for name, embeddings in lookups.items():
+        for own, module in embeddings.items():
+            kernel = model.get_submodule(name).kernel
+            assert isinstance(kernel, CpuLinear), "it shares its input with no other layer"
+            replace_linear(model, own, PackedEmbedding(kernel, module.weight.dtype, scale_of(module)))
+
+
+def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, dict[str, nn.Embedding]]:
+    """The embeddings, by name, that share the weight of one of these layers, by its name: heads.
+
+    None of them where one does more than look rows up, or several layers share the weight: it stays as it is.
+    """
+    shared: dict[int, dict[str, nn.Embedding]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding):
+            shared.setdefault(id(module.weight), {})[name] = module
+    users = Counter(id(module.weight) for module in linears.values())
+    found = {}
+    for name, linear in linears.items():
+        if (embeddings := shared.get(id(linear.weight))) is not None:
+            is_plain = users[id(linear.weight)] == 1 and all(map(is_plain_lookup, embeddings.values()))
+            found[name] = embeddings if is_plain else {}
+    return found
 
 
 def is_supported(dtype: torch.dtype) -> bool:

@@ -88,10 +88,11 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module) -> int:
-    """Weights of all layers, packed ones included; a head that is a copy of the embedding is none."""
+    """Weights of all layers, packed ones included; a head that is a copy of the embedding's is none."""
     others = sum(parameter.numel() for parameter in model.parameters())
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    head = model.get_output_embeddings() if is_tied else None  # type: ignore[operator]
+    is_copy = is_tied and isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
+    head = model.get_output_embeddings() if is_copy else None  # type: ignore[operator]
     layers = [layer for layer in packed_layers(model).values() if layer is not head]
     return others + sum(layer.in_features * layer.out_features for layer in layers)
 

@@ -63,9 +63,30 @@ class CpuLinear:
         Raises:
             ConfigError: it is in codes.
         """
+        self._check_floats()
+        return unpack_plain(self._panels, self.out_features, self.in_features)
+
+    def _check_floats(self) -> None:
         if self._panels.scales is not None:
             raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
-        return unpack_plain(self._panels, self.out_features, self.in_features)
+
+    def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of a weight in floats: int64 [...] -> [..., in] of `dtype`.
+
+        Raises:
+            ConfigError: the weight is in codes; numbers or `dtype` of another type.
+            IndexError: a row beyond the last one.
+        """
+        self._check_floats()
+        if rows.dtype is not torch.int64 or dtype not in DTYPES:
+            raise ConfigError(
+                f"rows are looked up by int64 numbers as fp32, bf16 or fp16, got {rows.dtype} and {dtype}"
+            )
+        rows = rows.contiguous()
+        out = torch.empty(*rows.shape, self.in_features, dtype=dtype)
+        where = rows.data_ptr(), rows.numel(), out.data_ptr()
+        run("linear_rows", self.struct, *where, DTYPES[dtype], torch.get_num_threads())
+        return out
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""

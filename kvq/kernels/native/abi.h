@@ -13,7 +13,7 @@
 // Grouped codes of 4 bits are KVQ_INT4, those of any other width KVQ_GROUPED.
 enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_GROUPED };
 
-enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK };
+enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK, KVQ_BAD_ROW };
 
 // K or V of one layer in blocks. Strides are bytes, rows themselves contiguous.
 struct KvqRows {
@@ -147,6 +147,7 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
                    int code, int64_t rows, int threads);
 KVQ_KERNEL(linear_each)(const KvqLinear* linears, int count, const uint8_t* x, int64_t x_row, int64_t x_each,
                         uint8_t* out, int64_t out_row, int64_t out_each, int code, int64_t rows, int threads);
+KVQ_KERNEL(linear_rows)(const KvqLinear* linear, const int64_t* rows, int64_t count, uint8_t* out, int code, int threads);
 KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int64_t n, int code,
                   int activation, int64_t rows, int threads);
 KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,

@@ -76,13 +76,15 @@ def run(kernel: str, *arguments: Any) -> None:
     """Call a kernel of the library.
 
     Raises:
-        IndexError: a table or a slot names a block that does not exist; nothing was written.
+        IndexError: a table, a slot or a lookup names what does not exist; nothing was written.
         MemoryError: no room for scratch memory.
         UnsupportedKernel: there is no library.
     """
     status = loaded().kernels[kernel](*arguments)
     if status == NUMBERS["KVQ_BAD_BLOCK"]:
         raise IndexError("a table or a slot names a block outside the pool")
+    if status == NUMBERS["KVQ_BAD_ROW"]:
+        raise IndexError("a row was looked up that the weight does not have")
     if status == NUMBERS["KVQ_NO_MEMORY"]:
         raise MemoryError("the CPU kernel found no memory for its scratch space")
 

@@ -84,6 +84,27 @@ def test_a_packed_weight_can_be_read_again(dtype: torch.dtype) -> None:
         CpuLinear(weight_of("int8", 16, 64)).values()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_packed_weight_can_be_looked_up(dtype: torch.dtype) -> None:
+    weight = plain(75, 603, dtype)  # in pieces
+    kernel_ = CpuLinear(weight)
+    rows = torch.randint(0, 75, (7, 12), generator=torch.Generator().manual_seed(0))
+    for wanted in DTYPES:
+        got = kernel_.look_up(rows, wanted)
+        assert got.dtype is wanted
+        assert torch.equal(got, weight.values[rows].to(wanted)), wanted
+    assert torch.equal(kernel_.look_up(rows[:, 3], dtype), weight.values[rows[:, 3]])  # strided
+    assert kernel_.look_up(rows[:0], dtype).shape == (0, 12, 603)
+    for beyond in (-1, 75):  # 80 are there, with those that fill the panel up
+        with pytest.raises(IndexError, match="does not have"):
+            kernel_.look_up(torch.tensor([3, beyond]), dtype)
+    with pytest.raises(ConfigError, match="a weight in codes is no floats"):
+        CpuLinear(weight_of("int8", 16, 64)).look_up(rows, dtype)
+    for numbers, wanted in ((rows.int(), dtype), (rows, torch.float64)):
+        with pytest.raises(ConfigError, match="looked up by int64 numbers"):
+            kernel_.look_up(numbers, wanted)
+
+
 @pytest.mark.parametrize("value", [1e-30, 1e30, 1 + 2**-12, NAN])
 def test_a_weight_that_16_bits_do_not_hold_stays_in_32(value: float) -> None:
     values = torch.ones(4, 8)
