@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from math import prod
 
 import numpy as np
+import torch
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode, WeightFormat
@@ -49,7 +50,7 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
         head = _HEAD if model.rounded_to.code.is_integer else model.rounded_to
         return HeldAs(linear=model.rounded_to, other=other, head=head, scale_bytes=4)
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
-    plain = _narrowest(model) if is_own else other
+    plain = _narrowest(model) if is_own and model.dtype is torch.float32 else other
     stored = held_as(model.config).linear if model.is_quantized else plain
     return HeldAs(linear=stored, other=other, head=plain, shares_head=is_own, scale_bytes=_scale_bytes(model))
 

@@ -71,7 +71,8 @@ class FusedForward:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         self._own_of: Callable[..., Any] = type(inner).forward
-        self._inner = weakref.ref(inner)  # which holds this: a cycle would outlive its model until collected
+        # It holds this: a cycle would outlive its model until collected.
+        self._inner: Callable[[], Any] = weakref.ref(inner)
         parts = [module for module in inner.modules() if module is not inner]
         self._hooks = list(chain.from_iterable(map(hooks_of, parts)))
         self._run = run
@@ -81,10 +82,10 @@ class FusedForward:
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         """Token ids and positions [1, rows] to hidden states [1, rows, hidden]."""
-        step = given.get("kvq_step")
+        step, inner = given.get("kvq_step"), self._inner()
         if not isinstance(step, PackedStep) or args or any(self._hooks):
-            return self._own_of(self._inner(), *args, **given)
-        x = self._inner().embed_tokens(given["input_ids"])  # which drafts share later
+            return self._own_of(inner, *args, **given)
+        x: Tensor = inner.embed_tokens(given["input_ids"])  # which may have become another model's
         if self._scale != 1.0:
             x = x * self._scale
         hidden = self._run(x[0], self._angles(x, given["position_ids"]), step)

@@ -91,8 +91,9 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     What neither has stays PyTorch's. Where a head's weight is an embedding too, rows are looked up in
     kvq's panels; oneDNN's blocks can't be read so, and the weight stays as it is.
     """
-    if has_own_products(torch.float32, backend):
-        _install_own(model)
+    for dtype in (torch.float32, torch.bfloat16):
+        if has_own_products(dtype, backend):
+            _install_own(model, dtype)
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -101,18 +102,18 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def has_own_products(dtype: torch.dtype, backend: str) -> bool:
-    """True if Linear layers of that type run in kvq's own kernels on this CPU, in the narrowest type."""
+    """True if Linear layers of that type run in kvq's own kernels on this CPU, fp32 ones in the narrowest type."""
     library = load()
     is_fast = not isinstance(library, str) and library.variant in _FAST
-    return dtype is torch.float32 and backend in _OWN and is_fast
+    return dtype in (torch.float32, torch.bfloat16) and backend in _OWN and is_fast
 
 
-def _install_own(model: nn.Module) -> None:
+def _install_own(model: nn.Module, dtype: torch.dtype) -> None:
     linears = {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
-        and module.weight.dtype is torch.float32
+        and module.weight.dtype is dtype
         and name.rpartition(".")[2] not in ROUTERS
     }
     lookups = _lookups_of(model, linears)
@@ -122,7 +123,7 @@ def _install_own(model: nn.Module) -> None:
         return PlainWeight.narrowest(linears.pop(name).weight.detach())
 
     weights = {name: partial(weight, name) for name in linears}
-    install(model, weights, torch.device("cpu"), backend="cpu", dtype=torch.float32)
+    install(model, weights, torch.device("cpu"), backend="cpu", dtype=dtype)
     for name, embeddings in lookups.items():
         for own, module in embeddings.items():
             kernel = model.get_submodule(name).kernel

@@ -26,7 +26,8 @@ class PackedEmbedding(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A copy of the weight, [rows, dim], for code that looks at it; the layer has its own."""
-        return self.kernel.values().to(self._dtype)
+        values: Tensor = self.kernel.values()
+        return values.to(self._dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """int64 [...] -> [..., dim]."""

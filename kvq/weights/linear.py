@@ -52,11 +52,16 @@ class PackedLinear(nn.Module):
 class PlainLinear(PackedLinear):
     """One whose weight is no code."""
 
+    def __init__(self, weight: PlainWeight, bias: Tensor | None, kernel: Kernel, dtype: torch.dtype) -> None:
+        """`dtype`: of the layer, which the kernel may keep in fewer bits."""
+        super().__init__(weight, bias, kernel, "cpu")
+        self._dtype = dtype
+
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight, fp32 [out, in], for code that looks at it; the layer has its own."""
+        """A copy of the weight, [out, in], for code that looks at it; the layer has its own."""
         values: Tensor = self.kernel.values()
-        return values.float()
+        return values.to(self._dtype)
 
 
 class QuantizedLinear(PackedLinear):

@@ -32,7 +32,7 @@ def packed(linear: nn.Linear, backend: str = "reference") -> nn.Module:
 def test_results_are_those_of_linear_for_inputs_of_any_shape(dtype, bias, shape, backend):
     plain = nn.Linear(*shape, bias=bias).to(dtype)
     layer = packed(plain, backend)
-    assert isinstance(layer, PackedLinear) == (backend == "cpu" and dtype is torch.float32)
+    assert isinstance(layer, PackedLinear) == (backend == "cpu" and dtype is not torch.float16)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for lead in [(), (1,), (5,), (2, 5), (0,), (1, 0), (3, 1, 7), (70,)]:
         x = torch.randn(*lead, shape[0]).to(dtype)
@@ -147,6 +147,22 @@ def test_weights_of_16_bits_take_16_and_change_no_bit():
         assert torch.equal(layer(x), wanted[name](x))
         assert torch.equal(layer.weight, stored[name])
     assert invariant_rows(model, None) == (1, 0)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernels with AVX2 here")
+@torch.inference_mode()
+def test_layers_in_bf16_keep_their_type():
+    torch.manual_seed(0)
+    model = tied(nn.Embedding(40, 24)).bfloat16()
+    plain = copy.deepcopy(model)
+    pack_linears(model, backend="cpu")
+    assert isinstance(model["embedding"], PackedEmbedding)
+    assert model["other"].weight.dtype is torch.bfloat16
+    assert torch.equal(model["other"].weight, plain["other"].weight)
+    rows = model["embedding"](torch.tensor([3, 39]))
+    assert torch.equal(rows, plain["embedding"](torch.tensor([3, 39])))
+    torch.testing.assert_close(model["head"](rows), plain["head"](rows), rtol=2e-2, atol=2e-2)
+    assert invariant_rows(model, model["head"]) == (1, 0)
 
 
 def test_products_have_few_sizes():

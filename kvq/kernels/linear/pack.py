@@ -13,6 +13,7 @@ from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # which their number is padded to
+_BF16_COLUMNS = 32  # of weights in bf16, which tiles multiply 32 at a time
 _E4M3_NAN = 0x7F
 
 
@@ -21,7 +22,7 @@ class Panels:
     """What KvqLinear points at.
 
     `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes; of a weight that
-    is no code fp32, bf16 or fp16 [panels, columns, 16]. `scales`: fp32, bf16 or fp16 [panels, groups, 16],
+    is no code fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`: fp32, bf16 or fp16 [panels, groups, 16],
     None if there are no codes. `zeros`: int8 of the same shape, None if symmetric. `order`: int32 [in], None
     if inputs lie in their own order.
     """
@@ -80,14 +81,19 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     inputs = {weight.in_features for weight in weights}
     if len(inputs) > 1:
         raise ConfigError(f"only weights of the same inputs can be joined, got {sorted(inputs)} of them")
-    values = _padded(torch.cat([w.values for w in weights]) if len(weights) > 1 else weights[0].values)
-    panels = values.view(-1, OUTPUTS, values.shape[1]).transpose(1, 2).contiguous()
-    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=values.shape[1])
+    values = torch.cat([w.values for w in weights]) if len(weights) > 1 else weights[0].values
+    pair = 2 if values.dtype is torch.bfloat16 else 1
+    values = _padded(values, _BF16_COLUMNS if pair == 2 else COLUMNS)
+    columns = values.shape[1]
+    panels = values.view(-1, OUTPUTS, columns // pair, pair).transpose(1, 2).contiguous()
+    if pair == 1:
+        panels = panels.squeeze(3)
+    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
 
 
 def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:
     """The weight [out, in] of `pack_plain`'s panels, in the type that they are in."""
-    return panels.codes.transpose(1, 2).flatten(0, 1)[:out_features, :in_features]
+    return panels.codes.transpose(1, 2).flatten(0, 1).flatten(1)[:out_features, :in_features]
 
 
 def _check(weight: QuantizedWeight) -> None:
@@ -121,11 +127,11 @@ def _bytes(weights: Sequence[QuantizedWeight]) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
 
 
-def _padded(x: Tensor) -> Tensor:
-    """[out, in] with zeros up to whole panels."""
-    if x.shape[0] % OUTPUTS == x.shape[1] % COLUMNS == 0:
+def _padded(x: Tensor, columns: int = COLUMNS) -> Tensor:
+    """[out, in] with zeros up to whole panels, and to a multiple of `columns`."""
+    if x.shape[0] % OUTPUTS == x.shape[1] % columns == 0:
         return x
-    return functional.pad(x, (0, -x.shape[1] % COLUMNS, 0, -x.shape[0] % OUTPUTS))
+    return functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % OUTPUTS))
 
 
 def _blocked(x: Tensor, code: WeightCode) -> Tensor:

@@ -12,10 +12,25 @@ inline void read_lane(T* to, const T* from, int n) {
     for (int i = 0; i < n; i++) to[i] = from[(int64_t)i * OUTPUTS];
 }
 
+// Of bf16 every 16th pair.
+inline void read_pairs(uint8_t* out, const uint8_t* from, int n, int code) {
+    for (int i = 0; i < n; i += 2, from += OUTPUTS * 4) {
+        int count = n - i < 2 ? 1 : 2;
+        if (code == KVQ_BF16) {
+            memcpy(out + i * 2, from, (size_t)count * 2);
+            continue;
+        }
+        float pair[2] = {from_bf16(load_as<uint16_t>(from)), from_bf16(load_as<uint16_t>(from + 2))};
+        write_floats(out + i * bytes_of(code), pair, count, code);
+    }
+}
+
 inline void look_up(const KvqLinear& l, int64_t row, uint8_t* out, int code) {
     constexpr int PIECE = 256;
     int size = bytes_of(l.code), n = (int)l.in_features;
-    const uint8_t* from = l.codes + (row / OUTPUTS * l.k * OUTPUTS + row % OUTPUTS) * size;
+    const uint8_t* from = l.codes + row / OUTPUTS * l.k * OUTPUTS * size;
+    if (l.code == KVQ_BF16) return read_pairs(out, from + row % OUTPUTS * 4, n, code);
+    from += row % OUTPUTS * size;
     if (code == l.code) {
         if (size == 4) return read_lane((uint32_t*)out, (const uint32_t*)from, n);
         return read_lane((uint16_t*)out, (const uint16_t*)from, n);

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
+from kvq.kernels.linear import cpu
 from kvq.kernels.linear.cpu import CpuLinear, CpuLinears
+from kvq.kernels.native.abi import NUMBERS
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import (
     check_broken_row,
@@ -65,9 +67,9 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(inputs: int, dtype
 
 
 def test_16_bits_that_hold_a_weight_change_no_bit() -> None:
-    x = rows_of(7, 200)
+    x = rows_of(7, 224)
     for dtype in (torch.bfloat16, torch.float16):
-        narrow = plain(33, 200, dtype)
+        narrow = plain(33, 224, dtype)
         wide = PlainWeight(values=narrow.values.float())
         found = PlainWeight.narrowest(wide.values)
         assert found.values.dtype is dtype
@@ -112,6 +114,64 @@ def test_a_weight_that_16_bits_do_not_hold_stays_in_32(value: float) -> None:
     kept = PlainWeight.narrowest(values)
     assert kept.values.dtype is torch.float32
     assert torch.equal(kept.values, values) or value != value
+
+
+@pytest.fixture(params=["FP32", "PAIRS", "TILES"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way of multiplying bf16 with bf16 that this CPU and variant have."""
+    wanted = NUMBERS[f"KVQ_PRODUCTS_{request.param}"]
+    if wanted > cpu.best_products():
+        pytest.skip("not on this CPU, or not in this variant")
+    monkeypatch.setattr(cpu, "best_products", lambda: wanted)
+    name: str = request.param
+    return name
+
+
+def bf16_rows(rows: int, inputs: int) -> Tensor:
+    return rows_of(rows, inputs).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (17, 63), (5, 60), (130, 3000), (100, 576)], ids=str)
+def test_products_of_bf16_are_rounded_once_at_the_end(shape: tuple[int, int], products: str) -> None:
+    weight, x = plain(*shape, torch.bfloat16), bf16_rows(45, shape[1])
+    got, want = CpuLinear(weight)(x), product(weight, x.double())
+    assert got.dtype is torch.bfloat16
+    step = want.abs() * 2**-8 + 1e-6 * want.abs().amax(1, keepdim=True)  # half a bf16 number's last bit
+    assert ((got.double() - want).abs() <= step).all()
+
+
+@pytest.mark.parametrize("inputs", [100, 3300])  # the second in blocks of columns
+def test_a_row_of_bf16_is_the_same_bit_for_bit_alone_and_among_others(inputs: int, products: str) -> None:
+    kernel_, x = CpuLinear(plain(75, inputs, torch.bfloat16)), bf16_rows(40, inputs)
+    want = kernel_(x)
+    for rows in (*range(1, 20), 31, 32, 33, 39):
+        assert torch.equal(kernel_(x[:rows]), want[:rows]), rows
+    assert torch.equal(kernel_(x[39:]), want[39:])
+    many = x.repeat(15, 1)  # more than are made ready at a time
+    assert torch.equal(kernel_(many), want.repeat(15, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 45])
+def test_threads_and_surroundings_change_no_bit_of_bf16(rows: int, products: str) -> None:
+    kernel_, x = CpuLinear(plain(515, 1999, torch.bfloat16)), bf16_rows(rows, 1999)
+    check_threads(kernel_, x)
+    want = kernel_(x)
+    kernel_(torch.full((200, 1999), NAN).bfloat16())  # which scratch memory may still hold
+    around = torch.full((rows + 2, 2043), NAN).bfloat16()
+    around[1:-1, 7:2006] = x
+    assert torch.equal(kernel_(around[1:-1, 7:2006]), want)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_is_no_number_in_bf16_spoils_its_own_row_and_output_alone(bad: float, products: str) -> None:
+    weight = plain(33, 390, torch.bfloat16)
+    check_broken_row(CpuLinear(weight), bf16_rows(34, 390), bad)
+    x, want = bf16_rows(9, 390).abs() + 1, CpuLinear(weight)(bf16_rows(9, 390).abs() + 1)
+    weight.values[17, 389] = bad
+    got = CpuLinear(weight)(x)
+    assert not got[:, 17].isfinite().any()
+    assert torch.equal(got[:, :17], want[:, :17])
+    assert torch.equal(got[:, 18:], want[:, 18:])
 
 
 @pytest.mark.parametrize("rows", [1, 29])
