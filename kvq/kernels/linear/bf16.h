@@ -122,6 +122,14 @@ inline void many_rows(const MatrixStep& s) {
     }
 }
 
+// Sums of two whole panels, in bf16.
+KVQ_TILE_TARGET inline void write_two(const Output& out, int64_t row, int64_t panel, int rows, const float* a,
+                                      const float* b) {
+    uint8_t* to = out.data + row * out.row + panel * OUTPUTS * 2;
+    for (int r = 0; r < rows; r++, to += out.row, a += OUTPUTS, b += OUTPUTS)
+        _mm512_storeu_si512(to, (reg)_mm512_cvtne2ps_pbh((__m512)load(b), (__m512)load(a)));
+}
+
 // Panels [panel, last) times one tile of rows; sums are kept between blocks, and at the end on their way out.
 inline void matrix_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, int64_t last,
                         const Output& out, int64_t row, const Block& block) {
@@ -158,7 +166,10 @@ inline void matrix_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, in
         KVQ_TILE_STORE(2, to[2], 64);
         KVQ_TILE_STORE(3, to[3], 64);
         if (block.end < cut.k) continue;
-        for (int p = 0; p < count; p++)
+        int p = 0;
+        for (; p + 2 <= count && (panel + p + 2) * OUTPUTS <= l.out_features; p += 2)
+            write_two(out, row, panel + p, tile.rows, kept + p * KEPT, kept + (p + 1) * KEPT);
+        for (; p < count; p++)
             for (int r = 0; r < tile.rows; r++)
                 write_panel(out, row + r, panel + p, l.out_features, {{load(kept + p * KEPT + r * OUTPUTS)}});
     }

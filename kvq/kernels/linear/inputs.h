@@ -58,7 +58,7 @@ inline Tile take_tile(const KvqLinear& l, const Cut& cut, int products, int rows
         return t;
     }
     if (has_float_sums(l)) {
-        t.values = memory.take<float>((int64_t)cut.k * rows);
+        t.values = memory.take<float>((int64_t)cut.k * rows + W);  // whole registers are written
         return t;
     }
     int planes = l.inputs == KVQ_INPUTS_FULL ? 2 : 1;
@@ -187,7 +187,16 @@ inline void transpose_rows(const Tile& tile, const KvqLinear& l, const uint8_t* 
         int n = l.k - begin < PIECE ? l.k - begin : PIECE;
         for (int r = 0; r < tile.rows; r++) read_columns(piece[r], l, x + r * x_row, code, begin, n);
         float* values = tile.values + (int64_t)begin * tile.rows;
-        for (int i = 0; i < n; i++)
+        int i = 0;
+#if defined(__AVX512F__)
+        for (; i + W <= n; i += W) {  // whole registers: what is too much is written over by the next
+            vf x[W] = {};
+            for (int r = 0; r < tile.rows; r++) x[r] = load(piece[r] + i);
+            transpose(x);
+            for (int j = 0; j < W; j++, values += tile.rows) store(values, x[j]);
+        }
+#endif
+        for (; i < n; i++)
             for (int r = 0; r < tile.rows; r++) *values++ = piece[r][i];
     }
 }

@@ -112,10 +112,12 @@ inline void multiply_pairs(const Call& call, const Tile& tile, int64_t row, int6
 
 inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache.
+// Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache, where the CPU multiplies in
+// tiles in the first one.
 inline int block_length(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)FEW_PANELS * call.cut.k * OUTPUTS * bytes_of(call.l.code);
-    if (tiles <= 1 || !has_float_sums(call.l) || bytes <= CACHED) return call.cut.k;
+    bool fits = call.products == KVQ_PRODUCTS_TILES ? call.cut.k <= BLOCK : bytes <= CACHED;
+    if (tiles <= 1 || !has_float_sums(call.l) || fits) return call.cut.k;
     return (int)divided(divided(call.cut.k, divided(call.cut.k, BLOCK)), WHOLE) * WHOLE;
 }
 
