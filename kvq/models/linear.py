@@ -3,8 +3,8 @@
 PyTorch hands fp32 products to MKL, which reads plain weights and is slow on CPUs of other makers than its
 own: on an AMD EPYC (Zen 5) oneDNN takes a third to a half of its time at any number of rows, and half of
 PyTorch's time at few rows in bf16, once the weights lie in the blocks that its kernels read. kvq's own
-fp32 products are faster still at few rows, about as fast at many, keep weights that were stored in 16 bits
-in 16, and sum a row alike in any batch. oneDNN's are used for bf16, and on CPUs without AVX2.
+products are faster still at few rows, about as fast at many, keep fp32 weights that were stored in 16 bits
+in 16, and sum a row alike in any batch. oneDNN's are used on CPUs without AVX2.
 
 oneDNN's products of a few rows may be summed in another order than those of many. One differing bit can flip
 a code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
@@ -102,7 +102,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def has_own_products(dtype: torch.dtype, backend: str) -> bool:
-    """True if Linear layers of that type run in kvq's own kernels on this CPU, fp32 ones in the narrowest type."""
+    """True if Linear layers of that type run in kvq's own kernels here, those of fp32 in the narrowest type."""
     library = load()
     is_fast = not isinstance(library, str) and library.variant in _FAST
     return dtype in (torch.float32, torch.bfloat16) and backend in _OWN and is_fast

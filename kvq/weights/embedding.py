@@ -32,7 +32,7 @@ class PackedEmbedding(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """int64 [...] -> [..., dim]."""
         if torch.compiler.is_compiling():  # as in PackedLinear
-            rows = looked_up_rows(input, self._kernel_number, self.embedding_dim, self._dtype)
+            rows: Tensor = looked_up_rows(input, self._kernel_number, self.embedding_dim, self._dtype)
         else:
             rows = self.kernel.look_up(input, self._dtype)
         return rows if self._scale is None else rows * self._scale

@@ -102,7 +102,7 @@ def test_an_embedding_that_serves_for_the_head_lies_in_its_panels_alone(kind):
     pack_linears(model, backend="cpu")
     assert isinstance(model["embedding"], PackedEmbedding)
     assert [tuple(p.shape) for p in model.parameters()] == [(40,), (24,)]  # biases
-    assert weight_bytes(model) == 48 * 24 * 2 + 32 * 24 * 4 + 4 * (40 + 24)
+    assert weight_bytes(model) == 48 * 32 * 2 + 32 * 24 * 4 + 4 * (40 + 24)
     x = torch.randn(3, 24)
     torch.testing.assert_close(model["head"](x), plain["head"](x))
     for ids in (torch.tensor(39), torch.tensor([[0, 16, 17], [39, 1, 1]]), torch.arange(40)[::3]):

@@ -132,7 +132,7 @@ inline void for_blocks(const Call& call, int64_t panel, int64_t last, int64_t ti
         for (int64_t p = panel; p < last; p += together)
             for (int64_t t = tile; t < last_tile; t++)
                 multiply(call.tile(t), t * rows, p, p + together < last ? p + together : last,
-                         Block{begin, end, kept + (t - tile) * kept_tile + (p - panel) * rows * OUTPUTS});
+                         Block{begin, end, kept + (t - tile) * kept_tile + (p - panel) * rows * OUTPUTS, call.tile_bytes});
     }
 }
 

@@ -131,6 +131,7 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
 struct Block {
     int begin, end;
     float* kept;  // [panels, rows, 16] of a tile: sums up to `begin`, or up to `end`
+    int64_t next;  // bytes from a tile's inputs to those of the tile that follows
 };
 
 // One sum per output, over the columns in their order, whatever the block.
@@ -148,6 +149,8 @@ void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
             UNROLL for (int i = 0; i < PARTS; i++)
                 totals[p][r].part[i] = block.begin ? load(block.kept + ((p * R + r) * PARTS + i) * W) : vf{};
     for (int k = block.begin; k < block.end; k += 4) {
+        if (R == FLOAT_ROWS)  // of few rows inputs stay where they are
+            for (int i = 0; i < 4 * R; i += 16) __builtin_prefetch((const uint8_t*)(x + i) + block.next, 0, 2);
         UNROLL for (int part = 0; part < 4; part += STEP, codes += STEP * BYTES, x += STEP * R) {
             Floats w[P][STEP];
             UNROLL for (int p = 0; p < P; p++) {
