@@ -102,7 +102,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def has_own_products(dtype: torch.dtype, backend: str) -> bool:
-    """True if Linear layers of that type run in kvq's own kernels here, those of fp32 in the narrowest type."""
+    """True if Linear layers of that type run in kvq's own kernels on this CPU."""
     library = load()
     is_fast = not isinstance(library, str) and library.variant in _FAST
     return dtype in (torch.float32, torch.bfloat16) and backend in _OWN and is_fast

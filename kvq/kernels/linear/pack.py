@@ -23,8 +23,8 @@ class Panels:
 
     `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes; of a weight that
     is no code fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`: fp32, bf16
-    or fp16 [panels, groups, 16], None if there are no codes. `zeros`: int8 of the same shape, None if symmetric. `order`: int32 [in], None
-    if inputs lie in their own order.
+    or fp16 [panels, groups, 16], None if there are no codes. `zeros`: int8 of the
+    same shape, None if symmetric. `order`: int32 [in], None if inputs lie in their own order.
     """
 
     codes: Tensor
