@@ -68,7 +68,7 @@ define check_portable  # compiler, folder
 	mkdir -p $(2)
 	for name in attend merge_partials copy_blocks; do \
 		$(1) $(PORTABLE) -ffp-contract=fast -c kvq/kernels/$$name/$$name.cpp -o $(2)/$$name.o || exit 1; done
-	for name in write_kv/write_kv gather_dense/gather_dense seal/seal linear/linear linear/mlp rms_norm/rms_norm rope/rope decoder/decoder; do \
+	for name in write_kv/write_kv gather_dense/gather_dense seal/seal linear/linear linear/mlp linear/rows rms_norm/rms_norm rope/rope decoder/decoder; do \
 		$(1) $(PORTABLE) -ffp-contract=off -c kvq/kernels/$$name.cpp -o $(2)/$$(basename $$name).o || exit 1; done
 	$(1) -O1 -std=c++17 -DKVQ_VARIANT=portable tests/kernels/native/check.cpp $(2)/*.o -static -o $(2)/check
 endef

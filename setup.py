@@ -33,6 +33,7 @@ SOURCES = {  # and what each file needs
     "linear/linear.cpp": ["-ffp-contract=off"],  # a row alone is bit-equal to it among others
     "linear/mlp.cpp": ["-ffp-contract=off"],
     "linear/pack.cpp": [],
+    "linear/rows.cpp": [],
     "merge_partials/merge_partials.cpp": ["-ffp-contract=fast"],
     "rms_norm/rms_norm.cpp": ["-ffp-contract=off"],
     "rope/rope.cpp": ["-ffp-contract=off"],

@@ -6,7 +6,8 @@ and sink logit is random too, so that nothing a family does can be left out unno
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,18 @@ def run_step(session: Any, rows: list[Decoded]) -> None:
     for row, result in zip(rows, results, strict=True):
         assert result.finite, "K or V was not finite"
         row.take(result.logits)
+
+
+@contextmanager
+def changed_embedding(model: Model, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Let a loaded model's embedding give `change(ids, rows)`; hooks would unfuse layers."""
+    embedding = model.weights.model.get_input_embeddings()
+    own = embedding.forward
+    embedding.forward = lambda ids: change(ids, own(ids))
+    try:
+        yield
+    finally:
+        del embedding.forward
 
 
 def mean_kl(a: Tensor, b: Tensor) -> float:

@@ -27,7 +27,7 @@ class LatentExpansion(nn.Module):
         """`weight`: [q_heads * (k_dim + v_dim), latent dim], for every head its key's rows, then its value's.
 
         `config`: the attention module's, which names the attention function. `name`: of sessions' one.
-        `packed`: of a weight in fp32 on a CPU, for kvq's own products there.
+        `packed`: for kvq's own products on a CPU.
         """
         super().__init__()
         self.q_heads = q_heads

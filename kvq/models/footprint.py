@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from math import prod
 
 import numpy as np
+import torch
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode, WeightFormat
@@ -53,14 +54,22 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
         packs = _packs(model, rounded)
         return HeldAs(linear=rounded, other=other, head=head, scale_bytes=4, has_packed_experts=packs)
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
-    plain = _narrowest(model) if is_own else other
+    is_exact = is_own and model.dtype is torch.float32
+    plain = _narrowest(model) if is_exact else other
     if not model.is_quantized:
-        packs = is_own and _knows_experts(model)
-        return HeldAs(linear=plain, other=other, head=plain, has_packed_experts=packs)
+        packs = is_exact and _knows_experts(model)
+        return HeldAs(linear=plain, other=other, head=plain, shares_head=is_own, has_packed_experts=packs)
     stored = held_as(model.config).linear
     packs = any(map(is_expert_code, (entry.name for entry in model.entries))) and _packs(model, stored)
     scale_bytes = _scale_bytes(model)
-    return HeldAs(linear=stored, other=other, head=plain, scale_bytes=scale_bytes, has_packed_experts=packs)
+    return HeldAs(
+        linear=stored,
+        other=other,
+        head=plain,
+        shares_head=is_own,
+        scale_bytes=scale_bytes,
+        has_packed_experts=packs,
+    )
 
 
 def _packs(model: PreparedModel, fmt: str | WeightFormat) -> bool:

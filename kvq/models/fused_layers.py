@@ -72,12 +72,12 @@ class FusedForward:
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         self._own_of: Callable[..., Any] = type(inner).forward
-        self._inner = weakref.ref(inner)  # which holds this: a cycle would outlive its model until collected
+        # It holds this: a cycle would outlive its model until collected.
+        self._inner: Callable[[], Any] = weakref.ref(inner)
         parts = [module for module in inner.modules() if module is not inner]
         self._hooks = list(chain.from_iterable(map(hooks_of, parts)))
         self._run = run
         self._angles = Angles(inner.rotary_emb, {layer.angles for layer in layers})
-        self._embed: Callable[[Tensor], Tensor] = inner.embed_tokens
         self._scale: float = getattr(inner, "embedding_multiplier", 1.0)  # Granite's
         self._output = MoeModelOutputWithPast
         self.width: int = layers[0].output.out_features
@@ -97,7 +97,7 @@ class FusedForward:
 
     def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         """[1, rows] each -> [rows, hidden], behind the last norm."""
-        x = self._embed(tokens)
+        x: Tensor = self._inner().embed_tokens(tokens)  # which may have become another model's
         if self._scale != 1.0:
             x = x * self._scale
         return self._run(x[0], self._angles(x, positions), step)

@@ -3,8 +3,8 @@
 PyTorch hands fp32 products to MKL, which reads plain weights and is slow on CPUs of other makers than its
 own: on an AMD EPYC (Zen 5) oneDNN takes a third to a half of its time at any number of rows, and half of
 PyTorch's time at few rows in bf16, once the weights lie in the blocks that its kernels read. kvq's own
-fp32 products are faster still at few rows, about as fast at many, keep weights that were stored in 16 bits
-in 16, and sum a row alike in any batch. oneDNN's are used for bf16, and on CPUs without AVX2.
+products are faster still at few rows, about as fast at many, keep fp32 weights that were stored in 16 bits
+in 16, and sum a row alike in any batch. oneDNN's are used on CPUs without AVX2.
 
 oneDNN's products of a few rows may be summed in another order than those of many. One differing bit can flip
 a code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
@@ -15,6 +15,9 @@ each. So rows are padded to few sizes, by an eighth at most beyond 64 rows, and 
 27 sizes are all that a server ever meets, and it meets them soon.
 """
 
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvq.kernels import PlainWeight
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.library import load
 from kvq.weights import (
     ROUTERS,
@@ -33,6 +37,8 @@ from kvq.weights import (
     stacked_experts,
     steady_routers,
 )
+from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
+from kvq.weights.linear import replace_linear
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
@@ -57,7 +63,7 @@ def padded_rows(rows: int) -> int:
 class OneDNNLinear(nn.Linear):
     """A Linear layer for inference on CPUs; fp32 or bf16.
 
-    `weight` is a packed oneDNN tensor, or the plain [out, in] one where others use it too.
+    `weight` is a packed oneDNN tensor, or the plain [out, in] one where lookups read it too.
     """
 
     def __init__(self, linear: nn.Linear, *, packs: bool) -> None:
@@ -91,13 +97,15 @@ class OneDNNLinear(nn.Linear):
 def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     """Replace a model's Linear layers on a CPU by kvq's own or oneDNN's, one after the other.
 
-    What neither has stays PyTorch's. A weight that is an embedding too stays as it is:
-    lookups read whole rows of it.
+    What neither has stays PyTorch's. Where a head's weight is an embedding too, rows are looked up in
+    kvq's panels; oneDNN's blocks can't be read so, and the weight stays as it is.
     """
+    for dtype in (torch.float32, torch.bfloat16):
+        if has_own_products(dtype, backend):
+            _install_own(model, dtype)
     if has_own_products(torch.float32, backend):
-        _install_own(model)
         steady_routers(model)
-    looked_up = _looked_up(model)
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and is_supported(child.weight.dtype):
@@ -105,38 +113,57 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
 
 
 def has_own_products(dtype: torch.dtype, backend: str) -> bool:
-    """True if Linear layers of that type run in kvq's own kernels on this CPU, in the narrowest type."""
+    """True if Linear layers of that type run in kvq's own kernels on this CPU."""
     library = load()
     is_fast = not isinstance(library, str) and library.variant in _FAST
-    return dtype is torch.float32 and backend in _OWN and is_fast
+    return dtype in (torch.float32, torch.bfloat16) and backend in _OWN and is_fast
 
 
-def own_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The Linear layers of a model that kvq's own take the place of where it has some, by name."""
-    looked_up = _looked_up(model)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and module.weight.dtype is torch.float32
-        and id(module.weight) not in looked_up
-        and name.rpartition(".")[2] not in ROUTERS
-    }
+@dataclass(frozen=True, slots=True)
+class OwnLinears:
+    """Layers that kvq's own take the place of, by name.
+
+    `lookups`: of heads the embeddings that share their weight, by name, which then look rows up in it.
+    """
+
+    linears: dict[str, nn.Linear]
+    lookups: dict[str, dict[str, nn.Embedding]]
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype) -> "OwnLinears":
+        """Those of a model that are of that type."""
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear
+            and module.weight.dtype is dtype
+            and name.rpartition(".")[2] not in ROUTERS
+        }
+        lookups = _lookups_of(model, linears)
+        return cls({name: module for name, module in linears.items() if lookups.get(name, True)}, lookups)
+
+    def install(
+        self, model: nn.Module, weights: Mapping[str, Callable[[], PlainWeight]], dtype: torch.dtype
+    ) -> None:
+        """Have the model multiply by these weights, one of every layer."""
+        install(model, weights, torch.device("cpu"), backend="cpu", dtype=dtype)
+        for name, embeddings in self.lookups.items():
+            for own, module in embeddings.items():
+                kernel = model.get_submodule(name).kernel
+                assert isinstance(kernel, CpuLinear), "it shares its input with no other layer"
+                replace_linear(model, own, PackedEmbedding(kernel, module.weight.dtype, scale_of(module)))
 
 
-def _looked_up(model: nn.Module) -> set[int]:
-    """The weights of embeddings."""
-    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-
-
-def _install_own(model: nn.Module) -> None:
-    linears = own_linears(model)
+def _install_own(model: nn.Module, dtype: torch.dtype) -> None:
+    own = OwnLinears.of(model, dtype)
+    linears = dict(own.linears)
 
     def weight(name: str) -> PlainWeight:
         return PlainWeight.narrowest(linears.pop(name).weight.detach())
 
-    weights = {name: partial(weight, name) for name in linears}
-    install(model, weights, torch.device("cpu"), backend="cpu", dtype=torch.float32)
+    own.install(model, {name: partial(weight, name) for name in linears}, dtype)
+    if dtype is not torch.float32:
+        return
     experts = {
         name: form
         for name, form in stacked_experts(model).items()
@@ -145,6 +172,24 @@ def _install_own(model: nn.Module) -> None:
     install_experts(
         model, experts, lambda name, expert, values: PlainWeight.narrowest(values), fmt=None, in_cpp=True
     )
+
+
+def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, dict[str, nn.Embedding]]:
+    """The embeddings, by name, that share the weight of one of these layers, by its name: heads.
+
+    None of them where one does more than look rows up, or several layers share the weight: it stays as it is.
+    """
+    shared: dict[int, dict[str, nn.Embedding]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding):
+            shared.setdefault(id(module.weight), {})[name] = module
+    users = Counter(id(module.weight) for module in linears.values())
+    found = {}
+    for name, linear in linears.items():
+        if (embeddings := shared.get(id(linear.weight))) is not None:
+            is_plain = users[id(linear.weight)] == 1 and all(map(is_plain_lookup, embeddings.values()))
+            found[name] = embeddings if is_plain else {}
+    return found
 
 
 def is_supported(dtype: torch.dtype) -> bool:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from kvq.kernels import PlainWeight
-from kvq.models.linear import own_linears
+from kvq.models.linear import OwnLinears
 from kvq.models.prepared import PreparedModel
 from kvq.models.skeleton import Skeleton
 from kvq.models.stored import StoredTensors
 from kvq.models.text_part import read_tensors
-from kvq.weights import install
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,12 +38,13 @@ def fill(skeleton: Skeleton, prepared: PreparedModel) -> Any:
     names = {number: name for number, name in sources.items() if name is not None}
     if len(names) < len(sources):
         return None
-    stored, linears = read_tensors(prepared.folder), own_linears(model)
+    stored, own = read_tensors(prepared.folder), OwnLinears.of(model, prepared.dtype)
     weights = {
         layer: partial(_weight, stored, names[id(linear.weight)], prepared.dtype)
-        for layer, linear in linears.items()
+        for layer, linear in own.linears.items()
     }
-    packed = {id(linear._parameters) for linear in linears.values()}
+    packed = {id(linear._parameters) for linear in own.linears.values()}
+    packed |= {id(one._parameters) for embeddings in own.lookups.values() for one in embeddings.values()}
     made: dict[int, Tensor] = {}  # tied ones stay one
     for holder, name, tensor in places:
         if id(holder) in packed and name == "weight":
@@ -54,7 +54,7 @@ def fill(skeleton: Skeleton, prepared: PreparedModel) -> Any:
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
         holder[name] = made[id(tensor)]
-    install(model, weights, torch.device("cpu"), backend="cpu", dtype=prepared.dtype)
+    own.install(model, weights, prepared.dtype)
     return model
 
 
@@ -67,4 +67,5 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
 
 def _weight(stored: StoredTensors, name: str, dtype: torch.dtype) -> PlainWeight:
     values = stored[name]
-    return PlainWeight.narrowest(values if values.dtype in _FLOATS else values.to(dtype))
+    is_kept = dtype is torch.float32 and values.dtype in _FLOATS
+    return PlainWeight.narrowest(values if is_kept else values.to(dtype))

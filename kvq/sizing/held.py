@@ -21,13 +21,15 @@ class HeldAs:
     """What Linear layers, the head, and everything else is held in.
 
     `linear`: a plain type, "nf4", or a format of codes. `head`: of a head that is no embedding too; None for
-    as the rest; a format rounds a tied one apart from its embedding. `scale_bytes`: of one scale.
+    as the rest; a format rounds a tied one apart from its embedding. `shares_head`: an embedding that serves
+    for the head is held as the head, not as the rest. `scale_bytes`: of one scale.
     `has_packed_experts`: stacked experts are held as Linear layers are, not as the rest.
     """
 
     linear: str | WeightFormat
     other: str = "fp16"
     head: str | WeightFormat | None = None
+    shares_head: bool = False
     scale_bytes: int = 2
     has_packed_experts: bool = False
 
@@ -73,9 +75,14 @@ class HeldAs:
         """What the head is held in."""
         return _name(self.head or self.other)
 
+    def is_shared(self, parameters: Parameters) -> bool:
+        """Whether the embedding is held as the head."""
+        return self.shares_head and not parameters.head and not isinstance(self.head, WeightFormat)
+
     def head_bytes(self, parameters: Parameters) -> int:
-        """Of the head; 0 where the embedding serves for it, unless a format rounds one apart from it."""
-        count = parameters.embedding if isinstance(self.head, WeightFormat) else parameters.head
+        """Of the head; 0 where the embedding serves for it, held as the rest and not rounded apart."""
+        is_apart = isinstance(self.head, WeightFormat) or self.is_shared(parameters)
+        count = parameters.embedding if is_apart else parameters.head
         return round(count * _bytes(self.head or self.other))
 
 

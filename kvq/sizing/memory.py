@@ -49,7 +49,9 @@ class Split:
 
 def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
     """The whole model's, as an engine holds them."""
-    kept = parameters.embedding + parameters.tables + parameters.other
+    kept = parameters.tables + parameters.other
+    if not held.is_shared(parameters):
+        kept += parameters.embedding
     head = held.head_bytes(parameters)
     formula = f"{kept:,} x {held.other_bytes} B ({held.other})"
     if head:

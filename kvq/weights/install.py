@@ -129,14 +129,14 @@ def install(
         parents.setdefault(parent, []).append(own)
     for parent, children in parents.items():
         made = {own: weights[f"{parent}.{own}" if parent else own]() for own in children}
-        for own, layer in _layers(model.get_submodule(parent), made, device, backend).items():
+        for own, layer in _layers(model.get_submodule(parent), made, device, backend, dtype).items():
             replace_linear(model, f"{parent}.{own}" if parent else own, layer)
         if parent:
             _fuse(model, parent, dtype)
 
 
 def _layers(
-    parent: nn.Module, weights: dict[str, Weight], device: torch.device, backend: str
+    parent: nn.Module, weights: dict[str, Weight], device: torch.device, backend: str, dtype: torch.dtype
 ) -> dict[str, PackedLinear]:
     """The layers of one module; those that share their input share a product, too."""
     layers: dict[str, PackedLinear] = {}
@@ -145,19 +145,24 @@ def _layers(
         if len(group) == len(names) and (kernel := _joined(group, device, backend)) is not None:
             own = "cpu" if isinstance(kernel, CpuLinear) else "triton"
             for name, weight, part in zip(names, group, Joined(group, kernel).parts, strict=True):
-                layers[name] = _layer(weight, _bias(parent, name), device, own, part)
+                layers[name] = _layer(weight, _bias(parent, name), device, own, dtype, part)
     for name, weight in weights.items():
         if name not in layers:
-            layers[name] = _layer(weight, _bias(parent, name), device, backend)
+            layers[name] = _layer(weight, _bias(parent, name), device, backend, dtype)
     return layers
 
 
 def _layer(
-    weight: Weight, bias: Tensor | None, device: torch.device, backend: str, kernel: JoinedPart | None = None
+    weight: Weight,
+    bias: Tensor | None,
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    kernel: JoinedPart | None = None,
 ) -> PackedLinear:
     """`kernel`: one that holds the weight already."""
     if isinstance(weight, PlainWeight):
-        return PlainLinear(weight, bias, kernel or CpuLinear(weight), "cpu")
+        return PlainLinear(weight, bias, kernel or CpuLinear(weight), dtype)
     bias = None if bias is None else bias.to(device)
     if kernel is not None:
         return QuantizedLinear(weight, bias, kernel, backend)

@@ -78,11 +78,16 @@ class PackedLinear(Packed):
 class PlainLinear(PackedLinear):
     """One whose weight is no code."""
 
+    def __init__(self, weight: PlainWeight, bias: Tensor | None, kernel: Kernel, dtype: torch.dtype) -> None:
+        """`dtype`: of the layer, which the kernel may keep in fewer bits."""
+        super().__init__(weight, bias, kernel, "cpu")
+        self._dtype = dtype
+
     @property
     def weight(self) -> Tensor:
-        """A copy of the weight, fp32 [out, in], for code that looks at it; the layer has its own."""
+        """A copy of the weight, [out, in], for code that looks at it; the layer has its own."""
         values: Tensor = self.kernel.values()
-        return values.float()
+        return values.to(self._dtype)
 
 
 class QuantizedLinear(PackedLinear):
@@ -116,10 +121,11 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module) -> int:
-    """Weights of all layers, packed ones included; a head that is a copy of the embedding is none."""
+    """Weights of all layers, packed ones included; a head that is a copy of the embedding's is none."""
     others = sum(parameter.numel() for parameter in model.parameters())
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    head = model.get_output_embeddings() if is_tied else None  # type: ignore[operator]
+    is_copy = is_tied and isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
+    head = model.get_output_embeddings() if is_copy else None  # type: ignore[operator]
     packed = [module for module in model.modules() if isinstance(module, Packed) and module is not head]
     return others + sum(module.weight_count for module in packed)
 

@@ -30,6 +30,18 @@ def test_fused_layers_give_the_results_of_their_own_code(family: str, weights: s
     assert (chunked - fused).abs().max() < 1e-5 * own.abs().max()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_in_bf16_are_fused_and_give_a_row_the_same_bits_in_any_step(family: str, tmp_path) -> None:
+    model = kvq.load(save_model(tmp_path, family), kv="bf16", dtype="bf16", device="cpu")
+    assert is_fused(model.weights.model)
+    whole = model.logits(IDS)
+    assert all(torch.equal(model.logits(IDS, chunk=size), whole) for size in (1, 7))
+    assert (model.weights.step_rows(3), model.weights.logit_rows(3)) == (3, 3)
+    unfuse_layers(model.weights.model)
+    own = model.logits(IDS)
+    assert (whole - own).abs().max() < 0.1 * own.abs().max()
+
+
 @pytest.mark.parametrize(
     "family", ["gemma2", "granite", "olmo2", "cohere", "glm", "mixtral", "gpt_neox", "smollm3"]
 )

@@ -1,5 +1,6 @@
 """Packed Linear layers: the results of PyTorch's, the same for a row in any batch, few kernels."""
 
+import copy
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear, invariant_rows, pack_linears, padded_rows
 from kvq.weights import PackedLinear, packed_layers, weight_bytes
+from kvq.weights.embedding import PackedEmbedding
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
 
@@ -30,7 +32,7 @@ def packed(linear: nn.Linear, backend: str = "reference") -> nn.Module:
 def test_results_are_those_of_linear_for_inputs_of_any_shape(dtype, bias, shape, backend):
     plain = nn.Linear(*shape, bias=bias).to(dtype)
     layer = packed(plain, backend)
-    assert isinstance(layer, PackedLinear) == (backend == "cpu" and dtype is torch.float32)
+    assert isinstance(layer, PackedLinear) == (backend == "cpu" and dtype is not torch.float16)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for lead in [(), (1,), (5,), (2, 5), (0,), (1, 0), (3, 1, 7), (70,)]:
         x = torch.randn(*lead, shape[0]).to(dtype)
@@ -54,18 +56,77 @@ def test_from_the_measured_number_of_rows_on_a_row_is_the_same_in_any_batch(dtyp
         assert all(n < fewest for n in differing)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_that_are_embeddings_too_are_not_copied(backend):
-    embedding = nn.Embedding(40, 24)
-    head = nn.Linear(24, 40, bias=False)
+class ScaledEmbedding(nn.Embedding):
+    """As Gemma 3's."""
+
+    def __init__(self, rows, dim):
+        super().__init__(rows, dim)
+        self.embed_scale = torch.tensor(dim**0.5)
+
+    def forward(self, input):
+        return super().forward(input) * self.embed_scale
+
+
+class CappedEmbedding(nn.Embedding):
+    """One that does more than look rows up."""
+
+    def forward(self, input):
+        return super().forward(input).clamp(max=0.5)
+
+
+def tied(embedding):
+    """A model whose head has the embedding's weight, of 16 bits in fp32, with a bias of its own."""
+    embedding.weight.data = embedding.weight.bfloat16().float()
+    head = nn.Linear(24, 40)
     head.weight = embedding.weight
-    model = nn.ModuleDict({"embedding": embedding, "head": head, "other": nn.Linear(24, 24)})
-    pack_linears(model, backend=backend)
+    return nn.ModuleDict({"head": head, "embedding": embedding, "other": nn.Linear(24, 24)})
+
+
+@torch.inference_mode()
+def test_weights_that_are_embeddings_too_are_not_copied():
+    model = tied(nn.Embedding(40, 24))
+    weight = model["embedding"].weight
+    pack_linears(model, backend="reference")
     assert isinstance(model["head"], OneDNNLinear)
-    assert model["head"].weight is embedding.weight
-    assert isinstance(model["other"], PackedLinear) == (backend == "cpu")
+    assert model["head"].weight is model["embedding"].weight is weight
     x = torch.randn(3, 24)
-    torch.testing.assert_close(model["head"](x), x @ embedding.weight.T)
+    torch.testing.assert_close(model["head"](x), x @ weight.T + model["head"].bias)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernels with AVX2 here")
+@pytest.mark.parametrize("kind", [nn.Embedding, ScaledEmbedding])
+@torch.inference_mode()
+def test_an_embedding_that_serves_for_the_head_lies_in_its_panels_alone(kind):
+    plain = tied(kind(40, 24))
+    model = copy.deepcopy(plain)
+    pack_linears(model, backend="cpu")
+    assert isinstance(model["embedding"], PackedEmbedding)
+    assert [tuple(p.shape) for p in model.parameters()] == [(40,), (24,)]  # biases
+    assert weight_bytes(model) == 48 * 32 * 2 + 32 * 24 * 4 + 4 * (40 + 24)
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(model["head"](x), plain["head"](x))
+    for ids in (torch.tensor(39), torch.tensor([[0, 16, 17], [39, 1, 1]]), torch.arange(40)[::3]):
+        assert torch.equal(model["embedding"](ids), plain["embedding"](ids))
+    assert torch.equal(model["embedding"].weight, plain["embedding"].weight)
+    compiled = torch.compile(model["embedding"], fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(ids), plain["embedding"](ids))
+    for broken in (40, -1):
+        with pytest.raises(IndexError, match="a row was looked up that the weight does not have"):
+            model["embedding"](torch.tensor([0, broken]))
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernels with AVX2 here")
+@torch.inference_mode()
+def test_what_does_more_than_look_rows_up_stays_as_it_is():
+    model = tied(CappedEmbedding(40, 24))
+    two_heads = tied(nn.Embedding(40, 24))
+    two_heads["second"] = nn.Linear(24, 40)
+    two_heads["second"].weight = two_heads["embedding"].weight
+    for some in (model, two_heads):
+        wanted = some["embedding"](torch.arange(40))
+        pack_linears(some, backend="cpu")
+        assert some["head"].weight is some["embedding"].weight
+        assert torch.equal(some["embedding"](torch.arange(40)), wanted)
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernels with AVX2 here")
@@ -86,6 +147,22 @@ def test_weights_of_16_bits_take_16_and_change_no_bit():
         assert torch.equal(layer(x), wanted[name](x))
         assert torch.equal(layer.weight, stored[name])
     assert invariant_rows(model, None) == (0, 0)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernels with AVX2 here")
+@torch.inference_mode()
+def test_layers_in_bf16_keep_their_type():
+    torch.manual_seed(0)
+    model = tied(nn.Embedding(40, 24)).bfloat16()
+    plain = copy.deepcopy(model)
+    pack_linears(model, backend="cpu")
+    assert isinstance(model["embedding"], PackedEmbedding)
+    assert model["other"].weight.dtype is torch.bfloat16
+    assert torch.equal(model["other"].weight, plain["other"].weight)
+    rows = model["embedding"](torch.tensor([3, 39]))
+    assert torch.equal(rows, plain["embedding"](torch.tensor([3, 39])))
+    torch.testing.assert_close(model["head"](rows), plain["head"](rows), rtol=2e-2, atol=2e-2)
+    assert invariant_rows(model, model["head"]) == (1, 0)
 
 
 def test_products_have_few_sizes():

@@ -5,18 +5,19 @@ import torch
 
 import kvq
 from kvq.errors import ModelError, OutOfBlocks, RequestError
+from tests.helpers_models import changed_embedding
 
 
 @pytest.fixture
 def poisoned():
     """The embedded model with a token whose embedding is NaN, and that token."""
-    model = kvq.load("tiny", kv="int4")
-    token = 4000
-    with torch.no_grad():
-        embedding = model.weights.model.get_input_embeddings().weight
-        model.weights.model.lm_head.weight = torch.nn.Parameter(embedding.clone())  # untie
-        embedding[token] = float("nan")
-    return model, token
+    model, token = kvq.load("tiny", kv="int4"), 4000
+
+    def poison(ids, rows):
+        return rows.masked_fill((ids == token)[..., None], float("nan"))
+
+    with changed_embedding(model, poison):
+        yield model, token
 
 
 def test_a_nan_fails_its_own_sequence_alone_and_its_blocks_are_scrubbed(poisoned):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import gcd
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvq.engine.runner import Runner
 from kvq.engine.sampling.sampler import Sampler
@@ -22,6 +22,8 @@ from kvq.models.model import load_prepared
 from kvq.models.prepared import PreparedModel
 from kvq.models.weights import LoadedWeights
 from kvq.scheduler import StepPlan
+from kvq.weights.embedding import PackedEmbedding
+from kvq.weights.linear import replace_linear
 
 _LARGEST_GROUP = 128
 
@@ -68,6 +70,11 @@ def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
             continue
         if parameter.shape == other.shape and torch.equal(parameter, other):
             parameter.data = other.data
+    packed = {name: x for name, x in target.model.named_modules() if isinstance(x, PackedEmbedding)}
+    for name, embedding in packed.items():
+        own = draft.model.get_submodule(name)
+        if isinstance(own, nn.Embedding) and torch.equal(own.weight, embedding.weight):
+            replace_linear(draft.model, name, embedding)
 
 
 class SelfDraft(Drafter):

@@ -3,63 +3,19 @@
 // scales multiply scores and weights. What is left out is below 2^-16 of a product.
 #pragma once
 
+#include "../native/amx.h"
 #include "stored.h"
 
-#if defined(__AVX512VNNI__) && defined(__linux__) && defined(__x86_64__) && __has_include(<amxtileintrin.h>)
-#define KVQ_TILES 1
-
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define KVQ_TILE_TARGET __attribute__((target("avx512bf16")))
-// The compiler must not move memory accesses across these.
-#define KVQ_TILE_LOAD(t, p, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((long)(stride)) : "memory")
-#define KVQ_TILE_STORE(t, p, stride) \
-    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((long)(stride)) : "memory")
-#define KVQ_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : : : "memory")
-#define KVQ_TILE_ADD(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
+#if defined(KVQ_TILES)
 
 namespace {
 
-constexpr int TILE_ROWS = 16;                     // of a tile
-constexpr int TILE_PAIRS = 32;                    // bf16 numbers in a row of a tile
-constexpr int TILE_SIZE = TILE_ROWS * TILE_PAIRS;  // numbers in a tile
 constexpr int BLOCK = TILE * TILE_PAIRS + 32;     // TILE keys of 32 elements; padded, or all lie in the same sets
-
-typedef uint16_t bf16;
 
 inline int tile_width(int dim) { return (dim + TILE_PAIRS - 1) / TILE_PAIRS * TILE_PAIRS; }
 
 // FP32 has more digits than two numbers of bf16 hold.
 inline bool takes_tiles(const KvqLayer& layer) { return layer.k.code != KVQ_FP32 && layer.v.code != KVQ_FP32; }
-
-// Whether this CPU has them and the kernel lets this process use their registers, for which it has to be asked.
-inline bool has_tiles() {
-    static int found = -1;
-    if (found >= 0) return found;
-    unsigned a, b, c, d, more;
-    bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-    has = has && __get_cpuid_count(7, 1, &more, &b, &c, &d) && (more >> 5 & 1);            // AVX512-BF16
-    constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
-    return found = has && !syscall(SYS_arch_prctl, ASK, TILE_DATA);
-}
-
-struct alignas(64) TileConfig {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-};
-
-inline void begin_tiles() {
-    TileConfig config = {};
-    config.palette = 1;
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = TILE_ROWS;
-    __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
-}
-
-inline void end_tiles() { __asm__ volatile("tilerelease" : : : "memory"); }
 
 // x as a sum of two numbers of bf16, 32 at a time.
 struct Two {
@@ -343,36 +299,6 @@ inline void store_products(float* x) {
     KVQ_TILE_ZERO(1);
     KVQ_TILE_ZERO(2);
     KVQ_TILE_ZERO(3);
-}
-
-// Rows become columns: 16 vectors of 16.
-inline void transpose(vf x[16]) {
-    __m512 t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps((__m512)x[i], (__m512)x[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps((__m512)x[i], (__m512)x[i + 1]);
-    }
-    __m512d y[16];
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + 2 + j]);
-            y[i + 2 * j] = _mm512_unpacklo_pd(a, b);
-            y[i + 2 * j + 1] = _mm512_unpackhi_pd(a, b);
-        }
-    __m512 z[16];
-    for (int i = 0; i < 4; i++) {
-        __m512 a = _mm512_castpd_ps(y[i]), b = _mm512_castpd_ps(y[i + 4]);
-        __m512 c = _mm512_castpd_ps(y[i + 8]), d = _mm512_castpd_ps(y[i + 12]);
-        z[i] = _mm512_shuffle_f32x4(a, b, 0x88);
-        z[i + 4] = _mm512_shuffle_f32x4(a, b, 0xdd);
-        z[i + 8] = _mm512_shuffle_f32x4(c, d, 0x88);
-        z[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
-    }
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 2; j++) {
-            x[i + 4 * j] = (vf)_mm512_shuffle_f32x4(z[i + 4 * j], z[i + 4 * j + 8], 0x88);
-            x[i + 4 * j + 8] = (vf)_mm512_shuffle_f32x4(z[i + 4 * j], z[i + 4 * j + 8], 0xdd);
-        }
 }
 
 struct TileScratch {

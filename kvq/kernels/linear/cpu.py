@@ -1,5 +1,7 @@
 """`linear_w4` and `linear_w8` in C++ for CPUs, products with weights that are no codes, and gated MLPs."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,13 @@ from kvq.kernels.native.library import run
 def _code_of(code: WeightCode) -> int:
     """KvqCode: three bits lie in four."""
     return NUMBERS["KVQ_INT4" if code is WeightCode.INT3 else f"KVQ_{code.name}"]
+
+
+def best_products() -> int:
+    """KvqProducts: how this CPU multiplies bf16 rows with weights in bf16 the fastest."""
+    found = ctypes.c_int(0)
+    run("linear_products", ctypes.addressof(found))
+    return found.value
 
 
 class CpuLinear:
@@ -55,6 +64,7 @@ class CpuLinear:
             code=DTYPES[panels.codes.dtype] if plain else _code_of(codes[0].fmt.code),
             scale_code=0 if scales is None else DTYPES[scales.dtype],
             inputs=NUMBERS[f"KVQ_INPUTS_{'FULL' if plain else codes[0].fmt.inputs.name}"],
+            products=best_products(),
         )
 
     def values(self) -> Tensor:
@@ -63,9 +73,30 @@ class CpuLinear:
         Raises:
             ConfigError: it is in codes.
         """
+        self._check_floats()
+        return unpack_plain(self._panels, self.out_features, self.in_features)
+
+    def _check_floats(self) -> None:
         if self._panels.scales is not None:
             raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
-        return unpack_plain(self._panels, self.out_features, self.in_features)
+
+    def look_up(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of a weight in floats: int64 [...] -> [..., in] of `dtype`.
+
+        Raises:
+            ConfigError: the weight is in codes; numbers or `dtype` of another type.
+            IndexError: a row beyond the last one.
+        """
+        self._check_floats()
+        if rows.dtype is not torch.int64 or dtype not in DTYPES:
+            raise ConfigError(
+                f"rows are looked up by int64 numbers as fp32, bf16 or fp16, got {rows.dtype} and {dtype}"
+            )
+        rows = rows.contiguous()
+        out = torch.empty(*rows.shape, self.in_features, dtype=dtype)
+        where = rows.data_ptr(), rows.numel(), out.data_ptr()
+        run("linear_rows", self.struct, *where, DTYPES[dtype], torch.get_num_threads())
+        return out
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
@@ -80,7 +111,8 @@ class CpuLinears:
     """y[:, i] = x[:, i] W[i]^T, each over a weight in panels of its own, with `CpuLinear`'s bits."""
 
     def __init__(self, values: Tensor) -> None:
-        """`values`: fp32 [count, out, in], kept in the 16 bits that hold every value, if they do."""
+        """`values`: [count, out, in], fp32 ones kept in the 16 bits that hold every value, if they do."""
+        self._dtype = values.dtype
         narrow = PlainWeight.narrowest(values.flatten(0, 1)).values.unflatten(0, values.shape[:2])
         self._each = [CpuLinear(PlainWeight(values=weight)) for weight in narrow]
         self._structs = (struct("KvqLinear") * len(self._each))(*(linear.struct for linear in self._each))
@@ -88,8 +120,8 @@ class CpuLinears:
         self.nbytes = sum(linear.nbytes for linear in self._each)
 
     def values(self) -> Tensor:
-        """A copy of the weights, fp32 [count, out, in]."""
-        return torch.stack([linear.values().float() for linear in self._each])
+        """A copy of the weights, [count, out, in]."""
+        return torch.stack([linear.values().to(self._dtype) for linear in self._each])
 
     def __call__(self, x: Tensor, *, room: int = 0) -> Tensor:
         """[rows, count, in] -> [rows, count, out + room] of x's dtype, the last `room` for others to fill.

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int MOST_TILE_ROWS = 12;
+constexpr int PAIR_ROWS = 12, MATRIX_ROWS = 32;  // of a tile of bf16, by how it is multiplied: bf16.h
 constexpr float LOW_STEP = 1.0f / 254.0f;
 constexpr int PRECISE = 128;    // columns of a segment: 128 * 255 * 127 < 2^24 is exact as a float
 constexpr int MOST_SUMMED = 1 << 15;  // 2^15 * 255 * 127 < 2^31: sums of INT8 inputs can't overflow
@@ -41,7 +42,7 @@ inline int length_of(const Cut& c, int segment) {
 // A few rows of inputs. `planes`: 2 if there are low bytes too.
 struct Tile {
     int rows;
-    int32_t* words;   // [k / 4, rows, planes]: four columns each
+    int32_t* words;   // [k / 4, rows, planes]: four columns each; of bf16 pairs and matrices see bf16.h
     int32_t* starts;  // [segments, rows, planes]: minus the codes' offset times the sum of the segment's bytes
     float* sums;      // [segments, rows]: of high + low / 254
     float* steps;     // [segments, rows]
@@ -50,10 +51,14 @@ struct Tile {
 
 inline bool has_float_sums(const KvqLinear& l) { return l.code <= KVQ_FP8; }
 
-inline Tile take_tile(const KvqLinear& l, const Cut& cut, int rows, Memory& memory) {
+inline Tile take_tile(const KvqLinear& l, const Cut& cut, int products, int rows, Memory& memory) {
     Tile t = {rows, nullptr, nullptr, nullptr, nullptr, nullptr};
+    if (products != KVQ_PRODUCTS_FP32) {
+        t.words = memory.take<int32_t>((int64_t)cut.k / 2 * (products == KVQ_PRODUCTS_TILES ? MATRIX_ROWS : rows));
+        return t;
+    }
     if (has_float_sums(l)) {
-        t.values = memory.take<float>((int64_t)cut.k * rows);
+        t.values = memory.take<float>((int64_t)cut.k * rows + W);  // whole registers are written
         return t;
     }
     int planes = l.inputs == KVQ_INPUTS_FULL ? 2 : 1;
@@ -182,7 +187,16 @@ inline void transpose_rows(const Tile& tile, const KvqLinear& l, const uint8_t* 
         int n = l.k - begin < PIECE ? l.k - begin : PIECE;
         for (int r = 0; r < tile.rows; r++) read_columns(piece[r], l, x + r * x_row, code, begin, n);
         float* values = tile.values + (int64_t)begin * tile.rows;
-        for (int i = 0; i < n; i++)
+        int i = 0;
+#if defined(__AVX512F__)
+        for (; i + W <= n; i += W) {  // whole registers: what is too much is written over by the next
+            vf x[W] = {};
+            for (int r = 0; r < tile.rows; r++) x[r] = load(piece[r] + i);
+            transpose(x);
+            for (int j = 0; j < W; j++, values += tile.rows) store(values, x[j]);
+        }
+#endif
+        for (; i < n; i++)
             for (int r = 0; r < tile.rows; r++) *values++ = piece[r][i];
     }
 }

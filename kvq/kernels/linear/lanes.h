@@ -153,11 +153,24 @@ inline void decode_fp8(Floats out[4], const uint8_t* p) {
 #endif
 }
 
-// Columns of a panel: four of FP8, one of floats.
+// Two columns of bf16, which lie as pairs of one output each.
+inline void decode_pairs(Floats out[2], const uint8_t* p) {
+    for (int i = 0; i < PARTS; i++) {
+        vi both = load_as<vi>(p + i * W * 4);
+        out[0].part[i] = (vf)(both << 16);
+        out[1].part[i] = (vf)(both & (vi{} + (int32_t)0xffff0000));
+    }
+}
+
+// Columns that are decoded at a time.
+constexpr int columns_of(int code) { return code == KVQ_FP8 ? 4 : code == KVQ_BF16 ? 2 : 1; }
+
 template <int CODE>
 inline void decode_columns(Floats* out, const uint8_t* p) {
     if constexpr (CODE == KVQ_FP8)
         decode_fp8(out, p);
+    else if constexpr (CODE == KVQ_BF16)
+        decode_pairs(out, p);
     else
         out[0] = load_floats(p, CODE);
 }

@@ -7,8 +7,8 @@
 #include <new>
 
 #include "../native/pool.h"
+#include "bf16.h"
 #include "groups.h"
-#include "tiles.h"
 
 namespace {
 
@@ -16,7 +16,8 @@ constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay while til
 constexpr int64_t STREAMED = 128 << 10;  // bytes of a task's weights that are read once
 constexpr int FEW_PANELS = 4, MOST_PANELS = 16;
 constexpr int BLOCK = 384;               // columns multiplied while tiles pass, where panels are long
-constexpr int64_t MOST_ROWS = 504;       // rounded at a time, a multiple of every tile
+constexpr int WHOLE = 32;                // columns that blocks are multiples of
+constexpr int64_t MOST_ROWS = 576;       // rounded at a time, a multiple of every tile
 constexpr int64_t WORTH_THREADS = 1 << 17;  // products
 
 struct Call {
@@ -27,6 +28,7 @@ struct Call {
     Output out;
     int64_t rows, panels;
     int threads;
+    int products;  // KvqProducts
     int tile_rows;
     uint8_t* tiles;
     int64_t tile_bytes;
@@ -38,17 +40,30 @@ struct Call {
     Tile tile(int64_t index) const {
         Memory memory = {tiles + index * tile_bytes, 0};
         int64_t left = rows - index * tile_rows;
-        return take_tile(l, cut, (int)(left < tile_rows ? left : tile_rows), memory);
+        return take_tile(l, cut, products, (int)(left < tile_rows ? left : tile_rows), memory);
     }
 };
 
-inline int rows_of(const KvqLinear& l) {  // of a tile
-    return !has_float_sums(l) ? TILE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
+// Of inputs of `code`.
+inline int products_of(const KvqLinear& l, int code) {
+#if defined(KVQ_TILES)
+    if (l.code == KVQ_BF16 && code == KVQ_BF16) return l.products;
+#endif
+    return KVQ_PRODUCTS_FP32;
+}
+
+inline int rows_of(const KvqLinear& l, int products) {  // of a tile
+    if (products != KVQ_PRODUCTS_FP32) return products == KVQ_PRODUCTS_TILES ? MATRIX_ROWS : PAIR_ROWS;
+    return !has_float_sums(l) ? CODE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
 }
 
 inline void round_tile(const Call& call, int64_t index, float* columns) {
     Tile tile = call.tile(index);
     const uint8_t* x = call.x + index * call.tile_rows * call.x_row;
+#if defined(KVQ_TILES)
+    if (call.products == KVQ_PRODUCTS_TILES) return matrix_rows(tile, call.l, x, call.x_row);
+    if (call.products == KVQ_PRODUCTS_PAIRS) return pair_rows(tile, call.l, x, call.x_row);
+#endif
     if (has_float_sums(call.l) && call.l.inputs == KVQ_INPUTS_FULL)
         return transpose_rows(tile, call.l, x, call.x_row, call.out.code);
     for (int r = 0; r < tile.rows; r++) {
@@ -66,7 +81,7 @@ template <bool NIBBLES, int PLANES, int R>
 inline void multiply(const Call& call, const Tile& tile, int64_t row, int64_t panel, int64_t last) {
     if constexpr (R > 1)
         if (tile.rows < R) return multiply<NIBBLES, PLANES, R - 1>(call, tile, row, panel, last);
-    constexpr int P = R > 1 ? TILE_PANELS : 1;
+    constexpr int P = R > 1 ? CODE_PANELS : 1;
     for (; panel + P <= last; panel += P)
         integer_tile<NIBBLES, R, P, PLANES>(call.l, call.cut, tile, panel, call.out, row);
     for (; panel < last; panel++) integer_tile<NIBBLES, R, 1, PLANES>(call.l, call.cut, tile, panel, call.out, row);
@@ -85,30 +100,74 @@ inline void multiply_floats(const Call& call, const Tile& tile, int64_t row, int
         float_tile<CODE, R, 1>(call.l, call.cut, tile, panel, call.out, row, block);
 }
 
+#if defined(KVQ_TILES)
+template <int R>
+inline void multiply_pairs(const Call& call, const Tile& tile, int64_t row, int64_t panel, int64_t last, Block block) {
+    if constexpr (R > 1)
+        if (tile.rows < R) return multiply_pairs<R - 1>(call, tile, row, panel, last, block);
+    constexpr int P = R * 4 <= PAIR_CHAINS ? 4 : R * 2 <= PAIR_CHAINS ? 2 : 1;
+    constexpr int64_t KEPT = R * OUTPUTS;
+    for (; panel + P <= last; panel += P, block.kept += P * KEPT)
+        pair_tile<R, P>(call.l, call.cut, tile, panel, call.out, row, block);
+    for (; panel < last; panel++, block.kept += KEPT)
+        pair_tile<R, 1>(call.l, call.cut, tile, panel, call.out, row, block);
+}
+#endif
+
 inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache.
+// Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache, where the CPU multiplies in
+// tiles in the first one.
 inline int block_length(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)FEW_PANELS * call.cut.k * OUTPUTS * bytes_of(call.l.code);
-    if (tiles <= 1 || !has_float_sums(call.l) || bytes <= CACHED) return call.cut.k;
-    return (int)divided(divided(call.cut.k, divided(call.cut.k, BLOCK)), 8) * 8;
+    bool fits = call.products == KVQ_PRODUCTS_TILES ? call.cut.k <= BLOCK : bytes <= CACHED;
+    if (tiles <= 1 || !has_float_sums(call.l) || fits) return call.cut.k;
+    return (int)divided(divided(call.cut.k, divided(call.cut.k, BLOCK)), WHOLE) * WHOLE;
 }
 
-template <int CODE>
-void run_float_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
-    constexpr int ROWS = CODE == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
-    int64_t kept_tile = (last - panel) * ROWS * OUTPUTS;
+// multiply(tile, row, panel, last, block) for every block of columns, a few panels at a time.
+template <class Multiply>
+inline void for_blocks(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept,
+                       Multiply multiply) {
+    int64_t rows = call.tile_rows, kept_tile = (last - panel) * rows * OUTPUTS;
     int64_t together = last_tile - tile > 1 ? 2 : last - panel;  // panels: two stay in the first cache
     for (int begin = 0; begin < call.cut.k; begin += call.block) {
         int end = begin + call.block < call.cut.k ? begin + call.block : call.cut.k;
         for (int64_t p = panel; p < last; p += together)
             for (int64_t t = tile; t < last_tile; t++)
-                multiply_floats<CODE, ROWS>(call, call.tile(t), t * ROWS, p, p + together < last ? p + together : last,
-                                            {begin, end, kept + (t - tile) * kept_tile + (p - panel) * ROWS * OUTPUTS});
+                multiply(call.tile(t), t * rows, p, p + together < last ? p + together : last,
+                         Block{begin, end, kept + (t - tile) * kept_tile + (p - panel) * rows * OUTPUTS, call.tile_bytes});
     }
 }
 
+template <int CODE>
+void run_float_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
+    constexpr int ROWS = CODE == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
+    for_blocks(call, panel, last, tile, last_tile, kept,
+               [&](const Tile& inputs, int64_t row, int64_t p, int64_t end, const Block& block) {
+                   multiply_floats<CODE, ROWS>(call, inputs, row, p, end, block);
+               });
+}
+
+#if defined(KVQ_TILES)
+inline void run_bf16_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
+    bool in_tiles = call.products == KVQ_PRODUCTS_TILES;
+    if (in_tiles) begin_tiles();
+    for_blocks(call, panel, last, tile, last_tile, kept,
+               [&](const Tile& inputs, int64_t row, int64_t p, int64_t end, const Block& block) {
+                   if (in_tiles)
+                       matrix_tile(call.l, call.cut, inputs, p, end, call.out, row, block);
+                   else
+                       multiply_pairs<PAIR_ROWS>(call, inputs, row, p, end, block);
+               });
+    if (in_tiles) end_tiles();
+}
+#endif
+
 inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
+#if defined(KVQ_TILES)
+    if (call.products != KVQ_PRODUCTS_FP32) return run_bf16_task(call, panel, last, tile, last_tile, kept);
+#endif
     switch (call.l.code) {
         case KVQ_FP32: return run_float_task<KVQ_FP32>(call, panel, last, tile, last_tile, kept);
         case KVQ_BF16: return run_float_task<KVQ_BF16>(call, panel, last, tile, last_tile, kept);
@@ -120,13 +179,13 @@ inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile
         Tile inputs = call.tile(tile);
         int64_t row = tile * call.tile_rows;
         if (nibbles && full)
-            multiply<true, 2, TILE_ROWS>(call, inputs, row, panel, last);
+            multiply<true, 2, CODE_ROWS>(call, inputs, row, panel, last);
         else if (nibbles)
-            multiply<true, 1, TILE_ROWS>(call, inputs, row, panel, last);
+            multiply<true, 1, CODE_ROWS>(call, inputs, row, panel, last);
         else if (full)
-            multiply<false, 2, TILE_ROWS>(call, inputs, row, panel, last);
+            multiply<false, 2, CODE_ROWS>(call, inputs, row, panel, last);
         else
-            multiply<false, 1, TILE_ROWS>(call, inputs, row, panel, last);
+            multiply<false, 1, CODE_ROWS>(call, inputs, row, panel, last);
     }
 }
 
@@ -139,7 +198,7 @@ inline Split split(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)call.block * OUTPUTS * bytes_of(call.l.code) / (call.l.code == KVQ_INT4 ? 2 : 1);
     int64_t few = (tiles > 1 ? CACHED : STREAMED) / bytes, wanted = 4 * call.threads;
     int64_t even = call.panels / wanted, panels = few < even ? few : even;
-    if (call.block < call.cut.k && panels > MOST_PANELS) panels = MOST_PANELS;
+    if (call.kept_size && panels > MOST_PANELS) panels = MOST_PANELS;
     panels = panels < FEW_PANELS ? FEW_PANELS : panels / FEW_PANELS * FEW_PANELS;
     if (panels * call.threads > call.panels) panels = divided(call.panels, call.threads);
     int64_t across = divided(call.panels, panels), groups = across < wanted ? divided(wanted, across) : 1;
@@ -169,18 +228,19 @@ inline void run(const Call& call) {
 // Strides of rows are bytes.
 KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
                    int code, int64_t rows, int threads) {
+    int products = products_of(*linear, code);
     Call call = {*linear, cut_of(*linear), x, x_row, {out, out_row, code}, rows, divided(linear->out_features, OUTPUTS),
-                 threads, rows_of(*linear), nullptr, 0, 0, nullptr, nullptr, 0};
+                 threads, products, rows_of(*linear, products), nullptr, 0, 0, nullptr, nullptr, 0};
     if (call.panels == 0) return KVQ_OK;
     if (rows * linear->k * linear->out_features < WORTH_THREADS) call.threads = 1;
     int64_t most = rows < MOST_ROWS ? rows : MOST_ROWS, most_tiles = divided(most, call.tile_rows);
     Memory sizes = {};
-    take_tile(*linear, call.cut, call.tile_rows, sizes);
+    take_tile(*linear, call.cut, products, call.tile_rows, sizes);
     call.tile_bytes = sizes.used;
     sizes.used *= most_tiles;
     int64_t tiles = sizes.used, columns = call.threads * (int64_t)(call.cut.k + W);
     sizes.take<float>(columns);
-    if (block_length(call, most_tiles) < call.cut.k)
+    if (block_length(call, most_tiles) < call.cut.k || products == KVQ_PRODUCTS_TILES)
         call.kept_size = most_tiles * call.tile_rows * MOST_PANELS * OUTPUTS;
     sizes.take<float>(call.threads * call.kept_size);
     Kept* kept = take_memory(sizes.used);
@@ -196,6 +256,16 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
         run(call);
     }
     give_back(kept);
+    return KVQ_OK;
+}
+
+// The products of bf16 that this CPU has, the fastest of them.
+KVQ_KERNEL(linear_products)(int* best) {
+    *best = KVQ_PRODUCTS_FP32;
+#if defined(KVQ_TILES)
+    if (has_pairs()) *best = KVQ_PRODUCTS_PAIRS;
+    if (has_tiles()) *best = KVQ_PRODUCTS_TILES;
+#endif
     return KVQ_OK;
 }
 
@@ -244,15 +314,17 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
     Parts all = {memory.take<Part>(count), count, threads, 0, 0, nullptr, nullptr, 0, 0};
     for (int i = 0; i < count; i++) {
         const KvqLinear& l = *groups[i].linear;
+        int products = products_of(l, out.code);
         Call call = {l, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
-                     (int)divided(threads, count), rows_of(l), nullptr, 0, 0, nullptr, nullptr, 0};
+                     (int)divided(threads, count), products, rows_of(l, products), nullptr, 0, 0, nullptr, nullptr, 0};
         int64_t tiles = divided(call.rows, call.tile_rows);
         Memory tile = {};
-        take_tile(l, call.cut, call.tile_rows, tile);
+        take_tile(l, call.cut, products, call.tile_rows, tile);
         call.tile_bytes = tile.used;
         call.tiles = memory.take<uint8_t>(tiles * call.tile_bytes);
         call.block = block_length(call, tiles);
-        int64_t kept = call.block < call.cut.k ? tiles * call.tile_rows * MOST_PANELS * OUTPUTS : 0;
+        bool keeps = call.block < call.cut.k || products == KVQ_PRODUCTS_TILES;
+        int64_t kept = keeps ? tiles * call.tile_rows * MOST_PANELS * OUTPUTS : 0;
         if (kept > all.kept_size) all.kept_size = kept;
         if (call.cut.k + W > all.columns_size) all.columns_size = call.cut.k + W;
         Split s = split(call, tiles);

@@ -37,9 +37,17 @@ void pack_panel(const uint8_t* const* rows, int64_t columns, int64_t k, T* out) 
     memset(out + columns * OUTPUTS, 0, (size_t)((k - columns) * OUTPUTS) * SIZE);
 }
 
+// The same of bf16: pairs of columns side by side, [k / 2, 16, 2].
+inline void pack_pairs(const uint8_t* const* rows, int64_t columns, int64_t k, uint16_t* out) {
+    pack_panel<uint32_t>(rows, columns / 2, k / 2, (uint32_t*)out);
+    for (int o = 0; columns % 2 && o < OUTPUTS; o++)
+        if (rows[o]) out[columns / 2 * OUTPUTS * 2 + o * 2] = number<uint16_t>(rows[o] + (columns - 1) * 2);
+}
+
 }  // namespace
 
-// The outputs of `parts` [rows, columns] one below the other; `panels` [panels, k, 16]. Both of `code`: KVQ_FP32,
+// The outputs of `parts` [rows, columns] one below the other; `panels` [panels, k, 16], of bf16
+// [panels, k / 2, 16, 2]. Both of `code`: KVQ_FP32,
 // KVQ_BF16 or KVQ_FP16.
 KVQ_KERNEL(pack_plain)(const KvqMatrix* parts, int count, int64_t columns, int code, uint8_t* panels, int64_t k,
                        int threads) {
@@ -52,8 +60,10 @@ KVQ_KERNEL(pack_plain)(const KvqMatrix* parts, int count, int64_t columns, int c
         for (int i = 0; i < count; first -= parts[i++].rows)
             for (int o = 0; o < OUTPUTS; o++)
                 if (first + o >= 0 && first + o < parts[i].rows) rows[o] = parts[i].data + (first + o) * parts[i].row;
-        if (size == 4)
+        if (code == KVQ_FP32)
             pack_panel<uint32_t>(rows, columns, k, (uint32_t*)(panels + panel * panel_bytes));
+        else if (code == KVQ_BF16)
+            pack_pairs(rows, columns, k, (uint16_t*)(panels + panel * panel_bytes));
         else
             pack_panel<uint16_t>(rows, columns, k, (uint16_t*)(panels + panel * panel_bytes));
     });

@@ -16,6 +16,7 @@ from kvq.kernels.native.library import run
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # which their number is padded to
+_BF16_COLUMNS = 32  # of weights in bf16, which tiles multiply 32 at a time
 _E4M3_NAN = 0x7F
 _Matrix = struct("KvqMatrix")
 
@@ -25,9 +26,9 @@ class Panels:
     """What KvqLinear points at.
 
     `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes; of a weight that
-    is no code fp32, bf16 or fp16 [panels, columns, 16]. `scales`: fp32, bf16 or fp16 [panels, groups, 16],
-    None if there are no codes. `zeros`: int8 of the same shape, None if symmetric. `order`: int32 [in], None
-    if inputs lie in their own order.
+    is no code fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`: fp32, bf16
+    or fp16 [panels, groups, 16], None if there are no codes. `zeros`: int8 of the
+    same shape, None if symmetric. `order`: int32 [in], None if inputs lie in their own order.
     """
 
     codes: Tensor
@@ -80,11 +81,14 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     inputs = {weight.in_features for weight in weights}
     if len(inputs) > 1:
         raise ConfigError(f"only weights of the same inputs can be joined, got {sorted(inputs)} of them")
-    columns = -(-weights[0].in_features // COLUMNS) * COLUMNS
     dtype = reduce(torch.promote_types, (weight.values.dtype for weight in weights))
+    pair = 2 if dtype is torch.bfloat16 else 1
+    unit = _BF16_COLUMNS if pair == 2 else COLUMNS
+    columns = -(-weights[0].in_features // unit) * unit
     parts = [weight.values.to(dtype) for weight in weights]
     parts = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
-    panels = torch.empty(-(-sum(map(len, parts)) // OUTPUTS), columns, OUTPUTS, dtype=dtype)
+    shape = -(-sum(map(len, parts)) // OUTPUTS), columns // pair, OUTPUTS
+    panels = torch.empty(*shape, *([pair] if pair == 2 else []), dtype=dtype)
     matrices = [_Matrix(part.data_ptr(), len(part), part.stride(0) * part.element_size()) for part in parts]
     run(
         "pack_plain",
@@ -101,7 +105,7 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
 
 def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:
     """The weight [out, in] of `pack_plain`'s panels, in the type that they are in."""
-    return panels.codes.transpose(1, 2).flatten(0, 1)[:out_features, :in_features]
+    return panels.codes.transpose(1, 2).flatten(0, 1).flatten(1)[:out_features, :in_features]
 
 
 def _check(weight: QuantizedWeight) -> None:
@@ -129,11 +133,11 @@ def _bytes(weights: Sequence[QuantizedWeight]) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
 
 
-def _padded(x: Tensor) -> Tensor:
-    """[out, in] with zeros up to whole panels."""
-    if x.shape[0] % OUTPUTS == x.shape[1] % COLUMNS == 0:
+def _padded(x: Tensor, columns: int = COLUMNS) -> Tensor:
+    """[out, in] with zeros up to whole panels, and to a multiple of `columns`."""
+    if x.shape[0] % OUTPUTS == x.shape[1] % columns == 0:
         return x
-    return functional.pad(x, (0, -x.shape[1] % COLUMNS, 0, -x.shape[0] % OUTPUTS))
+    return functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % OUTPUTS))
 
 
 def _blocked(x: Tensor, code: WeightCode) -> Tensor:

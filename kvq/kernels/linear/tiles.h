@@ -9,15 +9,15 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6, TILE_PANELS = 2;  // 24 of 32 registers are sums
+constexpr int CODE_ROWS = 6, CODE_PANELS = 2;  // 24 of 32 registers are sums
 constexpr int FP8_ROWS = 12, FP8_CHAINS = 12;  // an output has one sum: others fill the time it takes
 constexpr int FLOAT_ROWS = 12, FLOAT_CHAINS = 24;
 #elif defined(__AVX2__)
-constexpr int TILE_ROWS = 2, TILE_PANELS = 1;  // 8 of 16
+constexpr int CODE_ROWS = 2, CODE_PANELS = 1;  // 8 of 16
 constexpr int FP8_ROWS = 3, FP8_CHAINS = 4;
 constexpr int FLOAT_ROWS = 6, FLOAT_CHAINS = 6;
 #else
-constexpr int TILE_ROWS = 2, TILE_PANELS = 1;
+constexpr int CODE_ROWS = 2, CODE_PANELS = 1;
 constexpr int FP8_ROWS = 2, FP8_CHAINS = 4;
 constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 2;
 #endif
@@ -131,13 +131,14 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
 struct Block {
     int begin, end;
     float* kept;  // [panels, rows, 16] of a tile: sums up to `begin`, or up to `end`
+    int64_t next;  // bytes from a tile's inputs to those of the tile that follows
 };
 
 // One sum per output, over the columns in their order, whatever the block.
 template <int CODE, int R, int P>
 void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row,
                 const Block& block) {
-    constexpr int STEP = CODE == KVQ_FP8 ? 4 : 1, BYTES = OUTPUTS * bytes_of(CODE);
+    constexpr int STEP = columns_of(CODE), BYTES = OUTPUTS * bytes_of(CODE);
     constexpr int FAR = CODE == KVQ_FP8 ? AHEAD : FLOATS_AHEAD;
     int64_t bytes = (int64_t)cut.k * BYTES;
     const uint8_t* codes = l.codes + panel * bytes + (int64_t)block.begin * BYTES;
@@ -148,6 +149,8 @@ void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
             UNROLL for (int i = 0; i < PARTS; i++)
                 totals[p][r].part[i] = block.begin ? load(block.kept + ((p * R + r) * PARTS + i) * W) : vf{};
     for (int k = block.begin; k < block.end; k += 4) {
+        if (R == FLOAT_ROWS)  // of few rows inputs stay where they are
+            for (int i = 0; i < 4 * R; i += 16) __builtin_prefetch((const uint8_t*)(x + i) + block.next, 0, 2);
         UNROLL for (int part = 0; part < 4; part += STEP, codes += STEP * BYTES, x += STEP * R) {
             Floats w[P][STEP];
             UNROLL for (int p = 0; p < P; p++) {

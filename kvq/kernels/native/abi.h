@@ -13,7 +13,7 @@
 // Grouped codes of 4 bits are KVQ_INT4, those of any other width KVQ_GROUPED.
 enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_GROUPED };
 
-enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK, KVQ_BAD_EXPERT };
+enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK, KVQ_BAD_EXPERT, KVQ_BAD_ROW };
 
 // K or V of one layer in blocks. Strides are bytes, rows themselves contiguous.
 struct KvqRows {
@@ -94,20 +94,24 @@ struct KvqAttention {
 
 enum KvqInputs { KVQ_INPUTS_FULL, KVQ_INPUTS_INT8, KVQ_INPUTS_FP8 };
 
+// Of bf16 rows with weights in bf16: in fp32, or by the CPU's instructions for pairs or for tiles of them.
+enum KvqProducts { KVQ_PRODUCTS_FP32, KVQ_PRODUCTS_PAIRS, KVQ_PRODUCTS_TILES };
+
 enum KvqActivation { KVQ_SILU, KVQ_GELU_TANH };
 
 // A Linear layer's weight in panels of 16 outputs; kvq/kernels/linear/pack.py makes them.
 struct KvqLinear {
-    const uint8_t* codes;   // [panels, k, 16] codes or floats, or half as many bytes of nibbles
+    const uint8_t* codes;   // [panels, k, 16] codes or floats, bf16 [panels, k / 2, 16, 2]; nibbles in half the bytes
     const uint8_t* scales;  // [panels, groups, 16] of scale_code; of floats null
     const int8_t* zeros;    // [panels, groups, 16], or null
     const int32_t* order;   // [in_features]: the input that each column multiplies; or null
     int64_t in_features, out_features;
-    int32_t k;       // in_features, padded to a multiple of 8
+    int32_t k;       // in_features, padded to a multiple of 8, of bf16 of 32
     int32_t groups;  // of k columns
     int32_t code;    // KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8 or KVQ_INT4
     int32_t scale_code;
     int32_t inputs;  // KvqInputs
+    int32_t products;  // KvqProducts
 };
 
 // Gated MLPs that rows choose among: down(activation(gates) * rest), gates and rest being what gate_up gives.
@@ -185,6 +189,8 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
                    int code, int64_t rows, int threads);
 KVQ_KERNEL(linear_each)(const KvqLinear* linears, int count, const uint8_t* x, int64_t x_row, int64_t x_each,
                         uint8_t* out, int64_t out_row, int64_t out_each, int code, int64_t rows, int threads);
+KVQ_KERNEL(linear_products)(int* best);
+KVQ_KERNEL(linear_rows)(const KvqLinear* linear, const int64_t* rows, int64_t count, uint8_t* out, int code, int threads);
 KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int64_t n, int code,
                   int activation, int64_t rows, int threads);
 KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,

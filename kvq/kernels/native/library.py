@@ -76,7 +76,7 @@ def run(kernel: str, *arguments: Any) -> None:
     """Call a kernel of the library.
 
     Raises:
-        IndexError: a table or a slot names a block, or a row an expert, that does not exist; nothing was
+        IndexError: a table, a slot, a lookup or a choice of experts names what does not exist; nothing was
             written.
         MemoryError: no room for scratch memory.
         UnsupportedKernel: there is no library.
@@ -86,6 +86,8 @@ def run(kernel: str, *arguments: Any) -> None:
         raise IndexError("a table or a slot names a block outside the pool")
     if status == NUMBERS["KVQ_BAD_EXPERT"]:
         raise IndexError("a row chose an expert that isn't there")
+    if status == NUMBERS["KVQ_BAD_ROW"]:
+        raise IndexError("a row was looked up that the weight does not have")
     if status == NUMBERS["KVQ_NO_MEMORY"]:
         raise MemoryError("the CPU kernel found no memory for its scratch space")
 

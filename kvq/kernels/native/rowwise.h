@@ -9,7 +9,7 @@ namespace {
 
 constexpr int PIECE = 512;                  // elements converted at a time
 constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-constexpr int64_t MOST_ROWS = 504;          // between two products at a time, as linear.cpp takes them
+constexpr int64_t MOST_ROWS = 576;          // between two products at a time, as linear.cpp takes them
 
 // work(scratch, first, n) for rows [first, first + n), all of them in turn until one fails; returns its status.
 // `row_bytes`: of scratch memory for a row.

@@ -107,6 +107,38 @@ inline vf sums_of(const vf x[W]) {
     return sums_of_quarters<W / 4>(quarters);
 }
 
+#if defined(__AVX512F__)
+// Rows become columns: 16 vectors of 16.
+inline void transpose(vf x[16]) {
+    __m512 t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps((__m512)x[i], (__m512)x[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps((__m512)x[i], (__m512)x[i + 1]);
+    }
+    __m512d y[16];
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + 2 + j]);
+            y[i + 2 * j] = _mm512_unpacklo_pd(a, b);
+            y[i + 2 * j + 1] = _mm512_unpackhi_pd(a, b);
+        }
+    __m512 z[16];
+    for (int i = 0; i < 4; i++) {
+        __m512 a = _mm512_castpd_ps(y[i]), b = _mm512_castpd_ps(y[i + 4]);
+        __m512 c = _mm512_castpd_ps(y[i + 8]), d = _mm512_castpd_ps(y[i + 12]);
+        z[i] = _mm512_shuffle_f32x4(a, b, 0x88);
+        z[i + 4] = _mm512_shuffle_f32x4(a, b, 0xdd);
+        z[i + 8] = _mm512_shuffle_f32x4(c, d, 0x88);
+        z[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
+    }
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 2; j++) {
+            x[i + 4 * j] = (vf)_mm512_shuffle_f32x4(z[i + 4 * j], z[i + 4 * j + 8], 0x88);
+            x[i + 4 * j + 8] = (vf)_mm512_shuffle_f32x4(z[i + 4 * j], z[i + 4 * j + 8], 0xdd);
+        }
+}
+#endif
+
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
 // Lanes half a register, a quarter ... apart change places.

@@ -1,13 +1,13 @@
 """kvq's operations as operators of torch, in the namespace `kvq`, for programs that compile or export.
 
 Importing this package registers `torch.ops.kvq.write_kv`, `attend`, `attend_latent`, `gather_dense`,
-`merge_partials`, `linear` and `packed_linear`: tensors, numbers and formats by their names in, fresh tensors
-out. They run the kernels that `select` chooses. kvq's own engine calls kernels directly: torch's dispatcher
-takes longer than a small kernel.
+`merge_partials`, `linear`, `packed_linear` and `looked_up_rows`: tensors, numbers and formats by their names
+in, fresh tensors out. They run the kernels that `select` chooses. kvq's own engine calls kernels directly:
+torch's dispatcher takes longer than a small kernel.
 """
 
 from kvq.kernels.ops.blocks import attend, attend_latent, gather_dense, merge_partials, write_kv
-from kvq.kernels.ops.linear import keep, linear, packed_linear
+from kvq.kernels.ops.linear import keep, linear, looked_up_rows, packed_linear
 
 __all__ = [
     "attend",
@@ -15,6 +15,7 @@ __all__ = [
     "gather_dense",
     "keep",
     "linear",
+    "looked_up_rows",
     "merge_partials",
     "packed_linear",
     "write_kv",

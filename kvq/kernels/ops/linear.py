@@ -6,6 +6,7 @@ from secrets import randbits
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,18 +37,38 @@ def packed_linear(x: Tensor, kernel: int, out_features: int) -> Tensor:
     Raises:
         ModelError: the layer that held the kernel is gone, or lives in another process.
     """
-    run = _kept.get(kernel)
-    if run is None:
+    return _found(kernel)(x)
+
+
+def _found(number: int) -> Callable[[Tensor], Tensor]:
+    kernel = _kept.get(number)
+    if kernel is None:
         raise ModelError(
             "this program multiplies by the weight of a layer that is gone: keep the model that was compiled "
             "or exported, in the same process"
         )
-    return run(x)
+    return kernel
 
 
 @packed_linear.register_fake
 def _(x: Tensor, kernel: int, out_features: int) -> Tensor:
     return x.new_empty(x.shape[0], out_features)
+
+
+@custom_op("kvq::looked_up_rows", mutates_args=())
+def looked_up_rows(rows: Tensor, kernel: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    """int64 [...] -> [..., in_features] of `dtype`, from the weight of a kernel that `keep` gave this number.
+
+    Raises:
+        ModelError: as `packed_linear`.
+    """
+    look_up: Callable[[Tensor, torch.dtype], Tensor] = _found(kernel).look_up  # type: ignore[attr-defined]
+    return look_up(rows, dtype)
+
+
+@looked_up_rows.register_fake
+def _(rows: Tensor, kernel: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(*rows.shape, in_features, dtype=dtype)
 
 
 @custom_op("kvq::linear", mutates_args=())

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
-from kvq.kernels.linear import pack
+from kvq.kernels.linear import cpu, pack
 from kvq.kernels.linear.cpu import CpuLinear, CpuLinears
+from kvq.kernels.native.abi import NUMBERS
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import (
     check_broken_row,
@@ -66,9 +67,9 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(inputs: int, dtype
 
 
 def test_16_bits_that_hold_a_weight_change_no_bit() -> None:
-    x = rows_of(7, 200)
+    x = rows_of(7, 224)
     for dtype in (torch.bfloat16, torch.float16):
-        narrow = plain(33, 200, dtype)
+        narrow = plain(33, 224, dtype)
         wide = PlainWeight(values=narrow.values.float())
         found = PlainWeight.narrowest(wide.values)
         assert found.values.dtype is dtype
@@ -103,9 +104,11 @@ def test_panels_hold_16_outputs_side_by_side_and_zeros_behind_the_last(
     weights = [plain(*shape, dtype) for shape in shapes]
     joined = torch.cat([weight.values for weight in weights])
     outputs, inputs = joined.shape
-    want = torch.zeros(-(-outputs // 16) * 16, -(-inputs // 8) * 8, dtype=dtype)
+    pair, unit = (2, 32) if dtype is torch.bfloat16 else (1, 8)
+    want = torch.zeros(-(-outputs // 16) * 16, -(-inputs // unit) * unit, dtype=dtype)
     want[:outputs, :inputs] = joined
-    want = want.view(-1, 16, want.shape[1]).transpose(1, 2)
+    want = want.view(-1, 16, want.shape[1] // pair, pair).transpose(1, 2)
+    want = want if pair == 2 else want.squeeze(3)
     dirty = torch.full_like(want, NAN, memory_format=torch.contiguous_format)
     monkeypatch.setattr(pack.torch, "empty", lambda *_, **__: dirty)
     for lie in (
@@ -117,6 +120,27 @@ def test_panels_hold_16_outputs_side_by_side_and_zeros_behind_the_last(
         assert torch.equal(found.codes, want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_packed_weight_can_be_looked_up(dtype: torch.dtype) -> None:
+    weight = plain(75, 603, dtype)  # in pieces
+    kernel_ = CpuLinear(weight)
+    rows = torch.randint(0, 75, (7, 12), generator=torch.Generator().manual_seed(0))
+    for wanted in DTYPES:
+        got = kernel_.look_up(rows, wanted)
+        assert got.dtype is wanted
+        assert torch.equal(got, weight.values[rows].to(wanted)), wanted
+    assert torch.equal(kernel_.look_up(rows[:, 3], dtype), weight.values[rows[:, 3]])  # strided
+    assert kernel_.look_up(rows[:0], dtype).shape == (0, 12, 603)
+    for beyond in (-1, 75):  # 80 are there, with those that fill the panel up
+        with pytest.raises(IndexError, match="does not have"):
+            kernel_.look_up(torch.tensor([3, beyond]), dtype)
+    with pytest.raises(ConfigError, match="a weight in codes is no floats"):
+        CpuLinear(weight_of("int8", 16, 64)).look_up(rows, dtype)
+    for numbers, wanted in ((rows.int(), dtype), (rows, torch.float64)):
+        with pytest.raises(ConfigError, match="looked up by int64 numbers"):
+            kernel_.look_up(numbers, wanted)
+
+
 @pytest.mark.parametrize("value", [1e-30, 1e30, 1 + 2**-12, NAN])
 def test_a_weight_that_16_bits_do_not_hold_stays_in_32(value: float) -> None:
     values = torch.ones(4, 8)
@@ -124,6 +148,64 @@ def test_a_weight_that_16_bits_do_not_hold_stays_in_32(value: float) -> None:
     kept = PlainWeight.narrowest(values)
     assert kept.values.dtype is torch.float32
     assert torch.equal(kept.values, values) or value != value
+
+
+@pytest.fixture(params=["FP32", "PAIRS", "TILES"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way of multiplying bf16 with bf16 that this CPU and variant have."""
+    wanted = NUMBERS[f"KVQ_PRODUCTS_{request.param}"]
+    if wanted > cpu.best_products():
+        pytest.skip("not on this CPU, or not in this variant")
+    monkeypatch.setattr(cpu, "best_products", lambda: wanted)
+    name: str = request.param
+    return name
+
+
+def bf16_rows(rows: int, inputs: int) -> Tensor:
+    return rows_of(rows, inputs).bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (17, 63), (5, 60), (130, 3000), (100, 576)], ids=str)
+def test_products_of_bf16_are_rounded_once_at_the_end(shape: tuple[int, int], products: str) -> None:
+    weight, x = plain(*shape, torch.bfloat16), bf16_rows(45, shape[1])
+    got, want = CpuLinear(weight)(x), product(weight, x.double())
+    assert got.dtype is torch.bfloat16
+    step = want.abs() * 2**-8 + 1e-6 * want.abs().amax(1, keepdim=True)  # half a bf16 number's last bit
+    assert ((got.double() - want).abs() <= step).all()
+
+
+@pytest.mark.parametrize("inputs", [100, 3300])  # the second in blocks of columns
+def test_a_row_of_bf16_is_the_same_bit_for_bit_alone_and_among_others(inputs: int, products: str) -> None:
+    kernel_, x = CpuLinear(plain(75, inputs, torch.bfloat16)), bf16_rows(40, inputs)
+    want = kernel_(x)
+    for rows in (*range(1, 20), 31, 32, 33, 39):
+        assert torch.equal(kernel_(x[:rows]), want[:rows]), rows
+    assert torch.equal(kernel_(x[39:]), want[39:])
+    many = x.repeat(15, 1)  # more than are made ready at a time
+    assert torch.equal(kernel_(many), want.repeat(15, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 45])
+def test_threads_and_surroundings_change_no_bit_of_bf16(rows: int, products: str) -> None:
+    kernel_, x = CpuLinear(plain(515, 1999, torch.bfloat16)), bf16_rows(rows, 1999)
+    check_threads(kernel_, x)
+    want = kernel_(x)
+    kernel_(torch.full((200, 1999), NAN).bfloat16())  # which scratch memory may still hold
+    around = torch.full((rows + 2, 2043), NAN).bfloat16()
+    around[1:-1, 7:2006] = x
+    assert torch.equal(kernel_(around[1:-1, 7:2006]), want)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_is_no_number_in_bf16_spoils_its_own_row_and_output_alone(bad: float, products: str) -> None:
+    weight = plain(33, 390, torch.bfloat16)
+    check_broken_row(CpuLinear(weight), bf16_rows(34, 390), bad)
+    x, want = bf16_rows(9, 390).abs() + 1, CpuLinear(weight)(bf16_rows(9, 390).abs() + 1)
+    weight.values[17, 389] = bad
+    got = CpuLinear(weight)(x)
+    assert not got[:, 17].isfinite().any()
+    assert torch.equal(got[:, :17], want[:, :17])
+    assert torch.equal(got[:, 18:], want[:, 18:])
 
 
 @pytest.mark.parametrize("rows", [1, 29])

@@ -1,0 +1,64 @@
+// Rows of a weight in floats, looked up in the panels that products read: an embedding that serves for the head.
+
+#include "../native/pool.h"
+#include "lanes.h"
+
+namespace {
+
+constexpr int64_t WORTH_THREADS = 1 << 15;  // numbers
+
+// A row lies in its panel as every 16th number.
+template <class T>
+inline void read_lane(T* to, const T* from, int n) {
+    for (int i = 0; i < n; i++) to[i] = from[(int64_t)i * OUTPUTS];
+}
+
+// Of bf16 every 16th pair.
+inline void read_pairs(uint8_t* out, const uint8_t* from, int n, int code) {
+    for (int i = 0; i < n; i += 2, from += OUTPUTS * 4) {
+        int count = n - i < 2 ? 1 : 2;
+        if (code == KVQ_BF16) {
+            memcpy(out + i * 2, from, (size_t)count * 2);
+            continue;
+        }
+        float pair[2] = {from_bf16(load_as<uint16_t>(from)), from_bf16(load_as<uint16_t>(from + 2))};
+        write_floats(out + i * bytes_of(code), pair, count, code);
+    }
+}
+
+inline void look_up(const KvqLinear& l, int64_t row, uint8_t* out, int code) {
+    constexpr int PIECE = 256;
+    int size = bytes_of(l.code), n = (int)l.in_features;
+    const uint8_t* from = l.codes + row / OUTPUTS * l.k * OUTPUTS * size;
+    if (l.code == KVQ_BF16) return read_pairs(out, from + row % OUTPUTS * 4, n, code);
+    from += row % OUTPUTS * size;
+    if (code == l.code) {
+        if (size == 4) return read_lane((uint32_t*)out, (const uint32_t*)from, n);
+        return read_lane((uint16_t*)out, (const uint16_t*)from, n);
+    }
+    for (int first = 0; first < n; first += PIECE, from += (int64_t)PIECE * OUTPUTS * size) {
+        int count = n - first < PIECE ? n - first : PIECE;
+        float values[PIECE];
+        if (size == 4) {
+            read_lane(values, (const float*)from, count);
+        } else {
+            uint16_t halves[PIECE];
+            read_lane(halves, (const uint16_t*)from, count);
+            read_floats(values, (const uint8_t*)halves, count, l.code);
+        }
+        write_floats(out + (int64_t)first * bytes_of(code), values, count, code);
+    }
+}
+
+}  // namespace
+
+// `out` [count, in_features] of `code`: the rows of these numbers, of a weight in KVQ_FP32, KVQ_BF16 or KVQ_FP16.
+KVQ_KERNEL(linear_rows)(const KvqLinear* linear, const int64_t* rows, int64_t count, uint8_t* out, int code, int threads) {
+    const KvqLinear& l = *linear;
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= l.out_features) return KVQ_BAD_ROW;
+    int64_t row_bytes = l.in_features * bytes_of(code);
+    if (count * l.in_features < WORTH_THREADS) threads = 1;
+    run_even(threads, count, [&](int64_t i) { look_up(l, rows[i], out + i * row_bytes, code); });
+    return KVQ_OK;
+}

@@ -1,0 +1,61 @@
+"""An embedding that serves for the head: one weight, in the order in which the head's kernel reads it."""
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.ops import keep, looked_up_rows
+from kvq.weights.linear import hooks_of
+
+_TRIED = 3  # rows
+
+
+class PackedEmbedding(nn.Module):
+    """Looks rows up in what a head multiplies by."""
+
+    def __init__(self, kernel: CpuLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
+        """`dtype`: of the rows; `scale`: what they are multiplied with, if with anything."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = kernel.out_features, kernel.in_features
+        self.kernel = kernel
+        self._kernel_number = keep(kernel)
+        self._dtype = dtype
+        self._scale = None if scale is None else scale.detach().to(dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """A copy of the weight, [rows, dim], for code that looks at it; the layer has its own."""
+        values: Tensor = self.kernel.values()
+        return values.to(self._dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """int64 [...] -> [..., dim]."""
+        if torch.compiler.is_compiling():  # as in PackedLinear
+            rows: Tensor = looked_up_rows(input, self._kernel_number, self.embedding_dim, self._dtype)
+        else:
+            rows = self.kernel.look_up(input, self._dtype)
+        return rows if self._scale is None else rows * self._scale
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+@torch.inference_mode()
+def is_plain_lookup(module: nn.Embedding) -> bool:
+    """True if a module gives rows of its weight, or these times its `embed_scale`: it is tried on some."""
+    if any(hooks_of(module)) or module.max_norm is not None:
+        return False
+    ids = torch.arange(module.num_embeddings)[:: max(1, module.num_embeddings // _TRIED)]
+    weight = torch.randn(module.num_embeddings, 2).to(module.weight.dtype)  # its own may have no numbers yet
+    rows, scale = functional.embedding(ids, weight), scale_of(module)
+    wanted = rows if scale is None else rows * scale.to(rows.dtype)
+    found = functional_call(module, {"weight": weight}, ids)
+    return isinstance(found, Tensor) and torch.equal(found, wanted)
+
+
+def scale_of(module: nn.Embedding) -> Tensor | None:
+    """What a module of Gemma's kind multiplies its rows with."""
+    scale = getattr(module, "embed_scale", None)
+    return scale if scale is None or isinstance(scale, Tensor) else torch.tensor(float(scale))
