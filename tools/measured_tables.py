@@ -268,7 +268,9 @@ def peers_table(result: dict) -> str:
         )
     versions = {row["engine"]: row["settings"]["version"] for row in result["rows"] if row["reason"] is None}
     rivals = ", ".join(f"{engine} {version}" for engine, version in versions.items() if engine != "kvq")
-    beside = f"beside {result['neighbours']} busy processes" if result["neighbours"] else "with nothing beside"
+    beside = (
+        f"beside {result['neighbours']} busy processes" if result["neighbours"] else "with nothing beside"
+    )
     quota = f"a quota of {result['quota_cores']:g} cores each" if result["quota_cores"] else "no quota"
     return "\n".join(
         [*lines, "", f"{result['turns']} turns of each, {beside}, {quota}; {rivals}. {measured_on(result)}"]

@@ -52,7 +52,9 @@ def threads_of(text: str) -> tuple[int | None, ...]:
     """
     found = tuple(None if word == _OWN else int(word) if word.isdecimal() else 0 for word in text.split(","))
     if 0 in found or len(set(found)) < len(found):
-        raise ConfigError(f"--threads takes different numbers from 1 on, or {_OWN}, such as 1,2; got {text!r}")
+        raise ConfigError(
+            f"--threads takes different numbers from 1 on, or {_OWN}, such as 1,2; got {text!r}"
+        )
     return found
 
 
@@ -66,14 +68,12 @@ def place_of(options: argparse.Namespace) -> Place:
             pythons[engine] = python
     if folder is not None:
         models |= {f"openvino/{kind}": folder.resolve() / f"openvino-{kind}" for kind in ("fp32", "int8")}
-        models |= {
-            f"llama.cpp/{kind}": folder.resolve() / f"{kind}.gguf" for kind in ("f32", "q8_0", "q4_0")
-        }
+        models |= {f"llama.cpp/{kind}": folder.resolve() / f"{kind}.gguf" for kind in ("f32", "q8_0", "q4_0")}
     elif len(pythons) > 3:
-        raise ConfigError("--openvino and --llama need --models, the folder of their models; see docs/peers.md")
-    return Place(
-        pythons=pythons, models=models, threads=threads_of(options.threads), quota=options.quota
-    )
+        raise ConfigError(
+            "--openvino and --llama need --models, the folder of their models; see docs/peers.md"
+        )
+    return Place(pythons=pythons, models=models, threads=threads_of(options.threads), quota=options.quota)
 
 
 def show(row: dict[str, Any]) -> None:

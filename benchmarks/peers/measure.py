@@ -61,7 +61,7 @@ class Place:
         return Process(self.pythons[engine], _MODULES[engine], settings, group)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Opened:
     """A contender that gave the right tokens, with the number of threads that suits it."""
 
@@ -103,34 +103,21 @@ def open_best(place: Place, part: Part, load: Load, contender: Contender, expect
     Raises:
         EngineError: it ended, or computes something else.
     """
-    best: Opened | None = None
-    tried: dict[str, float] = {}
-    try:
+    tried: dict[Opened, float] = {}
+    with ExitStack() as stack:
         for threads in place.threads:
-            process = place.open(contender, part, threads)
-            try:
-                check = expected.check(contender, process)
-                process.turn(load.draw(_WARM_UP))
-                rate = part.rate(process.turn(load.draw(_TRIAL)).run)
-            except BaseException:
-                process.close()
-                raise
-            is_best = all(rate > other for other in tried.values())
-            tried[str(threads or "its own")] = rate
-            loser = best.process if is_best and best is not None else None
-            if is_best:
-                facts = {"threads": threads, **check, "settings": process.about}
-                best = Opened(contender=contender, process=process, facts=facts)
-            else:
-                loser = process
-            if loser is not None:
-                loser.close()
-    except BaseException:
-        if best is not None:
-            best.process.close()
-        raise
-    assert best is not None, "threads has an entry"
-    return replace(best, facts=best.facts | {"threads_tried": tried})
+            process = stack.enter_context(place.open(contender, part, threads))
+            check = expected.check(contender, process)
+            process.turn(load.draw(_WARM_UP))
+            facts = {"threads": threads, **check, "settings": process.about}
+            one = Opened(contender=contender, process=process, facts=facts)
+            tried[one] = part.rate(process.turn(load.draw(_TRIAL)).run)
+        best = max(tried, key=lambda one: tried[one])
+        stack.pop_all()
+    for one in tried.keys() - {best}:
+        one.process.close()
+    best.facts["threads_tried"] = {str(one.facts["threads"] or "auto"): rate for one, rate in tried.items()}
+    return best
 
 
 def check_quiet(opened: Sequence[Opened]) -> None:

@@ -25,8 +25,8 @@ def agreement(
     if contender.is_exact and gap is not None and gap > NEAR_FP32:
         raise EngineError(
             f"{contender.name} goes on with {found[at : at + 2]} after {at} tokens, and the reference with "
-            f"{expected[at : at + 2]}, whose first is {gap:.3g} above the next likely one in log-probability; "
-            f"rounding explains {NEAR_FP32}, so this computes something else"
+            f"{expected[at : at + 2]}, whose first is {gap:.3g} above the next likely one in log-probability "
+            f"where rounding explains {NEAR_FP32}, so this computes something else"
         )
     return {
         "check_tokens": len(expected),

@@ -45,7 +45,7 @@ class Kvq:
             "version": __version__,
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
-            "block_size": self._server.llm.model.block_size,
+            "block_size": self._server.llm.model.layout.block_size,
         }
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
