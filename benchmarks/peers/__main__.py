@@ -3,7 +3,7 @@
     python -m benchmarks.peers --model bench-model [--openvino PYTHON] [--llama PYTHON] [--models FOLDER] \\
         [--neighbours N] [--quota CORES] --json OUT.json
 
-Every contender is a process of its own; all of a part take turns, which begin with the next one each time.
+Every contender is a process of its own, stopped between its turns; these begin with the next one each time.
 batch: 16 requests of 128 tokens in and 64 out. decode-128, decode-4096: one sequence at that depth. prefill:
 2,048 tokens. Before any is timed, 64 greedy tokens of each are compared with those of kvq over fp32.
 """
@@ -86,7 +86,7 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{start} {row['threads'] or _OWN} threads {row['tokens_per_s_median']:9,.1f} tokens/s "
         f"({row['tokens_per_s_p10']:,.1f} - {row['tokens_per_s_p90']:,.1f}){itl}  "
-        f"{row['cpu_share_median']:.2f} cores, idle {row['idle_cpu_s']:.2f} s  "
+        f"{row['cpu_share_median']:.2f} cores  "
         f"{row['check_equal']} of {row['check_tokens']} tokens agree",
         flush=True,
     )

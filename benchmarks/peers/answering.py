@@ -3,11 +3,15 @@
 Runs in the peers' own interpreters, so it imports nothing but the standard library.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Engine(Protocol):
@@ -24,6 +28,8 @@ class Engine(Protocol):
 
 def answer(open_engine: Callable[[dict[str, Any]], Engine]) -> None:
     """Open an engine as the first line of stdin says, then answer each line that follows with one."""
+    # One that is stopped would not see that its pipe has ended
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print what nobody should read as an answer
 

@@ -24,7 +24,6 @@ _MODULES = {
     "llama.cpp": "benchmarks.peers.run_llama",
 }
 _CHECK = (128, 64)  # tokens in and out
-_QUIET_S, _QUIET_SHARE = 1.0, 0.05  # of one core, together: what waits uses nothing
 _WARM_UP, _TRIAL, _CHECKED = -1, -2, -3  # draws beside those of the turns
 
 Rows = list[dict[str, Any]]
@@ -120,18 +119,6 @@ def open_best(place: Place, part: Part, load: Load, contender: Contender, expect
     return best
 
 
-def check_quiet(opened: Sequence[Opened]) -> None:
-    """Raise EngineError if processes that wait use a core, which the others' turns need."""
-    before = [one.process.cpu_s for one in opened]
-    time.sleep(_QUIET_S)
-    for one, was in zip(opened, before, strict=True):
-        if (used := one.process.cpu_s - was) > _QUIET_SHARE * _QUIET_S:
-            raise EngineError(
-                f"{one.contender.name} used {used:.2f} s of processor time while it waited for {_QUIET_S} s; "
-                f"it would slow the others, so measure it without them (--only)"
-            )
-
-
 def measure(
     place: Place, name: str, part: Part, contenders: Sequence[Contender], load: Load, turns: int
 ) -> Rows:
@@ -139,7 +126,7 @@ def measure(
 
     Raises:
         ConfigError: no group with a quota can be made.
-        EngineError: the reference failed, or somebody computes while others have their turn.
+        EngineError: the reference failed, or somebody ended between turns.
     """
     refused: Rows = []
     with ExitStack() as stack:
@@ -153,7 +140,6 @@ def measure(
                 continue
             stack.callback(one.process.close)
             opened.append(one)
-        check_quiet(opened)
         taken: dict[Contender, list[Turn]] = {one.contender: [] for one in opened}
         for turn, one in in_turn(opened, turns):
             taken[one.contender].append(one.process.turn(load.draw(turn)))

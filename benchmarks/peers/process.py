@@ -1,7 +1,8 @@
-"""A contender in a process of its own, which waits on a pipe while others have their turn."""
+"""A contender in a process of its own, which is stopped while others have their turn."""
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ class Turn:
 
     run: ServedLoad
     cpu_s: float  # processor time of its process meanwhile
-    idle_cpu_s: float  # and since its last turn
 
 
 class Process:
@@ -58,7 +58,6 @@ class Process:
         except BaseException:
             self.close()
             raise
-        self._cpu_s = self.cpu_s
 
     def __enter__(self) -> Self:
         return self
@@ -79,19 +78,18 @@ class Process:
         user, system = stat.rpartition(")")[2].split()[11:13]  # fields 14 and 15 of proc(5)
         return (int(user) + int(system)) / _TICKS
 
-    @property
-    def idle_cpu_s(self) -> float:
-        """Processor time since its last turn, or since it was opened."""
-        return self.cpu_s - self._cpu_s
-
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer, whenever it comes; this process sleeps meanwhile.
+        """Its answer, whenever it comes; this process sleeps meanwhile, and the other one afterwards.
+
+        One that waits on its pipe is stopped, too: engines have threads that look around or spin, a hundredth
+        of a core each for kvq's, which the next one's turn should have.
 
         Raises:
             EngineError: it ended instead.
         """
         assert self._process.stdin is not None, "a pipe"
         assert self._process.stdout is not None, "a pipe"
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
@@ -102,6 +100,7 @@ class Process:
             size = os.fstat(self._log.fileno()).st_size
             told = os.pread(self._log.fileno(), _TOLD, max(0, size - _TOLD)).decode(errors="replace")
             raise EngineError(f"{self._module} ended with {self._process.wait()}: {told.strip()}")
+        self._process.send_signal(signal.SIGSTOP)
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -111,20 +110,21 @@ class Process:
         Raises:
             EngineError: it ended, or gave fewer or more tokens than it should.
         """
-        idle_cpu_s, before = self.idle_cpu_s, self.cpu_s
+        before = self.cpu_s
         (output_tokens,) = {request.output_tokens for request in requests}
         prompts = [request.prompt for request in requests]
         found = self.ask({"prompts": prompts, "output_tokens": output_tokens})
-        self._cpu_s = self.cpu_s
+        cpu_s = self.cpu_s - before
         served = [
             Served(request=request, due_s=0.0, token_s=token_s, tokens=tokens)
             for request, token_s, tokens in zip(requests, found["token_s"], found["tokens"], strict=True)
         ]
-        return Turn(run=ServedLoad(served=served), cpu_s=self._cpu_s - before, idle_cpu_s=idle_cpu_s)
+        return Turn(run=ServedLoad(served=served), cpu_s=cpu_s)
 
     def close(self) -> None:
         """End it, and its group."""
         assert self._process.stdin is not None, "a pipe"
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.close()
             self._process.wait(_END_S)

@@ -50,7 +50,6 @@ def row(part_name: str, part: Part, contender: Contender, turns: Sequence[Turn])
         **{f"ttft_ms_p{p}": 1e3 * percentile([one.ttft_s for one in served], p) for p in (50, 99)},
         "cpu_s_median": percentile([turn.cpu_s for turn in turns], 50),
         "cpu_share_median": percentile([turn.cpu_s / turn.run.seconds for turn in turns], 50),
-        "idle_cpu_s": sum(turn.idle_cpu_s for turn in turns),
         "reason": None,
     }
 
