@@ -11,7 +11,7 @@ batch: 16 requests of 128 tokens in and 64 out. decode-128, decode-4096: one seq
 import argparse
 import json
 import os
-import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -156,7 +156,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cgroups are removed after that, too
     try:
         main(sys.argv[1:])
     except (KVQError, OSError) as error:
-        sys.exit(f"{shlex.join(sys.argv[:1])}: {error}")
+        sys.exit(f"python -m benchmarks.peers: {error}")
