@@ -7,6 +7,7 @@ import torch
 from benchmarks.peers.answering import answer
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.engine_server import KvqServer, Limits
+from kvq.kernels.native.library import loaded
 from kvq.models import Model, load
 from kvq.scheduler import Priority
 from kvq.version import __version__
@@ -43,6 +44,7 @@ class Kvq:
         self._server = make_server(given)
         self.about = {
             "version": __version__,
+            "kernels": loaded().variant,  # raises without any: the reference is no contender
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
             "block_size": self._server.llm.model.layout.block_size,
