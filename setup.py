@@ -7,7 +7,6 @@ slower reference backend.
 import logging
 import os
 import platform
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,11 +21,13 @@ AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefe
 AVX512VNNI = [*AVX512, "-mavx512vnni"]
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI} if IS_X86 else {})}
+COMMON_SOURCES = ("native/variants.cpp", "native/pool.cpp")  # without instruction-set flags
 SOURCES = {  # and what each file needs
     "attend/attend.cpp": ["-ffp-contract=fast"],
     "attend_latent/attend_latent.cpp": ["-ffp-contract=fast"],
     "copy_blocks/copy_blocks.cpp": [],
     "decoder/decoder.cpp": ["-ffp-contract=off"],  # bit-equal to calls one after the other
+    "decoder/stack.cpp": [],
     "gather_dense/gather_dense.cpp": ["-ffp-contract=off"],  # bit-equal to the reference,
     "linear/linear.cpp": ["-ffp-contract=off"],  # a row alone is bit-equal to it among others
     "linear/mlp.cpp": ["-ffp-contract=off"],
@@ -36,11 +37,8 @@ SOURCES = {  # and what each file needs
     "seal/seal.cpp": ["-ffp-contract=off"],  # codes and scales are the reference's, bit for bit
     "write_kv/write_kv.cpp": ["-ffp-contract=off"],  # as are these
 }
-# Parallel regions use the OpenMP runtime that torch has loaded: nothing is linked that could bring
-# a second pool of threads. Elsewhere than on Linux the kernels run on one thread.
-OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
-# For `make sanitize`: address,undefined or thread. ThreadSanitizer can't see into OpenMP's runtime, so
-# its build brings threads of its own.
+THREADS = ["-pthread"]
+# For `make sanitize`: address,undefined or thread.
 SANITIZE = os.environ.get("KVQ_SANITIZE", "")
 SANITIZED = [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-g", "-O1", "-w"] if SANITIZE else []
 
@@ -51,17 +49,17 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build the library next to the package, or say why there is none."""
         try:
-            objects = self._compile(str(KERNELS / "native/variants.cpp"), "common", [])
+            objects = [
+                obj for source in COMMON_SOURCES for obj in self._compile(str(KERNELS / source), "common", [])
+            ]
             with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilers are processes of their own
                 for built in pool.map(self._variant, VARIANTS, VARIANTS.values()):
                     objects += built
-            if SANITIZE == "thread":
-                objects += self._compile("tests/kernels/native/threads.cpp", "common", [])
             self.compiler.link_shared_object(
                 objects,
                 self.get_ext_fullpath(ext.name),
                 target_lang="c++",
-                extra_postargs=SANITIZED,
+                extra_postargs=[*THREADS, *SANITIZED],
             )
         except (CCompilerError, CompileError, ExecError, PlatformError) as error:
             logging.getLogger("kvq").warning(
@@ -84,7 +82,7 @@ class BuildKernels(build_ext):
             [source],
             output_dir=str(Path(self.build_temp) / variant),
             macros=[("KVQ_VARIANT", variant)],
-            extra_postargs=[*COMMON, *OPENMP, *flags, *SANITIZED],
+            extra_postargs=[*COMMON, *THREADS, *flags, *SANITIZED],
         )
 
 
@@ -92,7 +90,7 @@ setup(
     ext_modules=[
         Extension(
             "kvq.kernels.native._kernels",
-            sources=[str(KERNELS / source) for source in SOURCES],
+            sources=[str(KERNELS / source) for source in (*COMMON_SOURCES, *SOURCES)],
             depends=[str(path) for path in sorted(KERNELS.rglob("*.h"))],
             optional=True,
         )

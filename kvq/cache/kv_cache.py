@@ -147,6 +147,14 @@ class KVCache(BlockCache):
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
         return self._kernels[layer][operation].backend
 
+    def in_cpp(self, layer: int) -> tuple[PagedKV, bool] | None:
+        """A layer's blocks, and whether attention is exact; None if more than C++ has a part in it."""
+        backend = self.backend_of("attend", layer)
+        plain = layer not in self._centering and layer not in self._staged
+        both = backend in ("cpu", "cpu-fp32") and self.backend_of("write_kv", layer) in ("cpu", "cpu-fp32")
+        is_latent = "rope_write" not in self._kernels[layer]
+        return (self.layer(layer), backend == "cpu-fp32") if plain and both and not is_latent else None
+
     def absorbed_rate(self, layer: int) -> float:
         """How many products of a latent layer's kernel take the time of one that is made head by head."""
         backend = self.backend_of("attend", layer)

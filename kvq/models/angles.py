@@ -3,21 +3,60 @@
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_PAGE = 1024  # positions worked out at a time
+_MOST_BYTES = 32 << 20  # that a table takes
 
 
 class Angles:
-    """cos and sin of a model's rotary module, of every kind of layer that has its own."""
+    """cos and sin of a model's rotary module, of every kind of layer that has its own.
+
+    On a CPU, where the module's dozen operations take longer than the heads' turning, they are looked up: its
+    angles depend on nothing but the position, and are its own, bit for bit.
+    """
 
     def __init__(self, rotary: Any, kinds: Collection[str]) -> None:
         """`kinds`: as DecoderParts name them; "" where all layers share some."""
         self._rotary = rotary
         self._kinds = sorted(kinds)
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """cos, sin [rows, columns] of x's dtype; x: [1, rows, hidden], positions: [1, rows]."""
+        if x.device.type != "cpu" or not self._cover(x, int(positions.max()) + 1):
+            return self._found(x, positions)
+        rows = positions[0]
+        return {
+            kind: (cos.index_select(0, rows), sin.index_select(0, rows))
+            for kind, (cos, sin) in self._tables.items()
+        }
+
+    def _found(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         found = {}
         for kind in self._kinds:
             cos, sin = self._rotary(x, positions, kind) if kind else self._rotary(x, positions)
             found[kind] = cos[0], sin[0]
         return found
+
+    def _cover(self, x: Tensor, end: int) -> bool:
+        """Have tables in x's dtype of the positions before `end`; False if they would be too large."""
+        tables = self._tables
+        known = next((len(cos) for cos, _ in tables.values() if cos.dtype is x.dtype), 0)
+        if end <= known:
+            return True
+        pages = -(-max(end, min(2 * known, 16 * _PAGE)) // _PAGE)
+        page = self._found(x, torch.arange(known, known + _PAGE)[None])
+        row_bytes = sum(2 * cos.shape[-1] * cos.element_size() for cos, _ in page.values())
+        if pages * _PAGE * row_bytes > _MOST_BYTES:
+            return False
+        parts = [tables] if known else []
+        parts.append(page)
+        for at in range(known + _PAGE, pages * _PAGE, _PAGE):
+            parts.append(self._found(x, torch.arange(at, at + _PAGE)[None]))
+        self._tables = {
+            kind: (torch.cat([part[kind][0] for part in parts]), torch.cat([part[kind][1] for part in parts]))
+            for kind in self._kinds
+        }
+        return True

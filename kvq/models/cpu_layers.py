@@ -1,11 +1,14 @@
-"""Decoder layers in C++: two calls and attention each."""
+"""Decoder layers in C++: all of a step in one call, or two calls and attention each."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from kvq.cache.kv_cache import KVCache
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
+from kvq.kernels.decoder.stack import CpuStack, StackLayer
 from kvq.models.step import PackedStep
 
 
@@ -14,15 +17,58 @@ class CpuLayers:
 
     def __init__(self, layers: Sequence[DecoderParts], norm: nn.Module) -> None:
         self._layers = [CpuDecoder(parts) for parts in layers]
+        self._kinds = sorted({parts.angles for parts in layers})
         self._norm = norm
+        self._stacks: WeakKeyDictionary[KVCache, CpuStack] = WeakKeyDictionary()
 
     def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         """[rows, hidden] -> the same, normed."""
+        stack = self._stack_of(step) if len(x) == len(step.bad_tokens) else None
+        if stack is not None:
+            turned = [angles[kind] for kind in self._kinds]
+            x, seconds = stack(x, turned, step.batches, step.bad_tokens)
+            step.attention_s += seconds
+        else:
+            x = self._one_by_one(x, angles, step)
+        normed: Tensor = self._norm(x)
+        return normed
+
+    def _one_by_one(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         for layer in self._layers:
             parts = layer.parts
             heads = layer.before(x, *angles[parts.angles])
             q, k, v = heads.split(parts.heads.counts, 1)
             attended = step.attend(parts.index, q, k, v, parts.options)
             x = layer.after(x, attended.flatten(1))
-        normed: Tensor = self._norm(x)
-        return normed
+        return x
+
+    def _stack_of(self, step: PackedStep) -> CpuStack | None:
+        """All layers over the step's cache, if nothing but C++ has a part in its attention."""
+        cache = step.cache
+        if not step.is_plain or not isinstance(cache, KVCache):
+            return None
+        stack = self._stacks.get(cache)
+        if stack is None or any(cache.layer(x.decoder.parts.index) is not x.kv for x in stack.layers):
+            stack = self._make_stack(step, cache)  # the first over it, or its pools have grown
+            if stack is not None:
+                self._stacks[cache] = stack
+        return stack
+
+    def _make_stack(self, step: PackedStep, cache: KVCache) -> CpuStack | None:
+        layers = []
+        for decoder in self._layers:
+            parts = decoder.parts
+            if (blocks := cache.in_cpp(parts.index)) is None:
+                return None
+            kv, exact = blocks
+            layers.append(
+                StackLayer(
+                    decoder=decoder,
+                    kv=kv,
+                    options=step.options_of(parts.index, parts.options),
+                    exact=exact,
+                    group=cache.group_of[parts.index],
+                    angles=self._kinds.index(parts.angles),
+                )
+            )
+        return CpuStack(layers)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvq.kernels.decoder.cpu import runs_in_cpp
@@ -79,14 +80,66 @@ class FusedForward:
         self._embed: Callable[[Tensor], Tensor] = inner.embed_tokens
         self._scale: float = getattr(inner, "embedding_multiplier", 1.0)  # Granite's
         self._output = MoeModelOutputWithPast
+        self.width: int = layers[0].output.out_features
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         """Token ids and positions [1, rows] to hidden states [1, rows, hidden]."""
         step = given.get("kvq_step")
-        if not isinstance(step, PackedStep) or args or any(self._hooks):
+        if not isinstance(step, PackedStep) or args or self.is_hooked:
             return self._own_of(self._inner(), *args, **given)
-        x = self._embed(given["input_ids"])
+        hidden = self.hidden(given["input_ids"], given["position_ids"], step)
+        return self._output(last_hidden_state=hidden[None])
+
+    @property
+    def is_hooked(self) -> bool:
+        """True if somebody looks at the layers' modules, which steps go around."""
+        return any(self._hooks)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
+        """[1, rows] each -> [rows, hidden], behind the last norm."""
+        x = self._embed(tokens)
         if self._scale != 1.0:
             x = x * self._scale
-        hidden = self._run(x[0], self._angles(x, given["position_ids"]), step)
-        return self._output(last_hidden_state=hidden[None])
+        return self._run(x[0], self._angles(x, positions), step)
+
+
+class FusedPass:
+    """A step of a fused model that makes logits by its head alone, without transformers' wrapper."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._head: nn.Module = model.get_output_embeddings()
+        self._layers: FusedForward = model.base_model.forward
+        self._hooks = [*hooks_of(model), *hooks_of(self._head), *hooks_of(model.base_model)]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: Any) -> "FusedPass | None":
+        """None of a model that does more than that, to which some hidden states are shown."""
+        head = model.get_output_embeddings()
+        if not is_fused(model) or not isinstance(head, nn.Module):
+            return None
+        own = model.base_model.forward
+        weight = next(model.base_model.parameters())
+        hidden = torch.randn(1, 3, own.width, generator=torch.Generator().manual_seed(0)).to(weight)
+        ids = torch.zeros(1, 3, dtype=torch.int64, device=weight.device)
+        model.base_model.forward = lambda *_, **__: own._output(last_hidden_state=hidden)
+        try:
+            made = model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=ids[0, :1] + 1)
+        finally:
+            model.base_model.forward = own
+        alone = head(hidden[:, 1:2])
+        return cls(model) if torch.equal(made.logits, alone) else None
+
+    @property
+    def is_free(self) -> bool:
+        """True while nobody has hooks on the modules that steps go around."""
+        return not (any(self._hooks) or self._layers.is_hooked or "forward" in self._model.__dict__)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> Tensor:
+        """Logits [wanted, vocab]; tokens and positions: int64 [rows], wanted: int64, rows."""
+        hidden = self._layers.hidden(tokens[None], positions[None], step)
+        if step.keeps_hidden:
+            step.hidden = hidden
+        logits: Tensor = self._head(hidden.index_select(0, wanted))
+        return logits

@@ -42,13 +42,17 @@ def run_packed(
     """
     rows, device = weights.step_rows(len(positions)), weights.device
     step.positions = padded(positions, rows, device)
+    ids, keep = padded(tokens, rows, device), padded(wanted, weights.logit_rows(len(wanted)), device)
+    short = weights.fused_pass
+    if short is not None and short.is_free and step.states is None:
+        return short(ids, step.positions, keep, step)[: len(wanted)]
     states = nullcontext() if step.states is None else step.states.current()
     with states, kept_hidden(weights.model, step):
         output = weights.model(
-            input_ids=padded(tokens, rows, device)[None],
+            input_ids=ids[None],
             position_ids=step.positions[None],
             use_cache=False,
-            logits_to_keep=padded(wanted, weights.logit_rows(len(wanted)), device),
+            logits_to_keep=keep,
             kvq_step=step,
         )
     if step.states is not None:

@@ -36,6 +36,11 @@ class PackedStep:
     hidden: Tensor | None = None  # [rows, hidden_size], behind the model's last norm
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
+    @property
+    def is_plain(self) -> bool:
+        """True if layers have nothing to do but to write and to attend."""
+        return self.observer is None and self.window_limit is None and self.states is None
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Write the new tokens of one layer, then attend from them.
 
@@ -62,7 +67,7 @@ class PackedStep:
         began = perf_counter()
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
         out = attend_latents(
-            self.cache, layer, q[:tokens], self.batches, self._within(layer, options), expansion
+            self.cache, layer, q[:tokens], self.batches, self.options_of(layer, options), expansion
         )
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
@@ -114,9 +119,10 @@ class PackedStep:
 
     def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         """[tokens, q_heads, v_head_dim]; the layer's own window or chunks come on top of the options."""
-        out, _ = attended(self.cache, layer, q, self.batches, self._within(layer, options))
+        out, _ = attended(self.cache, layer, q, self.batches, self.options_of(layer, options))
         return out
 
-    def _within(self, layer: int, options: AttentionOptions) -> AttentionOptions:
+    def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
+        """A layer's options with its window or chunks, and the step's own limit."""
         own = self.geometry.layers[layer]
         return options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)

@@ -11,7 +11,7 @@ from kvq.cache.memory import held_bytes
 from kvq.errors import ModelError
 from kvq.geometry import ModelGeometry
 from kvq.models.device import pick_dtype
-from kvq.models.fused_layers import is_fused
+from kvq.models.fused_layers import FusedPass, is_fused
 from kvq.models.fused_norms import fuse_norms
 from kvq.models.handing_on import hand_on_steps
 from kvq.models.latents import attach_expansions
@@ -66,6 +66,12 @@ class LoadedWeights:
     def forget_rows(self) -> None:
         """Find out anew what steps have to be padded to; after layers were exchanged."""
         self.__dict__.pop("_fewest_rows", None)
+        self.__dict__.pop("fused_pass", None)
+
+    @cached_property
+    def fused_pass(self) -> FusedPass | None:
+        """The short way through the model on a CPU; None where it is not the same."""
+        return FusedPass.of(self.model) if self.device.type == "cpu" else None
 
     @cached_property
     def _fewest_rows(self) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """`attend` in C++ for CPUs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,26 @@ def run_attention(
     """One of the C++ kernels that attend over blocks, with queries of `q_dim` elements; see `attend`."""
     tokens, q_heads, _ = q.shape
     check_shape("q", q, q_heads, q_dim)
+    check_batch(batch, tokens, kv.block_size, options, skip_last)
+    asked, _kept_sinks = options_of(options, q_heads, kv.k.codes.shape[1], exact=exact)
+    queries, kept_q = dense_of(q)
+    out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=kept_q.dtype)
+    lse = torch.empty(tokens, q_heads)
+    results, _ = dense_of(out)
+    sequences, _kept_tables = batch_of(batch, min(skip_last, _MOST))
+    run(kernel, layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)
+    return out.to(q.dtype), lse
+
+
+def check_batch(
+    batch: SequenceBatch, tokens: int, block_size: int, options: AttentionOptions, skip_last: int = 0
+) -> None:
+    """Raise unless a batch is one of so many new tokens, with tables long enough for what they see.
+
+    Raises:
+        ConfigError: lengths that don't go together.
+        IndexError: a table is shorter than its sequence.
+    """
     new, contexts = batch.query_lens, batch.context_lens
     rows, width = batch.tables.shape
     if tokens != sum(new) or len(contexts) != len(new) or rows < len(new) or skip_last < 0:
@@ -59,18 +81,23 @@ def run_attention(
         )
     if any(not 0 <= count <= context for count, context in zip(new, contexts, strict=True)):
         raise ConfigError(f"every query_len must be 0 to its context_len, got {new} and {contexts}")
-    reach = width * kv.block_size
+    reach = width * block_size
     ends = (min(context - skip_last, options.end(context - 1)) for context in contexts)
     if any(end > reach for end in ends) or max(contexts, default=0) > _MOST:
         raise IndexError("a table or a slot names a block outside the pool: it is shorter than its sequence")
+
+
+def options_of(
+    options: AttentionOptions, q_heads: int, kv_heads: int, *, exact: bool
+) -> tuple[Any, Tensor | None]:
+    """KvqAttention, and the tensor whose memory it names.
+
+    Raises:
+        ConfigError: query heads that don't fit.
+    """
     sinks = options.sinks
-    if q_heads % kv.k.codes.shape[1] or (sinks is not None and sinks.shape != (q_heads,)):
-        raise ConfigError(f"{q_heads} query heads don't fit {kv.k.codes.shape[1]} KV heads, or the sinks")
-    queries, kept_q = dense_of(q)
-    out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=kept_q.dtype)
-    lse = torch.empty(tokens, q_heads)
-    results, _ = dense_of(out)
-    sequences, _kept_tables = batch_of(batch, min(skip_last, _MOST))
+    if q_heads % kv_heads or (sinks is not None and sinks.shape != (q_heads,)):
+        raise ConfigError(f"{q_heads} query heads don't fit {kv_heads} KV heads, or the sinks")
     if sinks is not None:
         sinks = sinks.float().contiguous()
     asked = struct("KvqAttention")(
@@ -84,8 +111,7 @@ def run_attention(
         exact=exact,
         **_part(options.part),
     )
-    run(kernel, layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)
-    return out.to(q.dtype), lse
+    return asked, sinks
 
 
 def _part(part: Part | None) -> dict[str, int]:

@@ -3,20 +3,8 @@
 
 #include <stdint.h>
 #include <stdlib.h>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 namespace {
-
-// Of the calling thread in its team: every thread has memory of its own.
-inline int thread_number() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 // Hands out pieces of memory, whole cache lines each; without memory it only counts.
 struct Memory {

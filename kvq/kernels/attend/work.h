@@ -2,6 +2,7 @@
 // own, with `row`, `run` and `sum`, and says how queries are read and a split is run.
 #pragma once
 
+#include "../native/pool.h"
 #include "plan.h"
 #include "softmax.h"
 
@@ -111,24 +112,24 @@ inline int run_plan(Call& call) {
     // A thread takes some neighbouring splits, whose first rows the one before has asked for.
     int64_t neighbours = plan.num_items / (8 * threads);
     neighbours = neighbours < 1 ? 1 : neighbours > 8 ? 8 : neighbours;
-#pragma omp parallel num_threads(threads)
-    {
-        Memory own = {scratches + each * thread_number(), 0};
+    share_tasks(threads, plan.num_items, neighbours, [&](int thread, Tasks& items) {
+        Memory own = {scratches + each * thread, 0};
         typename Kind::Scratch scratch = Kind::take(call, own);
-        int last = -1;  // task, whose queries are there
-#pragma omp for schedule(dynamic, neighbours)
-        for (int64_t i = 0; i < plan.num_items; i++) {
-            Item item = plan.items[i];
-            if (item.task != last) Kind::read(call, plan.tasks[last = item.task], scratch);
-            run_item<Kind>(call, plan, item, scratch, partials);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < plan.num_tasks * pieces; i++) {
-            const Task& task = plan.tasks[i / pieces];
-            int first = (int)(i % pieces) * MERGED_ROWS;
-            if (task.partial >= 0 && first < task.rows) merge_rows<Kind>(call, task, first, scratch, partials);
-        }
-    }
+        int read = -1;  // task, whose queries are there
+        for (int64_t first, last; items.take(first, last);)
+            for (int64_t i = first; i < last; i++) {
+                Item item = plan.items[i];
+                if (item.task != read) Kind::read(call, plan.tasks[read = item.task], scratch);
+                run_item<Kind>(call, plan, item, scratch, partials);
+            }
+    });
+    run_tasks(threads, plan.num_partials ? plan.num_tasks * pieces : 0, 1, [&](int thread, int64_t i) {
+        const Task& task = plan.tasks[i / pieces];
+        int first = (int)(i % pieces) * MERGED_ROWS;
+        if (task.partial < 0 || first >= task.rows) return;
+        Memory own = {scratches + each * thread, 0};
+        merge_rows<Kind>(call, task, first, Kind::take(call, own), partials);
+    });
     give_back(kept);
     return KVQ_OK;
 }

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "../native/abi.h"
+#include "../native/pool.h"
 
 namespace {
 
@@ -22,15 +23,15 @@ KVQ_KERNEL(copy_blocks)(const KvqRun* runs, int64_t num_runs, const int64_t* pai
         slices = own > slices ? own : slices;
         total += runs[r].bytes * count;
     }
-#pragma omp parallel for num_threads(threads) if (total > WORTH_THREADS)
-    for (int64_t task = 0; task < num_runs * slices; task++) {
+    if (total <= WORTH_THREADS) threads = 1;
+    run_even(threads, num_runs * slices, [=](int64_t task) {
         const KvqRun& run = runs[task / slices];
         int64_t begin = task % slices * SLICE, bytes = run.bytes - begin < SLICE ? run.bytes - begin : SLICE;
-        if (bytes <= 0) continue;
+        if (bytes <= 0) return;
         for (int64_t i = 0; i < count; i++)
             if (pairs[2 * i] != pairs[2 * i + 1])
                 memcpy(run.data + pairs[2 * i + 1] * run.stride + begin, run.data + pairs[2 * i] * run.stride + begin,
                        (size_t)bytes);
-    }
+    });
     return KVQ_OK;
 }

@@ -61,7 +61,7 @@ class CpuDecoder:
         assert parts.mlp_norm is not None, "checked"
         none = _Norm(None, 0, 0)
         q_norm, k_norm = (_norm_struct(norm) for norm in heads.norms) if heads.norms else (none, none)
-        self._struct = struct("KvqDecoder")(
+        self.struct = struct("KvqDecoder")(
             input_norm=_norm_struct(parts.input_norm),
             output_norm=_norm_struct(parts.mlp_norm),
             q_norm=q_norm,
@@ -85,13 +85,10 @@ class CpuDecoder:
         x: [rows, hidden] of fp32, bf16 or fp16; cos, sin: [rows, dim] of its dtype.
         """
         heads, dim = self._heads, self._heads.k_dim
-        x, cos, sin = self._rows(x, self._qkv.in_features), self._rows(cos, dim), self._rows(sin, dim)
-        rows = x.shape[0]
-        if not (rows == cos.shape[0] == sin.shape[0] and x.dtype == cos.dtype == sin.dtype):
-            raise ConfigError(
-                f"angles must be those of {rows} rows in {x.dtype}, got {list(cos.shape)}, {cos.dtype}"
-            )
-        out = torch.empty(rows, heads.q_heads + 2 * heads.kv_heads, dim, dtype=x.dtype)
+        x = self.rows(x, self.hidden)
+        self.check_angles(x, cos, sin)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        out = torch.empty(len(x), heads.q_heads + 2 * heads.kv_heads, dim, dtype=x.dtype)
         self._run("decoder_in", x, cos, sin, out)
         return out
 
@@ -100,7 +97,7 @@ class CpuDecoder:
 
         x: its inputs; attended: [rows, q_heads * dim] of the same dtype.
         """
-        x, attended = self._rows(x, self._qkv.in_features), self._rows(attended, self._output.in_features)
+        x, attended = self.rows(x, self.hidden), self.rows(attended, self._output.in_features)
         rows = x.shape[0]
         if rows != attended.shape[0] or x.dtype != attended.dtype:
             raise ConfigError(
@@ -113,9 +110,28 @@ class CpuDecoder:
 
     def _run(self, kernel: str, x: Tensor, *others: Tensor) -> None:
         pointers = (tensor.data_ptr() for tensor in (x, *others))
-        run(kernel, self._struct, *pointers, DTYPES[x.dtype], len(x), torch.get_num_threads())
+        run(kernel, self.struct, *pointers, DTYPES[x.dtype], len(x), torch.get_num_threads())
 
-    def _rows(self, x: Tensor, features: int) -> Tensor:
+    def check_angles(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Raise ConfigError unless `cos` and `sin` turn the heads of rows `x`."""
+        for angle in (cos, sin):
+            if angle.shape != (len(x), self._heads.k_dim) or angle.dtype is not x.dtype:
+                raise ConfigError(
+                    f"angles must be [{len(x)}, {self._heads.k_dim}] in {x.dtype}, "
+                    f"got {list(angle.shape)}, {angle.dtype}"
+                )
+
+    @property
+    def hidden(self) -> int:
+        width: int = self._qkv.in_features
+        return width
+
+    def rows(self, x: Tensor, features: int) -> Tensor:
+        """`x` or a copy with contiguous rows.
+
+        Raises:
+            ConfigError: another shape or dtype: compiled code would read past its end.
+        """
         if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES or not self._dtypes <= {x.dtype}:
             raise ConfigError(
                 f"a decoder layer takes fp32, bf16 or fp16 [rows, {features}], of its biases' dtype, "

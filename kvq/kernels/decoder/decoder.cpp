@@ -8,8 +8,7 @@ namespace {
 inline void add_rows(uint8_t* out, const uint8_t* x, int64_t x_row, int64_t dim, int code, int64_t rows, int threads) {
     int64_t size = bytes_of(code);
     if (rows * dim < WORTH_THREADS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; row++)
+    run_even(threads, rows, [=](int64_t row) {
         for (int64_t first = 0; first < dim; first += PIECE) {
             int n = (int)(dim - first < PIECE ? dim - first : PIECE);
             float a[PIECE], b[PIECE];
@@ -19,6 +18,7 @@ inline void add_rows(uint8_t* out, const uint8_t* x, int64_t x_row, int64_t dim,
             for (int i = 0; i < n; i++) a[i] += b[i];
             write_floats(to, a, n, code);
         }
+    });
 }
 
 inline void normalize(const KvqNorm& norm, const uint8_t* x, uint8_t* out, int64_t dim, int code, int64_t rows,
@@ -31,12 +31,11 @@ inline void normalize_heads(const KvqDecoder& l, uint8_t* heads, int64_t row_byt
                             int threads) {
     int64_t keys = (int64_t)l.q_heads * l.dim * bytes_of(code);
     if (rows * (l.q_heads + l.kv_heads) * l.dim < WORTH_THREADS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
+    run_even(threads, rows, [=, &l](int64_t row) {
         uint8_t* at = heads + row * row_bytes;
         normalize(l.q_norm, at, at, l.dim, code, l.q_heads, 1);
         normalize(l.k_norm, at + keys, at + keys, l.dim, code, l.kv_heads, 1);
-    }
+    });
 }
 
 }  // namespace

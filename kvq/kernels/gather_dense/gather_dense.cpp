@@ -1,5 +1,6 @@
 // gather_dense on CPUs: see reference.py. A task is a few tokens of one KV head of one sequence.
 
+#include "../native/pool.h"
 #include "../native/rows.h"
 
 namespace {
@@ -42,13 +43,12 @@ KVQ_KERNEL(gather_dense)(const KvqLayer* layer, const KvqPositions* from, const 
     if (!blocks_exist(*layer, *from)) return KVQ_BAD_BLOCK;
     int64_t parts = (from->end - from->start + TOKENS - 1) / TOKENS;
     int64_t tasks = parts * layer->kv_heads * from->sequences;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t task = 0; task < tasks; task++) {
+    run_even(threads, tasks, [=](int64_t task) {
         int begin = from->start + (int)(task % parts) * TOKENS, end = begin + TOKENS;
         if (end > from->end) end = from->end;
         int head = (int)(task / parts % layer->kv_heads), sequence = (int)(task / parts / layer->kv_heads);
         gather_rows(layer->k, *from, *k, unrotate, sequence, head, begin, end);
         gather_rows(layer->v, *from, *v, unrotate, sequence, head, begin, end);
-    }
+    });
     return KVQ_OK;
 }

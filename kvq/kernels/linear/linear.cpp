@@ -4,6 +4,7 @@
 // while the tiles pass, and each tile's inputs, rounded once for all panels, in the first. Panels that are too
 // long for that are cut into blocks of columns, and sums kept between them.
 
+#include "../native/pool.h"
 #include "tiles.h"
 
 namespace {
@@ -151,23 +152,9 @@ inline void run(const Call& call) {
         int64_t tile = i / s.tasks_across * s.tiles, last_tile = tile + s.tiles;
         run_task(call, panel, last < call.panels ? last : call.panels, tile, last_tile < tiles ? last_tile : tiles, kept);
     };
-    if (call.threads == 1) {  // without the cost of a team
-        for (int64_t i = 0; i < tiles; i++) round_tile(call, i, call.columns);
-        for (int64_t i = 0; i < s.tasks; i++) task(i, call.kept);
-        return;
-    }
-    if (tiles == 1) round_tile(call, 0, call.columns);  // too little to share
-#pragma omp parallel num_threads(call.threads)
-    {
-        int64_t thread = thread_number();
-        if (tiles > 1) {
-            float* columns = call.columns + thread * (call.cut.k + W);
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < tiles; i++) round_tile(call, i, columns);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < s.tasks; i++) task(i, call.kept + thread * call.kept_size);
-    }
+    run_tasks(call.threads, tiles, 1,
+              [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * (call.cut.k + W)); });
+    run_tasks(call.threads, s.tasks, 1, [&](int thread, int64_t i) { task(i, call.kept + thread * call.kept_size); });
 }
 
 }  // namespace
@@ -210,10 +197,9 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
 KVQ_KERNEL(linear_each)(const KvqLinear* linears, int count, const uint8_t* x, int64_t x_row, int64_t x_each,
                         uint8_t* out, int64_t out_row, int64_t out_each, int code, int64_t rows, int threads) {
     int failed = KVQ_OK;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int i = 0; i < count; i++) {
+    run_tasks(threads, count, 1, [&](int, int64_t i) {
         int status = KVQ_CALL(linear)(linears + i, x + i * x_each, x_row, out + i * out_each, out_row, code, rows, 1);
         if (status) __atomic_store_n(&failed, status, __ATOMIC_RELAXED);
-    }
+    });
     return failed;
 }

@@ -26,13 +26,12 @@ KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row
                   int activation, int64_t rows, int threads) {
     int64_t pieces = (n + PIECE - 1) / PIECE, size = bytes_of(code);
     if (rows * n < WORTH_THREADS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < rows * pieces; i++) {
+    run_even(threads, rows * pieces, [=](int64_t i) {
         int64_t row = i / pieces, first = i % pieces * PIECE, left = n - first;
         const uint8_t* from = x + row * x_row + first * size;
         gate_piece(out + row * out_row + first * size, from, from + n * size, (int)(left < PIECE ? left : PIECE), code,
                    activation);
-    }
+    });
     return KVQ_OK;
 }
 

@@ -128,6 +128,25 @@ struct KvqDecoder {
     int32_t activation;              // KvqActivation
 };
 
+// One of a step's decoder layers, over its own blocks.
+struct KvqStackLayer {
+    const KvqDecoder* decoder;
+    const KvqLayer* kv;
+    KvqAttention attention;
+    int32_t group, angles;  // which of the step's tables, and which of its angles
+};
+
+// What the layers of a step share, and memory for what goes from one operation to the next.
+struct KvqStackStep {
+    const KvqBatch* batches;      // [groups]
+    const int64_t** slots;        // [groups][rows]
+    const uint8_t **cos, **sin;   // [kinds of angles][rows, dim]
+    uint8_t* heads;               // [rows, queries, keys and values]
+    uint8_t* attended;            // [rows, q_heads dim]
+    float* lse;                   // [rows, q_heads]
+    uint8_t* bad;                 // [rows]
+};
+
 // The kernels, each with a KvqStatus; what is read and written is said where they are defined.
 KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v, const int64_t* slots,
                      int64_t tokens, uint8_t* bad, int threads);
@@ -159,3 +178,5 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
                        uint8_t* out, int code, int64_t rows, int threads);
 KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out,
                         int code, int64_t rows, int threads);
+KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const uint8_t* x,
+                          uint8_t* out, uint8_t* bad, double* seconds, int code, int64_t rows, int threads);

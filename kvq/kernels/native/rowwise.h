@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../attend/memory.h"
+#include "pool.h"
 #include "rows.h"
 
 namespace {

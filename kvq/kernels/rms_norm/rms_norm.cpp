@@ -35,8 +35,8 @@ KVQ_KERNEL(rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int6
                      float eps, int64_t rows, int threads) {
     int64_t row_bytes = dim * bytes_of(code);
     if (rows * dim < WORTH_THREADS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; row++)
+    run_even(threads, rows, [=](int64_t row) {
         normalize(out + row * row_bytes, x + row * row_bytes, weight, dim, code, weight_code, eps);
+    });
     return KVQ_OK;
 }

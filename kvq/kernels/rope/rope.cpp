@@ -30,8 +30,8 @@ KVQ_KERNEL(rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* s
                  int64_t rows, int threads) {
     int64_t angles = 2 * (int64_t)half * bytes_of(code);
     if (rows * heads * half < WORTH_THREADS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; row++)
+    run_even(threads, rows, [=](int64_t row) {
         turn(x + row * x_row, cos + row * angles, sin + row * angles, heads, half, code);
+    });
     return KVQ_OK;
 }

@@ -1,6 +1,7 @@
 // seal on CPUs: see reference.py, whose codes, scales and means these are, bit for bit.
 
 #include "../native/encode.h"
+#include "../native/pool.h"
 
 namespace {
 
@@ -54,13 +55,12 @@ KVQ_KERNEL(seal)(const KvqLayer* recent, const KvqLayer* sealed, const KvqLayer*
         if (move[0] < 0 || move[0] >= recent->num_blocks || move[1] < 0 || move[1] >= most) return KVQ_BAD_BLOCK;
     }
     int heads = recent->kv_heads;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t task = 0; task < count * heads; task++) {
+    run_tasks(threads, count * heads, 1, [=](int, int64_t task) {
         const int64_t* move = moves + task / heads * 3;
         const KvqLayer& into = *(move[2] ? sinks : sealed);
         int head = (int)(task % heads);
         seal_rows(recent->k, into.k, move[0], move[1], head, recent->block_size);
         seal_rows(recent->v, into.v, move[0], move[1], head, recent->block_size);
-    }
+    });
     return KVQ_OK;
 }

@@ -1,8 +1,11 @@
 // write_kv on CPUs: see reference.py, whose codes and scales these are, bit for bit.
 
 #include "../native/encode.h"
+#include "../native/pool.h"
 
 namespace {
+
+constexpr int64_t WORTH_THREADS = 32768;  // elements
 
 inline bool write_token(const KvqDense& from, const KvqRows& rows, int kv_heads, int block_size, int64_t token,
                         int64_t slot) {
@@ -24,12 +27,11 @@ KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v
                      int64_t tokens, uint8_t* bad, int threads) {
     for (int64_t t = 0; t < tokens; t++)
         if (slots[t] < 0 || slots[t] / layer->block_size >= layer->num_blocks) return KVQ_BAD_BLOCK;
-    int64_t work = tokens * layer->kv_heads * (layer->k.dim + layer->v.dim);
-#pragma omp parallel for num_threads(threads) if (work > 32768)
-    for (int64_t t = 0; t < tokens; t++) {
+    if (tokens * layer->kv_heads * (layer->k.dim + layer->v.dim) <= WORTH_THREADS) threads = 1;
+    run_even(threads, tokens, [=](int64_t t) {
         bool k_bad = write_token(*k, layer->k, layer->kv_heads, layer->block_size, t, slots[t]);
         bool v_bad = write_token(*v, layer->v, layer->kv_heads, layer->block_size, t, slots[t]);
         bad[t] = k_bad | v_bad;
-    }
+    });
     return KVQ_OK;
 }

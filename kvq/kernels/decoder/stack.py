@@ -1,0 +1,140 @@
+"""Plain decoder layers over their blocks in C++ for CPUs: a whole step's in one call."""
+
+from collections.abc import Sequence
+from ctypes import addressof, c_double, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.attend.cpu import check_batch, options_of
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.decoder.cpu import CpuDecoder
+from kvq.kernels.native.abi import DTYPES, batch_of, layer_of, struct
+from kvq.kernels.native.library import run
+from kvq.kernels.paged import PagedKV, SequenceBatch
+
+_KEPT_ROWS = 256  # of a step, for which memory stays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StackLayer:
+    """A layer and where its K and V lie."""
+
+    decoder: CpuDecoder
+    kv: PagedKV
+    options: AttentionOptions
+    exact: bool  # attention in fp32 for every format
+    group: int  # of the step's batches
+    angles: int  # of the step's angles
+
+
+class CpuStack:
+    """Layers one after the other, with the bits that calls of their parts give."""
+
+    def __init__(self, layers: Sequence[StackLayer]) -> None:
+        """Take layers, whose blocks must be the same tensors in every call.
+
+        Raises:
+            ConfigError: heads that don't fit the blocks.
+        """
+        self.layers = layers
+        self._kept: list[Any] = []  # tensors whose memory structures name
+        structs = [self._struct(layer) for layer in layers]
+        self._structs = (struct("KvqStackLayer") * len(layers))(*structs)
+        heads = [layer.decoder.parts.heads for layer in layers]
+        self._widths = tuple(
+            max(one) for one in zip(*((h.width, h.q_heads * h.k_dim, h.q_heads) for h in heads), strict=True)
+        )
+        self._groups = {layer.group: layer for layer in layers}
+        self._kinds = {layer.angles: layer.decoder for layer in layers}
+        groups, kinds = max(self._groups) + 1, max(self._kinds) + 1
+        self._batches = (struct("KvqBatch") * groups)()
+        self._slots, self._cos, self._sin = (c_void_p * groups)(), (c_void_p * kinds)(), (c_void_p * kinds)()
+        self._step = struct("KvqStackStep")(
+            batches=addressof(self._batches),
+            slots=addressof(self._slots),
+            cos=addressof(self._cos),
+            sin=addressof(self._sin),
+        )
+        self._memory: tuple[Tensor, ...] = ()
+
+    def _struct(self, layer: StackLayer) -> Any:
+        heads, kv = layer.decoder.parts.heads, layer.kv
+        own = heads.kv_heads, heads.k_dim, heads.v_dim
+        stored = kv.k.codes.shape[1], kv.formats.k_head_dim, kv.formats.v_head_dim
+        if own != stored:
+            raise ConfigError(f"KV heads and their dimensions are {own}, those of the blocks {stored}")
+        attention, sinks = options_of(layer.options, heads.q_heads, heads.kv_heads, exact=layer.exact)
+        self._kept.append(sinks)
+        return struct("KvqStackLayer")(
+            decoder=addressof(layer.decoder.struct),
+            kv=addressof(layer_of(kv)),
+            attention=attention,
+            group=layer.group,
+            angles=layer.angles,
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        batches: Sequence[SequenceBatch],
+        bad: Tensor,
+    ) -> tuple[Tensor, float]:
+        """The result [rows, hidden], and the seconds that writing and attention took of it.
+
+        x: [rows, hidden]; angles: cos and sin [rows, dim] of every kind; batches: of all layer groups, of
+        as many new tokens; bad: bool [rows], set where K or V was not finite.
+
+        Raises:
+            IndexError: a table or a slot names a block outside the pool.
+            MemoryError: no room for scratch memory.
+            ConfigError: shapes that don't fit each other.
+        """
+        rows, first = len(x), self.layers[0].decoder
+        x = first.rows(x, first.hidden)
+        named: list[Any] = []
+        for kind, decoder in self._kinds.items():
+            decoder.check_angles(x, *angles[kind])
+            cos, sin = (angle.contiguous() for angle in angles[kind])
+            self._cos[kind], self._sin[kind] = cos.data_ptr(), sin.data_ptr()
+            named += cos, sin
+        for group, layer in self._groups.items():
+            batch = batches[group]
+            check_batch(batch, rows, layer.kv.block_size, layer.options)
+            if batch.slots.shape != (rows,) or bad.shape != (rows,):
+                raise ConfigError(
+                    f"slots and flags must be of {rows} tokens, "
+                    f"got {list(batch.slots.shape)} and {list(bad.shape)}"
+                )
+            slots = batch.slots.long().contiguous()
+            self._batches[group], tables = batch_of(batch, 0)
+            self._slots[group] = slots.data_ptr()
+            named += slots, tables
+        memory = self._take_memory(rows, x.dtype)
+        out, seconds = torch.empty_like(x), c_double(0.0)
+        into = x.data_ptr(), out.data_ptr(), bad.data_ptr(), addressof(seconds)
+        sizes = DTYPES[x.dtype], rows, torch.get_num_threads()
+        run("decoder_stack", self._structs, len(self._structs), self._step, *into, *sizes)
+        del named, memory  # which the kernel has read
+        return out, seconds.value
+
+    def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What goes from one operation to the next; that of few rows is kept for the next step."""
+        kept = self._memory
+        if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
+            return kept
+        heads, attended, q_heads = self._widths
+        found = (
+            torch.empty(rows, heads, dtype=dtype),
+            torch.empty(rows, attended, dtype=dtype),
+            torch.empty(rows, q_heads),
+            torch.empty(rows, dtype=torch.bool),
+        )
+        for name, tensor in zip(("heads", "attended", "lse", "bad"), found, strict=True):
+            setattr(self._step, name, tensor.data_ptr())
+        self._memory = found if rows <= _KEPT_ROWS else ()
+        return found

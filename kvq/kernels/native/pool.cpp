@@ -1,0 +1,195 @@
+// The threads behind pool.h: one pool for the process, made as calls ask for threads. Compiled once, without any
+// instruction-set flag.
+//
+// A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
+// caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
+// running, which never entered, is not waited for. Who waits spins for four times as long as waking a sleeping
+// thread takes, measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread
+// it waits for may need.
+
+#include "pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+namespace {
+
+// A job's state is one number: its own number, how many threads entered and are inside, and whether others may.
+constexpr uint64_t OPEN = 1, INSIDE = 2, ENTERED = 1 << 16;
+constexpr int NUMBER_SHIFT = 32;
+constexpr int MOST_THREADS = 1 << 14;
+inline int inside(uint64_t state) { return (int)(state & 0xffff) >> 1; }
+inline int entered(uint64_t state) { return (int)(state >> 16 & 0xffff); }
+inline uint32_t number_of(uint64_t state) { return (uint32_t)(state >> NUMBER_SHIFT); }
+
+constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are believed
+constexpr int WAKES_LONG = 4;             // who waits spins
+constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
+constexpr int WAKES = 5;                  // that are timed
+
+struct Pool {
+    alignas(64) uint64_t state;
+    // Of the open job; written while nobody is inside.
+    void (*work)(const void*, int);
+    const void* data;
+    int others;  // threads beside the caller that it takes
+    alignas(64) int is_taken;  // by a caller
+    int threads;               // beside callers
+    int64_t spin_ns;
+    alignas(64) int sleeping;
+    int caller_sleeps;
+    pthread_mutex_t mutex;
+    pthread_cond_t job, end;
+};
+
+Pool pool = {0, nullptr, nullptr, 0, 0, 0, WAKES_LONG * MOST_WAKE_NS, 0, 0,
+             PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
+
+template <class T>
+inline T seen(const T& x) {
+    return __atomic_load_n(&x, __ATOMIC_SEQ_CST);
+}
+
+inline int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+inline void rest() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
+#endif
+}
+
+// True as soon as `holds()`, false if it does not within `ns`.
+template <class Condition>
+inline bool spin(int64_t ns, Condition holds) {
+    for (int i = 0; i < 64; i++, rest())
+        if (holds()) return true;
+    int64_t end = now_ns() + ns;
+    do {
+        for (int i = 0; i < 32; i++, rest())
+            if (holds()) return true;
+    } while (now_ns() < end);
+    return false;
+}
+
+// The same without a limit: asleep after a while. `counted` says to who signals `changed` that somebody sleeps.
+template <class Condition>
+inline void wait_for(int64_t spin_ns, int& counted, pthread_cond_t& changed, Condition holds) {
+    if (spin(spin_ns, holds)) return;
+    pthread_mutex_lock(&pool.mutex);
+    __atomic_fetch_add(&counted, 1, __ATOMIC_SEQ_CST);
+    while (!holds()) pthread_cond_wait(&changed, &pool.mutex);
+    __atomic_fetch_sub(&counted, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+// To be called after what they wait for was written.
+inline void wake(int& counted, pthread_cond_t& changed) {
+    if (!seen(counted)) return;
+    pthread_mutex_lock(&pool.mutex);
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+// Take part in the open job, if it is another than number `last` and has room; returns its number.
+inline uint32_t take_part(uint32_t last) {
+    uint64_t state = seen(pool.state);
+    while ((state & OPEN) && number_of(state) != last && entered(state) < seen(pool.others)) {
+        if (!__atomic_compare_exchange_n(&pool.state, &state, state + ENTERED + INSIDE, true, __ATOMIC_SEQ_CST,
+                                         __ATOMIC_SEQ_CST))
+            continue;
+        pool.work(pool.data, entered(state) + 1);
+        state = __atomic_sub_fetch(&pool.state, INSIDE, __ATOMIC_SEQ_CST);
+        if (!(state & OPEN) && !inside(state)) wake(pool.caller_sleeps, pool.end);
+        break;
+    }
+    return number_of(state);
+}
+
+void* serve(void*) {
+    uint32_t last = 0;
+    for (;;) {
+        wait_for(pool.spin_ns, pool.sleeping, pool.job, [&] {
+            uint64_t state = seen(pool.state);
+            return (state & OPEN) && number_of(state) != last;
+        });
+        last = take_part(last);
+    }
+    return nullptr;
+}
+
+// A job for `others` threads, from its opening until the last has left it.
+inline void run_job(int others, void (*work)(const void*, int), const void* data) {
+    pool.work = work, pool.data = data;
+    __atomic_store_n(&pool.others, others, __ATOMIC_RELAXED);
+    uint32_t number = number_of(pool.state) + 1;
+    __atomic_store_n(&pool.state, (uint64_t)(number ? number : 1) << NUMBER_SHIFT | OPEN, __ATOMIC_SEQ_CST);
+    wake(pool.sleeping, pool.job);
+    work(data, 0);
+    __atomic_and_fetch(&pool.state, ~OPEN, __ATOMIC_SEQ_CST);
+    wait_for(pool.spin_ns, pool.caller_sleeps, pool.end, [] { return !inside(seen(pool.state)); });
+}
+
+// How long it takes to wake a thread that sleeps, at best: what spinning may cost.
+inline int64_t wake_ns() {
+    int64_t best = PATIENCE_NS;
+    for (int i = 0; i < WAKES; i++) {
+        timespec moment = {0, 100000};
+        for (int patience = 0; !seen(pool.sleeping) && patience < 20; patience++) nanosleep(&moment, nullptr);
+        int64_t began = now_ns(), took = PATIENCE_NS;
+        auto until_entered = [](const void* data, int thread) {
+            if (thread == 0 && spin(PATIENCE_NS, [] { return entered(seen(pool.state)) > 0; }))
+                *(int64_t*)data = now_ns();
+        };
+        int64_t entered_ns = 0;
+        run_job(1, until_entered, &entered_ns);
+        if (entered_ns) took = entered_ns - began;
+        if (took < best) best = took;
+    }
+    return best;
+}
+
+void forget_threads() {  // a forked process has none
+    pool.state = 0, pool.is_taken = 0, pool.threads = 0, pool.sleeping = 0, pool.caller_sleeps = 0;
+    pool.mutex = PTHREAD_MUTEX_INITIALIZER;
+    pool.job = pool.end = PTHREAD_COND_INITIALIZER;
+}
+
+// Make threads until there are so many, or the system has no more. They leave signals to others.
+inline void add_threads(int count) {
+    if (pool.threads >= count) return;
+    bool is_first = pool.threads == 0;
+    static bool is_told = false;
+    if (!is_told) pthread_atfork(nullptr, nullptr, forget_threads);
+    is_told = true;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (pthread_t thread; pool.threads < count; pool.threads++) {
+        if (pthread_create(&thread, nullptr, serve, nullptr)) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (!is_first || !pool.threads) return;
+    int64_t ns = wake_ns();
+    pool.spin_ns = WAKES_LONG * (ns < LEAST_WAKE_NS ? LEAST_WAKE_NS : ns > MOST_WAKE_NS ? MOST_WAKE_NS : ns);
+}
+
+}  // namespace
+
+extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data) {
+    // Beside another caller's job there are no cores to be had.
+    if (threads <= 1 || __atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) return work(data, 0);
+    add_threads((threads < MOST_THREADS ? threads : MOST_THREADS) - 1);
+    run_job(threads - 1, work, data);
+    __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
+}
+
+// For tests and `kvq doctor`: threads beside callers, and how long they spin.
+extern "C" void kvq_pool(int64_t found[2]) { found[0] = pool.threads, found[1] = pool.spin_ns; }

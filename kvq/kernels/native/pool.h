@@ -1,0 +1,58 @@
+// Work for several threads: small tasks that whoever is there takes from a shared counter. Nobody waits for a thread
+// that has no core, unless it lost it in the middle of a task. Results depend on no number of threads: tasks are cut
+// by what they compute, never by who computes.
+#pragma once
+
+#include <stdint.h>
+
+// work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, each with
+// a number of its own; returns when all that began have ended. Defined in pool.cpp, once for all variants.
+extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data);
+
+namespace {
+
+// Tasks that threads take, `chunk` neighbouring ones at a time.
+struct Tasks {
+    alignas(64) int64_t next;
+    alignas(64) int64_t count;
+    int64_t chunk;
+
+    bool take(int64_t& first, int64_t& last) {
+        first = __atomic_fetch_add(&next, chunk, __ATOMIC_RELAXED);
+        last = first + chunk < count ? first + chunk : count;
+        return first < count;
+    }
+};
+
+// work(thread, tasks) on every thread that comes, until no task is left.
+template <class Work>
+inline void share_tasks(int threads, int64_t count, int64_t chunk, const Work& work) {
+    struct Shared {
+        Tasks tasks;
+        const Work& work;
+    } shared = {{0, count, chunk}, work};
+    int64_t most = (count + chunk - 1) / chunk;
+    auto run = [](const void* data, int thread) {
+        Shared& s = *(Shared*)data;
+        s.work(thread, s.tasks);
+    };
+    if (count > 0) kvq_on_threads(threads < most ? threads : (int)most, run, &shared);
+}
+
+// work(thread, task) for every task.
+template <class Work>
+inline void run_tasks(int threads, int64_t count, int64_t chunk, const Work& work) {
+    share_tasks(threads, count, chunk, [&](int thread, Tasks& tasks) {
+        for (int64_t first, last; tasks.take(first, last);)
+            for (int64_t i = first; i < last; i++) work(thread, i);
+    });
+}
+
+// work(task) for tasks of equal work that are too small to be taken one by one.
+template <class Work>
+inline void run_even(int threads, int64_t count, const Work& work) {
+    int64_t chunk = count / (4 * (int64_t)(threads < 1 ? 1 : threads));
+    run_tasks(threads, count, chunk < 1 ? 1 : chunk, [&](int, int64_t i) { work(i); });
+}
+
+}  // namespace

@@ -1,0 +1,121 @@
+"""The kernels' threads: who takes part, who is waited for, and what a fork or another caller changes."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvq.kernels import PlainWeight
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.native import library
+from tests.waiting import HANG_S
+
+Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+
+
+def on_threads(threads: int, work: Callable[[int], None]) -> None:
+    """`work(thread)` on the calling thread and on others that come."""
+    run = ctypes.CDLL(str(library._path())).kvq_on_threads
+    run.argtypes = [ctypes.c_int, Work, ctypes.c_void_p]
+    run(threads, Work(lambda _, thread: work(thread)), None)
+
+
+def test_who_takes_part_has_a_number_of_its_own_and_has_ended_when_the_call_returns():
+    came = 0
+    for round_ in range(300):
+        threads, began, ended = 1 + round_ % 5, [], []
+
+        def work(thread: int, began: list[int] = began, ended: list[int] = ended) -> None:
+            began.append(thread)
+            time.sleep(0.0005 if thread == 0 else 0)
+            ended.append(thread)
+
+        on_threads(threads, work)
+        seen = list(ended)
+        assert sorted(seen) == sorted(began)
+        assert 0 in seen
+        assert len(set(seen)) == len(seen)
+        assert max(seen) < threads
+        came += len(seen) - 1
+    assert came > 0, "no thread ever came"
+
+
+def test_threads_that_slept_come_again():
+    for _ in range(5):
+        time.sleep(0.01)
+        together = threading.Barrier(3)
+        on_threads(3, lambda _, barrier=together: barrier.wait(HANG_S))
+
+
+def test_beside_the_job_of_another_caller_one_works_alone():
+    inside, alone = threading.Event(), threading.Event()
+
+    def hold(_: int) -> None:
+        inside.set()
+        assert alone.wait(HANG_S)
+
+    holder = threading.Thread(target=on_threads, args=(2, hold))
+    holder.start()
+    assert inside.wait(HANG_S)
+    seen: list[int] = []
+    on_threads(4, seen.append)
+    alone.set()
+    holder.join(HANG_S)
+    assert seen == [0]
+
+
+def test_callers_side_by_side_get_the_results_of_one():
+    rows, weight = torch.randn(37, 96), torch.randn(2100, 96)
+    linear = CpuLinear(PlainWeight(values=weight))
+    expected, wrong = linear(rows), []
+
+    def call() -> None:
+        torch.set_num_threads(3)
+        wrong.extend(i for i in range(60) if not torch.equal(linear(rows), expected))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    before = torch.get_num_threads()
+    try:
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(HANG_S)
+    finally:
+        torch.set_num_threads(before)
+    assert not wrong
+
+
+_FORK = """
+import os, torch
+from kvq.kernels import PlainWeight
+from kvq.kernels.linear.cpu import CpuLinear
+
+torch.set_num_threads(3)
+linear, rows = CpuLinear(PlainWeight(values=torch.randn(2100, 96))), torch.randn(37, 96)
+
+def product():
+    return linear(rows).numpy().tobytes()  # compared by torch, it would take libgomp, which no fork survives
+
+expected = product()
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        os._exit(0 if all(product() == expected for _ in range(20)) else 1)
+    assert product() == expected
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_makes_threads_of_its_own():
+    ran = subprocess.run(
+        [sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert ran.stdout == "done\n", ran.stderr
