@@ -34,6 +34,8 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
+    if "neighbours" in result:
+        return peers_table(result)
     if "load" in result["rows"][0]:
         return predictions_table(result)
     if "expanded" in result["rows"][0]:
@@ -228,7 +230,7 @@ _TWINS = "llama.cpp's f32, q8_0 and q4_0 are compared with fp32, int8 and int4"
 
 
 def decode_table(result: dict) -> str:
-    """The table of a benchmarks/weights_decode.py result."""
+    """The table of weights-decode-cpu.json, which was measured by what benchmarks/peers replaces."""
     lines = [
         "| | weights | tokens/s, median (p10 - p90) | over fp32 | over llama.cpp's | MB |",
         "|---|---|--:|--:|--:|--:|",
@@ -251,6 +253,35 @@ def decode_table(result: dict) -> str:
         f"{'; ' + _TWINS if others else ''}. {measured_on(result)}"
     )
     return "\n".join(lines)
+
+
+def peers_table(result: dict) -> str:
+    """The table of a `python -m benchmarks.peers` result."""
+    lines = [
+        "| | | weights | KV | threads | tokens/s, median (p10 - p90) | between tokens p50, p99, ms "
+        "| tokens that agree |",
+        "|---|---|---|---|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        start = f"| {row['part']} | {row['engine']} | {row['weights']} | `{row['kv']}` |"
+        if row["reason"] is not None:
+            lines.append(f"{start} | {row['reason'].splitlines()[-1]} | | |")
+            continue
+        between = "" if row["itl_ms_p50"] is None else f"{row['itl_ms_p50']:.1f}, {row['itl_ms_p99']:.1f}"
+        lines.append(
+            f"{start} {row['threads'] or 'its own'} | {row['tokens_per_s_median']:,.0f} "
+            f"({row['tokens_per_s_p10']:,.0f} - {row['tokens_per_s_p90']:,.0f}) | {between} "
+            f"| {row['check_equal']} of {row['check_tokens']} |"
+        )
+    versions = {row["engine"]: row["settings"]["version"] for row in result["rows"] if row["reason"] is None}
+    rivals = ", ".join(f"{engine} {version}" for engine, version in versions.items() if engine != "kvq")
+    beside = (
+        f"beside {result['neighbours']} busy processes" if result["neighbours"] else "with nothing beside"
+    )
+    quota = f"a quota of {result['quota_cores']:g} cores each" if result["quota_cores"] else "no quota"
+    return "\n".join(
+        [*lines, "", f"{result['turns']} turns of each, {beside}, {quota}; {rivals}. {measured_on(result)}"]
+    )
 
 
 def measured_on(result: dict) -> str:

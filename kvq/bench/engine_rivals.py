@@ -17,7 +17,7 @@ from kvq.errors import EngineError
 from kvq.models import Model
 
 _REQUESTS, _TOKENS = 4, 16
-_NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close
+NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close
 
 
 def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
@@ -44,10 +44,10 @@ def compare(
     Raises:
         EngineError: tokens differ where they must not.
     """
-    near = _NEAR_FP32 if next(model.weights.model.parameters()).dtype == torch.float32 else _NEAR_16_BIT
+    near = NEAR_FP32 if next(model.weights.model.parameters()).dtype == torch.float32 else _NEAR_16_BIT
     gaps = []
     for i, (expected, found) in enumerate(zip(alone, tokens, strict=True)):
-        at = _first_difference(expected.token_ids, found)
+        at = first_difference(expected.token_ids, found)
         if at is None:
             continue
         gap = _gap(expected, at)
@@ -65,7 +65,8 @@ def compare(
     }
 
 
-def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Where two lists of tokens part; None if they don't."""
     if list(expected) == list(found):
         return None
     pairs = enumerate(zip(expected, found, strict=False))

@@ -1,0 +1,1 @@
+"""kvq beside other engines on a CPU: `python -m benchmarks.peers`; see docs/peers.md."""
