@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
+from kvq.kernels.cores import settle_threads
 from kvq.kernels.gpu import support as gpu
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import ReferenceLinear
@@ -139,6 +140,7 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
     """
     check_backend(backend)
     if device.type == "cpu":
+        settle_threads()
         watch_neighbours()
     reasons: list[tuple[str, str]] = []  # (backend, why not)
     missed = False  # a kernel made for this device can't run

@@ -13,6 +13,7 @@ from torch import nn
 
 from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
+from kvq.kernels.cores import settle_threads
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.models.config_values import with_floats
 from kvq.models.rope import BATCH_DEPENDENT_ROPE
@@ -239,6 +240,7 @@ def pin_rope(model: Any, max_context: int) -> None:
 
 def _prepare_process() -> None:
     register_attention()
+    settle_threads()
     watch_neighbours()
 
 
