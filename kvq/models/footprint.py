@@ -9,7 +9,7 @@ import torch
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode, WeightFormat
-from kvq.models.checkpoint import read_header, weight_files
+from kvq.models.checkpoint import TensorEntry, read_header, weight_files
 from kvq.models.device import DTYPE_NAMES
 from kvq.models.linear import has_own_products
 from kvq.models.modules import build_on_meta, unquantized
@@ -94,8 +94,8 @@ def _scale_bytes(model: PreparedModel) -> int:
 def _narrowest(model: PreparedModel) -> str:
     """The type that holds all Linear weights as they are: fp32 checkpoints are often widened ones."""
     matrices = Counter[str]()
-    for entry in model.entries:
-        if len(entry.shape) == 2 and entry.dtype in _STORED:
+    for entry in _matrices(model):
+        if entry.dtype in _STORED:
             matrices[entry.dtype] += prod(entry.shape)
     stored = _STORED[matrices.most_common(1)[0][0]] if matrices else "fp32"
     if stored != "fp32":
@@ -106,9 +106,14 @@ def _narrowest(model: PreparedModel) -> str:
     return "fp32"
 
 
+def _matrices(model: PreparedModel) -> list[TensorEntry]:
+    """What layers multiply by; of weights in codes their scales are none."""
+    return [entry for entry in model.entries if len(entry.shape) == 2 and not entry.name.endswith(_SCALES)]
+
+
 def _samples(model: PreparedModel) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
     """The first numbers of fp32 matrices, as bits; of few, since one that is not widened is enough."""
-    entries = {entry.name: entry for entry in model.entries if len(entry.shape) == 2}
+    entries = {entry.name for entry in _matrices(model)}
     named = namer(model.folder)
     for path in weight_files(model.folder):
         with path.open("rb") as file:

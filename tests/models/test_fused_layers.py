@@ -7,8 +7,10 @@ import kvq
 from kvq.engine.publisher import LinearTime
 from kvq.errors import ModelError
 from kvq.kernels.decoder.cpu import CpuDecoder
+from kvq.kernels.decoder.stack import CpuStack
 from kvq.kernels.native.library import load
 from kvq.models import model as loading
+from kvq.models.cpu_layers import CpuLayers
 from kvq.models.fused_layers import is_fused, unfuse_layers
 from tests.helpers_models import random_tokens, save_model
 
@@ -51,13 +53,57 @@ def test_other_layers_run_their_own_code(family: str, tmp_path) -> None:
     assert model.logits(IDS).isfinite().all()
 
 
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("family", FUSED)
+def test_all_layers_in_one_call_give_the_bits_of_calls_one_by_one(
+    family: str, kv: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kvq.load(save_model(tmp_path, family), kv=kv, device="cpu")
+    calls = []
+    run = CpuStack.__call__
+    monkeypatch.setattr(CpuStack, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    together, chunked = model.logits(IDS), model.logits(IDS, chunk=7)
+    assert len(calls) > 2
+    monkeypatch.setattr(CpuLayers, "_stack_of", lambda *_: None)
+    assert torch.equal(model.logits(IDS), together)
+    assert torch.equal(model.logits(IDS, chunk=7), chunked)
+
+
+@pytest.mark.parametrize(
+    ("kv", "options"),
+    [("int8+recent=32", {}), ("int4_mean", {}), ("fp32", {"backend": "reference"}), ("fp8", {})],
+    ids=str,
+)
+def test_a_cache_that_takes_more_than_one_call_runs_layers_one_by_one(kv: str, options, monkeypatch) -> None:
+    model, calls = kvq.load("tiny", kv=kv, **options), []
+    run = CpuStack.__call__
+    monkeypatch.setattr(CpuStack, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    assert model.logits(IDS).isfinite().all()
+    assert bool(calls) == (kv == "fp8")
+
+
+def _turned_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = CpuDecoder.before
+    monkeypatch.setattr(CpuDecoder, "before", lambda self, x, cos, sin: before(self, x, -cos, sin))
+
+
+def _turned_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what no observer of K and V sees."""
+    run = CpuStack.__call__
+    monkeypatch.setattr(
+        CpuStack,
+        "__call__",
+        lambda self, x, angles, *others: run(self, x, [(-cos, sin) for cos, sin in angles], *others),
+    )
+
+
+@pytest.mark.parametrize("spoil", [_turned_in_halves, _turned_in_one_call])
 def test_layers_that_would_be_wrong_get_their_own_code_back(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
+    spoil, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_model(tmp_path, "llama")
     right = kvq.load(folder, kv="fp32", weights="int8_g16").logits(IDS)
-    before = CpuDecoder.before
-    monkeypatch.setattr(CpuDecoder, "before", lambda self, x, cos, sin: before(self, x, -cos, sin))
+    spoil(monkeypatch)
     model = kvq.load(folder, kv="fp32", weights="int8_g16")
     assert not is_fused(model.weights.model)
     torch.testing.assert_close(model.logits(IDS), right, rtol=1e-3, atol=1e-3)
