@@ -10,6 +10,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <time.h>
 
@@ -33,7 +34,8 @@ struct Pool {
     // Of the open job; written while nobody is inside.
     void (*work)(const void*, int);
     const void* data;
-    int others;  // threads beside the caller that it takes
+    int others;      // threads beside the caller that it takes
+    int caller_cpu;  // on which the caller ran when it opened the job; below 0: nobody knows
     alignas(64) int is_taken;  // by a caller
     int threads;               // beside callers
     int64_t spin_ns;
@@ -43,7 +45,7 @@ struct Pool {
     pthread_cond_t job, end;
 };
 
-Pool pool = {0, nullptr, nullptr, 0, 0, 0, WAKES_LONG * MOST_WAKE_NS, 0, 0,
+Pool pool = {0, nullptr, nullptr, 0, -1, 0, 0, WAKES_LONG * MOST_WAKE_NS, 0, 0,
              PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 template <class T>
@@ -97,13 +99,43 @@ inline void wake(int& counted, pthread_cond_t& changed) {
     pthread_mutex_unlock(&pool.mutex);
 }
 
+inline int current_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+// Keep the calling thread off its caller's core, if it finds itself there: two that always have work would share it
+// for as long as the scheduler counts a busy process on another core as much as both of them.
+struct Elsewhere {
+#if defined(__linux__)
+    cpu_set_t allowed, chosen;
+    bool has_chosen = false;
+
+    void leave(int cpu) {
+        cpu_set_t now;
+        if (cpu < 0 || cpu != sched_getcpu() || sched_getaffinity(0, sizeof now, &now)) return;
+        if (!has_chosen || !CPU_EQUAL(&now, &chosen)) allowed = now;  // somebody else's choice is the frame
+        if (!CPU_ISSET(cpu, &allowed) || CPU_COUNT(&allowed) < 2) return;
+        chosen = allowed;
+        CPU_CLR(cpu, &chosen);
+        has_chosen = !sched_setaffinity(0, sizeof chosen, &chosen);
+    }
+#else
+    void leave(int) {}
+#endif
+};
+
 // Take part in the open job, if it is another than number `last` and has room; returns its number.
-inline uint32_t take_part(uint32_t last) {
+inline uint32_t take_part(uint32_t last, Elsewhere& elsewhere) {
     uint64_t state = seen(pool.state);
     while ((state & OPEN) && number_of(state) != last && entered(state) < seen(pool.others)) {
         if (!__atomic_compare_exchange_n(&pool.state, &state, state + ENTERED + INSIDE, true, __ATOMIC_SEQ_CST,
                                          __ATOMIC_SEQ_CST))
             continue;
+        elsewhere.leave(pool.caller_cpu);
         pool.work(pool.data, entered(state) + 1);
         state = __atomic_sub_fetch(&pool.state, INSIDE, __ATOMIC_SEQ_CST);
         if (!(state & OPEN) && !inside(state)) wake(pool.caller_sleeps, pool.end);
@@ -114,19 +146,20 @@ inline uint32_t take_part(uint32_t last) {
 
 void* serve(void*) {
     uint32_t last = 0;
+    Elsewhere elsewhere;
     for (;;) {
         wait_for(pool.spin_ns, pool.sleeping, pool.job, [&] {
             uint64_t state = seen(pool.state);
             return (state & OPEN) && number_of(state) != last;
         });
-        last = take_part(last);
+        last = take_part(last, elsewhere);
     }
     return nullptr;
 }
 
 // A job for `others` threads, from its opening until the last has left it.
 inline void run_job(int others, void (*work)(const void*, int), const void* data) {
-    pool.work = work, pool.data = data;
+    pool.work = work, pool.data = data, pool.caller_cpu = current_cpu();
     __atomic_store_n(&pool.others, others, __ATOMIC_RELAXED);
     uint32_t number = number_of(pool.state) + 1;
     __atomic_store_n(&pool.state, (uint64_t)(number ? number : 1) << NUMBER_SHIFT | OPEN, __ATOMIC_SEQ_CST);
