@@ -82,8 +82,8 @@ inline bool spin(int64_t ns, Condition holds) {
 
 // The same without a limit: asleep after a while. `counted` says to who signals `changed` that somebody sleeps.
 template <class Condition>
-inline void wait_for(int64_t spin_ns, int& counted, pthread_cond_t& changed, Condition holds) {
-    if (spin(spin_ns, holds)) return;
+inline void wait_for(int& counted, pthread_cond_t& changed, Condition holds) {
+    if (spin(seen(pool.spin_ns), holds)) return;
     pthread_mutex_lock(&pool.mutex);
     __atomic_fetch_add(&counted, 1, __ATOMIC_SEQ_CST);
     while (!holds()) pthread_cond_wait(&changed, &pool.mutex);
@@ -148,7 +148,7 @@ void* serve(void*) {
     uint32_t last = 0;
     Elsewhere elsewhere;
     for (;;) {
-        wait_for(pool.spin_ns, pool.sleeping, pool.job, [&] {
+        wait_for(pool.sleeping, pool.job, [&] {
             uint64_t state = seen(pool.state);
             return (state & OPEN) && number_of(state) != last;
         });
@@ -166,7 +166,7 @@ inline void run_job(int others, void (*work)(const void*, int), const void* data
     wake(pool.sleeping, pool.job);
     work(data, 0);
     __atomic_and_fetch(&pool.state, ~OPEN, __ATOMIC_SEQ_CST);
-    wait_for(pool.spin_ns, pool.caller_sleeps, pool.end, [] { return !inside(seen(pool.state)); });
+    wait_for(pool.caller_sleeps, pool.end, [] { return !inside(seen(pool.state)); });
 }
 
 // How long it takes to wake a thread that sleeps, at best: what spinning may cost.
@@ -211,7 +211,8 @@ inline void add_threads(int count) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (!is_first || !pool.threads) return;
     int64_t ns = wake_ns();
-    pool.spin_ns = WAKES_LONG * (ns < LEAST_WAKE_NS ? LEAST_WAKE_NS : ns > MOST_WAKE_NS ? MOST_WAKE_NS : ns);
+    ns = ns < LEAST_WAKE_NS ? LEAST_WAKE_NS : ns > MOST_WAKE_NS ? MOST_WAKE_NS : ns;
+    __atomic_store_n(&pool.spin_ns, WAKES_LONG * ns, __ATOMIC_RELAXED);  // threads read it already
 }
 
 }  // namespace
@@ -223,6 +224,3 @@ extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int t
     run_job(threads - 1, work, data);
     __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
 }
-
-// For tests and `kvq doctor`: threads beside callers, and how long they spin.
-extern "C" void kvq_pool(int64_t found[2]) { found[0] = pool.threads, found[1] = pool.spin_ns; }
