@@ -63,14 +63,15 @@ sanitize-thread: setup
 	$(call sanitize,thread,tsan)
 
 # Built alike for this CPU and for Arm, with the flags of setup.py for each source.
-PORTABLE := -O3 -std=c++17 -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi -DKVQ_VARIANT=portable
+PORTABLE := -O3 -std=c++17 -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi -pthread -DKVQ_VARIANT=portable
 define check_portable  # compiler, folder
 	mkdir -p $(2)
 	for name in attend merge_partials copy_blocks; do \
 		$(1) $(PORTABLE) -ffp-contract=fast -c kvq/kernels/$$name/$$name.cpp -o $(2)/$$name.o || exit 1; done
-	for name in write_kv/write_kv gather_dense/gather_dense seal/seal linear/linear linear/mlp linear/rows rms_norm/rms_norm rope/rope decoder/decoder; do \
+	for name in native/pool write_kv/write_kv gather_dense/gather_dense seal/seal linear/linear linear/mlp linear/pack linear/rows \
+		experts/experts rms_norm/rms_norm rope/rope decoder/decoder decoder/stack; do \
 		$(1) $(PORTABLE) -ffp-contract=off -c kvq/kernels/$$name.cpp -o $(2)/$$(basename $$name).o || exit 1; done
-	$(1) -O1 -std=c++17 -DKVQ_VARIANT=portable tests/kernels/native/check.cpp $(2)/*.o -static -o $(2)/check
+	$(1) -O1 -std=c++17 -pthread -DKVQ_VARIANT=portable tests/kernels/native/check.cpp $(2)/*.o -static -o $(2)/check
 endef
 
 arm:

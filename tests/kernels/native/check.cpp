@@ -115,7 +115,7 @@ bool check(const Format& f, int dim) {
     KvqBatch batch = {&fresh, &context, table.data(), (int64_t)table.size(), (int32_t)table.size(), 1, 0};
     double worst = 0;
     for (int window : {0, 9, 70}) {
-        KvqAttention options = {1 / std::sqrt((float)dim), 0, window, HEADS * GROUP, nullptr, THREADS, 1};
+        KvqAttention options = {1 / std::sqrt((float)dim), 0, window, 0, HEADS * GROUP, nullptr, THREADS, 1};
         if (KVQ_CALL(attend)(&layer, &queries, &results, lse.data(), &batch, &options)) return false;
         worst = std::fmax(worst, error_of(q, keys, values, out, dim, window));
     }
