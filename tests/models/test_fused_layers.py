@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import kvq
 from kvq.engine.publisher import LinearTime
@@ -80,6 +81,35 @@ def test_a_cache_that_takes_more_than_one_call_runs_layers_one_by_one(kv: str, o
     monkeypatch.setattr(CpuStack, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
     assert model.logits(IDS).isfinite().all()
     assert bool(calls) == (kv == "fp8")
+
+
+def test_a_model_that_does_more_than_its_head_keeps_its_wrapper(tmp_path, monkeypatch) -> None:
+    folder = save_model(tmp_path, "llama")
+    plain = kvq.load(folder, kv="fp32")
+    assert plain.weights.fused_pass is not None
+    before = LlamaForCausalLM.forward
+
+    def doubled(self, *args, **given):
+        output = before(self, *args, **given)
+        output.logits = output.logits * 2
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
+    model = kvq.load(folder, kv="fp32")
+    assert is_fused(model.weights.model)
+    assert model.weights.fused_pass is None
+    assert torch.equal(model.logits(IDS), 2 * plain.logits(IDS))
+
+
+def test_a_hook_on_the_head_is_called_and_the_wrapper_comes_back() -> None:
+    model, seen = kvq.load("tiny"), []
+    before = model.logits(IDS)
+    hook = model.weights.model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(model.logits(IDS), before)
+    assert seen
+    assert not model.weights.fused_pass.is_free
+    hook.remove()
+    assert model.weights.fused_pass.is_free
 
 
 def _turned_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ inline int entered(uint64_t state) { return (int)(state >> 16 & 0xffff); }
 inline uint32_t number_of(uint64_t state) { return (uint32_t)(state >> NUMBER_SHIFT); }
 
 constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are believed
-constexpr int WAKES_LONG = 4;             // who waits spins
+constexpr int SPIN_WAKES = 4;             // as long as so many take who waits spins
 constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
 constexpr int WAKES = 5;                  // that are timed
 
@@ -45,7 +45,7 @@ struct Pool {
     pthread_cond_t job, end;
 };
 
-Pool pool = {0, nullptr, nullptr, 0, -1, 0, 0, WAKES_LONG * MOST_WAKE_NS, 0, 0,
+Pool pool = {0, nullptr, nullptr, 0, -1, 0, 0, SPIN_WAKES * MOST_WAKE_NS, 0, 0,
              PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 template <class T>
@@ -212,7 +212,7 @@ inline void add_threads(int count) {
     if (!is_first || !pool.threads) return;
     int64_t ns = wake_ns();
     ns = ns < LEAST_WAKE_NS ? LEAST_WAKE_NS : ns > MOST_WAKE_NS ? MOST_WAKE_NS : ns;
-    __atomic_store_n(&pool.spin_ns, WAKES_LONG * ns, __ATOMIC_RELAXED);  // threads read it already
+    __atomic_store_n(&pool.spin_ns, SPIN_WAKES * ns, __ATOMIC_RELAXED);  // threads read it already
 }
 
 }  // namespace

@@ -49,8 +49,14 @@ def test_who_takes_part_has_a_number_of_its_own_and_has_ended_when_the_call_retu
 def test_threads_that_slept_come_again():
     for _ in range(5):
         time.sleep(0.01)
-        together = threading.Barrier(3)
-        on_threads(3, lambda _, barrier=together: barrier.wait(HANG_S))
+        together, came = threading.Barrier(3), []
+
+        def meet(thread: int, together: threading.Barrier = together, came: list[int] = came) -> None:
+            together.wait(HANG_S)  # what it raises is lost in C++
+            came.append(thread)
+
+        on_threads(3, meet)
+        assert sorted(came) == [0, 1, 2]
 
 
 def test_beside_the_job_of_another_caller_one_works_alone():
