@@ -226,9 +226,6 @@ def quantizing_table(result: dict) -> str:
     return "\n".join(lines)
 
 
-_TWINS = "llama.cpp's f32, q8_0 and q4_0 are compared with fp32, int8 and int4"
-
-
 def decode_table(result: dict) -> str:
     """The table of weights-decode-cpu.json, which was measured by what benchmarks/peers replaces."""
     lines = [
@@ -243,14 +240,10 @@ def decode_table(result: dict) -> str:
             f"| {row['name']} {row.get('version', '')} | {row['weights']} | {row['tokens_per_s_median']:.0f} "
             f"({row['tokens_per_s_p10']:.0f} - {row['tokens_per_s_p90']:.0f}) | {own} | {theirs} | {size} |"
         )
-    count = result.get("sequences", 1)
-    what = "One sequence" if count == 1 else f"{count} sequences together"
-    others = any(row["over_llama_cpp"] for row in result["rows"])
     lines.append(
-        f"\n{what}, {result['tokens']} tokens decoded after {result['depth']}, fp32 KV, "
-        f"{result['repeats']} turns of each, one after another. "
-        f"A random {result.get('described', 'Llama of 78.7 M parameters')}"
-        f"{'; ' + _TWINS if others else ''}. {measured_on(result)}"
+        f"\nOne sequence, {result['tokens']} tokens decoded after {result['depth']}, fp32 KV, "
+        f"{result['repeats']} turns of each, one after another. A random Llama of 78.7 M parameters; "
+        f"llama.cpp's f32, q8_0 and q4_0 are compared with fp32, int8 and int4. {measured_on(result)}"
     )
     return "\n".join(lines)
 

@@ -28,9 +28,7 @@ _COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # of the small copy
 _TOLERANCE = 1e-4  # max|a - b| / max|b| of a row
 
 Weight = QuantizedWeight | PlainWeight
-Make = Callable[
-    [str, int, Tensor], Weight
-]  # of a name and an expert, from its weight [out, in] as it is stored
+Make = Callable[[str, int, Tensor], Weight]  # of a name and an expert, from its weight [out, in] as stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,20 +105,22 @@ def install_experts(
     """
     for name, form in forms.items():
         given: Any = model.get_submodule(name)
-        first, last = (f"{name}.{own}" for own in ("gate_up_proj", "down_proj"))
-        gate_up = [make(first, i, _gate_up(given, i, form)) for i in range(len(given.down_proj))]
-        down = [make(last, i, _weight(own, form)) for i, own in enumerate(given.down_proj.detach())]
-        biases = {
-            "gate_up_bias": _bias(given, "gate_up_proj_bias", form.gate_up),
-            "down_bias": _bias(given, "down_proj_bias", lambda bias: bias),
-        }
-        kernel = (CpuExperts if in_cpp else ReferenceExperts)(gate_up, down, form.gating, **biases)
-        sizes = len(down), kernel.hidden, down[0].in_features
+        parts = _parts(given, form, lambda own, *weight, name=name: make(f"{name}.{own}", *weight))
+        kernel = (CpuExperts if in_cpp else ReferenceExperts)(**parts)
+        sizes = len(parts["down"]), kernel.hidden, parts["down"][0].in_features
         replace_linear(model, name, PackedExperts(kernel, sizes, fmt))
 
 
-def _gate_up(module: Any, expert: int, form: ExpertsForm) -> Tensor:
-    return form.gate_up(_weight(module.gate_up_proj.detach()[expert], form))
+def _parts(module: Any, form: ExpertsForm, make: Make) -> dict[str, Any]:
+    """What kernels of experts are made of; `make` is given a tensor's own name."""
+    first, last = module.gate_up_proj.detach(), module.down_proj.detach()
+    return {
+        "gate_up": [make("gate_up_proj", i, form.gate_up(_weight(own, form))) for i, own in enumerate(first)],
+        "down": [make("down_proj", i, _weight(own, form)) for i, own in enumerate(last)],
+        "gating": form.gating,
+        "gate_up_bias": _bias(module, "gate_up_proj_bias", form.gate_up),
+        "down_bias": _bias(module, "down_proj_bias", lambda bias: bias),
+    }
 
 
 def _weight(stored: Tensor, form: ExpertsForm) -> Tensor:
@@ -201,13 +201,6 @@ def _proven(module: nn.Module) -> ExpertsForm | None:
 
 
 def _agrees(small: Any, form: ExpertsForm, given: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> bool:
-    gate_up = [PlainWeight(values=_gate_up(small, i, form)) for i in range(_COUNT)]
-    down = [PlainWeight(values=_weight(own, form)) for own in small.down_proj]
-    found = ReferenceExperts(
-        gate_up,
-        down,
-        form.gating,
-        gate_up_bias=_bias(small, "gate_up_proj_bias", form.gate_up),
-        down_bias=_bias(small, "down_proj_bias", lambda bias: bias),
-    )(*given)
+    parts = _parts(small, form, lambda _, __, values: PlainWeight(values=values))
+    found = ReferenceExperts(**parts)(*given)
     return bool(((found - wanted).abs().amax(1) <= _TOLERANCE * wanted.abs().amax(1)).all())
