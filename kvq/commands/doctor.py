@@ -27,6 +27,7 @@ def command() -> None:
     from kvq.cache import available_bytes
     from kvq.cache.backend import cache_backends
     from kvq.evals.results import describe_device, versions
+    from kvq.kernels.cores import quota_cores, settle_threads
     from kvq.models.device import pick_device
 
     device = pick_device("auto")
@@ -37,7 +38,10 @@ def command() -> None:
     _line("torch", f"{found['torch']}, transformers {found['transformers']}")
     _line("device", describe_device(device))
     _line("memory", "unknown" if free is None else f"{binary(free)} available")
-    _line("cpu cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
+    settle_threads()
+    quota = quota_cores()
+    cores = f"{os.cpu_count()}" if quota is None else f"{os.cpu_count()}, a quota of {quota:g}"
+    _line("cpu cores", f"{cores}; {torch.get_num_threads()} threads")
     _line("gpu", _gpu())
     _line("compiler", _compiler())
     _line("caches", ", ".join(cache_backends()))
