@@ -1,6 +1,5 @@
 """How much memory a device has left, asked before pools are allocated."""
 
-import ctypes
 import mmap
 import os
 
@@ -8,9 +7,9 @@ import torch
 
 from kvq.cache.heap import give_back
 from kvq.errors import OutOfMemory
+from kvq.kernels.native.pages import prefer_huge_pages
 from kvq.sizes import binary
 
-_HUGE_PAGE = 2 << 20  # bytes
 _REMEDIES = {
     "KvqCache's scratch memory": "attend with 'kvq', or use a shorter context or a smaller batch",
     "KvqCache's recent tokens": "lower residual_length or the batch size",
@@ -71,23 +70,10 @@ def allocate_bytes(nbytes: int, device: torch.device, *, purpose: str = "the KV 
         with torch.inference_mode(False):  # else a pool grown during inference is frozen outside it
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             if device.type == "cpu":
-                _prefer_huge_pages(memory)
+                prefer_huge_pages(memory)  # blocks of a sequence lie anywhere in the pool
             return memory.zero_()
     except (RuntimeError, MemoryError) as error:  # torch reports a full device as RuntimeError
         raise _refusal(nbytes, available_bytes(device), device, purpose) from error
-
-
-def _prefer_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux for pages of 2 MiB, if the memory is not in use yet and large enough to have some.
-
-    Blocks of a sequence lie anywhere in the pool; with small pages nearly every block that attention
-    reads costs walks through the page tables.
-    """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    last = (memory.data_ptr() + memory.numel()) // _HUGE_PAGE * _HUGE_PAGE
-    if advice is not None and first < last:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
 def _refusal(nbytes: int, free: int | None, device: torch.device, purpose: str) -> OutOfMemory:

@@ -14,6 +14,7 @@ from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.weights.experts import PackedExperts
 
+_WHOLE = 64  # numbers: torch's vectors are of 4 to 16, two or four at a time
 _CONVERSIONS = (Tensor.float, Tensor.type, Tensor.to)
 
 
@@ -38,8 +39,20 @@ class _RouterWeight(nn.Parameter):
 
 def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        found = weight.kernel(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], weight.shape[0])
-        return found if bias is None else found + bias
+        found = weight.kernel(x.reshape(-1, x.shape[-1]))
+        found = _apart(found if bias is None else found + bias)
+        return found.view(*x.shape[:-1], found.shape[1])
+
+
+def _apart(x: Tensor) -> Tensor:
+    """`x` [rows, n] with something between its rows, unless they are whole vectors.
+
+    torch computes functions such as sigmoid a vector at a time, and what is left over otherwise, to other
+    bits: of neighbouring rows as of one array, so that a number's bits would depend on the rows before it.
+    """
+    if x.shape[1] % _WHOLE == 0:
+        return x
+    return x.new_empty(x.shape[0], x.shape[1] + 1)[:, :-1].copy_(x)
 
 
 def steady_routers(model: nn.Module) -> None:

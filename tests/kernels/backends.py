@@ -18,8 +18,11 @@ EXACT_NAMES = [f"cpu-fp32:{variant}" for variant in _VARIANTS if variant != "por
 # Sources and flags that differ little from another variant's are left to the long run.
 _LATER = {"cpu:avx512", *EXACT_NAMES[1:]} if "avx512vnni" in _VARIANTS else set(EXACT_NAMES[1:])
 ATTENTION = [
-    pytest.param(name, marks=pytest.mark.long) if name in _LATER else name for name in [*NAMES, *EXACT_NAMES]
+    pytest.param(name, marks=pytest.mark.long) if name in _LATER else name
+    for name in [*NAMES[:-1], *EXACT_NAMES]
 ]
+# Triton's interpreter takes seconds for a case; test_triton.py looks at what is its own.
+ATTENTION.append(pytest.param("triton", marks=pytest.mark.daily(1)))
 # A GPU to ask for; the kernels themselves run in Triton's interpreter, see tests/conftest.py.
 _DEVICES = {"triton": Device(type="cuda", name="H200", capability=(9, 0))}
 

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int MOST_TILE_ROWS = 12;
-constexpr int PAIR_ROWS = 12, MATRIX_ROWS = 32;  // of a tile of bf16, by how it is multiplied: bf16.h
+constexpr int PAIR_ROWS = 12, MATRIX_ROWS = 32, BYTE_ROWS = 16;  // of a tile, where products are of bf16, of bytes
 constexpr float LOW_STEP = 1.0f / 254.0f;
 constexpr int PRECISE = 128;    // columns of a segment: 128 * 255 * 127 < 2^24 is exact as a float
 constexpr int MOST_SUMMED = 1 << 15;  // 2^15 * 255 * 127 < 2^31: sums of INT8 inputs can't overflow
@@ -42,7 +42,7 @@ inline int length_of(const Cut& c, int segment) {
 // A few rows of inputs. `planes`: 2 if there are low bytes too.
 struct Tile {
     int rows;
-    int32_t* words;   // [k / 4, rows, planes]: four columns each; of bf16 pairs and matrices see bf16.h
+    int32_t* words;   // four columns each, where Words says; for products of bf16 see bf16.h and split.h
     int32_t* starts;  // [segments, rows, planes]: minus the codes' offset times the sum of the segment's bytes
     float* sums;      // [segments, rows]: of high + low / 254
     float* steps;     // [segments, rows]
@@ -53,7 +53,11 @@ inline bool has_float_sums(const KvqLinear& l) { return l.code <= KVQ_FP8; }
 
 inline Tile take_tile(const KvqLinear& l, const Cut& cut, int products, int rows, Memory& memory) {
     Tile t = {rows, nullptr, nullptr, nullptr, nullptr, nullptr};
-    if (products != KVQ_PRODUCTS_FP32) {
+    if (products == KVQ_PRODUCTS_SPLIT) {
+        t.words = memory.take<int32_t>(((int64_t)cut.k + 31) / 32 * (rows <= MATRIX_ROWS / 2 ? 1 : 2) * 3 * 256);
+        return t;
+    }
+    if (products == KVQ_PRODUCTS_PAIRS || products == KVQ_PRODUCTS_TILES) {
         t.words = memory.take<int32_t>((int64_t)cut.k / 2 * (products == KVQ_PRODUCTS_TILES ? MATRIX_ROWS : rows));
         return t;
     }
@@ -61,8 +65,8 @@ inline Tile take_tile(const KvqLinear& l, const Cut& cut, int products, int rows
         t.values = memory.take<float>((int64_t)cut.k * rows + W);  // whole registers are written
         return t;
     }
-    int planes = l.inputs == KVQ_INPUTS_FULL ? 2 : 1;
-    t.words = memory.take<int32_t>((int64_t)cut.k / 4 * rows * planes);
+    int planes = l.inputs == KVQ_INPUTS_FULL ? 2 : 1, places = products == KVQ_PRODUCTS_BYTES ? BYTE_ROWS : rows;
+    t.words = memory.take<int32_t>((int64_t)cut.k / 4 * places * planes);
     t.starts = memory.take<int32_t>((int64_t)cut.segments * rows * planes);
     t.sums = memory.take<float>((int64_t)cut.segments * rows);
     t.steps = memory.take<float>((int64_t)cut.segments * rows);
@@ -114,9 +118,22 @@ struct Sums {
     int32_t high, low;
 };
 
-// Bytes of `n` columns to every `stride`-th word; the low ones follow the high ones' word.
+// Where a row's words lie: [k / 4, rows, planes], or [k / 64, planes, 16 rows, 16] for products of bytes.
+struct Words {
+    int32_t* first;
+    int64_t next, plane, block;  // from a word to the next one of its 16, to the low one, to the next 16
+    int32_t* at(int column) const { return first + column / 64 * block + column % 64 / 4 * next; }
+};
+
+inline Words words_of(const Tile& tile, int r, int planes, bool in_bytes) {
+    if (in_bytes) return {tile.words + r * 16, 1, BYTE_ROWS * 16, (int64_t)planes * BYTE_ROWS * 16};
+    int64_t next = (int64_t)tile.rows * planes;
+    return {tile.words + r * planes, next, 1, 16 * next};
+}
+
+// Bytes of `n` columns from `begin` on.
 template <int PLANES>
-inline Sums round_columns(int32_t* words, int64_t stride, const float* x, int n, float step) {
+inline Sums round_columns(const Words& words, int begin, const float* x, int n, float step) {
     vi high_sum = {}, low_sum = {};
     for (int i = 0; i < n; i += W) {
         vf q = load_some(x + i, n - i) / step;
@@ -133,8 +150,12 @@ inline Sums round_columns(int32_t* words, int64_t stride, const float* x, int n,
         memcpy(bytes[0], &narrow, W);
         narrow = __builtin_convertvector(low, vb);
         if (PLANES == 2) memcpy(bytes[PLANES - 1], &narrow, W);
+        if (words.next == 1 && n - i >= W) {
+            for (int p = 0; p < PLANES; p++) memcpy(words.at(begin + i) + p * words.plane, bytes[p], W);
+            continue;
+        }
         for (int j = 0; j < W / 4 && i + 4 * j < n; j++)
-            for (int p = 0; p < PLANES; p++) words[(i / 4 + j) * stride + p] = bytes[p][j];
+            for (int p = 0; p < PLANES; p++) words.at(begin + i + 4 * j)[p * words.plane] = bytes[p][j];
     }
     Sums sums = {};
     for (int i = 0; i < W; i++) sums.high += high_sum[i], sums.low += low_sum[i];
@@ -143,18 +164,19 @@ inline Sums round_columns(int32_t* words, int64_t stride, const float* x, int n,
 
 // `offset`: of the codes that the row is multiplied with.
 template <int PLANES>
-inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut, int offset) {
+inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut, int offset, bool in_bytes) {
     float whole = PLANES == 1 ? step_of(row, cut.k, 127.0f) : 0;
+    Words words = words_of(tile, r, PLANES, in_bytes);
     for (int s = 0; s < cut.segments; s++) {
         int begin = begin_of(cut, s), n = length_of(cut, s);
-        int64_t stride = (int64_t)tile.rows * PLANES, at = (int64_t)s * tile.rows + r;
-        int32_t* words = tile.words + begin / 4 * stride + r * PLANES;
+        int64_t at = (int64_t)s * tile.rows + r;
         float step = PLANES == 1 ? whole : step_of(row + begin, n, 127.0f);
         Sums sums = {};
         if (step > 0)
-            sums = round_columns<PLANES>(words, stride, row + begin, n, step);
+            sums = round_columns<PLANES>(words, begin, row + begin, n, step);
         else
-            for (int i = 0; i < n / 4; i++) memset(words + i * stride, 0, PLANES * 4);
+            for (int i = 0; i < n; i += 4)
+                for (int p = 0; p < PLANES; p++) words.at(begin + i)[p * words.plane] = 0;
         tile.starts[at * PLANES] = -offset * sums.high;
         if (PLANES == 2) tile.starts[at * PLANES + 1] = -offset * sums.low;
         tile.sums[at] = PLANES == 2 ? sums.low * LOW_STEP + sums.high : (float)sums.high;

@@ -7,15 +7,16 @@
 #include <new>
 
 #include "../native/pool.h"
-#include "bf16.h"
+#include "bytes.h"
 #include "groups.h"
+#include "split.h"
 
 namespace {
 
 constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay while tiles pass
 constexpr int64_t STREAMED = 128 << 10;  // bytes of a task's weights that are read once
 constexpr int FEW_PANELS = 4, MOST_PANELS = 16;
-constexpr int BLOCK = 384;               // columns multiplied while tiles pass, where panels are long
+constexpr int BLOCK = 384;             // columns multiplied while tiles pass, where panels are long
 constexpr int WHOLE = 32;                // columns that blocks are multiples of
 constexpr int64_t MOST_ROWS = 576;       // rounded at a time, a multiple of every tile
 constexpr int64_t WORTH_THREADS = 1 << 17;  // products
@@ -44,16 +45,22 @@ struct Call {
     }
 };
 
-// Of inputs of `code`.
-inline int products_of(const KvqLinear& l, int code) {
+// Of `rows` of inputs of `code`.
+inline int products_of(const KvqLinear& l, int code, int64_t rows) {
 #if defined(KVQ_TILES)
     if (l.code == KVQ_BF16 && code == KVQ_BF16) return l.products;
+    if (l.products == KVQ_PRODUCTS_TILES) {
+        if (l.code < KVQ_FP8) return KVQ_PRODUCTS_SPLIT;
+        if (l.code != KVQ_FP8 && rows > few_byte_rows(l.code) && has_byte_tiles(cut_of(l))) return KVQ_PRODUCTS_BYTES;
+    }
 #endif
     return KVQ_PRODUCTS_FP32;
 }
 
 inline int rows_of(const KvqLinear& l, int products) {  // of a tile
-    if (products != KVQ_PRODUCTS_FP32) return products == KVQ_PRODUCTS_TILES ? MATRIX_ROWS : PAIR_ROWS;
+    if (products == KVQ_PRODUCTS_PAIRS) return PAIR_ROWS;
+    if (products == KVQ_PRODUCTS_BYTES) return BYTE_ROWS;
+    if (products != KVQ_PRODUCTS_FP32) return MATRIX_ROWS;
     return !has_float_sums(l) ? CODE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
 }
 
@@ -63,17 +70,20 @@ inline void round_tile(const Call& call, int64_t index, float* columns) {
 #if defined(KVQ_TILES)
     if (call.products == KVQ_PRODUCTS_TILES) return matrix_rows(tile, call.l, x, call.x_row);
     if (call.products == KVQ_PRODUCTS_PAIRS) return pair_rows(tile, call.l, x, call.x_row);
+    if (call.products == KVQ_PRODUCTS_SPLIT) return split_rows(tile, call.l, call.cut, x, call.x_row, call.out.code);
 #endif
     if (has_float_sums(call.l) && call.l.inputs == KVQ_INPUTS_FULL)
         return transpose_rows(tile, call.l, x, call.x_row, call.out.code);
     for (int r = 0; r < tile.rows; r++) {
         read_columns(columns, call.l, x + r * call.x_row, call.out.code, 0, call.cut.k);
+        bool in_bytes = call.products == KVQ_PRODUCTS_BYTES;
+        int offset = call.l.code == KVQ_INT4 ? ::offset<true> : ::offset<false>;
         if (has_float_sums(call.l))
             round_row_to_fp8(tile, r, columns, call.cut.k);
         else if (call.l.inputs == KVQ_INPUTS_FULL)
-            round_row<2>(tile, r, columns, call.cut, call.l.code == KVQ_INT4 ? offset<true> : offset<false>);
+            round_row<2>(tile, r, columns, call.cut, offset, in_bytes);
         else
-            round_row<1>(tile, r, columns, call.cut, call.l.code == KVQ_INT4 ? offset<true> : offset<false>);
+            round_row<1>(tile, r, columns, call.cut, offset, in_bytes);
     }
 }
 
@@ -116,29 +126,55 @@ inline void multiply_pairs(const Call& call, const Tile& tile, int64_t row, int6
 
 inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Floats that a row takes while it is rounded, whole registers of 64 bytes.
+inline int64_t columns_size(const Cut& cut) { return divided(cut.k, OUTPUTS) * OUTPUTS + OUTPUTS; }
+
 // Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache, where the CPU multiplies in
-// tiles in the first one.
+// tiles in the first one. Of split products two panels' parts and all inputs' stay in the second one.
 inline int block_length(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)FEW_PANELS * call.cut.k * OUTPUTS * bytes_of(call.l.code);
-    bool fits = call.products == KVQ_PRODUCTS_TILES ? call.cut.k <= BLOCK : bytes <= CACHED;
+    int most = call.products == KVQ_PRODUCTS_SPLIT ? SPLIT_BLOCK : BLOCK;
+    bool fits = call.products >= KVQ_PRODUCTS_TILES ? call.cut.k <= most : bytes <= CACHED;
     if (tiles <= 1 || !has_float_sums(call.l) || fits) return call.cut.k;
-    return (int)divided(divided(call.cut.k, divided(call.cut.k, BLOCK)), WHOLE) * WHOLE;
+    return (int)divided(divided(call.cut.k, divided(call.cut.k, most)), WHOLE) * WHOLE;
 }
 
-// multiply(tile, row, panel, last, block) for every block of columns, a few panels at a time.
-template <class Multiply>
+inline int64_t rows_at_once(int products) { return products == KVQ_PRODUCTS_SPLIT ? SPLIT_ROWS : MOST_ROWS; }
+
+// Floats that a thread needs for a call of up to `tiles` of rows: sums that are kept between blocks, and split weights.
+inline int64_t kept_size(const Call& call, int64_t tiles) {
+    bool in_tiles = call.products == KVQ_PRODUCTS_TILES || call.products == KVQ_PRODUCTS_SPLIT;
+    bool keeps = block_length(call, tiles) < call.cut.k || in_tiles;
+    int64_t kept = keeps ? tiles * call.tile_rows * MOST_PANELS * OUTPUTS : 0;
+#if defined(KVQ_TILES)
+    if (call.products == KVQ_PRODUCTS_BYTES && call.l.code == KVQ_INT4) kept = (int64_t)BYTE_PANELS * call.cut.k * OUTPUTS / 4;
+    if (call.products == KVQ_PRODUCTS_SPLIT) kept += split_size(call.cut);
+#endif
+    return kept;
+}
+
+// For every block of columns, a few panels at a time: prepare(panel, begin, end), then for the tiles of rows
+// multiply(tile, row, panel, last, block). Sums of a block that is the last one, too, are not kept.
+template <class Multiply, class Prepare>
 inline void for_blocks(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept,
-                       Multiply multiply) {
-    int64_t rows = call.tile_rows, kept_tile = (last - panel) * rows * OUTPUTS;
-    int64_t together = last_tile - tile > 1 ? 2 : last - panel;  // panels: two stay in the first cache
+                       Multiply multiply, Prepare prepare) {
+    int64_t rows = call.tile_rows, kept_panel = call.block < call.cut.k ? rows * OUTPUTS : 0;
+    bool pairs = last_tile - tile > 1 || call.products == KVQ_PRODUCTS_SPLIT;
+    int64_t together = pairs ? 2 : last - panel;  // panels: two stay in the first cache
     for (int begin = 0; begin < call.cut.k; begin += call.block) {
         int end = begin + call.block < call.cut.k ? begin + call.block : call.cut.k;
-        for (int64_t p = panel; p < last; p += together)
-            for (int64_t t = tile; t < last_tile; t++)
+        for (int64_t p = panel; p < last; p += together) {
+            prepare(p, begin, end);
+            for (int64_t t = tile; t < last_tile; t++) {
+                float* sums = kept + ((t - tile) * (last - panel) + p - panel) * kept_panel;
                 multiply(call.tile(t), t * rows, p, p + together < last ? p + together : last,
-                         Block{begin, end, kept + (t - tile) * kept_tile + (p - panel) * rows * OUTPUTS, call.tile_bytes});
+                         Block{begin, end, sums, call.tile_bytes});
+            }
+        }
     }
 }
+
+inline void unprepared(int64_t, int, int) {}
 
 template <int CODE>
 void run_float_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
@@ -146,7 +182,8 @@ void run_float_task(const Call& call, int64_t panel, int64_t last, int64_t tile,
     for_blocks(call, panel, last, tile, last_tile, kept,
                [&](const Tile& inputs, int64_t row, int64_t p, int64_t end, const Block& block) {
                    multiply_floats<CODE, ROWS>(call, inputs, row, p, end, block);
-               });
+               },
+               unprepared);
 }
 
 #if defined(KVQ_TILES)
@@ -159,13 +196,74 @@ inline void run_bf16_task(const Call& call, int64_t panel, int64_t last, int64_t
                        matrix_tile(call.l, call.cut, inputs, p, end, call.out, row, block);
                    else
                        multiply_pairs<PAIR_ROWS>(call, inputs, row, p, end, block);
-               });
+               },
+               unprepared);
     if (in_tiles) end_tiles();
+}
+
+template <int CODE>
+void run_split_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
+    begin_tiles(call.rows < TILE_ROWS ? (int)call.rows : TILE_ROWS);
+    if (call.rows <= MATRIX_ROWS) {
+        Tile inputs = call.tile(0);
+        if (call.rows <= TILE_ROWS)
+            split_once<CODE, 1>(call.l, call.cut, inputs, panel, last, call.out);
+        else
+            split_once<CODE, 2>(call.l, call.cut, inputs, panel, last, call.out);
+        return end_tiles();
+    }
+    uint8_t* made = (uint8_t*)kept;
+    kept += split_size(call.cut);
+    SplitPair pair;
+    auto prepare = [&](int64_t p, int begin, int end) {
+        pair = split_pair<CODE>(call.l, call.cut, p, last, begin, end, last_tile - tile, made);
+    };
+    for_blocks(
+        call, panel, last, tile, last_tile, kept,
+        [&](const Tile& inputs, int64_t row, int64_t p, int64_t, const Block& block) {
+            if (inputs.rows <= TILE_ROWS)
+                split_many<CODE, 1>(call.l, call.cut, inputs, pair, p, call.out, row, block);
+            else
+                split_many<CODE, 2>(call.l, call.cut, inputs, pair, p, call.out, row, block);
+        },
+        prepare);
+    end_tiles();
+}
+
+template <bool NIBBLES, int PLANES>
+void run_byte_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
+    begin_tiles();
+    for (; panel < last; panel += BYTE_PANELS) {
+        BytePanels panels = byte_panels<NIBBLES>(call.l, call.cut, panel, last, (uint8_t*)kept);
+        for (int64_t t = tile; t < last_tile; t++)
+            byte_tile<PLANES>(call.l, call.cut, call.tile(t), panels, panel, call.out, t * BYTE_ROWS);
+    }
+    end_tiles();
+}
+
+inline void run_byte_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
+    bool full = call.l.inputs == KVQ_INPUTS_FULL, nibbles = call.l.code == KVQ_INT4;
+    if (nibbles)
+        full ? run_byte_task<true, 2>(call, panel, last, tile, last_tile, kept)
+             : run_byte_task<true, 1>(call, panel, last, tile, last_tile, kept);
+    else
+        full ? run_byte_task<false, 2>(call, panel, last, tile, last_tile, kept)
+             : run_byte_task<false, 1>(call, panel, last, tile, last_tile, kept);
+}
+
+inline void run_split_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
+    switch (call.l.code) {
+        case KVQ_FP32: return run_split_task<KVQ_FP32>(call, panel, last, tile, last_tile, kept);
+        case KVQ_FP16: return run_split_task<KVQ_FP16>(call, panel, last, tile, last_tile, kept);
+        case KVQ_BF16: return run_split_task<KVQ_BF16>(call, panel, last, tile, last_tile, kept);
+    }
 }
 #endif
 
 inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
 #if defined(KVQ_TILES)
+    if (call.products == KVQ_PRODUCTS_BYTES) return run_byte_task(call, panel, last, tile, last_tile, kept);
+    if (call.products == KVQ_PRODUCTS_SPLIT) return run_split_task(call, panel, last, tile, last_tile, kept);
     if (call.products != KVQ_PRODUCTS_FP32) return run_bf16_task(call, panel, last, tile, last_tile, kept);
 #endif
     switch (call.l.code) {
@@ -217,7 +315,7 @@ inline void run(const Call& call) {
     int64_t tiles = divided(call.rows, call.tile_rows);
     Split s = split(call, tiles);
     run_tasks(call.threads, tiles, 1,
-              [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * (call.cut.k + W)); });
+              [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * columns_size(call.cut)); });
     run_tasks(call.threads, s.tasks, 1,
               [&](int thread, int64_t i) { run_nth(call, s, i, call.kept + thread * call.kept_size); });
 }
@@ -228,30 +326,29 @@ inline void run(const Call& call) {
 // Strides of rows are bytes.
 KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
                    int code, int64_t rows, int threads) {
-    int products = products_of(*linear, code);
+    int products = products_of(*linear, code, rows);
     Call call = {*linear, cut_of(*linear), x, x_row, {out, out_row, code}, rows, divided(linear->out_features, OUTPUTS),
                  threads, products, rows_of(*linear, products), nullptr, 0, 0, nullptr, nullptr, 0};
     if (call.panels == 0) return KVQ_OK;
     if (rows * linear->k * linear->out_features < WORTH_THREADS) call.threads = 1;
-    int64_t most = rows < MOST_ROWS ? rows : MOST_ROWS, most_tiles = divided(most, call.tile_rows);
+    int64_t at_once = rows_at_once(products), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
     Memory sizes = {};
     take_tile(*linear, call.cut, products, call.tile_rows, sizes);
     call.tile_bytes = sizes.used;
     sizes.used *= most_tiles;
-    int64_t tiles = sizes.used, columns = call.threads * (int64_t)(call.cut.k + W);
+    int64_t tiles = sizes.used, columns = call.threads * columns_size(call.cut);
     sizes.take<float>(columns);
-    if (block_length(call, most_tiles) < call.cut.k || products == KVQ_PRODUCTS_TILES)
-        call.kept_size = most_tiles * call.tile_rows * MOST_PANELS * OUTPUTS;
+    call.kept_size = kept_size(call, most_tiles);
     sizes.take<float>(call.threads * call.kept_size);
     Kept* kept = take_memory(sizes.used);
     if (!kept) return KVQ_NO_MEMORY;
     call.tiles = (uint8_t*)kept + 64;
     call.columns = (float*)(call.tiles + tiles);
     call.kept = call.columns + columns;
-    for (int64_t first = 0; first < rows; first += MOST_ROWS) {
+    for (int64_t first = 0; first < rows; first += at_once) {
         call.x = x + first * x_row;
         call.out.data = out + first * out_row;
-        call.rows = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
+        call.rows = rows - first < at_once ? rows - first : at_once;
         call.block = block_length(call, divided(call.rows, call.tile_rows));
         run(call);
     }
@@ -314,7 +411,7 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
     Parts all = {memory.take<Part>(count), count, threads, 0, 0, nullptr, nullptr, 0, 0};
     for (int i = 0; i < count; i++) {
         const KvqLinear& l = *groups[i].linear;
-        int products = products_of(l, out.code);
+        int products = products_of(l, out.code, groups[i].rows);
         Call call = {l, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
                      (int)divided(threads, count), products, rows_of(l, products), nullptr, 0, 0, nullptr, nullptr, 0};
         int64_t tiles = divided(call.rows, call.tile_rows);
@@ -323,10 +420,9 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         call.tile_bytes = tile.used;
         call.tiles = memory.take<uint8_t>(tiles * call.tile_bytes);
         call.block = block_length(call, tiles);
-        bool keeps = call.block < call.cut.k || products == KVQ_PRODUCTS_TILES;
-        int64_t kept = keeps ? tiles * call.tile_rows * MOST_PANELS * OUTPUTS : 0;
+        int64_t kept = kept_size(call, tiles), columns = columns_size(call.cut);
         if (kept > all.kept_size) all.kept_size = kept;
-        if (call.cut.k + W > all.columns_size) all.columns_size = call.cut.k + W;
+        if (columns > all.columns_size) all.columns_size = columns;
         Split s = split(call, tiles);
         if (all.parts) new (all.parts + i) Part{call, s, all.tiles, all.tasks};
         all.tiles += tiles, all.tasks += s.tasks;

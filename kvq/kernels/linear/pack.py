@@ -13,6 +13,7 @@ from kvq.formats.weights import WeightCode
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import run
+from kvq.kernels.native.pages import empty
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # which their number is padded to
@@ -88,7 +89,7 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     parts = [weight.values.to(dtype) for weight in weights]
     parts = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
     shape = -(-sum(map(len, parts)) // OUTPUTS), columns // pair, OUTPUTS
-    panels = torch.empty(*shape, *([pair] if pair == 2 else []), dtype=dtype)
+    panels = empty((*shape, *([pair] if pair == 2 else [])), dtype)
     matrices = [_Matrix(part.data_ptr(), len(part), part.stride(0) * part.element_size()) for part in parts]
     run(
         "pack_plain",
@@ -149,11 +150,15 @@ def _blocked(x: Tensor, code: WeightCode) -> Tensor:
     panels, columns = x.shape[0] // OUTPUTS, x.shape[1]
     if code is WeightCode.FP8:
         quads = x.view(panels, OUTPUTS, columns // 4, 2, 2)  # [panels, o, quads, b, h]
-        return quads.permute(0, 2, 4, 1, 3).contiguous().view(panels, -1)
+        return _laid_out(quads.permute(0, 2, 4, 1, 3)).view(panels, -1)
     quads = x.view(panels, OUTPUTS, columns // 4, 4).transpose(1, 2)
     if code is WeightCode.INT8:
-        return quads.contiguous().view(panels, -1)
-    return (quads[:, ::2] | (quads[:, 1::2] << 4)).contiguous().view(panels, -1)
+        return _laid_out(quads).view(panels, -1)
+    return _laid_out(quads[:, ::2] | (quads[:, 1::2] << 4)).view(panels, -1)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    return empty(x.shape, x.dtype).copy_(x)
 
 
 def _by_panel(x: Tensor) -> Tensor:

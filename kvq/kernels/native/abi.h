@@ -94,8 +94,15 @@ struct KvqAttention {
 
 enum KvqInputs { KVQ_INPUTS_FULL, KVQ_INPUTS_INT8, KVQ_INPUTS_FP8 };
 
-// Of bf16 rows with weights in bf16: in fp32, or by the CPU's instructions for pairs or for tiles of them.
-enum KvqProducts { KVQ_PRODUCTS_FP32, KVQ_PRODUCTS_PAIRS, KVQ_PRODUCTS_TILES };
+// Of bf16 rows with weights in bf16: in fp32, or by the CPU's instructions for pairs or for tiles of them. Where there
+// are tiles, all others with weights in floats are split into products of bf16, and many rows' with codes are of bytes.
+enum KvqProducts {
+    KVQ_PRODUCTS_FP32,
+    KVQ_PRODUCTS_PAIRS,
+    KVQ_PRODUCTS_TILES,
+    KVQ_PRODUCTS_SPLIT,
+    KVQ_PRODUCTS_BYTES
+};
 
 enum KvqActivation { KVQ_SILU, KVQ_GELU_TANH };
 

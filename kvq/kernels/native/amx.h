@@ -1,4 +1,4 @@
-// Products of bf16 numbers in the CPU's own instructions: tiles (Intel's AMX) and pairs (AVX512-BF16). Whether a CPU
+// Products of bf16 numbers and of bytes in the CPU's own instructions: tiles (Intel's AMX) and pairs (AVX512-BF16). Whether a CPU
 // has them is found out when it runs, so that one variant serves those with and without.
 #pragma once
 
@@ -19,6 +19,8 @@
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((long)(stride)) : "memory")
 #define KVQ_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : : : "memory")
 #define KVQ_TILE_ADD(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
+// Signed bytes of `a` times unsigned ones of `b`.
+#define KVQ_TILE_ADD_BYTES(c, a, b) __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
 
 namespace {
 
@@ -38,7 +40,7 @@ inline bool has_tiles() {
     static int found = -1;
     if (found >= 0) return found;
     unsigned a, b, c, d;
-    bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+    bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 3) == 3;  // AMX-BF16, -TILE, -INT8
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
     return found = has && has_pairs() && !syscall(SYS_arch_prctl, ASK, TILE_DATA);
 }
@@ -49,10 +51,11 @@ struct alignas(64) TileConfig {
     uint8_t rows[16];
 };
 
-inline void begin_tiles() {
+// `few`: rows of tiles 0 to 4, which sums and inputs lie in; products of fewer rows take less time.
+inline void begin_tiles(int few = TILE_ROWS) {
     TileConfig config = {};
     config.palette = 1;
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = TILE_ROWS;
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = (uint8_t)(i < 5 ? few : TILE_ROWS);
     __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
 }
 

@@ -50,7 +50,11 @@ inline V load_as(const void* p) {
 
 inline vf load(const float* p) { return load_as<vf>(p); }
 
-inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
+// One store of a whole register, also of what was just loaded; memcpy becomes several of 8 bytes then.
+inline void store(float* p, vf x) {
+    typedef float anywhere __attribute__((vector_size(sizeof(vf)), aligned(4), may_alias));
+    *(anywhere*)p = (anywhere)x;
+}
 
 inline vf all(float x) { return x - vf{}; }
 

@@ -54,6 +54,18 @@ def test_products_are_those_of_the_weight_as_it_is(shape: tuple[int, int], dtype
     assert error(got, product(weight, x)) < 1e-7 * (1 + shape[1] ** 0.5)  # as roundings of sums grow
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_any_size_are_multiplied_as_exactly_as_in_fp32(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.linspace(-4, 4, 390) if dtype is torch.float16 else torch.linspace(-17, 17, 390)
+    values = (torch.randn(33, 390, generator=generator) * 10 ** spread.flip(0)).to(dtype)
+    x = torch.randn(rows, 390, generator=generator) * 10**spread
+    got, want = CpuLinear(PlainWeight(values=values))(x), x.double() @ values.double().T
+    magnitudes = x.double().abs() @ values.double().abs().T
+    assert ((got.double() - want).abs() <= 390**0.5 * 2**-23 * magnitudes).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [100, 2504])  # the second in blocks of columns
 def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(inputs: int, dtype: torch.dtype) -> None:
@@ -110,7 +122,7 @@ def test_panels_hold_16_outputs_side_by_side_and_zeros_behind_the_last(
     want = want.view(-1, 16, want.shape[1] // pair, pair).transpose(1, 2)
     want = want if pair == 2 else want.squeeze(3)
     dirty = torch.full_like(want, NAN, memory_format=torch.contiguous_format)
-    monkeypatch.setattr(pack.torch, "empty", lambda *_, **__: dirty)
+    monkeypatch.setattr(pack, "empty", lambda *_: dirty)
     for lie in (
         at_an_odd_byte,
         lambda x: x.T.contiguous().T,

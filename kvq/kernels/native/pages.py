@@ -1,0 +1,68 @@
+"""Memory in pages of 2 MiB: of small ones nearly all that a step reads costs it walks through page tables."""
+
+import ctypes
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20  # bytes
+_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+_MAPPED = 64 << 20  # bytes of addresses at a time; what nobody writes takes no memory
+_LEAST = 64 << 10  # bytes; smaller tensors lie anywhere
+_LINE = 64  # bytes, which every tensor begins at a multiple of
+
+
+def prefer_huge_pages(memory: Tensor) -> None:
+    """Ask Linux for pages of 2 MiB, if the memory is not in use yet and large enough to have some."""
+    first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    last = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    if _ADVICE is not None and first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _ADVICE)
+
+
+class _Pages:
+    """Addresses in such pages, which tensors of any size are cut from; they go with the last of these."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: Callable[[], mmap.mmap | None] = lambda: None
+        self._at = self._end = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of `count` numbers, which nobody has written."""
+        nbytes = -(-count * dtype.itemsize // _LINE) * _LINE
+        with self._lock:
+            mapped = self._mapped()
+            if mapped is None or self._at + nbytes > self._end:
+                mapped = self._map(max(nbytes, _MAPPED))
+            found = torch.frombuffer(mapped, dtype=dtype, count=count, offset=self._at)
+            self._at += nbytes
+            return found
+
+    def _map(self, nbytes: int) -> mmap.mmap:
+        mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        assert _ADVICE is not None, "only where there are such pages"
+        mapped.madvise(_ADVICE)
+        self._at = -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+        self._end = self._at + nbytes
+        self._mapped = weakref.ref(mapped)  # tensors keep it
+        return mapped
+
+
+_pages = _Pages()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What `torch.empty` returns on a CPU, large tensors side by side in pages of 2 MiB.
+
+    For what stays: memory of one that is gone is nobody's until its neighbours are.
+    """
+    count = math.prod(shape)
+    if _ADVICE is None or count * dtype.itemsize < _LEAST:
+        return torch.empty(*shape, dtype=dtype)
+    return _pages.take(count, dtype).view(*shape)
