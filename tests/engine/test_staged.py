@@ -90,6 +90,7 @@ def test_the_pools_are_accounted_for_group_by_group():
     assert llm.core.runner.cache.nbytes == total
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("kv", ["bf16", "int4_mean", "int3_mean+sinks=17+recent=33"])
 def test_a_receipt_tells_the_bytes_that_were_taken_at_the_peak(monkeypatch, kv, family):
@@ -152,6 +153,7 @@ def test_prompts_of_several_chunks_run_side_by_side_where_sinks_are_few(kv, memo
     assert_balanced(llm)
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("kv", ["bf16", *STAGED, "int3_mean+recent=300", "int4+sinks=400"])
 def test_a_small_pool_serves_the_longest_prompt_that_is_told_and_refuses_a_longer_one(kv, family):

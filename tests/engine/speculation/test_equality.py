@@ -101,6 +101,7 @@ SEEDED = [
 ]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("options", SEEDED)
 @pytest.mark.parametrize("method", ["oracle", "self"])
 def test_a_seeded_request_gets_the_tokens_of_its_seed(tiny, options, method):
@@ -132,6 +133,7 @@ SPECS = [
 ]  # fmt: skip
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["ngram", "self", "oracle"])
 def test_structured_output_is_that_without_drafts(tiny, method, temperature):
@@ -191,6 +193,7 @@ def test_beams_and_prompt_logprobs_work_beside_drafts(tiny):
     assert_balanced(llm)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("scheme", ["green", "tournament"])
 @pytest.mark.parametrize("method", ["oracle", "self"])
 def test_a_marked_text_is_the_one_without_drafts(tiny, tmp_path, scheme, method):

@@ -148,6 +148,7 @@ def test_a_layer_that_knows_what_follows_is_believed(model):
     assert not engine(model).core.runner.keeps_hidden
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"max_num_batched_tokens": 24}])
 @pytest.mark.parametrize("waiting", [4, heads._WAITING])
 def test_prompts_in_chunks_and_steps_ahead_change_no_token(model, monkeypatch, options, waiting):
