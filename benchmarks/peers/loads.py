@@ -120,7 +120,8 @@ PARTS = {
         output=1,
         rate=prefill_rate,
         contenders=(
-            *contenders("kvq", ("fp32", "fp32"), ("fp32", "int8"), ("fp32", "int4"), ("int8", "int8"), ("int4", "int4")),
+            *contenders("kvq", ("fp32", "fp32"), ("fp32", "int8"), ("fp32", "int4")),
+            *contenders("kvq", ("int8", "int8"), ("int4", "int4")),
             *contenders("openvino", ("fp32", "f32"), ("fp32", "u8"), ("int8", "u8")),
             *contenders("llama.cpp", ("f32", "f16"), ("q8_0", "f16"), ("q4_0", "f16")),
         ),
