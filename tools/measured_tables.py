@@ -268,13 +268,11 @@ def peers_table(result: dict) -> str:
         )
     versions = {row["engine"]: row["settings"]["version"] for row in result["rows"] if row["reason"] is None}
     rivals = ", ".join(f"{engine} {version}" for engine, version in versions.items() if engine != "kvq")
-    beside = (
-        f"beside {result['neighbours']} busy processes" if result["neighbours"] else "with nothing beside"
-    )
+    busy = {0: "with nothing beside", 1: "beside a busy process"}
+    beside = busy.get(result["neighbours"], f"beside {result['neighbours']} busy processes")
     quota = f"a quota of {result['quota_cores']:g} cores each" if result["quota_cores"] else "no quota"
-    return "\n".join(
-        [*lines, "", f"{result['turns']} turns of each, {beside}, {quota}; {rivals}. {measured_on(result)}"]
-    )
+    how = "; ".join(filter(None, (f"{result['turns']} turns of each, {beside}, {quota}", rivals)))
+    return "\n".join([*lines, "", f"{how}. {measured_on(result)}"])
 
 
 def measured_on(result: dict) -> str:

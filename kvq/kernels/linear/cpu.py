@@ -32,7 +32,8 @@ class CpuLinear:
     Integer codes are multiplied with integers. Inputs that the format leaves as they are become 16-bit
     numbers for every 128 of them: results agree with fp32 products to about 1e-5 of the largest. Scales are
     not rounded into the weight, so 16-bit ones give results closer to the codes than the reference's.
-    Products with weights in floats are as exact as fp32's, on CPUs with AMX sums of bf16 ones: split.h.
+    Products with weights in floats are as exact as fp32's, on CPUs with AMX as sums of bf16 ones; there
+    inputs, weights or products below 1e-31 in magnitude lose digits (split.h).
     A row's result doesn't depend on the other rows or on threads, bit for bit; one with a NaN or an infinity
     gives NaN alone, of a weight in floats what such products give or NaN.
     """

@@ -330,6 +330,10 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
     Call call = {*linear, cut_of(*linear), x, x_row, {out, out_row, code}, rows, divided(linear->out_features, OUTPUTS),
                  threads, products, rows_of(*linear, products), nullptr, 0, 0, nullptr, nullptr, 0};
     if (call.panels == 0) return KVQ_OK;
+    if (linear->k == 0) {  // a sum of nothing
+        for (int64_t r = 0; r < rows; r++) memset(out + r * out_row, 0, (size_t)(linear->out_features * bytes_of(code)));
+        return KVQ_OK;
+    }
     if (rows * linear->k * linear->out_features < WORTH_THREADS) call.threads = 1;
     int64_t at_once = rows_at_once(products), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
     Memory sizes = {};

@@ -7,6 +7,8 @@
 // that is zero change no bit, so a weight's sums are the same in each dtype that holds it.
 //
 // Every row takes the same products in the same order, few or many. A row with an infinity or a NaN gives NaN.
+// Tiles know no denormal numbers: parts and products below 2^-126 are zero, so inputs and weights should lie above some
+// 1e-31 in magnitude, and their products above 1e-31, to keep all digits.
 #pragma once
 
 #include "bf16.h"

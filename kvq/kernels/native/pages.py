@@ -1,8 +1,10 @@
 """Memory in pages of 2 MiB: of small ones nearly all that a step reads costs it walks through page tables."""
 
+import contextlib
 import ctypes
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -46,8 +48,9 @@ class _Pages:
 
     def _map(self, nbytes: int) -> mmap.mmap:
         mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        assert _ADVICE is not None, "only where there are such pages"
-        mapped.madvise(_ADVICE)
+        assert _ADVICE is not None, "only Linux is asked"
+        with contextlib.suppress(OSError):  # a kernel without such pages has others
+            mapped.madvise(_ADVICE)
         self._at = -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
         self._end = self._at + nbytes
         self._mapped = weakref.ref(mapped)  # tensors keep it
@@ -57,10 +60,20 @@ class _Pages:
 _pages = _Pages()
 
 
+def _renew() -> None:
+    """In a child process, whose parent's threads may have held the lock."""
+    global _pages
+    _pages = _Pages()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What `torch.empty` returns on a CPU, large tensors side by side in pages of 2 MiB.
 
-    For what stays: memory of one that is gone is nobody's until its neighbours are.
+    For what goes together, as a model's weights do: one tensor keeps the 64 MiB that it was cut from.
     """
     count = math.prod(shape)
     if _ADVICE is None or count * dtype.itemsize < _LEAST:

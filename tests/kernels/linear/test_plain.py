@@ -78,6 +78,14 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(inputs: int, dtype
     assert torch.equal(kernel_(many), want.repeat(13, 1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_inputs_or_outputs_there_is_nothing_to_add_up(dtype: torch.dtype) -> None:
+    nothing = CpuLinear(PlainWeight(values=torch.zeros(17, 0, dtype=dtype)))
+    for rows in (0, 1, 30):
+        assert torch.equal(nothing(torch.zeros(rows, 0)), torch.zeros(rows, 17))
+    assert CpuLinear(PlainWeight(values=torch.zeros(0, 5, dtype=dtype)))(torch.zeros(3, 5)).shape == (3, 0)
+
+
 def test_16_bits_that_hold_a_weight_change_no_bit() -> None:
     x = rows_of(7, 224)
     for dtype in (torch.bfloat16, torch.float16):

@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -70,3 +71,19 @@ def test_where_there_are_no_such_pages_memory_is_torchs(monkeypatch: pytest.Monk
     tensor = pages.empty((4, LARGE), torch.float32).fill_(1)
     pages.prefer_huge_pages(tensor)
     assert tensor.sum() == 4 * LARGE
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_child_is_not_kept_waiting_by_a_thread_of_its_parent() -> None:
+    with pages._pages._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if pages.empty((LARGE,), torch.uint8).fill_(1).sum() == LARGE else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others are not asked")
+def test_a_kernel_without_such_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_ADVICE", 12345)  # which no kernel knows
+    tensor = pages.empty((LARGE,), torch.uint8).fill_(3)
+    assert (tensor == 3).all()
