@@ -52,6 +52,7 @@ inline void pack_pairs(const uint8_t* const* rows, int64_t columns, int64_t k, u
 KVQ_KERNEL(pack_plain)(const KvqMatrix* parts, int count, int64_t columns, int code, uint8_t* panels, int64_t k,
                        int threads) {
     int64_t outputs = 0, size = bytes_of(code), panel_bytes = k * OUTPUTS * size;
+    if (k == 0) return KVQ_OK;
     for (int i = 0; i < count; i++) outputs += parts[i].rows;
     if (outputs * columns * size < WORTH_THREADS) threads = 1;
     run_even(threads, (outputs + OUTPUTS - 1) / OUTPUTS, [=](int64_t panel) {
