@@ -161,7 +161,7 @@ void* serve(void*) {
 inline void run_job(int others, void (*work)(const void*, int), const void* data) {
     pool.work = work, pool.data = data, pool.caller_cpu = current_cpu();
     __atomic_store_n(&pool.others, others, __ATOMIC_RELAXED);
-    uint32_t number = number_of(pool.state) + 1;
+    uint32_t number = number_of(seen(pool.state)) + 1;
     __atomic_store_n(&pool.state, (uint64_t)(number ? number : 1) << NUMBER_SHIFT | OPEN, __ATOMIC_SEQ_CST);
     wake(pool.sleeping, pool.job);
     work(data, 0);
