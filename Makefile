@@ -43,7 +43,7 @@ fuzz: setup
 	$(BIN)/python -m benchmarks.fuzz --seconds $(or $(FUZZ_SECONDS),3600)
 
 SANITIZED := tests/kernels/attend/test_attend.py tests/kernels/attend_latent tests/kernels/write_kv tests/kernels/gather_dense tests/kernels/seal \
-	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/linear tests/kernels/rms_norm \
+	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/experts tests/kernels/linear tests/kernels/rms_norm \
 	tests/kernels/rope tests/kernels/test_decoder.py tests/kernels/native
 define sanitize  # kinds, preloaded libraries
 	rm -rf build/sanitize

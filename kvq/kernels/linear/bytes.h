@@ -19,6 +19,7 @@ namespace {
 constexpr int BYTE_COLUMNS = 64;  // of a tile
 constexpr int BYTE_PANELS = 2;    // multiplied at a time
 constexpr int BYTE_TILE = 1024;
+static_assert(BYTE_ROWS == TILE_ROWS && BYTE_TILE == TILE_ROWS * BYTE_COLUMNS, "a tile's rows and bytes");
 
 // Whether every segment is whole tiles.
 inline bool has_byte_tiles(const Cut& cut) {

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int MOST_TILE_ROWS = 12;
 constexpr int PAIR_ROWS = 12, MATRIX_ROWS = 32, BYTE_ROWS = 16;  // of a tile, where products are of bf16, of bytes
+constexpr int SPLIT_WORDS = 768;  // int32 that all parts of 32 columns of 16 rows take: split.h
 constexpr float LOW_STEP = 1.0f / 254.0f;
 constexpr int PRECISE = 128;    // columns of a segment: 128 * 255 * 127 < 2^24 is exact as a float
 constexpr int MOST_SUMMED = 1 << 15;  // 2^15 * 255 * 127 < 2^31: sums of INT8 inputs can't overflow
@@ -54,7 +55,7 @@ inline bool has_float_sums(const KvqLinear& l) { return l.code <= KVQ_FP8; }
 inline Tile take_tile(const KvqLinear& l, const Cut& cut, int products, int rows, Memory& memory) {
     Tile t = {rows, nullptr, nullptr, nullptr, nullptr, nullptr};
     if (products == KVQ_PRODUCTS_SPLIT) {
-        t.words = memory.take<int32_t>(((int64_t)cut.k + 31) / 32 * (rows <= MATRIX_ROWS / 2 ? 1 : 2) * 3 * 256);
+        t.words = memory.take<int32_t>(((int64_t)cut.k + 31) / 32 * (rows <= MATRIX_ROWS / 2 ? 1 : 2) * SPLIT_WORDS);
         return t;
     }
     if (products == KVQ_PRODUCTS_PAIRS || products == KVQ_PRODUCTS_TILES) {

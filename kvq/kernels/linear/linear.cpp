@@ -424,8 +424,9 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         call.tile_bytes = tile.used;
         call.tiles = memory.take<uint8_t>(tiles * call.tile_bytes);
         call.block = block_length(call, tiles);
-        int64_t kept = kept_size(call, tiles), columns = columns_size(call.cut);
-        if (kept > all.kept_size) all.kept_size = kept;
+        int64_t columns = columns_size(call.cut);
+        call.kept_size = kept_size(call, tiles);  // a task's panels have to fit
+        if (call.kept_size > all.kept_size) all.kept_size = call.kept_size;
         if (columns > all.columns_size) all.columns_size = columns;
         Split s = split(call, tiles);
         if (all.parts) new (all.parts + i) Part{call, s, all.tiles, all.tasks};

@@ -27,6 +27,7 @@ namespace {
 constexpr int PART_BYTES = TILE_SIZE * 2;
 constexpr int SPLIT_PARTS = 3;                    // of inputs
 constexpr int SPLIT_BYTES = SPLIT_PARTS * PART_BYTES;  // of 32 columns of 16 rows
+static_assert(SPLIT_BYTES == SPLIT_WORDS * 4, "inputs.h has room for them");
 constexpr int SPLIT_PANELS = 4;                   // multiplied with up to 16 rows at a time; with more, half as many
 constexpr int SPLIT_AHEAD = 1024;                 // bytes
 

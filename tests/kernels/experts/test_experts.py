@@ -73,6 +73,28 @@ def test_a_rows_sum_is_that_of_its_experts_one_by_one_in_its_own_order(name: str
             assert torch.equal(got[row], want.to(dtype)), (rows, top, row)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hidden", "inner"), [(32, 8192), (1600, 700)])  # few inputs, and blocks of columns
+def test_tasks_of_wide_experts_keep_to_their_memory(hidden: int, inner: int, dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the most panels a task
+    try:
+        gate_up, down = weights_of("bfloat16", 3, hidden, inner)
+        experts = CpuExperts(gate_up, down, Gating())
+        alone = [
+            CpuMLP(CpuLinear(a), CpuLinear(b), Activation.SILU) for a, b in zip(gate_up, down, strict=True)
+        ]
+        for rows in (1, 90):
+            x = (0.02 * rows_of(rows, hidden)).to(dtype)
+            chosen, weights = torch.arange(rows)[:, None] % 3, torch.ones(rows, 1)
+            got = experts(x, chosen, weights)
+            for i, mlp in enumerate(alone[:rows]):
+                assert torch.equal(got[i::3], mlp(x[i::3])), (rows, i)
+    finally:
+        torch.set_num_threads(before)
+
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gating", [Gating(), Gating(activation=Activation.GELU_TANH), GPT_OSS], ids=str)
 @pytest.mark.parametrize("shape", [(3, 1, 1), (4, 60, 33), (7, 17, 530)], ids=str)
