@@ -94,7 +94,6 @@ def test_tasks_of_wide_experts_keep_to_their_memory(hidden: int, inner: int, dty
         torch.set_num_threads(before)
 
 
-
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gating", [Gating(), Gating(activation=Activation.GELU_TANH), GPT_OSS], ids=str)
 @pytest.mark.parametrize("shape", [(3, 1, 1), (4, 60, 33), (7, 17, 530)], ids=str)
