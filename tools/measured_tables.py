@@ -417,9 +417,11 @@ def findings_table(result: dict) -> str:
     for row in result["rows"]:
         holds = "" if row["holds"] else "falls short"
         lines.append(f"| {row['what']} | {_found(row['found'])} | {row['asked']} | {holds} |")
-    scale = "" if result.get("scale", 1) == 1 else f" Counts and times scaled by {result['scale']:g}."
+    more = "" if result.get("scale", 1) == 1 else f" Counts and times scaled by {result['scale']:g}."
+    if busy := result.get("neighbours", 0):
+        more += f" Beside {busy} busy process{'es' if busy > 1 else ''}."
     lines.append(
-        f"\n{result['seconds']:,.0f} s.{scale} {result['date'][:10]}, {result['device']}, torch "
+        f"\n{result['seconds']:,.0f} s.{more} {result['date'][:10]}, {result['device']}, torch "
         f"{result['versions']['torch']}, commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
