@@ -13,6 +13,7 @@ struct Scratch {
     float* row;     // [k dim], or the widest row of V
     float* q;       // [rows, k width], rotated and scaled
     float* tile;    // [TILE, width], decoded
+    float* turned;  // [2 W, k width], keys on their way to scores
     float* scores;  // [rows, TILE], then weights
     Running running;
     Partial run;    // of the split at work
@@ -59,13 +60,11 @@ inline void score_tile(const Call& call, const Task& task, Scratch& scratch, con
         integer_keys(scratch.k, call.k_cut, scratch.scores, task.rows, read.keys);
     } else if (read.skip == 0 && lies_as_tile(call.layer, rows)) {
         prefetch_rows(rows, read.there, task.head, read.next_keys);
-        scores_in_place(scratch.scores, scratch.q, task.rows, rows, read.here, task.head, read.keys);
+        scores_in_place(scratch.scores, scratch.q, task.rows, rows, read.here, task.head, read.keys, scratch.turned);
     } else {
         read_tile(scratch.tile, rows, read.here, read.there, task.head, call.k_width, read.skip, read.keys,
                   read.next_keys);
-        for (int r = 0; r < task.rows; r++)
-            float_scores(scratch.scores + r * TILE, scratch.q + (int64_t)r * call.k_width, scratch.tile, call.k_width,
-                         read.keys);
+        all_float_scores(scratch.scores, scratch.q, task.rows, scratch.tile, call.k_width, read.keys, scratch.turned);
     }
     if (!rows.means) return;
     TileBlocks blocks(read.at, call.layer.block_size, read.skip, read.keys);
@@ -171,6 +170,7 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     s.row = memory.take<float>(width);
     s.q = memory.take<float>((int64_t)call.rows * call.k_width);
     s.tile = memory.take<float>((int64_t)TILE * width);
+    s.turned = memory.take<float>((int64_t)2 * W * call.k_width);
     s.scores = memory.take<float>((int64_t)call.rows * TILE);
     s.running.decays = memory.take<float>(call.rows);
     s.running.totals = memory.take<float>((int64_t)call.rows * W);

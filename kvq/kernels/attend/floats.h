@@ -39,6 +39,81 @@ inline void float_scores(float* scores, const float* q, const float* tile, int w
     }
 }
 
+// Keys are turned for so many query rows or more: elements then lie side by side, and no sum crosses lanes.
+constexpr int TURNED_ROWS = 8;
+
+// W rows of a tile into `turned` [width, W].
+inline void turn_keys(float* turned, const float* tile, int width) {
+    for (int i = 0; i < width; i += W, turned += W * W) {
+        vf x[W];
+        for (int j = 0; j < W; j++) x[j] = load(tile + (int64_t)j * width + i);
+        transpose(x);
+        for (int j = 0; j < W; j++) store(turned + j * W, x[j]);
+    }
+}
+
+// Lane by lane what float_scores has in lane `lane` of its sums, for R rows over C times W turned keys.
+template <int R, int C>
+inline void add_lane(vf sums[R][C], const float* q, const float* turned, int width, int lane) {
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sums[r][c] = vf{};
+    for (int i = lane; i < width; i += W) {
+        vf k[C];
+        for (int c = 0; c < C; c++) k[c] = load(turned + ((int64_t)c * width + i) * W);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sums[r][c] += all(q[(int64_t)r * width + i]) * k[c];
+    }
+}
+
+// float_scores of R rows over C times W turned keys, with its bits: lanes are added in the order of `sums_of`.
+template <int R, int C>
+inline void turned_float_scores(float* scores, const float* q, const float* turned, int width) {
+    vf quarters[W / 4][R][C];
+    for (int at = 0; at < W / 4; at++) {
+        vf a[R][C], b[R][C], c[R][C];
+        add_lane<R, C>(a, q, turned, width, 4 * at);
+        add_lane<R, C>(b, q, turned, width, 4 * at + 2);
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < C; i++) a[r][i] += b[r][i];
+        add_lane<R, C>(b, q, turned, width, 4 * at + 1);
+        add_lane<R, C>(c, q, turned, width, 4 * at + 3);
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < C; i++) quarters[at][r][i] = a[r][i] + (b[r][i] + c[r][i]);
+    }
+    for (int width = W / 8; width > 0; width /= 2)
+        for (int at = 0; at < width; at++)
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < C; i++) quarters[at][r][i] = quarters[2 * at][r][i] + quarters[2 * at + 1][r][i];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < C; i++) store(scores + r * TILE + i * W, quarters[0][r][i]);
+}
+
+template <int C>
+inline void turned_float_scores(float* scores, const float* q, int count, const float* turned, int width) {
+    for (; count >= 4; count -= 4, scores += 4 * TILE, q += 4 * (int64_t)width)
+        turned_float_scores<4, C>(scores, q, turned, width);
+    if (count == 3) turned_float_scores<3, C>(scores, q, turned, width);
+    if (count == 2) turned_float_scores<2, C>(scores, q, turned, width);
+    if (count == 1) turned_float_scores<1, C>(scores, q, turned, width);
+}
+
+// float_scores of `count` query rows; `turned` has room for 2 W keys.
+inline void all_float_scores(float* scores, const float* q, int count, const float* tile, int width, int keys,
+                             float* turned) {
+    if (count < TURNED_ROWS) {
+        for (int r = 0; r < count; r++) float_scores(scores + r * TILE, q + (int64_t)r * width, tile, width, keys);
+        return;
+    }
+    int key = 0;
+    for (; key + W < keys; key += 2 * W, scores += 2 * W) {
+        for (int i = 0; i < 2; i++) turn_keys(turned + (int64_t)i * W * width, tile + (int64_t)(key + i * W) * width, width);
+        turned_float_scores<2>(scores, q, count, turned, width);
+    }
+    if (key >= keys) return;
+    turn_keys(turned, tile + (int64_t)key * width, width);
+    turned_float_scores<1>(scores, q, count, turned, width);
+}
+
 // out = out * decay + weights . tile for R rows; four vectors of each row stay in registers.
 template <int R>
 inline void float_values(float* out, const float* decays, const float* weights, const float* tile, int width,
@@ -77,12 +152,11 @@ KVQ_PREFETCHES void prefetch_rows(const KvqRows& rows, Cursor there, int head, i
 
 // float_scores of `count` query rows over the keys [0, keys) of a tile, read from their blocks.
 inline void scores_in_place(float* scores, const float* q, int count, const KvqRows& rows, Cursor here, int head,
-                            int keys) {
+                            int keys, float* turned) {
     for (int key = 0; key < keys;) {
         int run = here.run(keys - key);
         const float* k = (const float*)row_codes(rows, *here.entry, head, here.offset);
-        for (int r = 0; r < count; r++)
-            float_scores(scores + r * TILE + key, q + (int64_t)r * rows.dim, k, rows.dim, run);
+        all_float_scores(scores + key, q, count, k, rows.dim, run, turned);
         key += run;
         here.skip(run);
     }

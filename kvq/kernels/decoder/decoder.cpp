@@ -9,6 +9,12 @@ inline void add_rows(uint8_t* out, const uint8_t* x, int64_t x_row, int64_t dim,
     int64_t size = bytes_of(code);
     if (rows * dim < WORTH_THREADS) threads = 1;
     run_even(threads, rows, [=](int64_t row) {
+        if (code == KVQ_FP32) {
+            float* to = (float*)(out + row * dim * size);
+            const float* from = (const float*)(x + row * x_row);
+            for (int64_t i = 0; i < dim; i++) to[i] += from[i];
+            return;
+        }
         for (int64_t first = 0; first < dim; first += PIECE) {
             int n = (int)(dim - first < PIECE ? dim - first : PIECE);
             float a[PIECE], b[PIECE];

@@ -60,7 +60,7 @@ KVQ_TILE_TARGET void pair_tile(const KvqLinear& l, const Cut& cut, const Tile& t
         __m512bh w[P];
         UNROLL for (int p = 0; p < P; p++) {
             w[p] = (__m512bh)_mm512_loadu_si512(codes + p * bytes);
-            __builtin_prefetch(codes + p * bytes + FLOATS_AHEAD);
+            __builtin_prefetch(codes + p * bytes + AHEAD);
         }
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int p = 0; p < P; p++)
@@ -86,7 +86,7 @@ struct MatrixStep {
 
 // The next tile of a panel that is read once; what is further on is asked for.
 KVQ_PREFETCHES const uint8_t* passed(const uint8_t* codes) {
-    for (int i = 0; i < 1024; i += 64) __builtin_prefetch(codes + FLOATS_AHEAD + i);
+    for (int i = 0; i < 1024; i += 64) __builtin_prefetch(codes + AHEAD + i);
     return codes + 1024;
 }
 

@@ -80,14 +80,16 @@ inline float element(const uint8_t* x, int64_t i, int code) {
     return code == KVQ_BF16 ? from_bf16(half) : from_fp16(half);
 }
 
-// `n` columns from `begin` on in the order of groups, then zeros.
-inline void read_columns(float* row, const KvqLinear& l, const uint8_t* x, int code, int begin, int n) {
+// `n` columns from `begin` on in the order of groups, then zeros: where they lie, or read into `row`.
+inline const float* read_columns(float* row, const KvqLinear& l, const uint8_t* x, int code, int begin, int n) {
     int left = (int)l.in_features - begin, given = left < n ? left : n;
+    if (!l.order && code == KVQ_FP32 && given == n) return (const float*)x + begin;
     if (!l.order)
         read_floats(row, x + (int64_t)begin * bytes_of(code), given, code);
     else
         for (int i = 0; i < given; i++) row[i] = element(x, l.order[begin + i], code);
     for (int i = given; i < n; i++) row[i] = 0;
+    return row;
 }
 
 inline vf load_some(const float* p, int n) {  // the first `n`, then zeros
@@ -205,10 +207,11 @@ inline void round_row_to_fp8(const Tile& tile, int r, const float* row, int k) {
 // Rows as they are, a piece of each at a time: their columns lie next to each other in the tile.
 inline void transpose_rows(const Tile& tile, const KvqLinear& l, const uint8_t* x, int64_t x_row, int code) {
     constexpr int PIECE = 64;  // columns
-    float piece[MOST_TILE_ROWS][PIECE];
+    float room[MOST_TILE_ROWS][PIECE];
+    const float* piece[MOST_TILE_ROWS];
     for (int begin = 0; begin < l.k; begin += PIECE) {
         int n = l.k - begin < PIECE ? l.k - begin : PIECE;
-        for (int r = 0; r < tile.rows; r++) read_columns(piece[r], l, x + r * x_row, code, begin, n);
+        for (int r = 0; r < tile.rows; r++) piece[r] = read_columns(room[r], l, x + r * x_row, code, begin, n);
         float* values = tile.values + (int64_t)begin * tile.rows;
         int i = 0;
 #if defined(__AVX512F__)

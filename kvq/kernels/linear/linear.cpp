@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay while tiles pass
 constexpr int64_t STREAMED = 128 << 10;  // bytes of a task's weights that are read once
 constexpr int FEW_PANELS = 4, MOST_PANELS = 16;
+constexpr int64_t FEW_TILES = 8;         // that pass one after the other while two panels of codes stay in the first cache
 constexpr int BLOCK = 384;             // columns multiplied while tiles pass, where panels are long
 constexpr int WHOLE = 32;                // columns that blocks are multiples of
 constexpr int64_t MOST_ROWS = 576;       // rounded at a time, a multiple of every tile
@@ -57,11 +58,21 @@ inline int products_of(const KvqLinear& l, int code, int64_t rows) {
     return KVQ_PRODUCTS_FP32;
 }
 
-inline int rows_of(const KvqLinear& l, int products) {  // of a tile
+inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
     if (products == KVQ_PRODUCTS_PAIRS) return PAIR_ROWS;
     if (products == KVQ_PRODUCTS_BYTES) return BYTE_ROWS;
     if (products != KVQ_PRODUCTS_FP32) return MATRIX_ROWS;
     return !has_float_sums(l) ? CODE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
+}
+
+// Few rows are shared out evenly: two sums of 8 rows take less time than one of 12 and one of 4.
+inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
+    int most = most_rows_of(l, products);
+    bool is_matrix = products != KVQ_PRODUCTS_FP32 && products != KVQ_PRODUCTS_PAIRS;
+    if (is_matrix || rows > MOST_ROWS) return most;
+    return rows > most ? (int)divided(rows, divided(rows, most)) : most;
 }
 
 inline void round_tile(const Call& call, int64_t index, float* columns) {
@@ -75,15 +86,15 @@ inline void round_tile(const Call& call, int64_t index, float* columns) {
     if (has_float_sums(call.l) && call.l.inputs == KVQ_INPUTS_FULL)
         return transpose_rows(tile, call.l, x, call.x_row, call.out.code);
     for (int r = 0; r < tile.rows; r++) {
-        read_columns(columns, call.l, x + r * call.x_row, call.out.code, 0, call.cut.k);
+        const float* row = read_columns(columns, call.l, x + r * call.x_row, call.out.code, 0, call.cut.k);
         bool in_bytes = call.products == KVQ_PRODUCTS_BYTES;
         int offset = call.l.code == KVQ_INT4 ? ::offset<true> : ::offset<false>;
         if (has_float_sums(call.l))
-            round_row_to_fp8(tile, r, columns, call.cut.k);
+            round_row_to_fp8(tile, r, row, call.cut.k);
         else if (call.l.inputs == KVQ_INPUTS_FULL)
-            round_row<2>(tile, r, columns, call.cut, offset, in_bytes);
+            round_row<2>(tile, r, row, call.cut, offset, in_bytes);
         else
-            round_row<1>(tile, r, columns, call.cut, offset, in_bytes);
+            round_row<1>(tile, r, row, call.cut, offset, in_bytes);
     }
 }
 
@@ -123,8 +134,6 @@ inline void multiply_pairs(const Call& call, const Tile& tile, int64_t row, int6
         pair_tile<R, 1>(call.l, call.cut, tile, panel, call.out, row, block);
 }
 #endif
-
-inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Floats that a row takes while it is rounded, whole registers of 64 bytes.
 inline int64_t columns_size(const Cut& cut) { return divided(cut.k, OUTPUTS) * OUTPUTS + OUTPUTS; }
@@ -273,18 +282,20 @@ inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile
         case KVQ_FP8: return run_float_task<KVQ_FP8>(call, panel, last, tile, last_tile, kept);
     }
     bool full = call.l.inputs == KVQ_INPUTS_FULL, nibbles = call.l.code == KVQ_INT4;
-    for (; tile < last_tile; tile++) {
-        Tile inputs = call.tile(tile);
-        int64_t row = tile * call.tile_rows;
-        if (nibbles && full)
-            multiply<true, 2, CODE_ROWS>(call, inputs, row, panel, last);
-        else if (nibbles)
-            multiply<true, 1, CODE_ROWS>(call, inputs, row, panel, last);
-        else if (full)
-            multiply<false, 2, CODE_ROWS>(call, inputs, row, panel, last);
-        else
-            multiply<false, 1, CODE_ROWS>(call, inputs, row, panel, last);
-    }
+    int64_t together = last_tile - tile > FEW_TILES ? last - panel : CODE_PANELS;
+    for (; panel < last; panel += together)
+        for (int64_t t = tile; t < last_tile; t++) {
+            Tile inputs = call.tile(t);
+            int64_t row = t * call.tile_rows, end = panel + together < last ? panel + together : last;
+            if (nibbles && full)
+                multiply<true, 2, CODE_ROWS>(call, inputs, row, panel, end);
+            else if (nibbles)
+                multiply<true, 1, CODE_ROWS>(call, inputs, row, panel, end);
+            else if (full)
+                multiply<false, 2, CODE_ROWS>(call, inputs, row, panel, end);
+            else
+                multiply<false, 1, CODE_ROWS>(call, inputs, row, panel, end);
+        }
 }
 
 // How many panels and tiles a task has: as many as caches hold, if that leaves every thread a few tasks.
@@ -328,7 +339,7 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
                    int code, int64_t rows, int threads) {
     int products = products_of(*linear, code, rows);
     Call call = {*linear, cut_of(*linear), x, x_row, {out, out_row, code}, rows, divided(linear->out_features, OUTPUTS),
-                 threads, products, rows_of(*linear, products), nullptr, 0, 0, nullptr, nullptr, 0};
+                 threads, products, rows_of(*linear, products, rows), nullptr, 0, 0, nullptr, nullptr, 0};
     if (call.panels == 0) return KVQ_OK;
     if (linear->k == 0) {  // a sum of nothing
         for (int64_t r = 0; r < rows; r++) memset(out + r * out_row, 0, (size_t)(linear->out_features * bytes_of(code)));
@@ -417,7 +428,7 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         const KvqLinear& l = *groups[i].linear;
         int products = products_of(l, out.code, groups[i].rows);
         Call call = {l, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
-                     (int)divided(threads, count), products, rows_of(l, products), nullptr, 0, 0, nullptr, nullptr, 0};
+                     (int)divided(threads, count), products, rows_of(l, products, groups[i].rows), nullptr, 0, 0, nullptr, nullptr, 0};
         int64_t tiles = divided(call.rows, call.tile_rows);
         Memory tile = {};
         take_tile(l, call.cut, products, call.tile_rows, tile);

@@ -57,11 +57,9 @@ inline void split_rows(const Tile& tile, const KvqLinear& l, const Cut& cut, con
         uint8_t* to = (uint8_t*)tile.words + r / TILE_ROWS * SPLIT_BYTES + r % TILE_ROWS * 64;
         for (int at = 0; at < columns; at += TILE_PAIRS, to += halves * SPLIT_BYTES) {
             vf a = {}, b = {};
-            if (r < tile.rows && code == KVQ_FP32 && at + TILE_PAIRS <= l.in_features) {
-                a = load((const float*)x + at), b = load((const float*)x + at + W);
-            } else if (r < tile.rows) {
-                float some[TILE_PAIRS];
-                read_columns(some, l, x, code, at, TILE_PAIRS);
+            if (r < tile.rows) {
+                float room[TILE_PAIRS];
+                const float* some = read_columns(room, l, x, code, at, TILE_PAIRS);
                 a = load(some), b = load(some + W);
             }
             for (int part = 0; part < SPLIT_PARTS; part++, a = rest(a), b = rest(b))
@@ -70,15 +68,15 @@ inline void split_rows(const Tile& tile, const KvqLinear& l, const Cut& cut, con
     }
 }
 
-// Up to 32 columns of a panel, an even number, as tiles, one for each part. What lies AHEAD bytes further is asked for.
-template <int CODE, int AHEAD>
+// Up to 32 columns of a panel, an even number, as tiles, one for each part. What lies FURTHER bytes further is asked for.
+template <int CODE, int FURTHER>
 inline __attribute__((always_inline)) void split_pairs(uint8_t* to, const uint8_t* codes, int columns) {
     constexpr int BYTES = OUTPUTS * bytes_of(CODE);
     _Pragma("GCC unroll 4") for (int i = 0; i < TILE_ROWS; i++, codes += 2 * BYTES, to += 64) {
         vf a = {}, b = {};
         if (2 * i < columns) a = load_floats(codes, CODE).part[0], b = load_floats(codes + BYTES, CODE).part[0];
-        if (AHEAD) __builtin_prefetch(codes + AHEAD);
-        if (AHEAD && BYTES == 64) __builtin_prefetch(codes + AHEAD + BYTES);
+        if (FURTHER) __builtin_prefetch(codes + FURTHER);
+        if (FURTHER && BYTES == 64) __builtin_prefetch(codes + FURTHER + BYTES);
         UNROLL for (int part = 0; part < parts_of(CODE); part++, a = rest(a), b = rest(b))
             _mm512_store_si512(to + part * PART_BYTES,
                                _mm512_mask_mov_epi16(_mm512_srli_epi32((reg)a, 16), 0xaaaaaaaa, (reg)b));

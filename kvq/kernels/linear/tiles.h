@@ -22,7 +22,7 @@ constexpr int FP8_ROWS = 2, FP8_CHAINS = 4;
 constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 2;
 #endif
 static_assert(FLOAT_ROWS <= MOST_TILE_ROWS && FP8_ROWS <= MOST_TILE_ROWS, "inputs.h has room for a tile");
-constexpr int AHEAD = 2048, FLOATS_AHEAD = 4096;  // bytes: weights that are read once come from memory
+constexpr int AHEAD = 4096;  // bytes: weights that are read once come from memory
 
 struct Output {
     uint8_t* data;
@@ -107,8 +107,8 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
                     even[p][i] = ready<NIBBLES>(NIBBLES ? x & 15 : x);
                     odd[p][i] = ready<NIBBLES>(NIBBLES ? x >> 4 : load_as<Codes>(from + 64 + i * W * 4));
                 }
-                if (R <= 4) __builtin_prefetch(from + AHEAD);
-                if (R <= 4 && !NIBBLES) __builtin_prefetch(from + AHEAD + 64);
+                __builtin_prefetch(from + AHEAD);
+                if (!NIBBLES) __builtin_prefetch(from + AHEAD + 64);
             }
             sums.add(even, words, 0);
             sums.add(odd, words + R * PLANES, sums.CHAINS - 1);
@@ -143,7 +143,6 @@ template <int CODE, int R, int P>
 void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row,
                 const Block& block) {
     constexpr int STEP = columns_of(CODE), BYTES = OUTPUTS * bytes_of(CODE);
-    constexpr int FAR = CODE == KVQ_FP8 ? AHEAD : FLOATS_AHEAD;
     int64_t bytes = (int64_t)cut.k * BYTES;
     const uint8_t* codes = l.codes + panel * bytes + (int64_t)block.begin * BYTES;
     const float* x = tile.values + (int64_t)block.begin * R;
@@ -159,7 +158,7 @@ void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
             Floats w[P][STEP];
             UNROLL for (int p = 0; p < P; p++) {
                 decode_columns<CODE>(w[p], codes + p * bytes);
-                if ((CODE != KVQ_FP8 || R <= 4) && part * BYTES % 64 == 0) __builtin_prefetch(codes + p * bytes + FAR);
+                if ((CODE != KVQ_FP8 || R <= 4) && part * BYTES % 64 == 0) __builtin_prefetch(codes + p * bytes + AHEAD);
             }
             UNROLL for (int j = 0; j < STEP; j++)
                 UNROLL for (int r = 0; r < R; r++)

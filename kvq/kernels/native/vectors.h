@@ -141,6 +141,24 @@ inline void transpose(vf x[16]) {
             x[i + 4 * j + 8] = (vf)_mm512_shuffle_f32x4(z[i + 4 * j], z[i + 4 * j + 8], 0xdd);
         }
 }
+#else
+// Blocks of H lanes beside the diagonal change places.
+template <int H>
+constexpr int left_lanes(int i) { return i & H ? W + i - H : i; }
+template <int H>
+constexpr int right_lanes(int i) { return i & H ? W + i : i + H; }
+
+// Rows become columns: W vectors of W.
+template <int H = W / 2>
+inline void transpose(vf x[W]) {
+    for (int i = 0; i < W; i++) {
+        if (i & H) continue;
+        vf a = x[i], b = x[i + H];
+        x[i] = KVQ_PICKED(a, b, left_lanes<H>);
+        x[i + H] = KVQ_PICKED(a, b, right_lanes<H>);
+    }
+    if constexpr (H > 1) transpose<H / 2>(x);
+}
 #endif
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
