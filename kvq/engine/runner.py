@@ -18,7 +18,7 @@ from kvq.engine.transfers import prepare_transfers, upload_all
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.packing import Integers, positions_of, run_packed
+from kvq.models.packing import Integers, are_decodes, positions_of, run_packed
 from kvq.models.states import StepStates
 from kvq.models.step import Observer, PackedStep
 from kvq.models.weights import LoadedWeights
@@ -218,7 +218,8 @@ class Runner:
 
     def _slots(self, plan: StepPlan, rows: list[int], positions: Integers) -> list[Integers]:
         """Per layer group, int64 [new tokens]: block * block_size + offset."""
-        size, owners = self._block_size, np.repeat(rows, plan.counts)
+        size = self._block_size
+        owners = rows if are_decodes(plan.counts) else np.repeat(rows, plan.counts)
         index, offset = np.divmod(positions, size)
         return [own[owners, index].astype(np.int64) * size + offset for own in self._tables.here]
 

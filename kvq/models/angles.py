@@ -22,6 +22,8 @@ class Angles:
         self._rotary = rotary
         self._kinds = sorted(kinds)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._listed: list[tuple[Tensor, Tensor]] = []
+        self._covered, self._dtype = 0, torch.float32
 
     def __call__(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """cos, sin [rows, columns] of x's dtype; x: [1, rows, hidden], positions: [1, rows]."""
@@ -32,6 +34,18 @@ class Angles:
             kind: (cos.index_select(0, rows), sin.index_select(0, rows))
             for kind, (cos, sin) in self._tables.items()
         }
+
+    def tables(self, dtype: torch.dtype, end: int) -> list[tuple[Tensor, Tensor]] | None:
+        """cos and sin [positions, columns] of every kind, of the positions before `end` at least.
+
+        The same list while they don't grow. None if they would be too large, or off a CPU.
+        """
+        if end > self._covered or dtype is not self._dtype:
+            if not self._cover(torch.empty(1, 1, 1, dtype=dtype), end):
+                return None
+            self._listed = [self._tables[kind] for kind in self._kinds]
+            self._covered, self._dtype = len(self._listed[0][0]), dtype
+        return self._listed
 
     def _found(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         found = {}

@@ -9,6 +9,8 @@ from kvq.cache.kv_cache import KVCache
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
 from kvq.kernels.decoder.stack import CpuStack, StackLayer
+from kvq.kernels.decoder.whole import CpuPass
+from kvq.models.angles import Angles
 from kvq.models.step import PackedStep
 
 
@@ -32,6 +34,25 @@ class CpuLayers:
             x = self._one_by_one(x, angles, step)
         normed: Tensor = self._norm(x)
         return normed
+
+    def whole(
+        self,
+        ends: CpuPass,
+        angles: Angles,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        step: PackedStep,
+    ) -> Tensor | None:
+        """Logits of a step in one call, with the bits of several; None where one isn't enough."""
+        if len(tokens) != len(step.bad_tokens) or (stack := self._stack_of(step)) is None:
+            return None
+        tables = angles.tables(ends.dtype, int(positions.max()) + 1)
+        if tables is None or len(stack.dims) > 1:
+            return None
+        logits, seconds = ends(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
+        step.attention_s += seconds
+        return logits
 
     def _one_by_one(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         for layer in self._layers:

@@ -8,6 +8,7 @@ compares both.
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,12 +17,18 @@ from torch import Tensor, nn
 
 from kvq.kernels.decoder.cpu import runs_in_cpp
 from kvq.kernels.decoder.parts import DecoderParts
+from kvq.kernels.decoder.whole import CpuPass
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.native.abi import DTYPES
+from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.angles import Angles
 from kvq.models.cpu_layers import CpuLayers
+from kvq.models.fused_norms import FusedRMSNorm
 from kvq.models.layer_parts import describe
 from kvq.models.norms import norm_weight
 from kvq.models.step import PackedStep
-from kvq.weights import hooks_of
+from kvq.weights import PackedLinear, hooks_of
+from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
 
 Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor]
 
@@ -62,6 +69,39 @@ def unfuse_layers(model: Any) -> None:
         del model.base_model.forward
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What lies around a model's layers, as compiled code takes it."""
+
+    modules: tuple[nn.Module, ...]  # embedding, norm, head
+    run: CpuPass
+
+    def are_those_of(self, inner: Any) -> bool:
+        """True while a model's modules are those, and none was given another forward."""
+        is_same = inner.embed_tokens is self.modules[0] and inner.norm is self.modules[1]
+        return is_same and not any("forward" in module.__dict__ for module in self.modules)
+
+    @classmethod
+    def of(cls, inner: Any, head: nn.Module, scale: float) -> "Ends | None":
+        """None where any of it is of another kind. `scale`: what embeddings are multiplied with."""
+        embedding, norm = inner.embed_tokens, inner.norm
+        known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
+        if not known or not isinstance(head.kernel, CpuLinear) or scale != 1.0:
+            return None
+        weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
+        if isinstance(embedding, PackedEmbedding):
+            if embedding.scale is not None:
+                return None
+            run = CpuPass(embedding.kernel, weight, head.kernel, embedding.dtype)
+            return cls((embedding, norm, head), run)
+        if not isinstance(embedding, nn.Embedding) or not is_plain_lookup(embedding) or scale_of(embedding):
+            return None
+        table = embedding.weight.detach()
+        if table.dtype not in DTYPES or not table.is_contiguous():
+            return None
+        return cls((embedding, norm, head), CpuPass(table, weight, head.kernel, table.dtype))
+
+
 class FusedForward:
     """A model's forward pass up to its last norm; what is no step of a kvq session goes to its own.
 
@@ -78,7 +118,7 @@ class FusedForward:
         self._hooks = list(chain.from_iterable(map(hooks_of, parts)))
         self._run = run
         self._angles = Angles(inner.rotary_emb, {layer.angles for layer in layers})
-        self._scale: float = getattr(inner, "embedding_multiplier", 1.0)  # Granite's
+        self.scale: float = getattr(inner, "embedding_multiplier", 1.0)  # Granite's
         self._output = MoeModelOutputWithPast
         self.width: int = layers[0].output.out_features
 
@@ -95,11 +135,19 @@ class FusedForward:
         """True if somebody looks at the layers' modules, which steps go around."""
         return any(self._hooks)
 
+    def logits(
+        self, ends: Ends, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
+    ) -> Tensor | None:
+        """A whole step in one call; None where one isn't enough."""
+        if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
+            return None
+        return self._run.whole(ends.run, self._angles, tokens, positions, wanted, step)
+
     def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         """[1, rows] each -> [rows, hidden], behind the last norm."""
         x: Tensor = self._inner().embed_tokens(tokens)  # which may have become another model's
-        if self._scale != 1.0:
-            x = x * self._scale
+        if self.scale != 1.0:
+            x = x * self.scale
         return self._run(x[0], self._angles(x, positions), step)
 
 
@@ -111,6 +159,7 @@ class FusedPass:
         self._head: nn.Module = model.get_output_embeddings()
         self._layers: FusedForward = model.base_model.forward
         self._hooks = [*hooks_of(model), *hooks_of(self._head), *hooks_of(model.base_model)]
+        self._ends = Ends.of(model.base_model, self._head, self._layers.scale)
 
     @classmethod
     @torch.inference_mode()
@@ -138,6 +187,10 @@ class FusedPass:
 
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> Tensor:
         """Logits [wanted, vocab]; tokens and positions: int64 [rows], wanted: int64, rows."""
+        if self._ends is not None and not step.keeps_hidden:
+            made = self._layers.logits(self._ends, tokens, positions, wanted, step)
+            if made is not None:
+                return made
         hidden = self._layers.hidden(tokens[None], positions[None], step)
         if step.keeps_hidden:
             step.hidden = hidden

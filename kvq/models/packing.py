@@ -16,12 +16,18 @@ from kvq.models.weights import LoadedWeights
 Integers = npt.NDArray[np.int64]
 
 
+def are_decodes(counts: Sequence[int]) -> bool:
+    """Whether every sequence has one new token."""
+    return set(counts) == {1}
+
+
 def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
     """int64 [tokens]: where each of `counts` new tokens lies in its sequence, which then ends at `ends`."""
-    new, last = np.array(counts), np.array(ends)
-    if (new == 1).all():  # decodes only
+    last = np.array(ends)
+    if are_decodes(counts):
         positions: Integers = last - 1
         return positions
+    new = np.array(counts)
     before = np.cumsum(new) - new  # new tokens of the sequences packed before
     first: Integers = np.repeat(last - new - before, new)
     return first + np.arange(len(first))
@@ -65,6 +71,8 @@ def padded(values: Sequence[int] | Integers | Tensor, rows: int, device: torch.d
     """int64 [rows] on the device: the values, then zeros."""
     if isinstance(values, Tensor):
         return values if len(values) == rows else functional.pad(values, (0, rows - len(values)))
+    if len(values) == rows:
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
     whole = np.zeros(rows, dtype=np.int64)
     whole[: len(values)] = values
     return torch.from_numpy(whole).to(device)

@@ -21,22 +21,22 @@ class PackedEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = kernel.out_features, kernel.in_features
         self.kernel = kernel
         self._kernel_number = keep(kernel)
-        self._dtype = dtype
-        self._scale = None if scale is None else scale.detach().to(dtype)
+        self.dtype = dtype
+        self.scale = None if scale is None else scale.detach().to(dtype)
 
     @property
     def weight(self) -> Tensor:
         """A copy of the weight, [rows, dim], for code that looks at it; the layer has its own."""
         values: Tensor = self.kernel.values()
-        return values.to(self._dtype)
+        return values.to(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """int64 [...] -> [..., dim]."""
         if torch.compiler.is_compiling():  # as in PackedLinear
-            rows: Tensor = looked_up_rows(input, self._kernel_number, self.embedding_dim, self._dtype)
+            rows: Tensor = looked_up_rows(input, self._kernel_number, self.embedding_dim, self.dtype)
         else:
-            rows = self.kernel.look_up(input, self._dtype)
-        return rows if self._scale is None else rows * self._scale
+            rows = self.kernel.look_up(input, self.dtype)
+        return rows if self.scale is None else rows * self.scale
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

@@ -6,11 +6,14 @@ from transformers import LlamaForCausalLM
 
 import kvq
 from kvq.engine.publisher import LinearTime
-from kvq.errors import ModelError
+from kvq.errors import ConfigError, ModelError
+from kvq.kernels import SequenceBatch
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.stack import CpuStack
+from kvq.kernels.decoder.whole import CpuPass
 from kvq.kernels.native.library import load
 from kvq.models import model as loading
+from kvq.models.angles import Angles
 from kvq.models.cpu_layers import CpuLayers
 from kvq.models.fused_layers import is_fused, unfuse_layers
 from tests.helpers_models import random_tokens, save_model
@@ -60,14 +63,65 @@ def test_all_layers_in_one_call_give_the_bits_of_calls_one_by_one(
     family: str, kv: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = kvq.load(save_model(tmp_path, family), kv=kv, device="cpu")
-    calls = []
-    run = CpuStack.__call__
-    monkeypatch.setattr(CpuStack, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    wholes, stacks = counted(CpuPass, monkeypatch), counted(CpuStack, monkeypatch)
     together, chunked = model.logits(IDS), model.logits(IDS, chunk=7)
-    assert len(calls) > 2
+    assert (len(wholes) > 2) == (family != "gemma")  # whose embeddings are scaled
+    monkeypatch.setattr(CpuLayers, "whole", lambda *_: None)
+    assert torch.equal(model.logits(IDS), together)
+    assert torch.equal(model.logits(IDS, chunk=7), chunked)
+    assert len(stacks) > 2
     monkeypatch.setattr(CpuLayers, "_stack_of", lambda *_: None)
     assert torch.equal(model.logits(IDS), together)
     assert torch.equal(model.logits(IDS, chunk=7), chunked)
+
+
+def counted(kind: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every call of its objects."""
+    calls: list[int] = []
+    run = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("ties", [False, True], ids=["untied", "tied"])
+def test_a_step_in_one_call_gives_the_bits_of_several(
+    dtype: str, ties: bool, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path, "llama", tie_word_embeddings=ties)
+    model, wholes = kvq.load(folder, kv="int8", dtype=dtype, device="cpu"), counted(CpuPass, monkeypatch)
+    together = model.logits(IDS)
+    assert wholes
+    monkeypatch.setattr(CpuLayers, "whole", lambda *_: None)
+    assert torch.equal(model.logits(IDS), together)
+
+
+def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
+    model = kvq.load("tiny", kv="fp32")
+    session = model.session(max_tokens=64)
+    sequence = session.new_sequence()
+    session.forward([(sequence, [1, 2, 3])])
+    ends = model.weights.fused_pass._ends.run
+    stack = next(iter(model.weights.model.model.forward._run._stacks.values()))
+    tables = model.weights.model.model.forward._angles.tables(torch.float32, 8)
+    session.manager.append([(sequence, 2)])
+    slots = torch.tensor([3, 4])
+    batch = SequenceBatch(
+        query_lens=(2,), context_lens=(5,), tables=torch.tensor([sequence.tables[0]]), slots=slots
+    )
+    good = {"tokens": torch.tensor([4, 5]), "positions": torch.tensor([3, 4]), "wanted": torch.tensor([1])}
+    bad = torch.zeros(2, dtype=torch.bool)
+    assert ends(stack, tables, *good.values(), (batch,), bad)[0].isfinite().all()
+    for name, value in (("tokens", 1 << 20), ("tokens", -1), ("positions", 1 << 20), ("wanted", 2)):
+        wrong = good | {name: torch.full_like(good[name], value)}
+        with pytest.raises(IndexError):
+            ends(stack, tables, *wrong.values(), (batch,), bad)
+    for name, value in (("tokens", torch.tensor([4.0, 5.0])), ("positions", torch.tensor([3]))):
+        with pytest.raises(ConfigError, match="int64"):
+            ends(stack, tables, *(good | {name: value}).values(), (batch,), bad)
+    narrow = [(cos[:, :2].contiguous(), sin[:, :2].contiguous()) for cos, sin in tables]
+    with pytest.raises(ConfigError, match="tables"):
+        ends(stack, narrow, *good.values(), (batch,), bad)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +130,7 @@ def test_all_layers_in_one_call_give_the_bits_of_calls_one_by_one(
     ids=str,
 )
 def test_a_cache_that_takes_more_than_one_call_runs_layers_one_by_one(kv: str, options, monkeypatch) -> None:
-    model, calls = kvq.load("tiny", kv=kv, **options), []
-    run = CpuStack.__call__
-    monkeypatch.setattr(CpuStack, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    model, calls = kvq.load("tiny", kv=kv, **options), counted(CpuPass, monkeypatch)
     assert model.logits(IDS).isfinite().all()
     assert bool(calls) == (kv == "fp8")
 
@@ -119,12 +171,13 @@ def _turned_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _turned_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is what no observer of K and V sees."""
-    run = CpuStack.__call__
-    monkeypatch.setattr(
-        CpuStack,
-        "__call__",
-        lambda self, x, angles, *others: run(self, x, [(-cos, sin) for cos, sin in angles], *others),
-    )
+    before = Angles.tables
+
+    def tables(self, *given):
+        found = before(self, *given)
+        return found and [(-cos, sin) for cos, sin in found]
+
+    monkeypatch.setattr(Angles, "tables", tables)
 
 
 @pytest.mark.parametrize("spoil", [_turned_in_halves, _turned_in_one_call])

@@ -42,3 +42,42 @@ KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStack
     }
     return KVQ_OK;
 }
+
+namespace {
+
+inline bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
+    for (int64_t i = 0; i < count; i++)
+        if (numbers[i] < 0 || numbers[i] >= end) return false;
+    return true;
+}
+
+inline void take_rows(uint8_t* out, const uint8_t* from, const int64_t* rows, int64_t count, int64_t bytes) {
+    for (int64_t i = 0; i < count; i++) memcpy(out + i * bytes, from + rows[i] * bytes, (size_t)bytes);
+}
+
+}  // namespace
+
+// A whole step: `logits` [wanted, vocab] of `code` from token ids and positions, as decoder_stack and the operations
+// around it give them.
+KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const KvqPass* pass,
+                         uint8_t* logits, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
+    const KvqPass& p = *pass;
+    if (!are_below(p.tokens, rows, p.vocab) || !are_below(p.positions, rows, p.num_positions) ||
+        !are_below(p.wanted, p.num_wanted, rows))
+        return KVQ_BAD_ROW;
+    int64_t hidden = p.head->in_features, row = hidden * bytes_of(code), angle = (int64_t)p.dim * bytes_of(code);
+    if (p.embedding) take_rows(p.x, p.embedding, p.tokens, rows, row);
+    if (int status = p.embedding ? KVQ_OK : KVQ_CALL(linear_rows)(p.looked_up, p.tokens, rows, p.x, code, threads))
+        return status;
+    for (int i = 0; i < p.kinds; i++) {
+        uint8_t* own = p.angles + 2 * i * rows * angle;
+        step->cos[i] = own, step->sin[i] = own + rows * angle;
+        take_rows(own, p.cos[i], p.positions, rows, angle);
+        take_rows(own + rows * angle, p.sin[i], p.positions, rows, angle);
+    }
+    int status = KVQ_CALL(decoder_stack)(layers, count, step, p.x, p.out, bad, seconds, code, rows, threads);
+    if (status) return status;
+    take_rows(p.x, p.out, p.wanted, p.num_wanted, row);
+    KVQ_CALL(rms_norm)(p.x, p.norm.weight, p.normed, hidden, code, p.norm.code, p.norm.eps, p.num_wanted, threads);
+    return KVQ_CALL(linear)(p.head, p.normed, row, logits, p.head->out_features * bytes_of(code), code, p.num_wanted, threads);
+}

@@ -16,7 +16,7 @@ from kvq.kernels.native.abi import DTYPES, batch_of, layer_of, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
-_KEPT_ROWS = 256  # of a step, for which memory stays
+KEPT_ROWS = 256  # of a step, for which memory stays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,9 +50,13 @@ class CpuStack:
         )
         self._groups = {layer.group: layer for layer in layers}
         self._kinds = {layer.angles: layer.decoder for layer in layers}
-        groups, kinds = max(self._groups) + 1, max(self._kinds) + 1
+        groups, self.kinds = max(self._groups) + 1, max(self._kinds) + 1
         self._batches = (struct("KvqBatch") * groups)()
-        self._slots, self._cos, self._sin = (c_void_p * groups)(), (c_void_p * kinds)(), (c_void_p * kinds)()
+        self._slots, self._cos, self._sin = (
+            (c_void_p * groups)(),
+            (c_void_p * self.kinds)(),
+            (c_void_p * self.kinds)(),
+        )
         self._step = struct("KvqStackStep")(
             batches=addressof(self._batches),
             slots=addressof(self._slots),
@@ -60,6 +64,8 @@ class CpuStack:
             sin=addressof(self._sin),
         )
         self._memory: tuple[Tensor, ...] = ()
+        self.hidden = layers[0].decoder.hidden
+        self.dims = {layer.decoder.parts.heads.k_dim for layer in layers}
 
     def _struct(self, layer: StackLayer) -> Any:
         heads, kv = layer.decoder.parts.heads, layer.kv
@@ -96,12 +102,39 @@ class CpuStack:
         """
         rows, first = len(x), self.layers[0].decoder
         x = first.rows(x, first.hidden)
-        named: list[Any] = []
+        named = self._take_batches(batches, rows, bad)
         for kind, decoder in self._kinds.items():
             decoder.check_angles(x, *angles[kind])
             cos, sin = (angle.contiguous() for angle in angles[kind])
             self._cos[kind], self._sin[kind] = cos.data_ptr(), sin.data_ptr()
             named += cos, sin
+        memory = self._take_memory(rows, x.dtype)
+        out, seconds = torch.empty_like(x), c_double(0.0)
+        into = x.data_ptr(), out.data_ptr(), bad.data_ptr(), addressof(seconds)
+        self._run("decoder_stack", *into, DTYPES[x.dtype], rows)
+        del named, memory  # which the kernel has read
+        return out, seconds.value
+
+    def run_pass(
+        self, given: Any, logits: Tensor, batches: Sequence[SequenceBatch], bad: Tensor, rows: int
+    ) -> float:
+        """Run the layers and what a KvqPass has around them; see whole.py, which checks it.
+
+        Returns the seconds that writing and attention took.
+        """
+        named = self._take_batches(batches, rows, bad)
+        memory, seconds = self._take_memory(rows, logits.dtype), c_double(0.0)
+        into = given, logits.data_ptr(), bad.data_ptr(), addressof(seconds)
+        self._run("decoder_pass", *into, DTYPES[logits.dtype], rows)
+        del named, memory
+        return seconds.value
+
+    def _run(self, kernel: str, *arguments: Any) -> None:
+        run(kernel, self._structs, len(self._structs), self._step, *arguments, torch.get_num_threads())
+
+    def _take_batches(self, batches: Sequence[SequenceBatch], rows: int, bad: Tensor) -> list[Any]:
+        """Have the step name the batches; returns what keeps their memory."""
+        named: list[Any] = []
         for group, layer in self._groups.items():
             batch = batches[group]
             check_batch(batch, rows, layer.kv.block_size, layer.options)
@@ -114,13 +147,7 @@ class CpuStack:
             self._batches[group], tables = batch_of(batch, 0)
             self._slots[group] = slots.data_ptr()
             named += slots, tables
-        memory = self._take_memory(rows, x.dtype)
-        out, seconds = torch.empty_like(x), c_double(0.0)
-        into = x.data_ptr(), out.data_ptr(), bad.data_ptr(), addressof(seconds)
-        sizes = DTYPES[x.dtype], rows, torch.get_num_threads()
-        run("decoder_stack", self._structs, len(self._structs), self._step, *into, *sizes)
-        del named, memory  # which the kernel has read
-        return out, seconds.value
+        return named
 
     def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What goes from one operation to the next; that of few rows is kept for the next step."""
@@ -136,5 +163,5 @@ class CpuStack:
         )
         for name, tensor in zip(("heads", "attended", "lse", "bad"), found, strict=True):
             setattr(self._step, name, tensor.data_ptr())
-        self._memory = found if rows <= _KEPT_ROWS else ()
+        self._memory = found if rows <= KEPT_ROWS else ()
         return found

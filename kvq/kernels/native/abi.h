@@ -177,6 +177,24 @@ struct KvqStackStep {
     uint8_t* bad;                 // [rows]
 };
 
+// What lies around a model's layers, and a step's numbers and memory.
+struct KvqPass {
+    const uint8_t* embedding;        // [vocab, hidden] of the step's type, or null:
+    const KvqLinear* looked_up;      // the head's own weight, in which rows are looked up
+    int64_t vocab;
+    KvqNorm norm;
+    const KvqLinear* head;
+    const uint8_t **cos, **sin;      // of every kind of angles [positions, dim]
+    int64_t num_positions;
+    int32_t kinds, dim;
+    const int64_t *tokens, *positions;  // [rows]
+    const int64_t* wanted;           // [num_wanted] rows whose logits are
+    int64_t num_wanted;
+    uint8_t *x, *out;                // [rows, hidden]
+    uint8_t* normed;                 // [num_wanted, hidden]
+    uint8_t* angles;                 // [kinds, 2, rows, dim]
+};
+
 // The kernels, each with a KvqStatus; what is read and written is said where they are defined.
 KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v, const int64_t* slots,
                      int64_t tokens, uint8_t* bad, int threads);
@@ -217,3 +235,5 @@ KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t
                         int code, int64_t rows, int threads);
 KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const uint8_t* x,
                           uint8_t* out, uint8_t* bad, double* seconds, int code, int64_t rows, int threads);
+KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const KvqPass* pass,
+                         uint8_t* logits, uint8_t* bad, double* seconds, int code, int64_t rows, int threads);
