@@ -110,7 +110,8 @@ def main() -> None:
     for row in rows:
         print(f"{row['phase']:<22}{row['ms']:8.3f} ms")
     if given.out:
-        more = {"weights": given.weights, "kv": given.kv, "batch": given.batch, "depth": DEPTH, "steps": STEPS}
+        asked = {"weights": given.weights, "kv": given.kv, "batch": given.batch}
+        more = {**asked, "depth": DEPTH, "steps": STEPS}
         write_json(given.out, envelope(sys.argv, torch.device("cpu"), rows, more))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+from concurrent.futures import wait
 
 import jsonschema
 import pytest
@@ -127,11 +128,14 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_own_request_alone(
 
     spec = StructuredOutput(regex=r"\d{20}")
     jobs = [submit(llm, PROMPT, SamplingParams(structured=spec, max_tokens=12)) for _ in range(3)]
-    while len(llm.core._jobs) < 3:  # compiling may take longer than all of the fourth
-        llm.step()
+    wait(
+        list(llm.core._compiling.values())
+    )  # one that is ready much earlier would end before the others begin
+    llm.step()
+    assert len(llm.core._jobs) == 3
     jobs.append(submit(llm, "Once", SamplingParams(max_tokens=12)))
-    while len(llm.core._jobs) < 4:
-        llm.step()
+    llm.step()
+    assert len(llm.core._jobs) == 4
     matcher = jobs[1][0].results[0].matcher
     if method == "fork":  # of a request that begins
         from kvq.engine.grammar.matcher import Matcher
