@@ -96,6 +96,32 @@ def test_a_step_in_one_call_gives_the_bits_of_several(
     assert torch.equal(model.logits(IDS), together)
 
 
+@pytest.mark.parametrize("kv", ["fp32", "int4"])
+@pytest.mark.parametrize("family", ["llama", "ministral"])
+def test_rows_nobody_wants_change_no_bit_of_the_others(
+    family: str, kv: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer leaves them out; the keys and values of all are there for the steps that follow."""
+    model = kvq.load(save_model(tmp_path, family), kv=kv, device="cpu")
+
+    def logits(*, all_rows: bool) -> list[torch.Tensor]:
+        session = model.session(max_tokens=64, max_sequences=3)
+        a, b, c = (session.new_sequence() for _ in range(3))
+        found = []
+        for work in (
+            [(a, IDS[:20]), (b, IDS[20:21])],
+            [(c, IDS[:33]), (a, IDS[30:32]), (b, IDS[21:24])],
+            [(b, IDS[:1]), (a, IDS[:1]), (c, IDS[:9])],
+        ):
+            found += [result.logits[-1:] for result in session.forward(work, all_rows=all_rows)]
+        return found
+
+    few, every = logits(all_rows=False), logits(all_rows=True)
+    assert all(map(torch.equal, few, every))
+    monkeypatch.setattr(CpuLayers, "whole", lambda *_: None)
+    assert all(map(torch.equal, few, logits(all_rows=False)))
+
+
 def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     model = kvq.load("tiny", kv="fp32")
     session = model.session(max_tokens=64)

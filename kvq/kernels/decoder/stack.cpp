@@ -13,6 +13,37 @@ inline double now_s() {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
+// Queries, keys and values of a layer's inputs `x` [rows, hidden], in step.heads; keys and values are written, too.
+// `seconds`: those in write_kv are added to it.
+inline int begin_layer(const KvqStackLayer& l, const KvqStackStep& step, const uint8_t* x, uint8_t* bad, double* seconds,
+                       int code, int64_t rows, int threads) {
+    const KvqDecoder& d = *l.decoder;
+    int status = KVQ_CALL(decoder_in)(&d, x, step.cos[l.angles], step.sin[l.angles], step.heads, code, rows, threads);
+    if (status) return status;
+    int64_t head = (int64_t)d.dim * bytes_of(code), row = (d.q_heads + 2 * (int64_t)d.kv_heads) * head;
+    KvqDense k = {step.heads + d.q_heads * head, row, head, code}, v = k;
+    v.data += d.kv_heads * head;
+    double began = now_s();
+    status = KVQ_CALL(write_kv)(l.kv, &k, &v, step.slots[l.group], rows, step.bad, threads);
+    for (int64_t t = 0; !status && t < rows; t++) bad[t] |= step.bad[t];
+    *seconds += now_s() - began;
+    return status;
+}
+
+// The layer's result `out` from its inputs and the queries of `rows` rows, which a batch says where they stand.
+inline int end_layer(const KvqStackLayer& l, const KvqStackStep& step, const KvqBatch* batch, const uint8_t* x,
+                     uint8_t* out, double* seconds, int code, int64_t rows, int threads) {
+    const KvqDecoder& d = *l.decoder;
+    int64_t head = (int64_t)d.dim * bytes_of(code), row = (d.q_heads + 2 * (int64_t)d.kv_heads) * head;
+    KvqDense q = {step.heads, row, head, code}, attended = {step.attended, d.q_heads * head, head, code};
+    KvqAttention options = l.attention;
+    options.threads = threads;
+    double began = now_s();
+    int status = KVQ_CALL(attend)(l.kv, &q, &attended, step.lse, batch, &options);
+    *seconds += now_s() - began;
+    return status ? status : KVQ_CALL(decoder_out)(&d, x, step.attended, out, code, rows, threads);
+}
+
 }  // namespace
 
 // `x` [rows, hidden] becomes the layers' result in `out`, both of `code`; tokens whose keys or values were not finite
@@ -21,23 +52,8 @@ KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStack
                           uint8_t* out, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
     for (int i = 0; i < count; i++, x = out) {
         const KvqStackLayer& l = layers[i];
-        const KvqDecoder& d = *l.decoder;
-        int status = KVQ_CALL(decoder_in)(&d, x, step->cos[l.angles], step->sin[l.angles], step->heads, code, rows, threads);
-        if (status) return status;
-        int64_t head = (int64_t)d.dim * bytes_of(code), row = (d.q_heads + 2 * (int64_t)d.kv_heads) * head;
-        KvqDense q = {step->heads, row, head, code}, k = q, v = q;
-        k.data += d.q_heads * head, v.data += (d.q_heads + d.kv_heads) * head;
-        KvqDense attended = {step->attended, d.q_heads * head, head, code};
-        double began = now_s();
-        status = KVQ_CALL(write_kv)(l.kv, &k, &v, step->slots[l.group], rows, step->bad, threads);
-        if (status) return status;
-        for (int64_t t = 0; t < rows; t++) bad[t] |= step->bad[t];
-        KvqAttention options = l.attention;
-        options.threads = threads;
-        status = KVQ_CALL(attend)(l.kv, &q, &attended, step->lse, step->batches + l.group, &options);
-        if (status) return status;
-        *seconds += now_s() - began;
-        status = KVQ_CALL(decoder_out)(&d, x, step->attended, out, code, rows, threads);
+        int status = begin_layer(l, *step, x, bad, seconds, code, rows, threads);
+        if (!status) status = end_layer(l, *step, step->batches + l.group, x, out, seconds, code, rows, threads);
         if (status) return status;
     }
     return KVQ_OK;
@@ -51,14 +67,42 @@ inline bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
     return true;
 }
 
-inline void take_rows(uint8_t* out, const uint8_t* from, const int64_t* rows, int64_t count, int64_t bytes) {
-    for (int64_t i = 0; i < count; i++) memcpy(out + i * bytes, from + rows[i] * bytes, (size_t)bytes);
+// Rows may move towards the front of their own memory, in rising order.
+inline void take_rows(uint8_t* out, const uint8_t* from, const int64_t* rows, int64_t count, int64_t bytes,
+                      int64_t stride) {
+    for (int64_t i = 0; i < count; i++) memmove(out + i * bytes, from + rows[i] * stride, (size_t)bytes);
+}
+
+// Where every wanted row is its sequence's last one, the lengths of a batch of them alone, 1 or 0; else false.
+inline bool are_last(const KvqPass& p, const KvqBatch& batch, int64_t rows) {
+    if (batch.sequences > rows) return false;
+    int64_t end = 0, found = 0;
+    for (int s = 0; s < batch.sequences; s++) {
+        end += batch.query_lens[s];
+        p.lens[s] = batch.query_lens[s] && found < p.num_wanted && p.wanted[found] == end - 1;
+        found += p.lens[s];
+    }
+    return found == p.num_wanted;
+}
+
+// The last layer, whose results are needed of the wanted rows alone: `x` becomes those, from `from` [rows, hidden].
+inline int run_last(const KvqStackLayer& l, const KvqStackStep& step, const KvqPass& p, const uint8_t* from, uint8_t* x,
+                    uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
+    int status = begin_layer(l, step, from, bad, seconds, code, rows, threads);
+    if (status || !p.num_wanted) return status;
+    const KvqDecoder& d = *l.decoder;
+    int64_t heads = d.qkv->out_features * bytes_of(code), hidden = p.head->in_features * bytes_of(code);
+    take_rows(step.heads, step.heads, p.wanted, p.num_wanted, heads, heads);
+    take_rows(x, from, p.wanted, p.num_wanted, hidden, hidden);
+    KvqBatch batch = step.batches[l.group];
+    batch.query_lens = p.lens;
+    return end_layer(l, step, &batch, x, x, seconds, code, p.num_wanted, threads);
 }
 
 }  // namespace
 
 // A whole step: `logits` [wanted, vocab] of `code` from token ids and positions, as decoder_stack and the operations
-// around it give them.
+// around it give them. Rows nobody wants stay without the last layer's result.
 KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const KvqPass* pass,
                          uint8_t* logits, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
     const KvqPass& p = *pass;
@@ -66,18 +110,23 @@ KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackS
         !are_below(p.wanted, p.num_wanted, rows))
         return KVQ_BAD_ROW;
     int64_t hidden = p.head->in_features, row = hidden * bytes_of(code), angle = (int64_t)p.dim * bytes_of(code);
-    if (p.embedding) take_rows(p.x, p.embedding, p.tokens, rows, row);
-    if (int status = p.embedding ? KVQ_OK : KVQ_CALL(linear_rows)(p.looked_up, p.tokens, rows, p.x, code, threads))
-        return status;
+    int status = KVQ_OK;
+    if (p.embedding)
+        take_rows(p.x, p.embedding, p.tokens, rows, row, row);
+    else
+        status = KVQ_CALL(linear_rows)(p.looked_up, p.tokens, rows, p.x, code, threads);
     for (int i = 0; i < p.kinds; i++) {
         uint8_t* own = p.angles + 2 * i * rows * angle;
         step->cos[i] = own, step->sin[i] = own + rows * angle;
-        take_rows(own, p.cos[i], p.positions, rows, angle);
-        take_rows(own + rows * angle, p.sin[i], p.positions, rows, angle);
+        take_rows(own, p.cos[i], p.positions, rows, angle, angle);
+        take_rows(own + rows * angle, p.sin[i], p.positions, rows, angle, angle);
     }
-    int status = KVQ_CALL(decoder_stack)(layers, count, step, p.x, p.out, bad, seconds, code, rows, threads);
-    if (status) return status;
-    take_rows(p.x, p.out, p.wanted, p.num_wanted, row);
+    const KvqStackLayer& last = layers[count - 1];
+    bool few = count > 1 && p.num_wanted < rows && are_last(p, step->batches[last.group], rows);
+    if (!status) status = KVQ_CALL(decoder_stack)(layers, count - few, step, p.x, p.out, bad, seconds, code, rows, threads);
+    if (!status && few) status = run_last(last, *step, p, p.out, p.x, bad, seconds, code, rows, threads);
+    if (status || !p.num_wanted) return status;
+    if (!few) take_rows(p.x, p.out, p.wanted, p.num_wanted, row, row);
     KVQ_CALL(rms_norm)(p.x, p.norm.weight, p.normed, hidden, code, p.norm.code, p.norm.eps, p.num_wanted, threads);
     return KVQ_CALL(linear)(p.head, p.normed, row, logits, p.head->out_features * bytes_of(code), code, p.num_wanted, threads);
 }

@@ -16,7 +16,7 @@ from kvq.kernels.native.abi import DTYPES, batch_of, layer_of, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
-KEPT_ROWS = 256  # of a step, for which memory stays
+KEPT_BYTES = 64 << 20  # of a step's memory, that stays for the next one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,7 +150,7 @@ class CpuStack:
         return named
 
     def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What goes from one operation to the next; that of few rows is kept for the next step."""
+        """What goes from one operation to the next; it is kept for the next step, if it isn't much."""
         kept = self._memory
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept
@@ -163,5 +163,5 @@ class CpuStack:
         )
         for name, tensor in zip(("heads", "attended", "lse", "bad"), found, strict=True):
             setattr(self._step, name, tensor.data_ptr())
-        self._memory = found if rows <= KEPT_ROWS else ()
+        self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.decoder.stack import KEPT_ROWS, CpuStack
+from kvq.kernels.decoder.stack import KEPT_BYTES, CpuStack
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.paged import SequenceBatch
@@ -114,15 +114,16 @@ class CpuPass:
         self._tables, self._memory = tables, ()
 
     def _take_memory(self, rows: int) -> tuple[Tensor, ...]:
-        """What goes from one operation to the next; that of few rows is kept for the next step."""
+        """What goes from one operation to the next; it is kept for the next step, if it isn't much."""
         if self._memory and rows <= len(self._memory[0]):
             return self._memory
         pieces = 2 * len(self._tables) * rows
         found = (
             *(torch.empty(rows, self._hidden, dtype=self.dtype) for _ in range(3)),
             torch.empty(pieces, self._tables[0][0].shape[1], dtype=self.dtype),
+            torch.empty(rows, dtype=torch.int32),
         )
-        for name, tensor in zip(("x", "out", "normed", "angles"), found, strict=True):
+        for name, tensor in zip(("x", "out", "normed", "angles", "lens"), found, strict=True):
             setattr(self._struct, name, tensor.data_ptr())
-        self._memory = found if rows <= KEPT_ROWS else ()
+        self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

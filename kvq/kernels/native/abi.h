@@ -193,6 +193,7 @@ struct KvqPass {
     uint8_t *x, *out;                // [rows, hidden]
     uint8_t* normed;                 // [num_wanted, hidden]
     uint8_t* angles;                 // [kinds, 2, rows, dim]
+    int32_t* lens;                   // [rows]
 };
 
 // The kernels, each with a KvqStatus; what is read and written is said where they are defined.
