@@ -99,13 +99,14 @@ inline void round_tile(const Call& call, int64_t index, float* columns) {
 }
 
 template <bool NIBBLES, int PLANES, int R>
-inline void multiply(const Call& call, const Tile& tile, int64_t row, int64_t panel, int64_t last) {
+inline void multiply(const Call& call, const Tile& tile, int64_t row, int64_t panel, int64_t last, Ahead ahead) {
     if constexpr (R > 1)
-        if (tile.rows < R) return multiply<NIBBLES, PLANES, R - 1>(call, tile, row, panel, last);
+        if (tile.rows < R) return multiply<NIBBLES, PLANES, R - 1>(call, tile, row, panel, last, ahead);
     constexpr int P = R > 1 ? CODE_PANELS : 1;
     for (; panel + P <= last; panel += P)
-        integer_tile<NIBBLES, R, P, PLANES>(call.l, call.cut, tile, panel, call.out, row);
-    for (; panel < last; panel++) integer_tile<NIBBLES, R, 1, PLANES>(call.l, call.cut, tile, panel, call.out, row);
+        integer_tile<NIBBLES, R, P, PLANES>(call.l, call.cut, tile, panel, call.out, row, ahead);
+    for (; panel < last; panel++)
+        integer_tile<NIBBLES, R, 1, PLANES>(call.l, call.cut, tile, panel, call.out, row, ahead);
 }
 
 template <int CODE, int R>
@@ -170,14 +171,23 @@ inline void for_blocks(const Call& call, int64_t panel, int64_t last, int64_t ti
     int64_t rows = call.tile_rows, kept_panel = call.block < call.cut.k ? rows * OUTPUTS : 0;
     bool pairs = last_tile - tile > 1 || call.products == KVQ_PRODUCTS_SPLIT;
     int64_t together = pairs ? 2 : last - panel;  // panels: two stay in the first cache
+    bool passes = call.products == KVQ_PRODUCTS_FP32 && last_tile - tile > 1 && last_tile - tile <= FEW_TILES;
+    int64_t bytes = (int64_t)call.cut.k * OUTPUTS * bytes_of(call.l.code);  // of a panel
+    auto following = [&](int64_t p, int64_t begin) -> const uint8_t* {  // the weights behind panels before `p`
+        if (p >= last) p = panel, begin += call.block;
+        return begin < call.cut.k ? call.l.codes + p * bytes + begin * bytes / call.cut.k : nullptr;
+    };
     for (int begin = 0; begin < call.cut.k; begin += call.block) {
         int end = begin + call.block < call.cut.k ? begin + call.block : call.cut.k;
         for (int64_t p = panel; p < last; p += together) {
             prepare(p, begin, end);
+            const uint8_t* next = passes ? following(p + together, begin) : nullptr;
             for (int64_t t = tile; t < last_tile; t++) {
                 float* sums = kept + ((t - tile) * (last - panel) + p - panel) * kept_panel;
+                Ahead ahead = share_of(next, bytes, divided((end - begin) * bytes, call.cut.k), divided(end - begin, 4), t - tile,
+                                       last_tile - tile);
                 multiply(call.tile(t), t * rows, p, p + together < last ? p + together : last,
-                         Block{begin, end, sums, call.tile_bytes});
+                         Block{begin, end, sums, call.tile_bytes, ahead});
             }
         }
     }
@@ -282,19 +292,23 @@ inline void run_task(const Call& call, int64_t panel, int64_t last, int64_t tile
         case KVQ_FP8: return run_float_task<KVQ_FP8>(call, panel, last, tile, last_tile, kept);
     }
     bool full = call.l.inputs == KVQ_INPUTS_FULL, nibbles = call.l.code == KVQ_INT4;
-    int64_t together = last_tile - tile > FEW_TILES ? last - panel : CODE_PANELS;
+    int64_t tiles = last_tile - tile, together = tiles > FEW_TILES ? last - panel : CODE_PANELS;
+    int64_t bytes = nibbles ? panel_bytes<true>(call.cut) : panel_bytes<false>(call.cut);
+    bool passes = tiles > 1 && tiles <= FEW_TILES;
     for (; panel < last; panel += together)
         for (int64_t t = tile; t < last_tile; t++) {
             Tile inputs = call.tile(t);
             int64_t row = t * call.tile_rows, end = panel + together < last ? panel + together : last;
+            Ahead ahead = share_of(passes && end < last ? call.l.codes + end * bytes : nullptr, bytes, bytes, call.cut.k / 8,
+                                   t - tile, tiles);
             if (nibbles && full)
-                multiply<true, 2, CODE_ROWS>(call, inputs, row, panel, end);
+                multiply<true, 2, CODE_ROWS>(call, inputs, row, panel, end, ahead);
             else if (nibbles)
-                multiply<true, 1, CODE_ROWS>(call, inputs, row, panel, end);
+                multiply<true, 1, CODE_ROWS>(call, inputs, row, panel, end, ahead);
             else if (full)
-                multiply<false, 2, CODE_ROWS>(call, inputs, row, panel, end);
+                multiply<false, 2, CODE_ROWS>(call, inputs, row, panel, end, ahead);
             else
-                multiply<false, 1, CODE_ROWS>(call, inputs, row, panel, end);
+                multiply<false, 1, CODE_ROWS>(call, inputs, row, panel, end, ahead);
         }
 }
 

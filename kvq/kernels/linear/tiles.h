@@ -87,9 +87,28 @@ struct SegmentSums {
     }
 };
 
+// A tile's share of the weights that follow, which comes from memory while few rows are multiplied: two panels', so
+// many bytes of each for every few columns.
+struct Ahead {
+    const uint8_t* next;  // or null
+    int64_t step, panel;  // bytes: at a time, from panel to panel
+
+    inline __attribute__((always_inline)) void ask() {
+        if (!next) return;
+        for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(next + i), __builtin_prefetch(next + panel + i);
+        next += step;
+    }
+};
+
+// The share of tile `index` of `tiles`, of `bytes` of each panel from `next` on, asked for `times` times.
+inline Ahead share_of(const uint8_t* next, int64_t panel, int64_t bytes, int64_t times, int64_t index, int64_t tiles) {
+    int64_t step = (bytes / (times * tiles) + 63) / 64 * 64, begin = index * times * step;
+    return {next && begin < bytes ? next + begin : nullptr, step, panel};
+}
+
 template <bool NIBBLES, int R, int P, int PLANES>
-void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out,
-                  int64_t row) {
+void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row,
+                  Ahead ahead) {
     constexpr int STEP = NIBBLES ? 64 : 128;  // bytes of eight columns
     int scale_bytes = OUTPUTS * bytes_of(l.scale_code);
     Floats totals[P][R] = {};
@@ -99,6 +118,7 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
         SegmentSums<NIBBLES, R, P, PLANES> sums;
         sums.start(tile.starts + (int64_t)s * R * PLANES);
         for (int n = length_of(cut, s) / 8; n > 0; n--, codes += STEP, words += 2 * R * PLANES) {
+            if (R > 3) ahead.ask();
             Weights even[P][PARTS], odd[P][PARTS];
             UNROLL for (int p = 0; p < P; p++) {
                 const uint8_t* from = codes + p * panel_bytes<NIBBLES>(cut);
@@ -136,6 +156,7 @@ struct Block {
     int begin, end;
     float* kept;  // [panels, rows, 16] of a tile: sums up to `begin`, or up to `end`
     int64_t next;  // bytes from a tile's inputs to those of the tile that follows
+    Ahead ahead;
 };
 
 // One sum per output, over the columns in their order, whatever the block.
@@ -146,12 +167,14 @@ void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
     int64_t bytes = (int64_t)cut.k * BYTES;
     const uint8_t* codes = l.codes + panel * bytes + (int64_t)block.begin * BYTES;
     const float* x = tile.values + (int64_t)block.begin * R;
+    Ahead ahead = block.ahead;
     Floats totals[P][R];
     UNROLL for (int p = 0; p < P; p++)
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int i = 0; i < PARTS; i++)
                 totals[p][r].part[i] = block.begin ? load(block.kept + ((p * R + r) * PARTS + i) * W) : vf{};
     for (int k = block.begin; k < block.end; k += 4) {
+        ahead.ask();
         if (R == FLOAT_ROWS)  // of few rows inputs stay where they are
             for (int i = 0; i < 4 * R; i += 16) __builtin_prefetch((const uint8_t*)(x + i) + block.next, 0, 2);
         UNROLL for (int part = 0; part < 4; part += STEP, codes += STEP * BYTES, x += STEP * R) {
