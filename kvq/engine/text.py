@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
 from kvq.engine.params import SamplingParams
 
 _BROKEN = "\ufffd"  # what decoders show for bytes that are no character, or none yet
@@ -113,13 +116,24 @@ class Detokenizer:
 
 
 def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callable[[list[int]], str]:
-    decode = partial(
-        tokenizer.decode, skip_special_tokens=is_skipping and not kept, clean_up_tokenization_spaces=False
-    )
+    skips = is_skipping and not kept
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if isinstance(backend, Tokenizer) and _decodes_by_backend(type(tokenizer)):
+        decode = partial(backend.decode, skip_special_tokens=skips)  # a quarter of the wrapper's time
+    else:
+        decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
     if not is_skipping or not kept:
         return decode
     skipped = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - kept
     return lambda ids: decode([i for i in ids if i not in skipped])
+
+
+def _decodes_by_backend(kind: Any) -> bool:
+    """True of tokenizers that have no way of their own to decode."""
+    return (
+        kind.decode is PreTrainedTokenizerFast.decode
+        and getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode
+    )
 
 
 class _Stops:
