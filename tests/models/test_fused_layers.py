@@ -122,6 +122,20 @@ def test_rows_nobody_wants_change_no_bit_of_the_others(
     assert all(map(torch.equal, few, logits(all_rows=False)))
 
 
+def test_a_piece_of_a_prompt_that_wants_no_logits_is_a_step_too() -> None:
+    prompt, params = (
+        random_tokens(150, seed=5),
+        kvq.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+    )
+    model = kvq.load("tiny", kv="int8")
+    found = [
+        kvq.LLM(model, num_blocks=32, max_num_seqs=4, max_num_batched_tokens=size).generate([prompt], params)
+        for size in (2048, 40)
+    ]
+    assert found[0][0].outputs[0].token_ids == found[1][0].outputs[0].token_ids
+    assert found[1][0].error is None
+
+
 def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     model = kvq.load("tiny", kv="fp32")
     session = model.session(max_tokens=64)

@@ -164,6 +164,20 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
     end_split(call, task, scratch);
 }
 
+// Ask for the first tile of what few query rows will read, while others are at work.
+KVQ_PREFETCHES void ask_for_first(const Call& call, const Task& task, int split) {
+    constexpr int FEW = 8;
+    if (task.rows > FEW) return;
+    Seen seen = seen_by(call, task);
+    int begin = (split < 0 ? task.first : split) * SPLIT;
+    if (seen.low > begin) begin = seen.low;
+    Cursor there(call.layer, call.batch, task.sequence, begin);
+    for (int i = begin; i < seen.high && i < begin + TILE; i++, there.skip(1)) {
+        prefetch_row(call.layer.k, *there.entry, task.head, there.offset);
+        prefetch_row(call.layer.v, *there.entry, task.head, there.offset);
+    }
+}
+
 inline Scratch take_scratch(const Call& call, Memory& memory) {
     Scratch s;
     int width = call.k_width > call.v_width ? call.k_width : call.v_width;
@@ -187,6 +201,7 @@ struct Attend {
     typedef ::Scratch Scratch;
     static Scratch take(const Call& call, Memory& memory) { return take_scratch(call, memory); }
     static void read(const Call& call, const Task& task, Scratch& scratch) { read_queries(call, task, scratch); }
+    static void ask(const Call& call, const Task& task, int split) { ask_for_first(call, task, split); }
     static void run(const Call& call, const Task& task, Scratch& scratch, int split) {
         run_split(call, task, scratch, split);
     }

@@ -72,6 +72,7 @@ struct FloatLatent {
             read_parts(call, task, r, s.latent_q + (int64_t)r * call.v_width, s.rotary_q + (int64_t)r * call.k_width);
     }
 
+    static void ask(const Call&, const Task&, int) {}
     static void run(const Call& call, const Task& task, Scratch& s, int split) {
         start(s.run, task.rows, call.v_width);
         memset(s.running.totals, 0, (size_t)task.rows * W * 4);

@@ -450,6 +450,7 @@ struct TileLatent {
         KVQ_TILE_ZERO(3);
     }
 
+    static void ask(const Call&, const Task&, int) {}
     static void run(const Call& call, const Task& task, Scratch& s, int split) {
         int rows = (task.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
         start(s.run, task.rows, call.v_width);

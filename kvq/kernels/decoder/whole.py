@@ -74,7 +74,9 @@ class CpuPass:
         """
         rows, count = len(tokens), len(wanted)
         numbers = tokens, positions, wanted
-        if len(positions) != rows or any(x.dtype is not torch.int64 or x.stride(0) != 1 for x in numbers):
+        if len(positions) != rows or any(
+            x.dtype is not torch.int64 or not x.is_contiguous() for x in numbers
+        ):
             raise ConfigError(
                 f"tokens, positions and rows must be whole int64, got "
                 f"{[(list(x.shape), x.dtype) for x in numbers]}"
