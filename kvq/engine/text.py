@@ -118,7 +118,7 @@ class Detokenizer:
 def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callable[[list[int]], str]:
     skips = is_skipping and not kept
     backend = getattr(tokenizer, "_tokenizer", None)
-    if isinstance(backend, Tokenizer) and _decodes_by_backend(type(tokenizer)):
+    if isinstance(backend, Tokenizer) and _decodes_by_backend(tokenizer):
         decode = partial(backend.decode, skip_special_tokens=skips)  # a quarter of the wrapper's time
     else:
         decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
@@ -128,12 +128,11 @@ def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callabl
     return lambda ids: decode([i for i in ids if i not in skipped])
 
 
-def _decodes_by_backend(kind: Any) -> bool:
-    """True of tokenizers that have no way of their own to decode."""
-    return (
-        kind.decode is PreTrainedTokenizerFast.decode
-        and getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode
-    )
+def _decodes_by_backend(tokenizer: Any) -> bool:
+    """True of a tokenizer that has no way of its own to decode."""
+    kind, own = type(tokenizer), PreTrainedTokenizerFast
+    is_plain = kind.decode is own.decode and getattr(kind, "_decode", None) is own._decode
+    return is_plain and not {"decode", "_decode"} & vars(tokenizer).keys()
 
 
 class _Stops:

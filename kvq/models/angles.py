@@ -22,30 +22,24 @@ class Angles:
         self._rotary = rotary
         self._kinds = sorted(kinds)
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
-        self._listed: list[tuple[Tensor, Tensor]] = []
-        self._covered, self._dtype = 0, torch.float32
 
     def __call__(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """cos, sin [rows, columns] of x's dtype; x: [1, rows, hidden], positions: [1, rows]."""
-        if x.device.type != "cpu" or not self._cover(x, int(positions.max()) + 1):
+        tables = self._covering(x, int(positions.max()) + 1) if x.device.type == "cpu" else None
+        if tables is None:
             return self._found(x, positions)
         rows = positions[0]
         return {
             kind: (cos.index_select(0, rows), sin.index_select(0, rows))
-            for kind, (cos, sin) in self._tables.items()
+            for kind, (cos, sin) in tables.items()
         }
 
-    def tables(self, dtype: torch.dtype, end: int) -> list[tuple[Tensor, Tensor]] | None:
-        """cos and sin [positions, columns] of every kind, of the positions before `end` at least.
+    def tables(self, dtype: torch.dtype, end: int) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """cos and sin [positions, columns] of every kind, of the positions before `end` at least, on a CPU.
 
-        The same list while they don't grow. None if they would be too large, or off a CPU.
+        The same dictionary while they don't grow; None if they would be too large.
         """
-        if end > self._covered or dtype is not self._dtype:
-            if not self._cover(torch.empty(1, 1, 1, dtype=dtype), end):
-                return None
-            self._listed = [self._tables[kind] for kind in self._kinds]
-            self._covered, self._dtype = len(self._listed[0][0]), dtype
-        return self._listed
+        return self._covering(torch.empty(1, 1, 1, dtype=dtype, device="cpu"), end)
 
     def _found(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         found = {}
@@ -54,23 +48,27 @@ class Angles:
             found[kind] = cos[0], sin[0]
         return found
 
-    def _cover(self, x: Tensor, end: int) -> bool:
-        """Have tables in x's dtype of the positions before `end`; False if they would be too large."""
+    def _covering(self, x: Tensor, end: int) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Tables in x's dtype of the positions before `end`; None if they would be too large.
+
+        They are replaced as a whole: engines over one model may step in threads of their own.
+        """
         tables = self._tables
         known = next((len(cos) for cos, _ in tables.values() if cos.dtype is x.dtype), 0)
         if end <= known:
-            return True
+            return tables
         pages = -(-max(end, min(2 * known, 16 * _PAGE)) // _PAGE)
         page = self._found(x, torch.arange(known, known + _PAGE)[None])
         row_bytes = sum(2 * cos.shape[-1] * cos.element_size() for cos, _ in page.values())
         if pages * _PAGE * row_bytes > _MOST_BYTES:
-            return False
+            return None
         parts = [tables] if known else []
         parts.append(page)
         for at in range(known + _PAGE, pages * _PAGE, _PAGE):
             parts.append(self._found(x, torch.arange(at, at + _PAGE)[None]))
-        self._tables = {
+        made = {
             kind: (torch.cat([part[kind][0] for part in parts]), torch.cat([part[kind][1] for part in parts]))
             for kind in self._kinds
         }
-        return True
+        self._tables = made
+        return made

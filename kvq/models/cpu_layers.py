@@ -9,7 +9,7 @@ from kvq.cache.kv_cache import KVCache
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
 from kvq.kernels.decoder.stack import CpuStack, StackLayer
-from kvq.kernels.decoder.whole import CpuPass
+from kvq.kernels.decoder.whole import CpuPass, PassParts
 from kvq.models.angles import Angles
 from kvq.models.step import PackedStep
 
@@ -37,7 +37,7 @@ class CpuLayers:
 
     def whole(
         self,
-        ends: CpuPass,
+        parts: PassParts,
         angles: Angles,
         tokens: Tensor,
         positions: Tensor,
@@ -47,10 +47,13 @@ class CpuLayers:
         """Logits of a step in one call, with the bits of several; None where one isn't enough."""
         if len(tokens) != len(step.bad_tokens) or (stack := self._stack_of(step)) is None:
             return None
-        tables = angles.tables(ends.dtype, int(positions.max()) + 1)
+        tables = angles.tables(parts.dtype, int(positions.max()) + 1)
         if tables is None or len(stack.dims) > 1:
             return None
-        logits, seconds = ends(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
+        if stack.whole is None or stack.whole.parts is not parts:
+            stack.whole = CpuPass(parts)
+        run: CpuPass = stack.whole
+        logits, seconds = run(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
         step.attention_s += seconds
         return logits
 

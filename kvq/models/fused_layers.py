@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvq.errors import ConfigError
 from kvq.kernels.decoder.cpu import runs_in_cpp
 from kvq.kernels.decoder.parts import DecoderParts
-from kvq.kernels.decoder.whole import CpuPass
+from kvq.kernels.decoder.whole import PassParts
 from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.native.abi import DTYPES
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.angles import Angles
 from kvq.models.cpu_layers import CpuLayers
@@ -74,12 +74,18 @@ class Ends:
     """What lies around a model's layers, as compiled code takes it."""
 
     modules: tuple[nn.Module, ...]  # embedding, norm, head
-    run: CpuPass
+    parts: PassParts
+    numbers: tuple[Any, ...]  # where their values lie
 
     def are_those_of(self, inner: Any) -> bool:
-        """True while a model's modules are those, and none was given another forward."""
-        is_same = inner.embed_tokens is self.modules[0] and inner.norm is self.modules[1]
-        return is_same and not any("forward" in module.__dict__ for module in self.modules)
+        """True while a model's modules are those, with the same parameters, and none has another forward."""
+        embedding, norm = inner.embed_tokens, inner.norm
+        is_same = embedding is self.modules[0] and norm is self.modules[1]
+        return (
+            is_same
+            and _numbers_of(embedding, norm) == self.numbers
+            and not any("forward" in module.__dict__ for module in self.modules)
+        )
 
     @classmethod
     def of(cls, inner: Any, head: nn.Module, scale: float) -> "Ends | None":
@@ -88,18 +94,25 @@ class Ends:
         known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
         if not known or not isinstance(head.kernel, CpuLinear) or scale != 1.0:
             return None
-        weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
+        table: Tensor | CpuLinear
         if isinstance(embedding, PackedEmbedding):
-            if embedding.scale is not None:
-                return None
-            run = CpuPass(embedding.kernel, weight, head.kernel, embedding.dtype)
-            return cls((embedding, norm, head), run)
-        if not isinstance(embedding, nn.Embedding) or not is_plain_lookup(embedding) or scale_of(embedding):
+            plain, table, dtype = embedding.scale is None, embedding.kernel, embedding.dtype
+        elif isinstance(embedding, nn.Embedding):
+            plain = is_plain_lookup(embedding) and scale_of(embedding) is None
+            table, dtype = embedding.weight.detach(), embedding.weight.dtype
+        else:
             return None
-        table = embedding.weight.detach()
-        if table.dtype not in DTYPES or not table.is_contiguous():
+        try:
+            weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
+            parts = PassParts(table, weight, head.kernel, dtype)
+        except ConfigError:
             return None
-        return cls((embedding, norm, head), CpuPass(table, weight, head.kernel, table.dtype))
+        return cls((embedding, norm, head), parts, _numbers_of(embedding, norm)) if plain else None
+
+
+def _numbers_of(embedding: nn.Module, norm: Any) -> tuple[Any, ...]:
+    own = embedding.weight.data_ptr() if isinstance(embedding, nn.Embedding) else None
+    return own, norm.weight.data_ptr(), norm.eps
 
 
 class FusedForward:
@@ -141,7 +154,7 @@ class FusedForward:
         """A whole step in one call; None where one isn't enough."""
         if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
             return None
-        return self._run.whole(ends.run, self._angles, tokens, positions, wanted, step)
+        return self._run.whole(ends.parts, self._angles, tokens, positions, wanted, step)
 
     def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         """[1, rows] each -> [rows, hidden], behind the last norm."""

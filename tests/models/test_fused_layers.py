@@ -1,5 +1,7 @@
 """Decoder layers in few calls on CPUs: the results of their own code, and that code where it must run."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -122,6 +124,34 @@ def test_rows_nobody_wants_change_no_bit_of_the_others(
     assert all(map(torch.equal, few, logits(all_rows=False)))
 
 
+def test_engines_over_one_model_step_side_by_side() -> None:
+    model, params = kvq.load("tiny"), kvq.SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = [random_tokens(n, seed=n) for n in (3, 70, 150, 31)]
+
+    def run(kv: str) -> list[list[int]]:
+        llm = kvq.LLM(model.with_kv(kv), num_blocks=64, max_num_batched_tokens=64)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    formats = ["int8", "fp32", "int8", "fp32"]
+    alone = {kv: run(kv) for kv in set(formats)}
+    with ThreadPoolExecutor(4) as pool:
+        for kv, tokens in zip(formats, pool.map(run, formats), strict=True):
+            assert tokens == alone[kv]
+
+
+def test_parameters_that_are_exchanged_are_used_from_then_on(tmp_path) -> None:
+    model = kvq.load(save_model(tmp_path, "llama"), kv="fp32")
+    before, inner = model.logits(IDS), model.weights.model.model
+    own = inner.embed_tokens.weight, inner.norm.weight
+    inner.embed_tokens.weight = torch.nn.Parameter(-own[0].detach(), requires_grad=False)
+    assert not torch.equal(model.logits(IDS), before)
+    inner.embed_tokens.weight = own[0]
+    inner.norm.weight = torch.nn.Parameter(2 * own[1].detach(), requires_grad=False)
+    torch.testing.assert_close(model.logits(IDS), 2 * before)
+    inner.norm.weight = own[1]
+    assert torch.equal(model.logits(IDS), before)
+
+
 def test_a_piece_of_a_prompt_that_wants_no_logits_is_a_step_too() -> None:
     prompt, params = (
         random_tokens(150, seed=5),
@@ -141,8 +171,8 @@ def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     session = model.session(max_tokens=64)
     sequence = session.new_sequence()
     session.forward([(sequence, [1, 2, 3])])
-    ends = model.weights.fused_pass._ends.run
     stack = next(iter(model.weights.model.model.forward._run._stacks.values()))
+    ends = stack.whole
     tables = model.weights.model.model.forward._angles.tables(torch.float32, 8)
     session.manager.append([(sequence, 2)])
     slots = torch.tensor([3, 4])
@@ -159,7 +189,7 @@ def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     for name, value in (("tokens", torch.tensor([4.0, 5.0])), ("positions", torch.tensor([3]))):
         with pytest.raises(ConfigError, match="int64"):
             ends(stack, tables, *(good | {name: value}).values(), (batch,), bad)
-    narrow = [(cos[:, :2].contiguous(), sin[:, :2].contiguous()) for cos, sin in tables]
+    narrow = {kind: (cos[:, :2].contiguous(), sin[:, :2].contiguous()) for kind, (cos, sin) in tables.items()}
     with pytest.raises(ConfigError, match="tables"):
         ends(stack, narrow, *good.values(), (batch,), bad)
 
@@ -215,7 +245,7 @@ def _turned_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tables(self, *given):
         found = before(self, *given)
-        return found and [(-cos, sin) for cos, sin in found]
+        return found and {kind: (-cos, sin) for kind, (cos, sin) in found.items()}
 
     monkeypatch.setattr(Angles, "tables", tables)
 

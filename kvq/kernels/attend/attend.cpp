@@ -164,7 +164,7 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
     end_split(call, task, scratch);
 }
 
-// Ask for the first tile of what few query rows will read, while others are at work.
+// Ask for the first tile that a few query rows will read, while those before them are at work.
 KVQ_PREFETCHES void ask_for_first(const Call& call, const Task& task, int split) {
     constexpr int FEW = 8;
     if (task.rows > FEW) return;

@@ -80,8 +80,8 @@ inline void turned_float_scores(float* scores, const float* q, const float* turn
         for (int r = 0; r < R; r++)
             for (int i = 0; i < C; i++) quarters[at][r][i] = a[r][i] + (b[r][i] + c[r][i]);
     }
-    for (int width = W / 8; width > 0; width /= 2)
-        for (int at = 0; at < width; at++)
+    for (int left = W / 8; left > 0; left /= 2)
+        for (int at = 0; at < left; at++)
             for (int r = 0; r < R; r++)
                 for (int i = 0; i < C; i++) quarters[at][r][i] = quarters[2 * at][r][i] + quarters[2 * at + 1][r][i];
     for (int r = 0; r < R; r++)

@@ -118,8 +118,8 @@ inline int run_plan(Call& call) {
         int read = -1;  // task, whose queries are there
         for (int64_t first, last; items.take(first, last);)
             for (int64_t i = first; i < last; i++) {
-                Item item = plan.items[i], next = plan.items[i + 1 < last ? i + 1 : i];
-                Kind::ask(call, plan.tasks[next.task], next.split);
+                Item item = plan.items[i];
+                if (i + 1 < last) Kind::ask(call, plan.tasks[plan.items[i + 1].task], plan.items[i + 1].split);
                 if (item.task != read) Kind::read(call, plan.tasks[read = item.task], scratch);
                 run_item<Kind>(call, plan, item, scratch, partials);
             }

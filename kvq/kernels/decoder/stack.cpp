@@ -67,13 +67,13 @@ inline bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
     return true;
 }
 
-// Rows may move towards the front of their own memory, in rising order.
+// Copy some rows, `stride` bytes apart, to rows side by side. Within one memory they have to rise.
 inline void take_rows(uint8_t* out, const uint8_t* from, const int64_t* rows, int64_t count, int64_t bytes,
                       int64_t stride) {
     for (int64_t i = 0; i < count; i++) memmove(out + i * bytes, from + rows[i] * stride, (size_t)bytes);
 }
 
-// Where every wanted row is its sequence's last one, the lengths of a batch of them alone, 1 or 0; else false.
+// True if every wanted row is its sequence's last one; `lens` then says of each sequence how many are wanted, 1 or 0.
 inline bool are_last(const KvqPass& p, const KvqBatch& batch, int64_t rows) {
     if (batch.sequences > rows) return false;
     int64_t end = 0, found = 0;

@@ -64,6 +64,7 @@ class CpuStack:
             sin=addressof(self._sin),
         )
         self._memory: tuple[Tensor, ...] = ()
+        self.whole: Any = None  # a CpuPass over it, if whole steps are run
         self.hidden = layers[0].decoder.hidden
         self.dims = {layer.decoder.parts.heads.k_dim for layer in layers}
 

@@ -1,7 +1,8 @@
 """A model's whole step in one call of C++ for CPUs: embedding, layers, last norm and head."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,44 +14,62 @@ from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.paged import SequenceBatch
 from kvq.kernels.rms_norm.weight import NormWeight
 
-AngleTables = Sequence[tuple[Tensor, Tensor]]  # of every kind, cos and sin [positions, dim]
+AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin [positions, dim]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassParts:
+    """What lies around a model's layers.
+
+    `embedding`: [vocab, hidden] of `dtype`, or the head whose weight rows are looked up in as `dtype`.
+
+    Raises:
+        ConfigError: they don't fit each other.
+    """
+
+    embedding: Tensor | CpuLinear
+    norm: NormWeight
+    head: CpuLinear
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        embedding, weight, hidden = self.embedding, self.norm.weight, self.head.in_features
+        if isinstance(embedding, Tensor):
+            widths = [*embedding.shape[1:], *weight.shape]
+            fits = embedding.is_contiguous() and embedding.dtype is self.dtype
+        else:
+            widths, fits = [embedding.in_features, *weight.shape], True
+        fits &= self.dtype in DTYPES and weight.dtype in DTYPES and weight.is_contiguous()
+        if not fits or widths != [hidden] * 2:
+            raise ConfigError(
+                f"an embedding and a norm of {widths} numbers don't fit a head of {hidden} inputs "
+                f"in {self.dtype}"
+            )
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding."""
+        embedding = self.embedding
+        return embedding.shape[0] if isinstance(embedding, Tensor) else embedding.out_features
 
 
 class CpuPass:
-    """What lies around a model's layers; a step's results have the bits of the operations one by one."""
+    """Steps over one stack; results have the bits of the operations one by one.
 
-    def __init__(
-        self, embedding: Tensor | CpuLinear, norm: NormWeight, head: CpuLinear, dtype: torch.dtype
-    ) -> None:
-        """`embedding`: [vocab, hidden] of `dtype`, or the head whose weight rows are looked up in as `dtype`.
+    What a step writes belongs to it, as a stack's does: those of several caches may run side by side.
+    """
 
-        Raises:
-            ConfigError: they don't fit each other.
-        """
-        hidden = head.in_features
-        table = embedding if isinstance(embedding, Tensor) else None
-        if isinstance(embedding, Tensor):
-            fits, vocab = embedding.is_contiguous() and embedding.dtype is dtype, embedding.shape[0]
-            widths = [*embedding.shape[1:], *norm.weight.shape]
-        else:
-            fits, vocab = True, embedding.out_features
-            widths = [embedding.in_features, *norm.weight.shape]
-        if not fits or dtype not in DTYPES or widths != [hidden] * 2 or norm.weight.dtype not in DTYPES:
-            raise ConfigError(
-                f"an embedding and a norm of {widths} numbers don't fit a head of {hidden} inputs in {dtype}"
-            )
-        self.dtype = dtype
-        self._parts = embedding, norm, head
-        self._vocab = head.out_features
-        self._hidden = hidden
+    def __init__(self, parts: PassParts) -> None:
+        self.parts = parts
+        embedding, norm, head = parts.embedding, parts.norm, parts.head
         self._struct = struct("KvqPass")(
-            embedding=None if table is None else table.data_ptr(),
-            looked_up=addressof(embedding.struct) if isinstance(embedding, CpuLinear) else None,
-            vocab=vocab,
+            embedding=embedding.data_ptr() if isinstance(embedding, Tensor) else None,
+            looked_up=None if isinstance(embedding, Tensor) else addressof(embedding.struct),
+            vocab=parts.vocab,
             norm=struct("KvqNorm")(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype]),
             head=addressof(head.struct),
         )
-        self._tables: AngleTables = ()
+        self._tables: AngleTables = {}
         self._memory: tuple[Tensor, ...] = ()
 
     def __call__(
@@ -83,35 +102,33 @@ class CpuPass:
             )
         if tables is not self._tables:
             self._take_tables(tables)
-        fits = stack.hidden == self._hidden and stack.dims == {tables[0][0].shape[1]}
-        if not fits or stack.kinds != len(tables):
+        given = self._struct
+        own = self.parts.head.in_features, given.kinds, {given.dim}
+        if own != (stack.hidden, stack.kinds, stack.dims):
             raise ConfigError(
-                f"layers of {stack.hidden} numbers and {stack.kinds} kinds of angles of {stack.dims} "
-                f"don't fit this embedding, head and tables"
+                f"numbers, kinds of angles and their dimensions are {own}, those of the layers "
+                f"{(stack.hidden, stack.kinds, stack.dims)}: they don't fit each other's tables"
             )
         memory = self._take_memory(max(rows, count))
-        given = self._struct
         given.tokens, given.positions, given.wanted = (x.data_ptr() for x in numbers)
         given.num_wanted = count
-        logits = torch.empty(count, self._vocab, dtype=self.dtype)
+        logits = torch.empty(count, self.parts.head.out_features, dtype=self.parts.dtype)
         seconds = stack.run_pass(given, logits, batches, bad, rows)
         del memory  # which the kernel has read
         return logits, seconds
 
     def _take_tables(self, tables: AngleTables) -> None:
-        each = [angle for pair in tables for angle in pair]
+        each = [angle for pair in tables.values() for angle in pair]
         dims = {tuple(angle.shape) for angle in each}
-        if len(dims) != 1 or any(
-            angle.dtype is not self.dtype or not angle.is_contiguous() for angle in each
-        ):
+        fit = all(angle.dtype is self.parts.dtype and angle.is_contiguous() for angle in each)
+        if len(dims) != 1 or not fit:
             raise ConfigError(
-                f"tables of angles must be alike, whole and in {self.dtype}, got {sorted(dims)}"
+                f"tables of angles must be alike, whole and in {self.parts.dtype}, got {sorted(dims)}"
             )
-        kinds = len(tables)
-        self._cos = (c_void_p * kinds)(*(cos.data_ptr() for cos, _ in tables))
-        self._sin = (c_void_p * kinds)(*(sin.data_ptr() for _, sin in tables))
+        self._cos = (c_void_p * len(tables))(*(cos.data_ptr() for cos, _ in tables.values()))
+        self._sin = (c_void_p * len(tables))(*(sin.data_ptr() for _, sin in tables.values()))
         given = self._struct
-        given.cos, given.sin, given.kinds = addressof(self._cos), addressof(self._sin), kinds
+        given.cos, given.sin, given.kinds = addressof(self._cos), addressof(self._sin), len(tables)
         given.num_positions, given.dim = dims.pop()
         self._tables, self._memory = tables, ()
 
@@ -119,10 +136,10 @@ class CpuPass:
         """What goes from one operation to the next; it is kept for the next step, if it isn't much."""
         if self._memory and rows <= len(self._memory[0]):
             return self._memory
-        pieces = 2 * len(self._tables) * rows
+        hidden, dtype, angles = self.parts.head.in_features, self.parts.dtype, self._struct.dim
         found = (
-            *(torch.empty(rows, self._hidden, dtype=self.dtype) for _ in range(3)),
-            torch.empty(pieces, self._tables[0][0].shape[1], dtype=self.dtype),
+            *(torch.empty(rows, hidden, dtype=dtype) for _ in range(3)),
+            torch.empty(2 * len(self._tables) * rows, angles, dtype=dtype),
             torch.empty(rows, dtype=torch.int32),
         )
         for name, tensor in zip(("x", "out", "normed", "angles", "lens"), found, strict=True):
