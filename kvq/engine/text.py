@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
-
 from kvq.engine.params import SamplingParams
 
+_BACKED = ("TokenizersBackend", "PreTrainedTokenizerFast")  # transformers' class over the tokenizers library
 _BROKEN = "\ufffd"  # what decoders show for bytes that are no character, or none yet
 _MAX_OPEN = 3  # a character has 4 bytes at most; byte-fallback decoders show each open byte as one _BROKEN
 _PROMPT_TAIL = 8  # tokens of the prompt that the first new ones are decoded with
@@ -117,9 +115,10 @@ class Detokenizer:
 
 def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callable[[list[int]], str]:
     skips = is_skipping and not kept
-    backend = getattr(tokenizer, "_tokenizer", None)
-    if isinstance(backend, Tokenizer) and _decodes_by_backend(tokenizer):
-        decode = partial(backend.decode, skip_special_tokens=skips)  # a quarter of the wrapper's time
+    if _decodes_by_backend(tokenizer):
+        decode = partial(
+            tokenizer._tokenizer.decode, skip_special_tokens=skips
+        )  # a quarter of the wrapper's time
     else:
         decode = partial(tokenizer.decode, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
     if not is_skipping or not kept:
@@ -130,8 +129,13 @@ def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callabl
 
 def _decodes_by_backend(tokenizer: Any) -> bool:
     """True of a tokenizer that has no way of its own to decode."""
-    kind, own = type(tokenizer), PreTrainedTokenizerFast
-    is_plain = kind.decode is own.decode and getattr(kind, "_decode", None) is own._decode
+    kind: Any = type(tokenizer)
+    own = next(
+        (one for one in kind.__mro__ if one.__name__ in _BACKED), None
+    )  # importing it would bring torch
+    if own is None or not hasattr(getattr(tokenizer, "_tokenizer", None), "decode"):
+        return False
+    is_plain = kind.decode is own.decode and getattr(kind, "_decode", None) is getattr(own, "_decode", 0)
     return is_plain and not {"decode", "_decode"} & vars(tokenizer).keys()
 
 
