@@ -22,7 +22,7 @@ _log = logging.getLogger("kvq")
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # max|a-b| / max|b|
 _SIXTEEN_BITS = 2e-3  # inputs of quantized layers on CPUs have no more
 _ROUNDED_INPUTS = 1e-1  # a last bit of attention's can move an input to the next of 256 codes
-_OF_NOISE = (
+OF_NOISE = (
     4.0  # how far kvq may be from the model's own attention, of how far one rounding of inputs takes it
 )
 _LENGTHS = (7, 5)  # tokens of the two probed sequences
@@ -54,7 +54,7 @@ def probe(weights: LoadedWeights) -> None:
     for fmt in weight_formats(weights.model):
         limit = max(limit, _SIXTEEN_BITS if fmt.inputs is Inputs.FULL else _ROUNDED_INPUTS)
     worst = max(_furthest(weights, way, own) for way in ways)
-    if worst <= limit or worst <= _OF_NOISE * _noise(weights, tokens, own):
+    if worst <= limit or worst <= OF_NOISE * _told_noise(weights, tokens, own):
         return
     what, alone = "its own attention differs", [_run(session, [ids])[0] for ids in tokens]
     if (changed := max(_furthest(weights, way, alone) for way in ways)) > limit:
@@ -97,25 +97,30 @@ def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor])
     return worst
 
 
-def _noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
-    """How far the model's own attention is from itself where its embeddings differ by a rounding each.
-
-    0 where no twin has proven that all else is right.
-    """
+def _told_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
+    """The noise, which is told; 0 where no twin has proven that all else is right."""
     if is_listed(weights.geometry):
         return 0.0
-    hook = weights.model.get_input_embeddings().register_forward_hook(_rounded_otherwise)
-    try:
-        noise = max(map(relative_error, (eager_logits(weights, ids) for ids in tokens), own))
-    finally:
-        hook.remove()
+    found = noise(weights, tokens, own)
     _log.warning(
         "%s: roundings grow in it: its own attention gives results %.0e apart for embeddings that differ in "
         "their last bit; --dtype fp32 has less",
         weights.prepared.folder,
-        noise,
+        found,
     )
-    return noise
+    return found
+
+
+def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
+    """How far the model's own attention is from itself where its embeddings differ by a rounding each.
+
+    `own`: its logits of these tokens.
+    """
+    hook = weights.model.get_input_embeddings().register_forward_hook(_rounded_otherwise)
+    try:
+        return max(map(relative_error, (eager_logits(weights, ids) for ids in tokens), own))
+    finally:
+        hook.remove()
 
 
 def _rounded_otherwise(module: nn.Module, args: object, embeddings: Tensor) -> Tensor:
