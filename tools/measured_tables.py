@@ -34,7 +34,7 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
-    if "neighbours" in result:
+    if "quota_cores" in result:
         return peers_table(result)
     if "load" in result["rows"][0]:
         return predictions_table(result)
