@@ -1,6 +1,7 @@
 """Decoder layers in few calls on CPUs: the results of their own code, and that code where it must run."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.stack import CpuStack
 from kvq.kernels.decoder.whole import CpuPass
 from kvq.kernels.native.library import load
+from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models import model as loading
 from kvq.models.angles import Angles
 from kvq.models.cpu_layers import CpuLayers
@@ -137,6 +139,14 @@ def test_engines_over_one_model_step_side_by_side() -> None:
     with ThreadPoolExecutor(4) as pool:
         for kv, tokens in zip(formats, pool.map(run, formats), strict=True):
             assert tokens == alone[kv]
+
+
+def test_an_embedding_or_a_norm_of_another_width_is_refused() -> None:
+    parts = kvq.load("tiny").weights.fused_pass._ends.parts
+    norm = NormWeight(weight=parts.norm.weight[:-1].clone(), eps=1e-5)
+    for change in ({"norm": norm}, {"dtype": torch.float64}, {"embedding": torch.zeros(8, 5)}):
+        with pytest.raises(ConfigError, match="don't fit a head"):
+            replace(parts, **change)
 
 
 def test_parameters_that_are_exchanged_are_used_from_then_on(tmp_path) -> None:

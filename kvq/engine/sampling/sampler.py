@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -331,10 +330,7 @@ class Sampler:
                     else draw_ranked(some, tops, settings[part], width)
                 )
         raw_peaks = peaks if raw is None else raw.amax(dim=-1)
-        numbers = [
-            values.numpy() for values in (tokens, raw_peaks, peaks)
-        ]  # which takes less time than torch
-        return tokens, torch.from_numpy(np.concatenate(numbers, dtype=np.float64))
+        return tokens, torch.cat((tokens.double(), raw_peaks.double(), peaks.double()))
 
     def _groups(self, rows: list[int]) -> dict[Draw, list[int]]:
         """The places of rows that draw, by how they do."""

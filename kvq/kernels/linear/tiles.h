@@ -118,7 +118,7 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
         SegmentSums<NIBBLES, R, P, PLANES> sums;
         sums.start(tile.starts + (int64_t)s * R * PLANES);
         for (int n = length_of(cut, s) / 8; n > 0; n--, codes += STEP, words += 2 * R * PLANES) {
-            if (R > 3) ahead.ask();  // fewer rows are one tile
+            if (R > 3) ahead.ask();  // with few rows the question alone costs one row 8%, and most are one tile
             Weights even[P][PARTS], odd[P][PARTS];
             UNROLL for (int p = 0; p < P; p++) {
                 const uint8_t* from = codes + p * panel_bytes<NIBBLES>(cut);

@@ -119,6 +119,16 @@ def test_plain_greedy_rows_take_the_first_of_the_likeliest(dtype):
     assert samples.logprobs == [None] * 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_any_dtype_may_have_their_logits_changed(dtype):
+    logits = torch.zeros(2, 33).to(dtype)
+    target = sampler(33, 2)
+    add(target, 0, SamplingParams(logit_bias={7: 5.0}))
+    add(target, 1, SamplingParams())
+    samples = target.sample(logits, [0, 1], [0, 0]).wait()
+    assert (samples.tokens, samples.finite) == ([7, 0], [True, True])
+
+
 def test_a_reused_row_keeps_nothing():
     pick, logits = random.Random(0), torch.randn(1, 33)
     target = sampler(33, 2)
