@@ -387,3 +387,18 @@ def test_stream_forks_share_their_past_only(tiny):
     assert stream.text == past + " three "
     other.finish()
     assert (other.stop, other.text) == (None, tiny.tokenizer.decode(ids[:2]))
+
+
+def test_a_way_of_its_own_to_decode_is_used(tiny):
+    tokenizer = copy.copy(tiny.tokenizer)
+    assert Detokenizer(tokenizer, [5]).push(40) == tokenizer.decode([5, 40])[len(tokenizer.decode([5])) :]
+    tokenizer.decode = lambda ids, **_: "x" * len(ids)
+    assert Detokenizer(tokenizer, [5]).push(40) == "x"
+
+    class Own(type(tiny.tokenizer)):
+        def _decode(self, token_ids, **_):
+            return "y" * len(token_ids)
+
+    other = copy.copy(tiny.tokenizer)
+    other.__class__ = Own
+    assert Detokenizer(other, [5]).push(40) == "y"
