@@ -9,20 +9,14 @@ inline void add_rows(uint8_t* out, const uint8_t* x, int64_t x_row, int64_t dim,
     int64_t size = bytes_of(code);
     if (rows * dim < WORTH_THREADS) threads = 1;
     run_even(threads, rows, [=](int64_t row) {
-        if (code == KVQ_FP32) {
-            float* to = (float*)(out + row * dim * size);
-            const float* from = (const float*)(x + row * x_row);
-            for (int64_t i = 0; i < dim; i++) to[i] += from[i];
-            return;
-        }
         for (int64_t first = 0; first < dim; first += PIECE) {
             int n = (int)(dim - first < PIECE ? dim - first : PIECE);
-            float a[PIECE], b[PIECE];
+            float room[2][PIECE];
             uint8_t* to = out + (row * dim + first) * size;
-            read_floats(a, to, n, code);
-            read_floats(b, x + row * x_row + first * size, n, code);
-            for (int i = 0; i < n; i++) a[i] += b[i];
-            write_floats(to, a, n, code);
+            const float *a = floats_at(room[0], to, n, code), *b = floats_at(room[1], x + row * x_row + first * size, n, code);
+            float* sums = results_at(room[0], to, n, code);
+            for (int i = 0; i < n; i += W) store(sums + i, load(a + i) + load(b + i));
+            settle(to, sums, n, code);
         }
     });
 }

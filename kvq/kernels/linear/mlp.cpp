@@ -6,12 +6,10 @@ namespace {
 
 inline void gate_piece(uint8_t* out, const uint8_t* gate, const uint8_t* up, int n, int code, int activation) {
     float a[PIECE], b[PIECE];
-    bool in_place = code == KVQ_FP32 && n % W == 0;
-    float* to = in_place ? (float*)out : a;
-    const float *x = in_place ? (const float*)gate : a, *y = in_place ? (const float*)up : b;
-    if (!in_place) read_padded(a, gate, n, code), read_padded(b, up, n, code);
+    const float *x = floats_at(a, gate, n, code), *y = floats_at(b, up, n, code);
+    float* to = results_at(a, out, n, code);
     for (int i = 0; i < n; i += W) store(to + i, activated(load(x + i), activation, 1.0f) * load(y + i));
-    if (!in_place) write_floats(out, a, n, code);
+    settle(out, to, n, code);
 }
 
 }  // namespace

@@ -50,6 +50,22 @@ inline void write_floats(uint8_t* out, const float* in, int n, int code) {
         for (int i = 0; i < n; i++) ((uint16_t*)out)[i] = to_fp16(in[i]);
 }
 
+// Elements to read and results to write without copies: where they lie, if they are whole registers of fp32, else in
+// `room`, from where `settle` writes results.
+inline bool lie_ready(int n, int code) { return code == KVQ_FP32 && n % W == 0; }
+
+inline const float* floats_at(float* room, const uint8_t* in, int n, int code) {
+    if (lie_ready(n, code)) return (const float*)in;
+    read_padded(room, in, n, code);
+    return room;
+}
+
+inline float* results_at(float* room, uint8_t* out, int n, int code) { return lie_ready(n, code) ? (float*)out : room; }
+
+inline void settle(uint8_t* out, const float* results, int n, int code) {
+    if (!lie_ready(n, code)) write_floats(out, results, n, code);
+}
+
 // W bytes as integers.
 inline vi load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)

@@ -4,27 +4,26 @@
 
 namespace {
 
-// Elements from `first` on as floats, zeros behind the end; how many there are.
-inline int read_piece(float* out, const uint8_t* x, int64_t first, int64_t dim, int code) {
-    int n = (int)(dim - first < PIECE ? dim - first : PIECE);
-    read_padded(out, x + first * bytes_of(code), n, code);
-    return n;
-}
+inline int length_of(int64_t first, int64_t dim) { return (int)(dim - first < PIECE ? dim - first : PIECE); }
 
 inline void normalize(uint8_t* out, const uint8_t* x, const uint8_t* weight, int64_t dim, int code, int weight_code,
                       float eps) {
-    float a[PIECE], b[PIECE];
+    float a[PIECE], b[PIECE], c[PIECE];
+    int64_t size = bytes_of(code);
     vf squares = {};
     for (int64_t first = 0; first < dim; first += PIECE) {
-        int n = read_piece(a, x, first, dim, code);
-        for (int i = 0; i < n; i += W) squares += load(a + i) * load(a + i);
+        int n = length_of(first, dim);
+        const float* from = floats_at(a, x + first * size, n, code);
+        for (int i = 0; i < n; i += W) squares += load(from + i) * load(from + i);
     }
     float factor = 1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps);
     for (int64_t first = 0; first < dim; first += PIECE) {
-        int n = read_piece(a, x, first, dim, code);
-        read_piece(b, weight, first, dim, weight_code);
-        for (int i = 0; i < n; i += W) store(a + i, load(a + i) * factor * load(b + i));
-        write_floats(out + first * bytes_of(code), a, n, code);
+        int n = length_of(first, dim);
+        const float* from = floats_at(a, x + first * size, n, code);
+        const float* own = floats_at(b, weight + first * bytes_of(weight_code), n, weight_code);
+        float* to = results_at(c, out + first * size, n, code);
+        for (int i = 0; i < n; i += W) store(to + i, load(from + i) * factor * load(own + i));
+        settle(out + first * size, to, n, code);
     }
 }
 

@@ -7,19 +7,23 @@ namespace {
 constexpr int MOST_HALF = 512;              // elements of half a head
 
 inline void turn(uint8_t* row, const uint8_t* cos, const uint8_t* sin, int heads, int half, int code) {
-    float c[2][MOST_HALF], s[2][MOST_HALF], a[MOST_HALF], b[MOST_HALF], y[MOST_HALF];
+    float room[6][MOST_HALF];
+    const float *c[2], *s[2];
     int step = half * bytes_of(code);
     for (int i = 0; i < 2; i++) {
-        read_padded(c[i], cos + i * step, half, code);
-        read_padded(s[i], sin + i * step, half, code);
+        c[i] = floats_at(room[i], cos + i * step, half, code);
+        s[i] = floats_at(room[2 + i], sin + i * step, half, code);
     }
     for (int head = 0; head < heads; head++, row += 2 * step) {
-        read_padded(a, row, half, code);
-        read_padded(b, row + step, half, code);
-        for (int i = 0; i < half; i += W) store(y + i, load(a + i) * load(c[0] + i) - load(b + i) * load(s[0] + i));
-        write_floats(row, y, half, code);
-        for (int i = 0; i < half; i += W) store(y + i, load(b + i) * load(c[1] + i) + load(a + i) * load(s[1] + i));
-        write_floats(row + step, y, half, code);
+        const float *a = floats_at(room[4], row, half, code), *b = floats_at(room[5], row + step, half, code);
+        float *first = results_at(room[4], row, half, code), *second = results_at(room[5], row + step, half, code);
+        for (int i = 0; i < half; i += W) {
+            vf x = load(a + i), y = load(b + i);
+            store(first + i, x * load(c[0] + i) - y * load(s[0] + i));
+            store(second + i, y * load(c[1] + i) + x * load(s[1] + i));
+        }
+        settle(row, first, half, code);
+        settle(row + step, second, half, code);
     }
 }
 
