@@ -127,6 +127,7 @@ KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackS
     if (!status && few) status = run_last(last, *step, p, p.out, p.x, bad, seconds, code, rows, threads);
     if (status || !p.num_wanted) return status;
     if (!few) take_rows(p.x, p.out, p.wanted, p.num_wanted, row, row);
-    KVQ_CALL(rms_norm)(p.x, p.norm.weight, p.normed, hidden, code, p.norm.code, p.norm.eps, p.num_wanted, threads);
-    return KVQ_CALL(linear)(p.head, p.normed, row, logits, p.head->out_features * bytes_of(code), code, p.num_wanted, threads);
+    KvqAround around = {&p.norm, 0, 0, nullptr, nullptr, 0};
+    int64_t out_row = p.head->out_features * bytes_of(code);
+    return KVQ_CALL(linear_around)(p.head, &around, p.x, row, logits, out_row, code, p.num_wanted, threads);
 }

@@ -138,11 +138,11 @@ class CpuPass:
             return self._memory
         hidden, dtype, angles = self.parts.head.in_features, self.parts.dtype, self._struct.dim
         found = (
-            *(torch.empty(rows, hidden, dtype=dtype) for _ in range(3)),
+            *(torch.empty(rows, hidden, dtype=dtype) for _ in range(2)),
             torch.empty(2 * len(self._tables) * rows, angles, dtype=dtype),
             torch.empty(rows, dtype=torch.int32),
         )
-        for name, tensor in zip(("x", "out", "normed", "angles", "lens"), found, strict=True):
+        for name, tensor in zip(("x", "out", "angles", "lens"), found, strict=True):
             setattr(self._struct, name, tensor.data_ptr())
         self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

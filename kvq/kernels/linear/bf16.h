@@ -167,7 +167,7 @@ inline void matrix_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, in
         KVQ_TILE_STORE(3, to[3], 64);
         if (block.end < cut.k) continue;
         int p = 0;
-        for (; p + 2 <= count && (panel + p + 2) * OUTPUTS <= l.out_features; p += 2)
+        for (; !out.around && p + 2 <= count && (panel + p + 2) * OUTPUTS <= l.out_features; p += 2)
             write_two(out, row, panel + p, tile.rows, kept + p * KEPT, kept + (p + 1) * KEPT);
         for (; p < count; p++)
             for (int r = 0; r < tile.rows; r++)

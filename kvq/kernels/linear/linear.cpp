@@ -6,7 +6,7 @@
 
 #include <new>
 
-#include "../native/pool.h"
+#include "around.h"
 #include "bytes.h"
 #include "groups.h"
 #include "split.h"
@@ -19,11 +19,14 @@ constexpr int FEW_PANELS = 4, MOST_PANELS = 16;
 constexpr int64_t FEW_TILES = 8;         // that pass one after the other while two panels of codes stay in the first cache
 constexpr int BLOCK = 384;             // columns multiplied while tiles pass, where panels are long
 constexpr int WHOLE = 32;                // columns that blocks are multiples of
-constexpr int64_t MOST_ROWS = 576;       // rounded at a time, a multiple of every tile
-constexpr int64_t WORTH_THREADS = 1 << 17;  // products
+constexpr int64_t WORTH_SHARING = 1 << 17;  // products
+static_assert(MOST_ROWS % FLOAT_ROWS == 0 && MOST_ROWS % CODE_ROWS == 0 && MOST_ROWS % MATRIX_ROWS == 0,
+              "rows that are rounded at a time are whole tiles");
+constexpr KvqAround NOTHING_AROUND = {};
 
 struct Call {
     const KvqLinear& l;
+    KvqAround around;
     Cut cut;
     const uint8_t* x;
     int64_t x_row;  // bytes
@@ -35,7 +38,7 @@ struct Call {
     uint8_t* tiles;
     int64_t tile_bytes;
     int block;       // columns multiplied while tiles pass; all of them, or as many as BLOCK
-    float* columns;  // [threads, k]
+    float* columns;  // [threads, columns_size]: a row's columns, and rows that are made
     float* kept;     // [threads, kept_size]: sums of a task's outputs between blocks
     int64_t kept_size;
 
@@ -75,18 +78,29 @@ inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
     return rows > most ? (int)divided(rows, divided(rows, most)) : most;
 }
 
+// Floats that a row takes while it is rounded, whole registers of 64 bytes.
+inline int64_t row_size(const Cut& cut) { return divided(cut.k, OUTPUTS) * OUTPUTS + OUTPUTS; }
+
+// What rounding a tile takes of every thread.
+inline int64_t columns_size(const Call& call) {
+    int64_t made = makes_rows(call.around) ? call.tile_rows * call.l.in_features * bytes_of(call.out.code) : 0;
+    return row_size(call.cut) + divided(made, 64) * 16;
+}
+
 inline void round_tile(const Call& call, int64_t index, float* columns) {
     Tile tile = call.tile(index);
-    const uint8_t* x = call.x + index * call.tile_rows * call.x_row;
+    int64_t x_row = call.x_row;
+    const uint8_t* x = call.x + index * call.tile_rows * x_row;
+    x = inputs_of(call.around, (uint8_t*)(columns + row_size(call.cut)), x, x_row, call.l.in_features, call.out.code, tile.rows);
 #if defined(KVQ_TILES)
-    if (call.products == KVQ_PRODUCTS_TILES) return matrix_rows(tile, call.l, x, call.x_row);
-    if (call.products == KVQ_PRODUCTS_PAIRS) return pair_rows(tile, call.l, x, call.x_row);
-    if (call.products == KVQ_PRODUCTS_SPLIT) return split_rows(tile, call.l, call.cut, x, call.x_row, call.out.code);
+    if (call.products == KVQ_PRODUCTS_TILES) return matrix_rows(tile, call.l, x, x_row);
+    if (call.products == KVQ_PRODUCTS_PAIRS) return pair_rows(tile, call.l, x, x_row);
+    if (call.products == KVQ_PRODUCTS_SPLIT) return split_rows(tile, call.l, call.cut, x, x_row, call.out.code);
 #endif
     if (has_float_sums(call.l) && call.l.inputs == KVQ_INPUTS_FULL)
-        return transpose_rows(tile, call.l, x, call.x_row, call.out.code);
+        return transpose_rows(tile, call.l, x, x_row, call.out.code);
     for (int r = 0; r < tile.rows; r++) {
-        const float* row = read_columns(columns, call.l, x + r * call.x_row, call.out.code, 0, call.cut.k);
+        const float* row = read_columns(columns, call.l, x + r * x_row, call.out.code, 0, call.cut.k);
         bool in_bytes = call.products == KVQ_PRODUCTS_BYTES;
         int offset = call.l.code == KVQ_INT4 ? ::offset<true> : ::offset<false>;
         if (has_float_sums(call.l))
@@ -135,9 +149,6 @@ inline void multiply_pairs(const Call& call, const Tile& tile, int64_t row, int6
         pair_tile<R, 1>(call.l, call.cut, tile, panel, call.out, row, block);
 }
 #endif
-
-// Floats that a row takes while it is rounded, whole registers of 64 bytes.
-inline int64_t columns_size(const Cut& cut) { return divided(cut.k, OUTPUTS) * OUTPUTS + OUTPUTS; }
 
 // Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache, where the CPU multiplies in
 // tiles in the first one. Of split products two panels' parts and all inputs' stay in the second one.
@@ -340,7 +351,7 @@ inline void run(const Call& call) {
     int64_t tiles = divided(call.rows, call.tile_rows);
     Split s = split(call, tiles);
     run_tasks(call.threads, tiles, 1,
-              [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * columns_size(call.cut)); });
+              [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * columns_size(call)); });
     run_tasks(call.threads, s.tasks, 1,
               [&](int thread, int64_t i) { run_nth(call, s, i, call.kept + thread * call.kept_size); });
 }
@@ -351,21 +362,32 @@ inline void run(const Call& call) {
 // Strides of rows are bytes.
 KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
                    int code, int64_t rows, int threads) {
+    return KVQ_CALL(linear_around)(linear, &NOTHING_AROUND, x, x_row, out, out_row, code, rows, threads);
+}
+
+// The same between what a layer does before and after it, with the bits of one after the other.
+KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, const uint8_t* x, int64_t x_row, uint8_t* out,
+                          int64_t out_row, int code, int64_t rows, int threads) {
     int products = products_of(*linear, code, rows);
-    Call call = {*linear, cut_of(*linear), x, x_row, {out, out_row, code}, rows, divided(linear->out_features, OUTPUTS),
-                 threads, products, rows_of(*linear, products, rows), nullptr, 0, 0, nullptr, nullptr, 0};
+    Call call = {*linear, *around, cut_of(*linear), x, x_row, {out, out_row, code, nullptr}, rows,
+                 divided(linear->out_features, OUTPUTS), threads, products, rows_of(*linear, products, rows), nullptr, 0, 0,
+                 nullptr, nullptr, 0};
+    if (around->bias || around->added) call.out.around = &call.around;
     if (call.panels == 0) return KVQ_OK;
     if (linear->k == 0) {  // a sum of nothing
-        for (int64_t r = 0; r < rows; r++) memset(out + r * out_row, 0, (size_t)(linear->out_features * bytes_of(code)));
+        for (int64_t r = 0; r < rows; r++, out += out_row) {
+            memset(out, 0, (size_t)(linear->out_features * bytes_of(code)));
+            add_after(*around, out, r, 0, linear->out_features, code);
+        }
         return KVQ_OK;
     }
-    if (rows * linear->k * linear->out_features < WORTH_THREADS) call.threads = 1;
+    if (rows * linear->k * linear->out_features < WORTH_SHARING) call.threads = 1;
     int64_t at_once = rows_at_once(products), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
     Memory sizes = {};
     take_tile(*linear, call.cut, products, call.tile_rows, sizes);
     call.tile_bytes = sizes.used;
     sizes.used *= most_tiles;
-    int64_t tiles = sizes.used, columns = call.threads * columns_size(call.cut);
+    int64_t tiles = sizes.used, columns = call.threads * columns_size(call);
     sizes.take<float>(columns);
     call.kept_size = kept_size(call, most_tiles);
     sizes.take<float>(call.threads * call.kept_size);
@@ -377,6 +399,7 @@ KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uin
     for (int64_t first = 0; first < rows; first += at_once) {
         call.x = x + first * x_row;
         call.out.data = out + first * out_row;
+        if (around->added) call.around.added = around->added + first * around->added_row;
         call.rows = rows - first < at_once ? rows - first : at_once;
         call.block = block_length(call, divided(call.rows, call.tile_rows));
         run(call);
@@ -441,7 +464,7 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
     for (int i = 0; i < count; i++) {
         const KvqLinear& l = *groups[i].linear;
         int products = products_of(l, out.code, groups[i].rows);
-        Call call = {l, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
+        Call call = {l, NOTHING_AROUND, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
                      (int)divided(threads, count), products, rows_of(l, products, groups[i].rows), nullptr, 0, 0, nullptr, nullptr, 0};
         int64_t tiles = divided(call.rows, call.tile_rows);
         Memory tile = {};
@@ -449,7 +472,7 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         call.tile_bytes = tile.used;
         call.tiles = memory.take<uint8_t>(tiles * call.tile_bytes);
         call.block = block_length(call, tiles);
-        int64_t columns = columns_size(call.cut);
+        int64_t columns = columns_size(call);
         call.kept_size = kept_size(call, tiles);  // a task's panels have to fit
         if (call.kept_size > all.kept_size) all.kept_size = call.kept_size;
         if (columns > all.columns_size) all.columns_size = columns;
@@ -475,13 +498,13 @@ KVQ_KERNEL(linear_groups)(const KvqGroup* groups, int count, const uint8_t* x, i
     int64_t products = 0;
     for (int i = 0; i < count; i++) products += groups[i].rows * groups[i].linear->k * groups[i].linear->out_features;
     if (products == 0) return KVQ_OK;
-    if (products < WORTH_THREADS) threads = 1;
+    if (products < WORTH_SHARING) threads = 1;
     Memory memory = {};
-    lay_out(groups, count, x, x_row, {out, out_row, code}, threads, memory);
+    lay_out(groups, count, x, x_row, {out, out_row, code, nullptr}, threads, memory);
     Kept* kept = take_memory(memory.used);
     if (!kept) return KVQ_NO_MEMORY;
     memory = {(uint8_t*)kept + 64, 0};
-    run(lay_out(groups, count, x, x_row, {out, out_row, code}, threads, memory));
+    run(lay_out(groups, count, x, x_row, {out, out_row, code, nullptr}, threads, memory));
     give_back(kept);
     return KVQ_OK;
 }

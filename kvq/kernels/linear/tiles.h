@@ -4,6 +4,7 @@
 // floats is one chain over segments (or over inputs, for FP8) that the other rows have no part in.
 #pragma once
 
+#include "around.h"
 #include "inputs.h"
 
 namespace {
@@ -28,21 +29,21 @@ struct Output {
     uint8_t* data;
     int64_t row;  // bytes
     int code;
+    const KvqAround* around;  // or null, if nothing is added
 };
 
 inline void write_panel(const Output& out, int64_t row, int64_t panel, int64_t out_features, const Floats& x) {
     int64_t first = panel * OUTPUTS, n = out_features - first;
     uint8_t* to = out.data + row * out.row + first * bytes_of(out.code);
-    if (out.code == KVQ_FP32 && n >= OUTPUTS) {
+    if (n > OUTPUTS) n = OUTPUTS;
+    if (out.code == KVQ_FP32 && n == OUTPUTS) {
         for (int i = 0; i < PARTS; i++) store((float*)to + i * W, x.part[i]);
-        return;
-    }
-    float values[OUTPUTS];
-    for (int i = 0; i < PARTS; i++) store(values + i * W, x.part[i]);
-    if (n >= OUTPUTS)
-        write_floats(to, values, OUTPUTS, out.code);
-    else
+    } else {
+        float values[OUTPUTS];
+        for (int i = 0; i < PARTS; i++) store(values + i * W, x.part[i]);
         write_floats(to, values, (int)n, out.code);
+    }
+    if (out.around) add_after(*out.around, to, row, first, n, out.code);
 }
 
 template <bool NIBBLES>

@@ -147,6 +147,17 @@ struct KvqNorm {
     int32_t code;
 };
 
+// What a layer does around a product, row by row while it is at hand. Inputs are normalized, or they are gates and what
+// they gate, [rows, 2 in_features]; to results a bias is added, then every row's own numbers. All of the rows' code.
+struct KvqAround {
+    const KvqNorm* norm;   // or null
+    int32_t gated;
+    int32_t activation;    // KvqActivation, of gates
+    const uint8_t* bias;   // [out_features], or null
+    const uint8_t* added;  // [rows, out_features], or null
+    int64_t added_row;     // bytes
+};
+
 // A decoder layer: norm, queries, keys and values joined, attention, output, norm, gated MLP. Biases are of the
 // inputs' code, or null.
 struct KvqDecoder {
@@ -191,7 +202,6 @@ struct KvqPass {
     const int64_t* wanted;           // [num_wanted] rows whose logits are
     int64_t num_wanted;
     uint8_t *x, *out;                // [rows, hidden]
-    uint8_t* normed;                 // [num_wanted, hidden]
     uint8_t* angles;                 // [kinds, 2, rows, dim]
     int32_t* lens;                   // [rows]
 };
@@ -213,6 +223,8 @@ KVQ_KERNEL(seal)(const KvqLayer* recent, const KvqLayer* sealed, const KvqLayer*
                  int64_t count, int threads);
 KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
                    int code, int64_t rows, int threads);
+KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, const uint8_t* x, int64_t x_row,
+                          uint8_t* out, int64_t out_row, int code, int64_t rows, int threads);
 KVQ_KERNEL(linear_each)(const KvqLinear* linears, int count, const uint8_t* x, int64_t x_row, int64_t x_each,
                         uint8_t* out, int64_t out_row, int64_t out_each, int code, int64_t rows, int threads);
 KVQ_KERNEL(linear_products)(int* best);

@@ -11,15 +11,39 @@ constexpr int PIECE = 512;                  // elements converted at a time
 constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
 constexpr int64_t MOST_ROWS = 576;          // between two products at a time, as linear.cpp takes them
 
-// work(scratch, first, n) for rows [first, first + n), all of them in turn until one fails; returns its status.
+// Of the piece that begins at element `first` of `n`.
+inline int length_of(int64_t first, int64_t n) { return (int)(n - first < PIECE ? n - first : PIECE); }
+
+// out += x, `n` elements.
+inline void add_to(uint8_t* out, const uint8_t* x, int64_t n, int code) {
+    for (int64_t first = 0; first < n; first += PIECE) {
+        int length = length_of(first, n);
+        float room[2][PIECE];
+        uint8_t* to = out + first * bytes_of(code);
+        const float* a = floats_at(room[0], to, length, code);
+        const float* b = floats_at(room[1], x + first * bytes_of(code), length, code);
+        float* sums = results_at(room[0], to, length, code);
+        for (int i = 0; i < length; i += W) store(sums + i, load(a + i) + load(b + i));
+        settle(to, sums, length, code);
+    }
+}
+
+// work(first, n) for rows [first, first + n), all of them in turn until one fails; returns its status.
+template <class Work>
+inline int in_turn(int64_t rows, Work work) {
+    int status = KVQ_OK;
+    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS)
+        status = work(first, rows - first < MOST_ROWS ? rows - first : MOST_ROWS);
+    return status;
+}
+
+// The same with memory of its own, work(scratch, first, n).
 // `row_bytes`: of scratch memory for a row.
 template <class Work>
 inline int run_rows(int64_t rows, int64_t row_bytes, Work work) {
     Kept* kept = take_memory((rows < MOST_ROWS ? rows : MOST_ROWS) * row_bytes);
     if (!kept) return KVQ_NO_MEMORY;
-    int status = KVQ_OK;
-    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS)
-        status = work((uint8_t*)kept + 64, first, rows - first < MOST_ROWS ? rows - first : MOST_ROWS);
+    int status = in_turn(rows, [&](int64_t first, int64_t n) { return work((uint8_t*)kept + 64, first, n); });
     give_back(kept);
     return status;
 }

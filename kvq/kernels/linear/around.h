@@ -1,0 +1,34 @@
+// What a layer does with a product's rows before and after it, by the task that has them at hand.
+#pragma once
+
+#include "../rms_norm/normalize.h"
+#include "gates.h"
+
+namespace {
+
+inline bool makes_rows(const KvqAround& a) { return a.norm || a.gated; }
+
+// `rows` of `n` inputs each, from `x`: where they lie, or made in `room`. `x_row`: bytes from row to row.
+inline const uint8_t* inputs_of(const KvqAround& a, uint8_t* room, const uint8_t* x, int64_t& x_row, int64_t n, int code,
+                                int rows) {
+    if (!makes_rows(a)) return x;
+    int64_t row_bytes = n * bytes_of(code);
+    for (int r = 0; r < rows; r++, x += x_row) {
+        uint8_t* to = room + r * row_bytes;
+        if (a.gated)
+            gate_row(to, x, x + row_bytes, n, code, a.activation);
+        else
+            normalize(to, x, *a.norm, n, code);
+    }
+    x_row = row_bytes;
+    return room;
+}
+
+// To `n` results of row `row`, which lie at `out`, from number `first` on.
+inline void add_after(const KvqAround& a, uint8_t* out, int64_t row, int64_t first, int64_t n, int code) {
+    int64_t begin = first * bytes_of(code);
+    if (a.bias) add_to(out, a.bias + begin, n, code);
+    if (a.added) add_to(out, a.added + row * a.added_row + begin, n, code);
+}
+
+}  // namespace
