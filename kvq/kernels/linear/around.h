@@ -31,4 +31,11 @@ inline void add_after(const KvqAround& a, uint8_t* out, int64_t row, int64_t fir
     if (a.added) add_to(out, a.added + row * a.added_row + begin, n, code);
 }
 
+// The same of a register of fp32.
+inline vf with_added(const KvqAround& a, vf x, int64_t row, int64_t first) {
+    if (a.bias) x += load((const float*)a.bias + first);
+    if (a.added) x += load((const float*)(a.added + row * a.added_row) + first);
+    return x;
+}
+
 }  // namespace

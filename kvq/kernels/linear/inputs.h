@@ -101,16 +101,12 @@ inline vf load_some(const float* p, int n) {  // the first `n`, then zeros
 
 // The largest magnitude over `most`; NaN if anything is infinite or no number.
 inline float step_of(const float* x, int n, float most) {
-    vi largest = {};
+    vi most_bits = {};
     for (int i = 0; i < n; i += W) {  // as integers: a NaN is larger than all else, and not lost
-        vf some = load_some(x + i, n - i);
-        vi bits;
-        memcpy(&bits, &some, sizeof bits);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
+        vi bits = (vi)load_some(x + i, n - i) & 0x7fffffff;
+        most_bits = bits > most_bits ? bits : most_bits;
     }
-    int32_t found = 0;
-    for (int i = 0; i < W; i++) found = largest[i] > found ? largest[i] : found;
+    int32_t found = largest(most_bits);
     return found >= 0x7f800000 ? float_of_bits(0x7fc00000) : float_of_bits((uint32_t)found) / most;
 }
 
@@ -125,7 +121,7 @@ struct Sums {
 struct Words {
     int32_t* first;
     int64_t next, plane, block;  // from a word to the next one of its 16, to the low one, to the next 16
-    int32_t* at(int column) const { return first + column / 64 * block + column % 64 / 4 * next; }
+    int32_t* at(uint32_t column) const { return first + column / 64 * block + column % 64 / 4 * next; }
 };
 
 inline Words words_of(const Tile& tile, int r, int planes, bool in_bytes) {
@@ -143,10 +139,7 @@ inline Sums round_columns(const Words& words, int begin, const float* x, int n, 
         q = q > 127.0f ? all(127.0f) : q;
         q = q < -127.0f ? all(-127.0f) : q;
         vf shifted = q + NEAREST, rest = (q - (shifted - NEAREST)) * 254.0f + NEAREST;
-        vi high, low;
-        memcpy(&high, &shifted, sizeof high);
-        memcpy(&low, &rest, sizeof low);
-        high -= 0x4b400000, low -= 0x4b400000;
+        vi high = (vi)shifted - 0x4b400000, low = (vi)rest - 0x4b400000;
         high_sum += high, low_sum += low;
         int32_t bytes[PLANES][W / 4];
         vb narrow = __builtin_convertvector(high, vb);
@@ -157,12 +150,24 @@ inline Sums round_columns(const Words& words, int begin, const float* x, int n, 
             for (int p = 0; p < PLANES; p++) memcpy(words.at(begin + i) + p * words.plane, bytes[p], W);
             continue;
         }
+#if defined(__AVX512F__)
+        if (n - i >= W) {
+            typedef int32_t Four __attribute__((vector_size(16)));
+            int32_t* to = words.at(begin + i);
+            Four h = load_as<Four>(bytes[0]), l = load_as<Four>(bytes[PLANES - 1]);
+            if (PLANES == 1) {
+                for (int j = 0; j < 4; j++) to[j * words.next] = h[j];
+                continue;
+            }
+            Four pairs[2] = {__builtin_shuffle(h, l, Four{0, 4, 1, 5}), __builtin_shuffle(h, l, Four{2, 6, 3, 7})};
+            for (int j = 0; j < 4; j++, to += words.next) memcpy(to, (uint8_t*)pairs + 8 * j, 8);  // low behind high
+            continue;
+        }
+#endif
         for (int j = 0; j < W / 4 && i + 4 * j < n; j++)
             for (int p = 0; p < PLANES; p++) words.at(begin + i + 4 * j)[p * words.plane] = bytes[p][j];
     }
-    Sums sums = {};
-    for (int i = 0; i < W; i++) sums.high += high_sum[i], sums.low += low_sum[i];
-    return sums;
+    return {sum(high_sum), sum(low_sum)};
 }
 
 // `offset`: of the codes that the row is multiplied with.

@@ -35,14 +35,17 @@ struct Output {
 inline void write_panel(const Output& out, int64_t row, int64_t panel, int64_t out_features, const Floats& x) {
     int64_t first = panel * OUTPUTS, n = out_features - first;
     uint8_t* to = out.data + row * out.row + first * bytes_of(out.code);
-    if (n > OUTPUTS) n = OUTPUTS;
-    if (out.code == KVQ_FP32 && n == OUTPUTS) {
-        for (int i = 0; i < PARTS; i++) store((float*)to + i * W, x.part[i]);
-    } else {
-        float values[OUTPUTS];
-        for (int i = 0; i < PARTS; i++) store(values + i * W, x.part[i]);
-        write_floats(to, values, (int)n, out.code);
+    if (out.code == KVQ_FP32 && n >= OUTPUTS) {
+        for (int i = 0; i < PARTS; i++) {
+            vf y = out.around ? with_added(*out.around, x.part[i], row, first + i * W) : x.part[i];
+            store((float*)to + i * W, y);
+        }
+        return;
     }
+    float values[OUTPUTS];
+    for (int i = 0; i < PARTS; i++) store(values + i * W, x.part[i]);
+    if (n > OUTPUTS) n = OUTPUTS;
+    write_floats(to, values, (int)n, out.code);
     if (out.around) add_after(*out.around, to, row, first, n, out.code);
 }
 

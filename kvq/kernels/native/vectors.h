@@ -164,16 +164,16 @@ inline void transpose(vf x[W]) {
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
 // Lanes half a register, a quarter ... apart change places.
-template <int H>
-inline vf swapped(vf x) {
-    vf y;
+template <int H, class V>
+inline V swapped(V x) {
+    V y;
     for (int i = 0; i < W; i++) y[i] = x[i ^ H];  // one shuffle once the compiler is done
     return y;
 }
 
 // What `join` makes of all lanes.
-template <int H = W / 2, class Join>
-inline float joined(vf x, Join join) {
+template <int H = W / 2, class V, class Join>
+inline auto joined(V x, Join join) {
     x = join(x, swapped<H>(x));
     if constexpr (H > 1) return joined<H / 2>(x, join);
     return x[0];
@@ -183,8 +183,16 @@ inline float sum(vf x) {
     return joined(x, [](vf a, vf b) { return a + b; });
 }
 
+inline int32_t sum(vi x) {
+    return joined(x, [](vi a, vi b) { return a + b; });
+}
+
 inline float largest(vf x) {
     return joined(x, [](vf a, vf b) { return maximum(a, b); });
+}
+
+inline int32_t largest(vi x) {
+    return joined(x, [](vi a, vi b) { return a > b ? a : b; });
 }
 
 // e^x for x <= 0 to 2 ulp; 0 below -87.
