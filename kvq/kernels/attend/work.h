@@ -116,7 +116,7 @@ inline int run_plan(Call& call) {
         Memory own = {scratches + each * thread, 0};
         typename Kind::Scratch scratch = Kind::take(call, own);
         int read = -1;  // task, whose queries are there
-        for (int64_t first, last; items.take(first, last);)
+        for (int64_t first, last; items.take(thread, first, last);)
             for (int64_t i = first; i < last; i++) {
                 Item item = plan.items[i];
                 if (i + 1 < last) Kind::ask(call, plan.tasks[plan.items[i + 1].task], plan.items[i + 1].split);

@@ -3,7 +3,8 @@
 //
 // A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
 // caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
-// running, which never entered, is not waited for. Who waits spins for four times as long as waking a sleeping
+// running, which never entered, is not waited for; and one that shares its core leaves between two tasks before the
+// scheduler takes it off, and enters again. Who waits spins for four times as long as waking a sleeping
 // thread takes, measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread
 // it waits for may need.
 
@@ -13,6 +14,10 @@
 #include <sched.h>
 #include <signal.h>
 #include <time.h>
+
+#if defined(__linux__)
+#include <sys/resource.h>
+#endif
 
 namespace {
 
@@ -28,6 +33,10 @@ constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are beli
 constexpr int SPIN_WAKES = 4;             // as long as so many take who waits spins
 constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
 constexpr int WAKES = 5;                  // that are timed
+constexpr int64_t LOOK_NS = 1000000, LOST_NS = 1000000;
+constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give a thread 1.4 to 4 ms at a time
+constexpr int64_t REST_NS = 600000;
+constexpr int64_t SHARES_NS = 100000000;
 
 struct Pool {
     alignas(64) uint64_t state;
@@ -59,7 +68,7 @@ inline int64_t now_ns() {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-inline void rest() {
+inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -70,25 +79,27 @@ inline void rest() {
 // True as soon as `holds()`, false if it does not within `ns`.
 template <class Condition>
 inline bool spin(int64_t ns, Condition holds) {
-    for (int i = 0; i < 64; i++, rest())
+    for (int i = 0; i < 64; i++, relax())
         if (holds()) return true;
     int64_t end = now_ns() + ns;
     do {
-        for (int i = 0; i < 32; i++, rest())
+        for (int i = 0; i < 32; i++, relax())
             if (holds()) return true;
     } while (now_ns() < end);
     return false;
 }
 
-// The same without a limit: asleep after a while. `counted` says to who signals `changed` that somebody sleeps.
+// The same without a limit: asleep after a while; true if it was. `counted` says to who signals `changed` that
+// somebody sleeps.
 template <class Condition>
-inline void wait_for(int& counted, pthread_cond_t& changed, Condition holds) {
-    if (spin(seen(pool.spin_ns), holds)) return;
+inline bool wait_for(int& counted, pthread_cond_t& changed, Condition holds) {
+    if (spin(seen(pool.spin_ns), holds)) return false;
     pthread_mutex_lock(&pool.mutex);
     __atomic_fetch_add(&counted, 1, __ATOMIC_SEQ_CST);
     while (!holds()) pthread_cond_wait(&changed, &pool.mutex);
     __atomic_fetch_sub(&counted, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&pool.mutex);
+    return true;
 }
 
 // To be called after what they wait for was written.
@@ -106,6 +117,58 @@ inline int current_cpu() {
     return -1;
 #endif
 }
+
+// Whether the calling thread lost its core to others while it had work.
+struct Watch {
+    int64_t wall = 0, cpu = 0, taken = 0;  // when it looked last, its own time then, how often it was taken off
+
+    // At moments between which the thread did not sleep: a look costs as much as a system call, and is rare.
+    bool lost_core(int64_t now) {
+#if defined(__linux__)
+        if (now - wall < LOOK_NS) return false;
+        rusage used;
+        if (getrusage(RUSAGE_THREAD, &used)) return false;
+        int64_t own = ns_of(used.ru_utime) + ns_of(used.ru_stime);
+        bool lost = wall && used.ru_nivcsw > taken && (now - wall) - (own - cpu) > LOST_NS;
+        wall = now, cpu = own, taken = used.ru_nivcsw;
+        return lost;
+#else
+        return false;
+#endif
+    }
+    void forget() { wall = 0; }
+
+private:
+    static int64_t ns_of(const timeval& t) { return t.tv_sec * 1000000000LL + t.tv_usec * 1000; }
+};
+
+// When a thread that shares its core with others' work rests: the scheduler takes it off after some milliseconds, in
+// the middle of a task that everybody then waits for as long. So it goes by itself before that, between two tasks, after
+// it has worked for about as long as it was away before.
+struct Stretch {
+    Watch watch;
+    int64_t began = 0, length = LEAST_STRETCH_NS;  // since when it works without a pause, and how long it may
+    int64_t shares_until = 0;                      // how long others are reckoned with
+
+    bool is_over(int64_t now) const { return now < shares_until && now - began > length; }
+    void look(int64_t now) {
+        if (watch.lost_core(now)) shares_until = now + SHARES_NS, began = now;
+    }
+    void was_away_since(int64_t then) {
+        watch.forget();
+        began = now_ns();
+        int64_t away = began - then;
+        length = away < LEAST_STRETCH_NS ? LEAST_STRETCH_NS : away > MOST_STRETCH_NS ? MOST_STRETCH_NS : away;
+    }
+    void rest() {
+        timespec moment = {0, REST_NS};
+        int64_t since = now_ns();
+        nanosleep(&moment, nullptr);
+        was_away_since(since);
+        if (began - since > REST_NS + LOST_NS) shares_until = began + SHARES_NS;  // somebody else was there
+    }
+};
+thread_local Stretch* stretch = nullptr;  // of a thread of the pool
 
 // Keep the calling thread off its caller's core, if it finds itself there: two that always have work would share it
 // for as long as the scheduler counts a busy process on another core as much as both of them.
@@ -128,31 +191,49 @@ struct Elsewhere {
 #endif
 };
 
-// Take part in the open job, if it is another than number `last` and has room; returns its number.
-inline uint32_t take_part(uint32_t last, Elsewhere& elsewhere) {
-    uint64_t state = seen(pool.state);
-    while ((state & OPEN) && number_of(state) != last && entered(state) < seen(pool.others)) {
-        if (!__atomic_compare_exchange_n(&pool.state, &state, state + ENTERED + INSIDE, true, __ATOMIC_SEQ_CST,
-                                         __ATOMIC_SEQ_CST))
-            continue;
-        elsewhere.leave(pool.caller_cpu);
-        pool.work(pool.data, entered(state) + 1);
-        state = __atomic_sub_fetch(&pool.state, INSIDE, __ATOMIC_SEQ_CST);
-        if (!(state & OPEN) && !inside(state)) wake(pool.caller_sleeps, pool.end);
-        break;
+// A thread of the pool.
+struct Member {
+    Stretch own;
+    Elsewhere elsewhere;
+    uint32_t last = 0;    // job that it took part in
+    int number = 0;       // its own there
+    bool comes_back = false;  // it left before its tasks were done
+
+    bool finds_work() const {
+        uint64_t state = seen(pool.state);
+        return (state & OPEN) && (number_of(state) != last || comes_back);
     }
-    return number_of(state);
-}
+
+    // Take part in the open job, if it has room.
+    void take_part() {
+        uint64_t state = seen(pool.state);
+        while (state & OPEN) {
+            bool again = number_of(state) == last;
+            if (again ? !comes_back : entered(state) >= seen(pool.others)) break;
+            uint64_t next = state + INSIDE + (again ? 0 : ENTERED);
+            if (!__atomic_compare_exchange_n(&pool.state, &state, next, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+            if (!again) number = entered(next);
+            elsewhere.leave(pool.caller_cpu);
+            pool.work(pool.data, number);
+            int64_t now = now_ns();
+            own.look(now);
+            comes_back = own.is_over(now), last = number_of(next);
+            state = __atomic_sub_fetch(&pool.state, INSIDE, __ATOMIC_SEQ_CST);
+            if (!(state & OPEN) && !inside(state)) wake(pool.caller_sleeps, pool.end);
+            return;
+        }
+        last = number_of(state), comes_back = false;
+    }
+};
 
 void* serve(void*) {
-    uint32_t last = 0;
-    Elsewhere elsewhere;
+    Member member;
+    stretch = &member.own;
     for (;;) {
-        wait_for(pool.sleeping, pool.job, [&] {
-            uint64_t state = seen(pool.state);
-            return (state & OPEN) && number_of(state) != last;
-        });
-        last = take_part(last, elsewhere);
+        int64_t since = now_ns();
+        if (wait_for(pool.sleeping, pool.job, [&] { return member.finds_work(); })) member.own.was_away_since(since);
+        member.take_part();
+        if (member.own.is_over(now_ns())) member.own.rest();
     }
     return nullptr;
 }
@@ -216,6 +297,10 @@ inline void add_threads(int count) {
 }
 
 }  // namespace
+
+extern "C" int kvq_has_to_rest() {
+    return stretch && stretch->shares_until && stretch->is_over(now_ns());
+}
 
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data) {
     // Beside another caller's job there are no cores to be had.

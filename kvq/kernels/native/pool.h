@@ -9,6 +9,9 @@
 // a number of its own; returns when all that began have ended. Defined in pool.cpp, once for all variants.
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data);
 
+// True if the calling thread, which is not a job's caller, should leave the job between two tasks.
+extern "C" int kvq_has_to_rest();
+
 namespace {
 
 // Tasks that threads take, `chunk` neighbouring ones at a time.
@@ -17,14 +20,16 @@ struct Tasks {
     alignas(64) int64_t count;
     int64_t chunk;
 
-    bool take(int64_t& first, int64_t& last) {
+    // False when none is left for this thread.
+    bool take(int thread, int64_t& first, int64_t& last) {
+        if (thread && kvq_has_to_rest()) return false;
         first = __atomic_fetch_add(&next, chunk, __ATOMIC_RELAXED);
         last = first + chunk < count ? first + chunk : count;
         return first < count;
     }
 };
 
-// work(thread, tasks) on every thread that comes, until no task is left.
+// work(thread, tasks) on every thread that comes, until none is left for it; it may come again, under its number.
 template <class Work>
 inline void share_tasks(int threads, int64_t count, int64_t chunk, const Work& work) {
     struct Shared {
@@ -43,7 +48,7 @@ inline void share_tasks(int threads, int64_t count, int64_t chunk, const Work& w
 template <class Work>
 inline void run_tasks(int threads, int64_t count, int64_t chunk, const Work& work) {
     share_tasks(threads, count, chunk, [&](int thread, Tasks& tasks) {
-        for (int64_t first, last; tasks.take(first, last);)
+        for (int64_t first, last; tasks.take(thread, first, last);)
             for (int64_t i = first; i < last; i++) work(thread, i);
     });
 }

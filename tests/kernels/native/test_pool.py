@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.peers.neighbours import neighbours
 from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native import library
@@ -95,6 +96,21 @@ def test_callers_side_by_side_get_the_results_of_one():
     finally:
         torch.set_num_threads(before)
     assert not wrong
+
+
+def test_threads_that_rest_beside_busy_processes_leave_no_task_undone():
+    # often on fewer cores than have work: threads lose theirs, rest, and come again
+    rows, weight = torch.randn(37, 256), torch.randn(2100, 256)
+    linear = CpuLinear(PlainWeight(values=weight))
+    expected, before = linear(rows), torch.get_num_threads()
+    with neighbours(2):
+        torch.set_num_threads(3)
+        try:
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                assert torch.equal(linear(rows), expected)
+        finally:
+            torch.set_num_threads(before)
 
 
 _FORK = """
