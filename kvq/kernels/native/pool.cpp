@@ -36,7 +36,7 @@ constexpr int WAKES = 5;                  // that are timed
 constexpr int64_t LOOK_NS = 1000000, LOST_NS = 1000000;
 constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give a thread 1.4 to 4 ms at a time
 constexpr int64_t REST_NS = 600000;
-constexpr int64_t SHARES_NS = 100000000;
+constexpr int64_t AGAIN_NS = 50000000, SHARES_NS = 100000000;
 
 struct Pool {
     alignas(64) uint64_t state;
@@ -148,11 +148,13 @@ private:
 struct Stretch {
     Watch watch;
     int64_t began = 0, length = LEAST_STRETCH_NS;  // since when it works without a pause, and how long it may
-    int64_t shares_until = 0;                      // how long others are reckoned with
+    int64_t lost = -AGAIN_NS, shares_until = 0;    // when it last lost its core, and how long others are reckoned with
 
     bool is_over(int64_t now) const { return now < shares_until && now - began > length; }
     void look(int64_t now) {
-        if (watch.lost_core(now)) shares_until = now + SHARES_NS, began = now;
+        if (!watch.lost_core(now)) return;
+        if (now - lost < AGAIN_NS) shares_until = now + SHARES_NS;  // once alone it may have been the system's own work
+        lost = began = now;
     }
     void was_away_since(int64_t then) {
         watch.forget();
