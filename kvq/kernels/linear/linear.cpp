@@ -20,7 +20,7 @@ constexpr int64_t FEW_TILES = 8;         // that pass one after the other while 
 constexpr int BLOCK = 384;             // columns multiplied while tiles pass, where panels are long
 constexpr int WHOLE = 32;                // columns that blocks are multiples of
 constexpr int64_t WORTH_SHARING = 1 << 17;  // products
-static_assert(MOST_ROWS % FLOAT_ROWS == 0 && MOST_ROWS % CODE_ROWS == 0 && MOST_ROWS % MATRIX_ROWS == 0,
+static_assert(FEW_ROWS % FLOAT_ROWS == 0 && FEW_ROWS % CODE_ROWS == 0 && FEW_ROWS % MATRIX_ROWS == 0 && MOST_ROWS % FEW_ROWS == 0,
               "rows that are rounded at a time are whole tiles");
 constexpr KvqAround NOTHING_AROUND = {};
 
@@ -74,7 +74,7 @@ inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
 inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
     int most = most_rows_of(l, products);
     bool is_matrix = products != KVQ_PRODUCTS_FP32 && products != KVQ_PRODUCTS_PAIRS;
-    if (is_matrix || rows > MOST_ROWS) return most;
+    if (is_matrix || rows > FEW_ROWS) return most;
     return rows > most ? (int)divided(rows, divided(rows, most)) : most;
 }
 
@@ -160,7 +160,9 @@ inline int block_length(const Call& call, int64_t tiles) {
     return (int)divided(divided(call.cut.k, divided(call.cut.k, most)), WHOLE) * WHOLE;
 }
 
-inline int64_t rows_at_once(int products) { return products == KVQ_PRODUCTS_SPLIT ? SPLIT_ROWS : MOST_ROWS; }
+inline int64_t rows_at_once(const Call& call) {
+    return call.products == KVQ_PRODUCTS_SPLIT ? SPLIT_ROWS : rows_together(call.threads);
+}
 
 // Floats that a thread needs for a call of up to `tiles` of rows: sums that are kept between blocks, and split weights.
 inline int64_t kept_size(const Call& call, int64_t tiles) {
@@ -382,7 +384,7 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
         return KVQ_OK;
     }
     if (rows * linear->k * linear->out_features < WORTH_SHARING) call.threads = 1;
-    int64_t at_once = rows_at_once(products), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
+    int64_t at_once = rows_at_once(call), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
     Memory sizes = {};
     take_tile(*linear, call.cut, products, call.tile_rows, sizes);
     call.tile_bytes = sizes.used;
