@@ -26,9 +26,10 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
     int64_t size = bytes_of(code), x_row = l.qkv->in_features * size, out_row = l.qkv->out_features * size;
     int64_t angles = l.dim * size;
     KvqAround around = {&l.input_norm, 0, 0, l.qkv_bias, nullptr, 0};
-    return in_turn(rows, threads, [&](int64_t first, int64_t n) {
+    return in_turn(rows, [&](int64_t first, int64_t n) {
         uint8_t* heads = out + first * out_row;
-        int status = KVQ_CALL(linear_around)(l.qkv, &around, x + first * x_row, x_row, heads, out_row, code, n, threads);
+        int status = KVQ_CALL(linear_around)(l.qkv, &around, x + first * x_row, x_row, heads, out_row, code, n,
+                                             threads);
         if (status) return status;
         if (l.q_norm.weight) normalize_heads(l, heads, out_row, code, n, threads);
         return KVQ_CALL(rope)(heads, out_row, cos + first * angles, sin + first * angles, l.q_heads + l.kv_heads,
@@ -42,14 +43,16 @@ KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t
     const KvqDecoder& l = *layer;
     int64_t size = bytes_of(code), row = l.output->out_features * size, gates_row = l.gate_up->out_features * size;
     int64_t attended_row = l.output->in_features * size;
-    return run_rows(rows, threads, row + gates_row, [&](uint8_t* sums, int64_t first, int64_t n) {
+    return run_rows(rows, row + gates_row, [&](uint8_t* sums, int64_t first, int64_t n) {
         uint8_t *gates = sums + n * row, *to = out + first * row;
         KvqAround after_attention = {nullptr, 0, 0, l.output_bias, x + first * row, row};
         KvqAround before_gates = {&l.output_norm, 0, 0, nullptr, nullptr, 0};
         KvqAround gated = {nullptr, 1, l.activation, nullptr, sums, row};
         const uint8_t* from = attended + first * attended_row;
-        int status = KVQ_CALL(linear_around)(l.output, &after_attention, from, attended_row, sums, row, code, n, threads);
-        if (!status) status = KVQ_CALL(linear_around)(l.gate_up, &before_gates, sums, row, gates, gates_row, code, n, threads);
+        int status = KVQ_CALL(linear_around)(l.output, &after_attention, from, attended_row, sums, row, code, n,
+                                             threads);
+        if (status) return status;
+        status = KVQ_CALL(linear_around)(l.gate_up, &before_gates, sums, row, gates, gates_row, code, n, threads);
         return status ? status : KVQ_CALL(linear_around)(l.down, &gated, gates, gates_row, to, row, code, n, threads);
     });
 }

@@ -9,6 +9,7 @@
 
 namespace {
 
+constexpr int64_t TOGETHER = 576;  // rows: every expert has some of them
 constexpr int64_t SCRATCH = 48 << 20;  // bytes of rows between products at a time
 
 struct Call {
@@ -129,7 +130,7 @@ KVQ_KERNEL(experts)(const KvqExperts* experts, const uint8_t* x, int64_t x_row, 
     int64_t hidden = experts->down->out_features, inner = experts->down->in_features, size = bytes_of(code);
     Call call = {*experts, chosen, weights, top, code, threads, hidden, inner, hidden * size, 2 * inner * size};
     int64_t most = SCRATCH / (call.bytes() + 1);
-    most = most < 1 ? 1 : most < MOST_ROWS ? most : MOST_ROWS;
+    most = most < 1 ? 1 : most < TOGETHER ? most : TOGETHER;
     if (rows < most) most = rows;
     Memory memory = {};
     take_pairs(call, most, memory);

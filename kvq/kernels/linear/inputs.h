@@ -159,7 +159,7 @@ inline Sums round_columns(const Words& words, int begin, const float* x, int n, 
                 for (int j = 0; j < 4; j++) to[j * words.next] = h[j];
                 continue;
             }
-            Four pairs[2] = {__builtin_shuffle(h, l, Four{0, 4, 1, 5}), __builtin_shuffle(h, l, Four{2, 6, 3, 7})};
+            __m128i pairs[2] = {_mm_unpacklo_epi32((__m128i)h, (__m128i)l), _mm_unpackhi_epi32((__m128i)h, (__m128i)l)};
             for (int j = 0; j < 4; j++, to += words.next) memcpy(to, (uint8_t*)pairs + 8 * j, 8);  // low behind high
             continue;
         }

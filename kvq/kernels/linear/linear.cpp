@@ -20,8 +20,6 @@ constexpr int64_t FEW_TILES = 8;         // that pass one after the other while 
 constexpr int BLOCK = 384;             // columns multiplied while tiles pass, where panels are long
 constexpr int WHOLE = 32;                // columns that blocks are multiples of
 constexpr int64_t WORTH_SHARING = 1 << 17;  // products
-static_assert(FEW_ROWS % FLOAT_ROWS == 0 && FEW_ROWS % CODE_ROWS == 0 && FEW_ROWS % MATRIX_ROWS == 0 && MOST_ROWS % FEW_ROWS == 0,
-              "rows that are rounded at a time are whole tiles");
 constexpr KvqAround NOTHING_AROUND = {};
 
 struct Call {
@@ -39,6 +37,7 @@ struct Call {
     int64_t tile_bytes;
     int block;       // columns multiplied while tiles pass; all of them, or as many as BLOCK
     float* columns;  // [threads, columns_size]: a row's columns, and rows that are made
+    int64_t columns_size;
     float* kept;     // [threads, kept_size]: sums of a task's outputs between blocks
     int64_t kept_size;
 
@@ -74,7 +73,7 @@ inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
 inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
     int most = most_rows_of(l, products);
     bool is_matrix = products != KVQ_PRODUCTS_FP32 && products != KVQ_PRODUCTS_PAIRS;
-    if (is_matrix || rows > FEW_ROWS) return most;
+    if (is_matrix || rows > MOST_ROWS) return most;
     return rows > most ? (int)divided(rows, divided(rows, most)) : most;
 }
 
@@ -83,7 +82,8 @@ inline int64_t row_size(const Cut& cut) { return divided(cut.k, OUTPUTS) * OUTPU
 
 // What rounding a tile takes of every thread.
 inline int64_t columns_size(const Call& call) {
-    int64_t made = makes_rows(call.around) ? call.tile_rows * call.l.in_features * bytes_of(call.out.code) : 0;
+    int64_t rows = call.rows < call.tile_rows ? call.rows : call.tile_rows;
+    int64_t made = makes_rows(call.around) ? rows * call.l.in_features * bytes_of(call.out.code) : 0;
     return row_size(call.cut) + divided(made, 64) * 16;
 }
 
@@ -91,7 +91,8 @@ inline void round_tile(const Call& call, int64_t index, float* columns) {
     Tile tile = call.tile(index);
     int64_t x_row = call.x_row;
     const uint8_t* x = call.x + index * call.tile_rows * x_row;
-    x = inputs_of(call.around, (uint8_t*)(columns + row_size(call.cut)), x, x_row, call.l.in_features, call.out.code, tile.rows);
+    uint8_t* room = (uint8_t*)(columns + row_size(call.cut));
+    x = inputs_of(call.around, room, x, x_row, call.l.in_features, call.out.code, tile.rows);
 #if defined(KVQ_TILES)
     if (call.products == KVQ_PRODUCTS_TILES) return matrix_rows(tile, call.l, x, x_row);
     if (call.products == KVQ_PRODUCTS_PAIRS) return pair_rows(tile, call.l, x, x_row);
@@ -158,10 +159,6 @@ inline int block_length(const Call& call, int64_t tiles) {
     bool fits = call.products >= KVQ_PRODUCTS_TILES ? call.cut.k <= most : bytes <= CACHED;
     if (tiles <= 1 || !has_float_sums(call.l) || fits) return call.cut.k;
     return (int)divided(divided(call.cut.k, divided(call.cut.k, most)), WHOLE) * WHOLE;
-}
-
-inline int64_t rows_at_once(const Call& call) {
-    return call.products == KVQ_PRODUCTS_SPLIT ? SPLIT_ROWS : rows_together(call.threads);
 }
 
 // Floats that a thread needs for a call of up to `tiles` of rows: sums that are kept between blocks, and split weights.
@@ -353,7 +350,7 @@ inline void run(const Call& call) {
     int64_t tiles = divided(call.rows, call.tile_rows);
     Split s = split(call, tiles);
     run_tasks(call.threads, tiles, 1,
-              [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * columns_size(call)); });
+              [&](int thread, int64_t i) { round_tile(call, i, call.columns + thread * call.columns_size); });
     run_tasks(call.threads, s.tasks, 1,
               [&](int thread, int64_t i) { run_nth(call, s, i, call.kept + thread * call.kept_size); });
 }
@@ -373,7 +370,7 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
     int products = products_of(*linear, code, rows);
     Call call = {*linear, *around, cut_of(*linear), x, x_row, {out, out_row, code, nullptr}, rows,
                  divided(linear->out_features, OUTPUTS), threads, products, rows_of(*linear, products, rows), nullptr, 0, 0,
-                 nullptr, nullptr, 0};
+                 nullptr, 0, nullptr, 0};
     if (around->bias || around->added) call.out.around = &call.around;
     if (call.panels == 0) return KVQ_OK;
     if (linear->k == 0) {  // a sum of nothing
@@ -384,12 +381,13 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
         return KVQ_OK;
     }
     if (rows * linear->k * linear->out_features < WORTH_SHARING) call.threads = 1;
-    int64_t at_once = rows_at_once(call), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
+    int64_t at_once = piece_of(rows, MOST_ROWS), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
     Memory sizes = {};
     take_tile(*linear, call.cut, products, call.tile_rows, sizes);
     call.tile_bytes = sizes.used;
     sizes.used *= most_tiles;
-    int64_t tiles = sizes.used, columns = call.threads * columns_size(call);
+    call.columns_size = columns_size(call);
+    int64_t tiles = sizes.used, columns = call.threads * call.columns_size;
     sizes.take<float>(columns);
     call.kept_size = kept_size(call, most_tiles);
     sizes.take<float>(call.threads * call.kept_size);
@@ -467,7 +465,7 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         const KvqLinear& l = *groups[i].linear;
         int products = products_of(l, out.code, groups[i].rows);
         Call call = {l, NOTHING_AROUND, cut_of(l), x, x_row, out, groups[i].rows, divided(l.out_features, OUTPUTS),
-                     (int)divided(threads, count), products, rows_of(l, products, groups[i].rows), nullptr, 0, 0, nullptr, nullptr, 0};
+                     (int)divided(threads, count), products, rows_of(l, products, groups[i].rows), nullptr, 0, 0, nullptr, 0, nullptr, 0};
         int64_t tiles = divided(call.rows, call.tile_rows);
         Memory tile = {};
         take_tile(l, call.cut, products, call.tile_rows, tile);

@@ -20,7 +20,7 @@ KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const ui
                        uint8_t* out, int64_t out_row, int code, int activation, int64_t rows, int threads) {
     int64_t hidden_row = gate_up->out_features * bytes_of(code);
     KvqAround gated = {nullptr, 1, activation, nullptr, nullptr, 0};
-    return run_rows(rows, threads, hidden_row, [=, &gated](uint8_t* hidden, int64_t first, int64_t n) {
+    return run_rows(rows, hidden_row, [=, &gated](uint8_t* hidden, int64_t first, int64_t n) {
         int status = KVQ_CALL(linear)(gate_up, x + first * x_row, x_row, hidden, hidden_row, code, n, threads);
         if (status) return status;
         uint8_t* to = out + first * out_row;

@@ -33,10 +33,12 @@ constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are beli
 constexpr int SPIN_WAKES = 4;             // as long as so many take who waits spins
 constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
 constexpr int WAKES = 5;                  // that are timed
-constexpr int64_t LOOK_NS = 1000000, LOST_NS = 1000000;
-constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give a thread 1.4 to 4 ms at a time
+constexpr int64_t LOOK_NS = 1000000;      // between two looks whether a thread lost its core
+constexpr int64_t LOST_NS = 1000000;      // that it was without a core, to count
+constexpr int64_t AGAIN_NS = 50000000;    // within which it loses it twice if it shares it
+constexpr int64_t SHARES_NS = 100000000;  // that it then rests now and then
+constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give 1.4 to 4 ms at a time
 constexpr int64_t REST_NS = 600000;
-constexpr int64_t AGAIN_NS = 50000000, SHARES_NS = 100000000;
 
 struct Pool {
     alignas(64) uint64_t state;
@@ -148,12 +150,17 @@ private:
 struct Stretch {
     Watch watch;
     int64_t began = 0, length = LEAST_STRETCH_NS;  // since when it works without a pause, and how long it may
-    int64_t lost = -AGAIN_NS, shares_until = 0;    // when it last lost its core, and how long others are reckoned with
+    int64_t lost = -AGAIN_NS, shares_until = 0;    // when it last lost its core, and until when others are taken to be on it
 
-    bool is_over(int64_t now) const { return now < shares_until && now - began > length; }
+    bool leaves = false;                           // the job it is in, between two tasks
+
+    bool is_over(int64_t now) {
+        if (now >= shares_until) shares_until = 0;
+        return shares_until && now - began > length;
+    }
     void look(int64_t now) {
         if (!watch.lost_core(now)) return;
-        if (now - lost < AGAIN_NS) shares_until = now + SHARES_NS;  // once alone it may have been the system's own work
+        if (now - lost < AGAIN_NS) shares_until = now + SHARES_NS;  // a single loss may be the system's own work
         lost = began = now;
     }
     void was_away_since(int64_t then) {
@@ -199,7 +206,7 @@ struct Member {
     Elsewhere elsewhere;
     uint32_t last = 0;    // job that it took part in
     int number = 0;       // its own there
-    bool comes_back = false;  // it left before its tasks were done
+    bool comes_back = false;  // it left because its stretch was over
 
     bool finds_work() const {
         uint64_t state = seen(pool.state);
@@ -217,11 +224,10 @@ struct Member {
             if (!again) number = entered(next);
             elsewhere.leave(pool.caller_cpu);
             pool.work(pool.data, number);
-            int64_t now = now_ns();
-            own.look(now);
-            comes_back = own.is_over(now), last = number_of(next);
             state = __atomic_sub_fetch(&pool.state, INSIDE, __ATOMIC_SEQ_CST);
             if (!(state & OPEN) && !inside(state)) wake(pool.caller_sleeps, pool.end);
+            last = number_of(next), comes_back = own.leaves, own.leaves = false;
+            own.look(now_ns());
             return;
         }
         last = number_of(state), comes_back = false;
@@ -301,7 +307,8 @@ inline void add_threads(int count) {
 }  // namespace
 
 extern "C" int kvq_has_to_rest() {
-    return stretch && stretch->shares_until && stretch->is_over(now_ns());
+    if (!stretch || !stretch->shares_until) return 0;
+    return stretch->leaves = stretch->is_over(now_ns());
 }
 
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data) {

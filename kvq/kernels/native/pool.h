@@ -6,7 +6,8 @@
 #include <stdint.h>
 
 // work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, each with
-// a number of its own; returns when all that began have ended. Defined in pool.cpp, once for all variants.
+// a number of its own; returns when all that began have ended. A thread that rests ends early and may begin again, under
+// its number. Defined in pool.cpp, once for all variants.
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data);
 
 // True if the calling thread, which is not a job's caller, should leave the job between two tasks.

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int PIECE = 512;                  // elements converted at a time
 constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-constexpr int64_t FEW_ROWS = 192, MOST_ROWS = 576;  // between two products at a time, as linear.cpp takes them
+constexpr int64_t MOST_ROWS = 192;          // that go from one product to the next through the second-level cache
 
 // Of the piece that begins at element `first` of `n`.
 inline int length_of(int64_t first, int64_t n) { return (int)(n - first < PIECE ? n - first : PIECE); }
@@ -28,13 +28,17 @@ inline void add_to(uint8_t* out, const uint8_t* x, int64_t n, int code) {
     }
 }
 
-// Few rows stay in the second-level cache on their way from one product to the next; many threads want more tiles.
-inline int64_t rows_together(int threads) { return threads <= 16 ? FEW_ROWS : MOST_ROWS; }
+// Rows of a piece, if `rows` are cut into pieces alike: each reads all weights anew.
+inline int64_t piece_of(int64_t rows, int64_t most) {
+    if (rows <= most) return most;
+    int64_t pieces = (rows + most - 1) / most, even = (rows + pieces - 1) / pieces, whole = (even + 11) / 12 * 12;
+    return whole < most ? whole : most;
+}
 
 // work(first, n) for rows [first, first + n), all of them in turn until one fails; returns its status.
 template <class Work>
-inline int in_turn(int64_t rows, int threads, Work work) {
-    int64_t most = rows_together(threads);
+inline int in_turn(int64_t rows, Work work) {
+    int64_t most = piece_of(rows, MOST_ROWS);
     int status = KVQ_OK;
     for (int64_t first = 0; first < rows && !status; first += most)
         status = work(first, rows - first < most ? rows - first : most);
@@ -44,11 +48,10 @@ inline int in_turn(int64_t rows, int threads, Work work) {
 // The same with memory of its own, work(scratch, first, n).
 // `row_bytes`: of scratch memory for a row.
 template <class Work>
-inline int run_rows(int64_t rows, int threads, int64_t row_bytes, Work work) {
-    int64_t most = rows_together(threads);
-    Kept* kept = take_memory((rows < most ? rows : most) * row_bytes);
+inline int run_rows(int64_t rows, int64_t row_bytes, Work work) {
+    Kept* kept = take_memory((rows < MOST_ROWS ? rows : MOST_ROWS) * row_bytes);
     if (!kept) return KVQ_NO_MEMORY;
-    int status = in_turn(rows, threads, [&](int64_t first, int64_t n) { return work((uint8_t*)kept + 64, first, n); });
+    int status = in_turn(rows, [&](int64_t first, int64_t n) { return work((uint8_t*)kept + 64, first, n); });
     give_back(kept);
     return status;
 }
