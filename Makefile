@@ -49,7 +49,7 @@ define sanitize  # kinds, preloaded libraries
 	rm -rf build/sanitize
 	KVQ_SANITIZE=$(1) $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/temp
 	LD_PRELOAD="$(foreach lib,$(2) stdc++,$(shell gcc -print-file-name=lib$(lib).so))" ASAN_OPTIONS=detect_leaks=0 \
-	UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=suppressions=tests/kernels/native/tsan.supp \
+	UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=suppressions=tests/kernels/native/tsan.supp:die_after_fork=0 \
 	KVQ_TEST_KERNELS=build/sanitize OMP_NUM_THREADS=2 setarch -R \
 	$(BIN)/python -m pytest -q -s -p no:cacheprovider -m "not long" -k "not triton and not reference and not openmp" $(SANITIZED)
 endef

@@ -4,8 +4,9 @@ import ctypes
 
 import pytest
 import torch
+from torch import Tensor
 
-from kvq.kernels import PlainWeight
+from kvq.kernels import PlainWeight, QuantizedWeight
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.gated.cpu import gated
 from kvq.kernels.linear.cpu import CpuLinear, rows_of
@@ -16,6 +17,7 @@ from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import weight_of
 
 VARIANTS = [name for name in NAMES if name not in ("triton", "reference")]
+OUTPUTS = 152  # not whole panels
 
 
 @pytest.fixture(autouse=True, params=VARIANTS)
@@ -24,29 +26,56 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     kernel("linear_w8", request.param, monkeypatch)
 
 
+def around(linear: CpuLinear, x: Tensor, *, out: Tensor, **given: object) -> Tensor:
+    sizes = DTYPES[x.dtype], len(x), 2
+    run("linear_around", linear.struct, struct("KvqAround")(**given), *rows_of(x), *rows_of(out), *sizes)
+    return out
+
+
+def weight(fmt: str, inputs: int, dtype: torch.dtype) -> PlainWeight | QuantizedWeight:
+    if fmt != "plain":
+        return weight_of(fmt, OUTPUTS, inputs, ordered=inputs == 1088)
+    source = torch.Generator().manual_seed(2)
+    return PlainWeight(values=0.1 * torch.randn(OUTPUTS, inputs, generator=source).to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fmt", ["plain", "int8", "int4_g64", "w8a8", "fp8"])
-@pytest.mark.parametrize("inputs", [64, 1088])
+@pytest.mark.parametrize(
+    ("fmt", "inputs"),
+    [
+        ("plain", 37),
+        ("plain", 1088),
+        ("int8", 100),
+        ("int8", 1088),
+        ("int4_g64", 64),
+        ("w8a8", 1088),
+        ("fp8", 64),
+    ],
+)
 def test_one_call_gives_the_bits_of_several(fmt: str, inputs: int, dtype: torch.dtype) -> None:
-    outputs = 152
     source = torch.Generator().manual_seed(1)
-    values = 0.1 * torch.randn(outputs, inputs, generator=source).to(dtype)
-    linear = CpuLinear(PlainWeight(values=values) if fmt == "plain" else weight_of(fmt, outputs, inputs))
-    weight, bias = torch.randn(inputs, generator=source), torch.randn(outputs, generator=source).to(dtype)
-    norm = struct("KvqNorm")(weight.data_ptr(), 1e-5, DTYPES[weight.dtype])
-    for rows in (1, 37, 1207):
+    linear = CpuLinear(weight(fmt, inputs, dtype))
+    factors, bias = torch.randn(inputs, generator=source), torch.randn(OUTPUTS, generator=source).to(dtype)
+    norm = struct("KvqNorm")(factors.data_ptr(), 1e-5, DTYPES[factors.dtype])
+    normed = {"norm": ctypes.addressof(norm)}
+    gates = {"gated": 1, "activation": Activation.SILU}
+    for rows in (1, 37, 407):
         x = torch.randn(rows, 2 * inputs, generator=source).to(dtype)
-        own = torch.randn(rows, 2 * outputs, generator=source).to(dtype)[:, :outputs]
-        normed = rms_norm(x[:, :inputs].contiguous(), weight, 1e-5)
-        for around, made in (
-            (struct("KvqAround")(norm=ctypes.addressof(norm)), normed),
-            (
-                struct("KvqAround")(gated=1, activation=Activation.SILU),
-                gated(x, Activation.SILU),
-            ),
-        ):
-            around.bias = bias.data_ptr()
-            around.added, around.added_row = rows_of(own)
-            out = torch.empty(rows, outputs, dtype=dtype)
-            run("linear_around", linear.struct, around, *rows_of(x), *rows_of(out), DTYPES[dtype], rows, 2)
-            assert torch.equal(out, linear(made) + bias + own), rows
+        own = torch.randn(rows, 2 * OUTPUTS, generator=source).to(dtype)[:, :OUTPUTS]
+        one = linear(rms_norm(x[:, :inputs].contiguous(), factors, 1e-5))
+        other = linear(gated(x, Activation.SILU))
+        out = torch.full((rows, OUTPUTS), torch.nan, dtype=dtype)
+        added, added_row = rows_of(own)
+        after = {"added": added, "added_row": added_row}
+        assert torch.equal(around(linear, x, out=out, **normed), one), rows
+        assert torch.equal(around(linear, x, out=out, **normed, bias=bias.data_ptr()), one + bias), rows
+        assert torch.equal(around(linear, x, out=out, **gates, **after), other + own), rows
+        assert torch.equal(
+            around(linear, x, out=out, **gates, **after, bias=bias.data_ptr()), other + bias + own
+        ), rows
+
+
+def test_a_product_of_no_inputs_is_what_is_added() -> None:
+    linear = CpuLinear(PlainWeight(values=torch.empty(OUTPUTS, 0)))
+    bias, out = torch.randn(OUTPUTS), torch.full((5, OUTPUTS), torch.nan)
+    assert torch.equal(around(linear, torch.empty(5, 0), out=out, bias=bias.data_ptr()), bias.expand(5, -1))
