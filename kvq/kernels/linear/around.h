@@ -8,9 +8,10 @@ namespace {
 
 inline bool makes_rows(const KvqAround& a) { return a.norm || a.gated; }
 
-// `rows` of `n` inputs each, from `x`: where they lie, or made in `room`. `x_row`: bytes from row to row.
-inline const uint8_t* inputs_of(const KvqAround& a, uint8_t* room, const uint8_t* x, int64_t& x_row, int64_t n, int code,
-                                int rows) {
+// `rows` of `n` inputs each, from `x`: where they lie, or made in `room`. `x_row`, the bytes from row to row, becomes
+// that of what is returned.
+inline const uint8_t* inputs_of(const KvqAround& a, uint8_t* room, const uint8_t* x, int64_t& x_row, int64_t n,
+                                int code, int rows) {
     if (!makes_rows(a)) return x;
     int64_t row_bytes = n * bytes_of(code);
     for (int r = 0; r < rows; r++, x += x_row) {

@@ -381,7 +381,7 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
         return KVQ_OK;
     }
     if (rows * linear->k * linear->out_features < WORTH_SHARING) call.threads = 1;
-    int64_t at_once = piece_of(rows, MOST_ROWS), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
+    int64_t at_once = piece_of(rows), most_tiles = divided(rows < at_once ? rows : at_once, call.tile_rows);
     Memory sizes = {};
     take_tile(*linear, call.cut, products, call.tile_rows, sizes);
     call.tile_bytes = sizes.used;

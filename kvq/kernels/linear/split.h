@@ -16,7 +16,6 @@
 namespace {
 
 constexpr int SPLIT_BLOCK = 768;     // columns whose parts are made at a time, where many rows pass
-constexpr int64_t SPLIT_ROWS = 192;  // whose parts stay in the second cache meanwhile
 
 }  // namespace
 

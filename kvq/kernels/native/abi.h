@@ -148,7 +148,7 @@ struct KvqNorm {
 };
 
 // What a layer does around a product, row by row while it is at hand. Inputs are normalized, or they are gates and what
-// they gate, [rows, 2 in_features]; to results a bias is added, then every row's own numbers. All of the rows' code.
+// they gate, [rows, 2 in_features]; to results a bias is added, then every row's own numbers, of the rows' code both.
 struct KvqAround {
     const KvqNorm* norm;   // or null
     int32_t gated;

@@ -4,9 +4,9 @@
 // A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
 // caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
 // running, which never entered, is not waited for; and one that shares its core leaves between two tasks before the
-// scheduler takes it off, and enters again. Who waits spins for four times as long as waking a sleeping
-// thread takes, measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread
-// it waits for may need.
+// scheduler takes it off, and enters again. Who waits spins for four times as long as waking a sleeping thread takes,
+// measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread it
+// waits for may need.
 
 #include "pool.h"
 
@@ -120,25 +120,24 @@ inline int current_cpu() {
 #endif
 }
 
-// Whether the calling thread lost its core to others while it had work.
+// Whether the calling thread lost its core to others while it had work: between `begin` and looks at moments between
+// which it did not sleep. Both cost a system call, looks once a while.
 struct Watch {
-    int64_t wall = 0, cpu = 0, taken = 0;  // when it looked last, its own time then, how often it was taken off
+    int64_t wall = 0, cpu = 0, times_off = 0;  // when it began, the thread's own time then, how often it was taken off
 
-    // At moments between which the thread did not sleep: a look costs as much as a system call, and is rare.
-    bool lost_core(int64_t now) {
+    void begin(int64_t now) {
 #if defined(__linux__)
-        if (now - wall < LOOK_NS) return false;
-        rusage used;
-        if (getrusage(RUSAGE_THREAD, &used)) return false;
-        int64_t own = ns_of(used.ru_utime) + ns_of(used.ru_stime);
-        bool lost = wall && used.ru_nivcsw > taken && (now - wall) - (own - cpu) > LOST_NS;
-        wall = now, cpu = own, taken = used.ru_nivcsw;
-        return lost;
-#else
-        return false;
+        rusage used = {};
+        getrusage(RUSAGE_THREAD, &used);
+        wall = now, cpu = ns_of(used.ru_utime) + ns_of(used.ru_stime), times_off = used.ru_nivcsw;
 #endif
     }
-    void forget() { wall = 0; }
+    bool lost_core(int64_t now) {
+        if (now - wall < LOOK_NS) return false;
+        Watch before = *this;
+        begin(now);
+        return times_off > before.times_off && (wall - before.wall) - (cpu - before.cpu) > LOST_NS;
+    }
 
 private:
     static int64_t ns_of(const timeval& t) { return t.tv_sec * 1000000000LL + t.tv_usec * 1000; }
@@ -149,10 +148,9 @@ private:
 // it has worked for about as long as it was away before.
 struct Stretch {
     Watch watch;
-    int64_t began = 0, length = LEAST_STRETCH_NS;  // since when it works without a pause, and how long it may
-    int64_t lost = -AGAIN_NS, shares_until = 0;    // when it last lost its core, and until when others are taken to be on it
-
-    bool leaves = false;                           // the job it is in, between two tasks
+    int64_t began = 0, length = LEAST_STRETCH_NS;   // since when it works without a pause, and how long it may
+    int64_t lost_at = -AGAIN_NS, shares_until = 0;  // when its core went, and until when others are taken to be on it
+    bool leaves = false;                            // the job it is in, between two tasks
 
     bool is_over(int64_t now) {
         if (now >= shares_until) shares_until = 0;
@@ -160,12 +158,12 @@ struct Stretch {
     }
     void look(int64_t now) {
         if (!watch.lost_core(now)) return;
-        if (now - lost < AGAIN_NS) shares_until = now + SHARES_NS;  // a single loss may be the system's own work
-        lost = began = now;
+        if (now - lost_at < AGAIN_NS) shares_until = now + SHARES_NS;  // a single loss may be the system's own work
+        lost_at = began = now;
     }
     void was_away_since(int64_t then) {
-        watch.forget();
         began = now_ns();
+        watch.begin(began);
         int64_t away = began - then;
         length = away < LEAST_STRETCH_NS ? LEAST_STRETCH_NS : away > MOST_STRETCH_NS ? MOST_STRETCH_NS : away;
     }
@@ -204,39 +202,41 @@ struct Elsewhere {
 struct Member {
     Stretch own;
     Elsewhere elsewhere;
-    uint32_t last = 0;    // job that it took part in
-    int number = 0;       // its own there
+    uint32_t last_job = 0;    // that it took part in
+    int number = 0;           // its own there
     bool comes_back = false;  // it left because its stretch was over
 
     bool finds_work() const {
         uint64_t state = seen(pool.state);
-        return (state & OPEN) && (number_of(state) != last || comes_back);
+        return (state & OPEN) && (number_of(state) != last_job || comes_back);
     }
 
     // Take part in the open job, if it has room.
     void take_part() {
         uint64_t state = seen(pool.state);
         while (state & OPEN) {
-            bool again = number_of(state) == last;
+            bool again = number_of(state) == last_job;
             if (again ? !comes_back : entered(state) >= seen(pool.others)) break;
             uint64_t next = state + INSIDE + (again ? 0 : ENTERED);
-            if (!__atomic_compare_exchange_n(&pool.state, &state, next, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+            if (!__atomic_compare_exchange_n(&pool.state, &state, next, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+                continue;
             if (!again) number = entered(next);
             elsewhere.leave(pool.caller_cpu);
             pool.work(pool.data, number);
             state = __atomic_sub_fetch(&pool.state, INSIDE, __ATOMIC_SEQ_CST);
             if (!(state & OPEN) && !inside(state)) wake(pool.caller_sleeps, pool.end);
-            last = number_of(next), comes_back = own.leaves, own.leaves = false;
+            last_job = number_of(next), comes_back = own.leaves, own.leaves = false;
             own.look(now_ns());
             return;
         }
-        last = number_of(state), comes_back = false;
+        last_job = number_of(state), comes_back = false;
     }
 };
 
 void* serve(void*) {
     Member member;
     stretch = &member.own;
+    member.own.was_away_since(now_ns());
     for (;;) {
         int64_t since = now_ns();
         if (wait_for(pool.sleeping, pool.job, [&] { return member.finds_work(); })) member.own.was_away_since(since);

@@ -28,25 +28,26 @@ inline void add_to(uint8_t* out, const uint8_t* x, int64_t n, int code) {
     }
 }
 
-// Rows of a piece, if `rows` are cut into pieces alike: each reads all weights anew.
-inline int64_t piece_of(int64_t rows, int64_t most) {
-    if (rows <= most) return most;
-    int64_t pieces = (rows + most - 1) / most, even = (rows + pieces - 1) / pieces, whole = (even + 11) / 12 * 12;
-    return whole < most ? whole : most;
+// Rows of a piece, if `rows` are cut into pieces alike, since each reads all weights anew; whole tiles of most CPUs.
+inline int64_t piece_of(int64_t rows) {
+    constexpr int64_t TILE = 12;
+    static_assert(MOST_ROWS % TILE == 0, "rounding up gives no more than most");
+    if (rows <= MOST_ROWS) return MOST_ROWS;
+    int64_t pieces = (rows + MOST_ROWS - 1) / MOST_ROWS, even = (rows + pieces - 1) / pieces;
+    return (even + TILE - 1) / TILE * TILE;
 }
 
 // work(first, n) for rows [first, first + n), all of them in turn until one fails; returns its status.
 template <class Work>
 inline int in_turn(int64_t rows, Work work) {
-    int64_t most = piece_of(rows, MOST_ROWS);
+    int64_t most = piece_of(rows);
     int status = KVQ_OK;
     for (int64_t first = 0; first < rows && !status; first += most)
         status = work(first, rows - first < most ? rows - first : most);
     return status;
 }
 
-// The same with memory of its own, work(scratch, first, n).
-// `row_bytes`: of scratch memory for a row.
+// The same with memory of its own, `row_bytes` a row: work(scratch, first, n).
 template <class Work>
 inline int run_rows(int64_t rows, int64_t row_bytes, Work work) {
     Kept* kept = take_memory((rows < MOST_ROWS ? rows : MOST_ROWS) * row_bytes);

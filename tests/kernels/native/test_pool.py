@@ -1,6 +1,7 @@
 """The kernels' threads: who takes part, who is waited for, and what a fork or another caller changes."""
 
 import ctypes
+import hashlib
 import os
 import subprocess
 import sys
@@ -111,6 +112,28 @@ def test_threads_that_rest_beside_busy_processes_leave_no_task_undone():
                 assert torch.equal(linear(rows), expected)
         finally:
             torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs to know when a thread lost its core")
+def test_a_thread_that_shares_its_core_leaves_between_tasks_and_comes_again_under_its_number():
+    has_to_rest = ctypes.CDLL(str(library._path())).kvq_has_to_rest
+    end, block = time.monotonic() + HANG_S, bytes(500_000)
+    with neighbours(2 * len(os.sched_getaffinity(0))):
+        came: list[int] = []
+        while came.count(1) < 2:
+            assert time.monotonic() < end, "it never left"
+            came.clear()
+
+            def work(thread: int, came: list[int] = came) -> None:
+                came.append(thread)
+                until = time.monotonic() + 0.015
+                while time.monotonic() < until and not (thread and has_to_rest()):
+                    hashlib.sha256(block) if thread else time.sleep(0.001)  # without Python's lock
+
+            on_threads(2, work)
+            assert came[0] in (0, 1)
+            assert came.count(0) == 1
+            assert set(came) <= {0, 1}
 
 
 _FORK = """
