@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from kvq.errors import ModelError
 from kvq.geometry import FAMILIES
-from kvq.models import load
+from kvq.models import load, proof
 from kvq.models.modules import config_of
 from kvq.models.prepared import prepare
 from kvq.models.probe import relative_error
@@ -168,6 +168,18 @@ def test_a_model_that_attends_otherwise_is_refused_with_what_is_wrong(name, tmp_
     folder = save_wrong(tmp_path, name, eager, attend)
     with pytest.raises(ModelError, match=f"wrong_{name}: .*{says}"):
         load(folder, "fp32", dtype="fp32")
+
+
+def test_code_that_falls_over_in_a_small_one_is_a_model_that_does_not_run(tmp_path, monkeypatch):
+    """Whatever untried code raises is told with its words, and never a traceback in place of a refusal."""
+
+    def falls_over(*_):
+        raise AttributeError("no such cache")
+
+    monkeypatch.setattr(proof, "eager_logits", falls_over)
+    with pytest.raises(ModelError, match=r"does not run olmoe: .*can't be run \(.*no such cache") as raised:
+        prove(prepare(save_twin(tmp_path, "olmoe")))
+    assert isinstance(raised.value.__cause__, AttributeError)
 
 
 def test_a_server_that_is_only_checked_refuses_it_too(tmp_path):
