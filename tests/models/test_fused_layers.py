@@ -1,5 +1,9 @@
 """Decoder layers in few calls on CPUs: the results of their own code, and that code where it must run."""
 
+import ctypes
+import os
+import platform
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -8,12 +12,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 import kvq
+from benchmarks.peers.neighbours import neighbours
 from kvq.engine.publisher import LinearTime
 from kvq.errors import ConfigError, ModelError
 from kvq.kernels import SequenceBatch
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.stack import CpuStack
 from kvq.kernels.decoder.whole import CpuPass
+from kvq.kernels.native import library as native
 from kvq.kernels.native.library import load
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models import model as loading
@@ -21,6 +27,7 @@ from kvq.models.angles import Angles
 from kvq.models.cpu_layers import CpuLayers
 from kvq.models.fused_layers import is_fused, unfuse_layers
 from tests.helpers_models import random_tokens, save_model
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
 FUSED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "gemma", "phi3")
@@ -139,6 +146,29 @@ def test_engines_over_one_model_step_side_by_side() -> None:
     with ThreadPoolExecutor(4) as pool:
         for kv, tokens in zip(formats, pool.map(run, formats), strict=True):
             assert tokens == alone[kv]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="code changes its thread by glibc's means")
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_step_that_goes_on_in_another_thread_beside_busy_processes_has_the_same_bits(engines: int) -> None:
+    model, params = kvq.load("tiny"), kvq.SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    prompts = [random_tokens(n, seed=n) for n in (3, 70, 150, 31)]
+
+    def run(_: int = 0) -> list[list[int]]:
+        torch.set_num_threads(2)
+        llm = kvq.LLM(model, num_blocks=64, max_num_batched_tokens=128)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    count, before = ctypes.CDLL(str(native._path())).kvq_times_carried, torch.get_num_threads()
+    count.restype = ctypes.c_int64
+    alone, end, seen = run(), time.monotonic() + HANG_S, count()
+    try:
+        with neighbours(2 * len(os.sched_getaffinity(0))), ThreadPoolExecutor(engines) as pool:
+            while count() < seen + 20:
+                assert time.monotonic() < end, f"only {count() - seen} times"
+                assert all(tokens == alone for tokens in pool.map(run, range(engines)))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_embedding_or_a_norm_of_another_width_is_refused() -> None:

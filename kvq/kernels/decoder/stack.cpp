@@ -3,6 +3,7 @@
 
 #include <time.h>
 
+#include "../native/pool.h"
 #include "../native/rows.h"
 
 namespace {
@@ -50,13 +51,16 @@ inline int end_layer(const KvqStackLayer& l, const KvqStackStep& step, const Kvq
 // are flagged in `bad` [rows]. `seconds`: those in write_kv and attend are added to it.
 KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const uint8_t* x,
                           uint8_t* out, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
-    for (int i = 0; i < count; i++, x = out) {
-        const KvqStackLayer& l = layers[i];
-        int status = begin_layer(l, *step, x, bad, seconds, code, rows, threads);
-        if (!status) status = end_layer(l, *step, step->batches + l.group, x, out, seconds, code, rows, threads);
-        if (status) return status;
-    }
-    return KVQ_OK;
+    return carry_on(threads, [=] {
+        const uint8_t* from = x;
+        for (int i = 0; i < count; i++, from = out) {
+            const KvqStackLayer& l = layers[i];
+            int status = begin_layer(l, *step, from, bad, seconds, code, rows, threads);
+            if (!status) status = end_layer(l, *step, step->batches + l.group, from, out, seconds, code, rows, threads);
+            if (status) return status;
+        }
+        return (int)KVQ_OK;
+    });
 }
 
 namespace {
@@ -99,13 +103,8 @@ inline int run_last(const KvqStackLayer& l, const KvqStackStep& step, const KvqP
     return end_layer(l, step, &batch, x, x, seconds, code, p.num_wanted, threads);
 }
 
-}  // namespace
-
-// A whole step: `logits` [wanted, vocab] of `code` from token ids and positions, as decoder_stack and the operations
-// around it give them. Rows nobody wants stay without the last layer's result.
-KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const KvqPass* pass,
-                         uint8_t* logits, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
-    const KvqPass& p = *pass;
+inline int run_pass(const KvqStackLayer* layers, int count, const KvqStackStep& step, const KvqPass& p, uint8_t* logits,
+                    uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
     if (!are_below(p.tokens, rows, p.vocab) || !are_below(p.positions, rows, p.num_positions) ||
         !are_below(p.wanted, p.num_wanted, rows))
         return KVQ_BAD_ROW;
@@ -117,17 +116,28 @@ KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackS
         status = KVQ_CALL(linear_rows)(p.looked_up, p.tokens, rows, p.x, code, threads);
     for (int i = 0; i < p.kinds; i++) {
         uint8_t* own = p.angles + 2 * i * rows * angle;
-        step->cos[i] = own, step->sin[i] = own + rows * angle;
+        step.cos[i] = own, step.sin[i] = own + rows * angle;
         take_rows(own, p.cos[i], p.positions, rows, angle, angle);
         take_rows(own + rows * angle, p.sin[i], p.positions, rows, angle, angle);
     }
     const KvqStackLayer& last = layers[count - 1];
-    bool few = count > 1 && p.num_wanted < rows && are_last(p, step->batches[last.group], rows);
-    if (!status) status = KVQ_CALL(decoder_stack)(layers, count - few, step, p.x, p.out, bad, seconds, code, rows, threads);
-    if (!status && few) status = run_last(last, *step, p, p.out, p.x, bad, seconds, code, rows, threads);
+    bool few = count > 1 && p.num_wanted < rows && are_last(p, step.batches[last.group], rows);
+    if (!status) status = KVQ_CALL(decoder_stack)(layers, count - few, &step, p.x, p.out, bad, seconds, code, rows, threads);
+    if (!status && few) status = run_last(last, step, p, p.out, p.x, bad, seconds, code, rows, threads);
     if (status || !p.num_wanted) return status;
     if (!few) take_rows(p.x, p.out, p.wanted, p.num_wanted, row, row);
     KvqAround around = {&p.norm, 0, 0, nullptr, nullptr, 0};
     int64_t out_row = p.head->out_features * bytes_of(code);
     return KVQ_CALL(linear_around)(p.head, &around, p.x, row, logits, out_row, code, p.num_wanted, threads);
+}
+
+}  // namespace
+
+// A whole step: `logits` [wanted, vocab] of `code` from token ids and positions, as decoder_stack and the operations
+// around it give them. Rows nobody wants stay without the last layer's result.
+KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const KvqPass* pass,
+                         uint8_t* logits, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
+    return carry_on(threads, [=] {
+        return run_pass(layers, count, *step, *pass, logits, bad, seconds, code, rows, threads);
+    });
 }

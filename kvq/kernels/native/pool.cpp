@@ -4,20 +4,19 @@
 // A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
 // caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
 // running, which never entered, is not waited for; and one that shares its core leaves between two tasks before the
-// scheduler takes it off, and enters again. Who waits spins for four times as long as waking a sleeping thread takes,
+// scheduler takes it off, and enters again. In a course, a call of many jobs, the caller does the same, if all threads
+// share theirs: who has a core then goes on in its place. Who waits spins for four times as long as waking a sleeping thread takes,
 // measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread it
 // waits for may need.
 
 #include "pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
-#include <time.h>
 
-#if defined(__linux__)
-#include <sys/resource.h>
-#endif
+#include "elsewhere.h"
+#include "fiber.h"
+#include "stretch.h"
 
 namespace {
 
@@ -33,12 +32,6 @@ constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are beli
 constexpr int SPIN_WAKES = 4;             // as long as so many take who waits spins
 constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
 constexpr int WAKES = 5;                  // that are timed
-constexpr int64_t LOOK_NS = 1000000;      // between two looks whether a thread lost its core
-constexpr int64_t LOST_NS = 1000000;      // that it was without a core, to count
-constexpr int64_t AGAIN_NS = 50000000;    // within which it loses it twice if it shares it
-constexpr int64_t SHARES_NS = 100000000;  // that it then rests now and then
-constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give 1.4 to 4 ms at a time
-constexpr int64_t REST_NS = 600000;
 
 struct Pool {
     alignas(64) uint64_t state;
@@ -49,6 +42,7 @@ struct Pool {
     int caller_cpu;  // on which the caller ran when it opened the job; below 0: nobody knows
     alignas(64) int is_taken;  // by a caller
     int threads;               // beside callers
+    int sharing;               // of them, that share their cores with others' work
     int64_t spin_ns;
     alignas(64) int sleeping;
     int caller_sleeps;
@@ -56,18 +50,12 @@ struct Pool {
     pthread_cond_t job, end;
 };
 
-Pool pool = {0, nullptr, nullptr, 0, -1, 0, 0, SPIN_WAKES * MOST_WAKE_NS, 0, 0,
+Pool pool = {0, nullptr, nullptr, 0, -1, 0, 0, 0, SPIN_WAKES * MOST_WAKE_NS, 0, 0,
              PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 template <class T>
 inline T seen(const T& x) {
     return __atomic_load_n(&x, __ATOMIC_SEQ_CST);
-}
-
-inline int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
 inline void relax() {
@@ -112,150 +100,123 @@ inline void wake(int& counted, pthread_cond_t& changed) {
     pthread_mutex_unlock(&pool.mutex);
 }
 
-inline int current_cpu() {
-#if defined(__linux__)
-    return sched_getcpu();
-#else
-    return -1;
-#endif
-}
-
-// Whether the calling thread lost its core to others while it had work: between `begin` and looks at moments between
-// which it did not sleep. Both cost a system call, looks once a while.
-struct Watch {
-    int64_t wall = 0, cpu = 0, times_off = 0;  // when it began, the thread's own time then, how often it was taken off
-
-    void begin(int64_t now) {
-#if defined(__linux__)
-        rusage used = {};
-        getrusage(RUSAGE_THREAD, &used);
-        wall = now, cpu = ns_of(used.ru_utime) + ns_of(used.ru_stime), times_off = used.ru_nivcsw;
-#endif
-    }
-    bool lost_core(int64_t now) {
-        if (now - wall < LOOK_NS) return false;
-        Watch before = *this;
-        begin(now);
-        return times_off > before.times_off && (wall - before.wall) - (cpu - before.cpu) > LOST_NS;
-    }
-
-private:
-    static int64_t ns_of(const timeval& t) { return t.tv_sec * 1000000000LL + t.tv_usec * 1000; }
+// A call of jobs one after the other, with what lies between them; a thread after the other goes on with it.
+struct Course {
+    alignas(64) int is_taken;  // by a caller
+    int waits;                 // for a thread that goes on
+    int has_ended;
+    int64_t times_carried;  // that a thread which is not its caller went on
+    struct Member* caller;
+    Fiber fiber;
 };
+Course course = {};
 
-// When a thread that shares its core with others' work rests: the scheduler takes it off after some milliseconds, in
-// the middle of a task that everybody then waits for as long. So it goes by itself before that, between two tasks, after
-// it has worked for about as long as it was away before.
-struct Stretch {
-    Watch watch;
-    int64_t began = 0, length = LEAST_STRETCH_NS;   // since when it works without a pause, and how long it may
-    int64_t lost_at = -AGAIN_NS, shares_until = 0;  // when its core went, and until when others are taken to be on it
-    bool leaves = false;                            // the job it is in, between two tasks
-
-    bool is_over(int64_t now) {
-        if (now >= shares_until) shares_until = 0;
-        return shares_until && now - began > length;
-    }
-    void look(int64_t now) {
-        if (!watch.lost_core(now)) return;
-        if (now - lost_at < AGAIN_NS) shares_until = now + SHARES_NS;  // a single loss may be the system's own work
-        lost_at = began = now;
-    }
-    void was_away_since(int64_t then) {
-        began = now_ns();
-        watch.begin(began);
-        int64_t away = began - then;
-        length = away < LEAST_STRETCH_NS ? LEAST_STRETCH_NS : away > MOST_STRETCH_NS ? MOST_STRETCH_NS : away;
-    }
-    void rest() {
-        timespec moment = {0, REST_NS};
-        int64_t since = now_ns();
-        nanosleep(&moment, nullptr);
-        was_away_since(since);
-        if (began - since > REST_NS + LOST_NS) shares_until = began + SHARES_NS;  // somebody else was there
-    }
-};
-thread_local Stretch* stretch = nullptr;  // of a thread of the pool
-
-// Keep the calling thread off its caller's core, if it finds itself there: two that always have work would share it
-// for as long as the scheduler counts a busy process on another core as much as both of them.
-struct Elsewhere {
-#if defined(__linux__)
-    cpu_set_t allowed, chosen;
-    bool has_chosen = false;
-
-    void leave(int cpu) {
-        cpu_set_t now;
-        if (cpu < 0 || cpu != sched_getcpu() || sched_getaffinity(0, sizeof now, &now)) return;
-        if (!has_chosen || !CPU_EQUAL(&now, &chosen)) allowed = now;  // somebody else's choice is the frame
-        if (!CPU_ISSET(cpu, &allowed) || CPU_COUNT(&allowed) < 2) return;
-        chosen = allowed;
-        CPU_CLR(cpu, &chosen);
-        has_chosen = !sched_setaffinity(0, sizeof chosen, &chosen);
-    }
-#else
-    void leave(int) {}
-#endif
-};
-
-// A thread of the pool.
+// A thread that takes part: of the pool, or a course's caller.
 struct Member {
-    Stretch own;
+    bool is_of_pool = false;
+    Stretch stretch;
     Elsewhere elsewhere;
     uint32_t last_job = 0;    // that it took part in
     int number = 0;           // its own there
-    bool comes_back = false;  // it left because its stretch was over
+    bool leaves = false;      // the job it is in, between two tasks, because its stretch is over
+    bool comes_back = false;  // it left the last one so
+    bool drives = false;      // it goes on with the course, and is thread 0 of its jobs
+    bool is_counted = false;  // in pool.sharing
 
-    bool finds_work() const {
-        uint64_t state = seen(pool.state);
-        return (state & OPEN) && (number_of(state) != last_job || comes_back);
-    }
+    bool may_enter(uint64_t state) const { return (state & OPEN) && (number_of(state) != last_job || comes_back); }
+    bool finds_work() const { return may_enter(seen(pool.state)) || seen(course.waits); }
 
-    // Take part in the open job, if it has room.
-    void take_part() {
+    // Take part in the open job; false if there is none with room.
+    bool enters() {
         uint64_t state = seen(pool.state);
-        while (state & OPEN) {
+        while (may_enter(state)) {
             bool again = number_of(state) == last_job;
-            if (again ? !comes_back : entered(state) >= seen(pool.others)) break;
+            if (!again && entered(state) >= seen(pool.others)) break;
             uint64_t next = state + INSIDE + (again ? 0 : ENTERED);
             if (!__atomic_compare_exchange_n(&pool.state, &state, next, true, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
                 continue;
             if (!again) number = entered(next);
-            elsewhere.leave(pool.caller_cpu);
+            if (is_of_pool) elsewhere.leave(pool.caller_cpu);
             pool.work(pool.data, number);
             state = __atomic_sub_fetch(&pool.state, INSIDE, __ATOMIC_SEQ_CST);
             if (!(state & OPEN) && !inside(state)) wake(pool.caller_sleeps, pool.end);
-            last_job = number_of(next), comes_back = own.leaves, own.leaves = false;
-            own.look(now_ns());
-            return;
+            last_job = number_of(next), comes_back = leaves, leaves = false;
+            return true;
         }
         last_job = number_of(state), comes_back = false;
+        return false;
+    }
+
+    // Go on with the course until it ends, or this thread leaves it to another.
+    void drive() {
+        drives = true;
+        if (this != course.caller) __atomic_fetch_add(&course.times_carried, 1, __ATOMIC_RELAXED);
+        bool has_ended = course.fiber.resume(), somebody_waits = !has_ended || this != course.caller;
+        drives = leaves = false;
+        __atomic_store_n(has_ended ? &course.has_ended : &course.waits, 1, __ATOMIC_SEQ_CST);
+        if (somebody_waits) wake(pool.sleeping, pool.job);
+    }
+
+    // Wait for work and do it, until `is_over()`.
+    template <class Condition>
+    void work_until(Condition is_over) {
+        while (!is_over()) {
+            int64_t since = now_ns();
+            if (wait_for(pool.sleeping, pool.job, [&] { return finds_work() || is_over(); }))
+                stretch.begin_after(since);
+            if (!enters() && __atomic_exchange_n(&course.waits, 0, __ATOMIC_SEQ_CST)) drive();
+            stretch.look_once_a_while(now_ns());
+            if (stretch.is_over(now_ns())) stretch.rest();
+            bool shares = is_of_pool && stretch.shares_core();
+            if (shares != is_counted) __atomic_fetch_add(&pool.sharing, shares ? 1 : -1, __ATOMIC_SEQ_CST);
+            is_counted = shares;
+        }
     }
 };
 
+thread_local Member* own_member = nullptr;
+thread_local Member calling_member;  // of who has courses of his own: one knows what the last one found
+
+// A call of its own: code that goes on in another thread must not remember where the first one's was.
+__attribute__((noinline)) Member* this_member() {
+    __asm__ volatile("" : : : "memory");
+    return own_member;
+}
+
 void* serve(void*) {
     Member member;
-    stretch = &member.own;
-    member.own.was_away_since(now_ns());
-    for (;;) {
-        int64_t since = now_ns();
-        if (wait_for(pool.sleeping, pool.job, [&] { return member.finds_work(); })) member.own.was_away_since(since);
-        member.take_part();
-        if (member.own.is_over(now_ns())) member.own.rest();
-    }
+    member.is_of_pool = true;
+    own_member = &member;
+    member.stretch.begin_after(now_ns());
+    member.work_until([] { return false; });
     return nullptr;
+}
+
+// A job's work as its thread 0, which in a course is one thread after the other.
+inline void do_work(void (*work)(const void*, int), const void* data) {
+    for (;;) {
+        work(data, 0);
+        Member* member = this_member();
+        if (!member || !member->drives) return;
+        if (!member->leaves) return member->stretch.look_once_a_while(now_ns());
+        course.fiber.leave_off();
+    }
 }
 
 // A job for `others` threads, from its opening until the last has left it.
 inline void run_job(int others, void (*work)(const void*, int), const void* data) {
-    pool.work = work, pool.data = data, pool.caller_cpu = current_cpu();
+    Member* member = this_member();
+    pool.work = work, pool.data = data;
+    pool.caller_cpu = member && member != course.caller ? -1 : current_cpu();
     __atomic_store_n(&pool.others, others, __ATOMIC_RELAXED);
     uint32_t number = number_of(seen(pool.state)) + 1;
     __atomic_store_n(&pool.state, (uint64_t)(number ? number : 1) << NUMBER_SHIFT | OPEN, __ATOMIC_SEQ_CST);
     wake(pool.sleeping, pool.job);
-    work(data, 0);
+    do_work(work, data);
     __atomic_and_fetch(&pool.state, ~OPEN, __ATOMIC_SEQ_CST);
-    wait_for(pool.caller_sleeps, pool.end, [] { return !inside(seen(pool.state)); });
+    int64_t since = now_ns();
+    bool slept = wait_for(pool.caller_sleeps, pool.end, [] { return !inside(seen(pool.state)); });
+    if ((member = this_member()) && slept) member->stretch.begin_after(since);
 }
 
 // How long it takes to wake a thread that sleeps, at best: what spinning may cost.
@@ -278,7 +239,9 @@ inline int64_t wake_ns() {
 }
 
 void forget_threads() {  // a forked process has none
-    pool.state = 0, pool.is_taken = 0, pool.threads = 0, pool.sleeping = 0, pool.caller_sleeps = 0;
+    pool.state = 0, pool.is_taken = 0, pool.threads = 0, pool.sharing = pool.sleeping = pool.caller_sleeps = 0;
+    course.is_taken = course.waits = 0;
+    calling_member.stretch.waited.forget();
     pool.mutex = PTHREAD_MUTEX_INITIALIZER;
     pool.job = pool.end = PTHREAD_COND_INITIALIZER;
 }
@@ -306,15 +269,34 @@ inline void add_threads(int count) {
 
 }  // namespace
 
-extern "C" int kvq_has_to_rest() {
-    if (!stretch || !stretch->shares_until) return 0;
-    return stretch->leaves = stretch->is_over(now_ns());
+extern "C" int kvq_has_to_rest(int thread) {
+    Member* member = this_member();
+    if (!member || !member->stretch.shares_core() || (!thread && !member->drives)) return 0;
+    if (!thread && member == course.caller && seen(pool.sharing) < seen(pool.others)) return 0;
+    return member->leaves = member->stretch.is_over(now_ns());
 }
 
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data) {
     // Beside another caller's job there are no cores to be had.
-    if (threads <= 1 || __atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) return work(data, 0);
+    if (threads <= 1 || __atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) return do_work(work, data);
     add_threads((threads < MOST_THREADS ? threads : MOST_THREADS) - 1);
     run_job(threads - 1, work, data);
     __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
+}
+
+extern "C" int64_t kvq_times_carried() { return __atomic_load_n(&course.times_carried, __ATOMIC_RELAXED); }
+
+extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const void* data) {
+    if (threads <= 1 || this_member() || __atomic_exchange_n(&course.is_taken, 1, __ATOMIC_ACQUIRE)) return body(data);
+    if (course.fiber.begin(body, data)) {
+        own_member = course.caller = &calling_member;
+        course.has_ended = 0;
+        calling_member.stretch.look_once_a_while(now_ns());
+        calling_member.drive();
+        calling_member.work_until([] { return seen(course.has_ended) != 0; });
+        own_member = nullptr;
+    } else {
+        body(data);
+    }
+    __atomic_store_n(&course.is_taken, 0, __ATOMIC_RELEASE);
 }

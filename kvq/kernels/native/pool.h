@@ -6,12 +6,19 @@
 #include <stdint.h>
 
 // work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, each with
-// a number of its own; returns when all that began have ended. A thread that rests ends early and may begin again, under
-// its number. Defined in pool.cpp, once for all variants.
+// a number of its own; returns when all that began have ended. A thread that rests ends early; work may begin again
+// under its number, that of thread 0 in another thread. Defined in pool.cpp, once for all variants.
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data);
 
-// True if the calling thread, which is not a job's caller, should leave the job between two tasks.
-extern "C" int kvq_has_to_rest();
+// body(data), which has jobs done one after the other. Before the calling thread would lose its core, between two tasks,
+// another may go on with it, jobs and what lies between them, and end it; threads' own variables are then another's.
+extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const void* data);
+
+// How often another thread went on so, since the process began.
+extern "C" int64_t kvq_times_carried();
+
+// True if the calling thread, which has number `thread` in a job, should leave it between two tasks.
+extern "C" int kvq_has_to_rest(int thread);
 
 namespace {
 
@@ -23,7 +30,7 @@ struct Tasks {
 
     // False when none is left for this thread.
     bool take(int thread, int64_t& first, int64_t& last) {
-        if (thread && kvq_has_to_rest()) return false;
+        if (kvq_has_to_rest(thread)) return false;
         first = __atomic_fetch_add(&next, chunk, __ATOMIC_RELAXED);
         last = first + chunk < count ? first + chunk : count;
         return first < count;
@@ -59,6 +66,17 @@ template <class Work>
 inline void run_even(int threads, int64_t count, const Work& work) {
     int64_t chunk = count / (4 * (int64_t)(threads < 1 ? 1 : threads));
     run_tasks(threads, count, chunk < 1 ? 1 : chunk, [&](int, int64_t i) { work(i); });
+}
+
+// body(), as kvq_carry_on says; returns what it returns.
+template <class Body>
+inline int carry_on(int threads, const Body& body) {
+    struct Run {
+        const Body& body;
+        int status;
+    } run = {body, 0};
+    kvq_carry_on(threads, [](const void* data) { ((Run*)data)->status = ((const Run*)data)->body(); }, &run);
+    return run.status;
 }
 
 }  // namespace

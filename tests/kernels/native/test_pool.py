@@ -127,7 +127,7 @@ def test_a_thread_that_shares_its_core_leaves_between_tasks_and_comes_again_unde
             def work(thread: int, came: list[int] = came) -> None:
                 came.append(thread)
                 until = time.monotonic() + 0.015
-                while time.monotonic() < until and not (thread and has_to_rest()):
+                while time.monotonic() < until and not has_to_rest(thread):
                     hashlib.sha256(block) if thread else time.sleep(0.001)  # without Python's lock
 
             on_threads(2, work)

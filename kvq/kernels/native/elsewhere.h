@@ -1,0 +1,37 @@
+// Which core a thread is on, and off which it stays.
+#pragma once
+
+#include <sched.h>
+
+namespace {
+
+inline int current_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+// Keep the calling thread off its caller's core, if it finds itself there: two that always have work would share it
+// for as long as the scheduler counts a busy process on another core as much as both of them.
+struct Elsewhere {
+#if defined(__linux__)
+    cpu_set_t allowed, chosen;
+    bool has_chosen = false;
+
+    void leave(int cpu) {
+        cpu_set_t now;
+        if (cpu < 0 || cpu != sched_getcpu() || sched_getaffinity(0, sizeof now, &now)) return;
+        if (!has_chosen || !CPU_EQUAL(&now, &chosen)) allowed = now;  // somebody else's choice is the frame
+        if (!CPU_ISSET(cpu, &allowed) || CPU_COUNT(&allowed) < 2) return;
+        chosen = allowed;
+        CPU_CLR(cpu, &chosen);
+        has_chosen = !sched_setaffinity(0, sizeof chosen, &chosen);
+    }
+#else
+    void leave(int) {}
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,119 @@
+// Code with a stack of its own, which one thread leaves off and another goes on with. Where the C library has not what
+// it takes none begins.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__linux__) && defined(__GLIBC__)
+
+#include <sys/mman.h>
+#include <ucontext.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#elif defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+
+namespace {
+
+class Fiber {
+public:
+    // Make ready to run body(data); false if there is no memory for the stack, which is kept from run to run.
+    bool begin(void (*body)(const void*), const void* data) {
+        if (!stack_ && !(stack_ = new_stack())) return false;
+        body_ = body, data_ = data, has_ended_ = false;
+        getcontext(&inside_.context);
+        inside_.context.uc_stack.ss_sp = stack_, inside_.context.uc_stack.ss_size = SIZE;
+        inside_.context.uc_link = nullptr;
+        uintptr_t self = (uintptr_t)this;  // in halves: ints are all that is handed on
+        makecontext(&inside_.context, (void (*)())run, 2, (unsigned)(self >> 32), (unsigned)self);
+#if defined(__SANITIZE_ADDRESS__)
+        inside_.bottom = stack_, inside_.size = SIZE;
+#elif defined(__SANITIZE_THREAD__)
+        inside_.thread = __tsan_create_fiber(0);
+#endif
+        return true;
+    }
+
+    // On the calling thread until it leaves off or ends; true if it has ended.
+    bool resume() {
+#if defined(__SANITIZE_THREAD__)
+        outside_.thread = __tsan_get_current_fiber();
+#endif
+        change(outside_, inside_);
+#if defined(__SANITIZE_THREAD__)
+        if (has_ended_) __tsan_destroy_fiber(inside_.thread);
+#endif
+        return has_ended_;
+    }
+
+    // From inside; returns in the thread that resumes it.
+    void leave_off() { change(inside_, outside_); }
+
+private:
+    static constexpr size_t SIZE = 8 << 20, GUARD = 64 << 10;  // as much as a thread has; what runs over it faults
+
+    struct Side {
+        ucontext_t context;
+#if defined(__SANITIZE_ADDRESS__)
+        void* fake = nullptr;
+        const void* bottom = nullptr;
+        size_t size = 0;
+#elif defined(__SANITIZE_THREAD__)
+        void* thread = nullptr;
+#endif
+    };
+
+    static uint8_t* new_stack() {
+        void* memory = mmap(nullptr, GUARD + SIZE, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+        if (memory == MAP_FAILED) return nullptr;
+        mprotect(memory, GUARD, PROT_NONE);
+        return (uint8_t*)memory + GUARD;
+    }
+
+    void change(Side& from, Side& to) {
+#if defined(__SANITIZE_ADDRESS__)
+        __sanitizer_start_switch_fiber(has_ended_ ? nullptr : &from.fake, to.bottom, to.size);
+#elif defined(__SANITIZE_THREAD__)
+        __tsan_switch_to_fiber(to.thread, 0);
+#endif
+        swapcontext(&from.context, &to.context);
+#if defined(__SANITIZE_ADDRESS__)
+        __sanitizer_finish_switch_fiber(from.fake, &to.bottom, &to.size);
+#endif
+    }
+
+    static void run(unsigned high, unsigned low) {
+        Fiber& self = *(Fiber*)((uintptr_t)high << 32 | low);
+#if defined(__SANITIZE_ADDRESS__)
+        __sanitizer_finish_switch_fiber(nullptr, &self.outside_.bottom, &self.outside_.size);
+#endif
+        self.body_(self.data_);
+        self.has_ended_ = true;
+        self.leave_off();
+    }
+
+    Side inside_, outside_;  // of whoever resumed it last
+    uint8_t* stack_ = nullptr;
+    void (*body_)(const void*) = nullptr;
+    const void* data_ = nullptr;
+    bool has_ended_ = true;
+};
+
+}  // namespace
+
+#else
+
+namespace {
+
+struct Fiber {
+    bool begin(void (*)(const void*), const void*) { return false; }
+    bool resume() { return true; }
+    void leave_off() {}
+};
+
+}  // namespace
+
+#endif
