@@ -241,7 +241,7 @@ inline int64_t wake_ns() {
 void forget_threads() {  // a forked process has none
     pool.state = 0, pool.is_taken = 0, pool.threads = 0, pool.sharing = pool.sleeping = pool.caller_sleeps = 0;
     course.is_taken = course.waits = 0;
-    calling_member.stretch.waited.forget();
+    calling_member.stretch.account.forget();
     pool.mutex = PTHREAD_MUTEX_INITIALIZER;
     pool.job = pool.end = PTHREAD_COND_INITIALIZER;
 }

@@ -7,7 +7,6 @@
 #if defined(__linux__)
 #include <fcntl.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 #endif
 
@@ -15,9 +14,9 @@ namespace {
 
 constexpr int64_t LOOK_NS = 1000000;      // between two looks at how long a thread waited for its core
 constexpr int64_t LOST_NS = 1000000;      // of that in one go: others were there
-constexpr int64_t SPAN_NS = 40000000;     // over which waiting is added up,
+constexpr int64_t SPAN_NS = 40000000;     // with work, over which waiting is added up,
 constexpr int64_t MEMORY_NS = 160000000;  // and that counts
-constexpr double SHARES = 0.25;           // of its time a thread waits whose core is taken to be others', too
+constexpr double SHARES = 0.3;            // of its time with work a thread waits whose core is taken to be others', too
 constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give 1.4 to 4 ms at a time
 constexpr int64_t REST_NS = 600000;
 
@@ -27,21 +26,25 @@ inline int64_t now_ns() {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-// For how long the thread that asks first was ready to run and had no core, as the system counts it; 0 where it does not.
-class Waited {
+// What a thread had, ns: time on a core, and time ready to run without one.
+struct Had {
+    int64_t ran = 0, waited = 0;
+};
+
+// That of the thread which asks first, as the system counts it; nothing where it does not.
+class Account {
 public:
-    int64_t ns() {
+    Had read() {
+        Had had;
 #if defined(__linux__)
         if (file_ == UNKNOWN) file_ = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
-        char text[64];
+        char text[64], *rest;
         ssize_t length = file_ < 0 ? -1 : pread(file_, text, sizeof text - 1, 0);
-        if (length <= 0) return 0;
+        if (length <= 0) return had;
         text[length] = 0;
-        const char* second = strchr(text, ' ');  // after the time it ran
-        return second ? strtoll(second, nullptr, 10) : 0;
-#else
-        return 0;
+        had.ran = strtoll(text, &rest, 10), had.waited = strtoll(rest, nullptr, 10);
 #endif
+        return had;
     }
     // In a forked process the file is another's thread's.
     void forget() {
@@ -50,9 +53,9 @@ public:
 #endif
         file_ = UNKNOWN;
     }
-    Waited() = default;
-    Waited(const Waited&) = delete;
-    ~Waited() { forget(); }
+    Account() = default;
+    Account(const Account&) = delete;
+    ~Account() { forget(); }
 
 private:
     static constexpr int UNKNOWN = -2;
@@ -64,21 +67,20 @@ private:
 // it has worked for about as long as it was away before.
 class Stretch {
 public:
-    Waited waited;
+    Account account;
 
     bool shares_core() const { return part_waited_ > SHARES; }
     bool is_over(int64_t now) const { return shares_core() && now - began_ > length_; }
 
     // How the calling thread fared since it looked last.
     void look(int64_t now) {
-        int64_t before = waited_ns_;
-        looked_ = now, waited_ns_ = waited.ns();
-        if (waited_ns_ - before > LOST_NS) began_ = now;
-        int64_t span = now - span_began_;
+        Had before = had_;
+        looked_ = now, had_ = account.read();
+        if (had_.waited - before.waited > LOST_NS) began_ = now;
+        int64_t waited = had_.waited - at_span_.waited, span = had_.ran - at_span_.ran + waited;
         if (span < SPAN_NS) return;
-        double part = (double)(waited_ns_ - span_waited_ns_) / (double)span;
-        part_waited_ += (part - part_waited_) * (span < MEMORY_NS ? (double)span / MEMORY_NS : 1);
-        span_began_ = now, span_waited_ns_ = waited_ns_;
+        part_waited_ += ((double)waited / (double)span - part_waited_) * (span < MEMORY_NS ? (double)span / MEMORY_NS : 1);
+        at_span_ = had_;
     }
     void look_once_a_while(int64_t now) {
         if (now - looked_ >= LOOK_NS) look(now);
@@ -98,9 +100,9 @@ public:
 
 private:
     int64_t began_ = 0, length_ = LEAST_STRETCH_NS;  // since when it works without a pause, and how long it may
-    int64_t looked_ = 0, waited_ns_ = 0;
-    int64_t span_began_ = 0, span_waited_ns_ = 0;
-    double part_waited_ = 0;  // of the last time
+    int64_t looked_ = 0;
+    Had had_, at_span_;       // when it looked, and when it began to add up
+    double part_waited_ = 0;  // of the last time with work
 };
 
 }  // namespace
