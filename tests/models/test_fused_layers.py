@@ -3,6 +3,8 @@
 import ctypes
 import os
 import platform
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +29,7 @@ from kvq.models.angles import Angles
 from kvq.models.cpu_layers import CpuLayers
 from kvq.models.fused_layers import is_fused, unfuse_layers
 from tests.helpers_models import random_tokens, save_model
+from tests.schedstat import needs_schedstat
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
@@ -148,7 +151,48 @@ def test_engines_over_one_model_step_side_by_side() -> None:
             assert tokens == alone[kv]
 
 
+_FORK = """
+import os, threading, torch, kvq
+
+torch.set_num_threads(3)
+shared, has_begun, stop = {}, threading.Event(), threading.Event()
+
+def tokens():
+    llm = kvq.LLM(shared["model"], num_blocks=16, max_num_batched_tokens=64)
+    params = kvq.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    return llm.generate([[5, 7, 11]], params)[0].outputs[0].token_ids
+
+def go_on():  # all in a thread that does not fork: libgomp does not survive it in the one that does
+    shared.update(model=kvq.load("tiny"))
+    shared.update(expected=tokens())
+    has_begun.set()
+    while not stop.is_set():
+        assert tokens() == shared["expected"]
+
+other = threading.Thread(target=go_on)
+other.start()
+has_begun.wait()
+for _ in range(15):
+    child = os.fork()
+    if not child:
+        os._exit(0 if tokens() == tokens() == shared["expected"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+stop.set()
+other.join()
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_while_a_thread_is_in_a_step_makes_steps_of_its_own() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert ran.stdout == "done\n", ran.stderr
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="code changes its thread by glibc's means")
+@needs_schedstat
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_step_that_goes_on_in_another_thread_beside_busy_processes_has_the_same_bits(engines: int) -> None:
     model, params = kvq.load("tiny"), kvq.SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)

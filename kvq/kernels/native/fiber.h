@@ -9,6 +9,8 @@
 
 #include <sys/mman.h>
 #include <ucontext.h>
+
+#include "signals.h"
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #elif defined(__SANITIZE_THREAD__)
@@ -21,20 +23,13 @@ class Fiber {
 public:
     // Make ready to run body(data); false if there is no memory for the stack, which is kept from run to run.
     bool begin(void (*body)(const void*), const void* data) {
-        if (!stack_ && !(stack_ = new_stack())) return false;
+        if (!is_made_ && !make()) return false;
         body_ = body, data_ = data, has_ended_ = false;
-        getcontext(&inside_.context);
-        inside_.context.uc_stack.ss_sp = stack_, inside_.context.uc_stack.ss_size = SIZE;
-        inside_.context.uc_link = nullptr;
-        uintptr_t self = (uintptr_t)this;  // in halves: ints are all that is handed on
-        makecontext(&inside_.context, (void (*)())run, 2, (unsigned)(self >> 32), (unsigned)self);
-#if defined(__SANITIZE_ADDRESS__)
-        inside_.bottom = stack_, inside_.size = SIZE;
-#elif defined(__SANITIZE_THREAD__)
-        inside_.thread = __tsan_create_fiber(0);
-#endif
         return true;
     }
+
+    // In a forked process it may be left off in a thread that is none here.
+    void forget() { is_made_ = false; }
 
     // On the calling thread until it leaves off or ends; true if it has ended.
     bool resume() {
@@ -42,9 +37,6 @@ public:
         outside_.thread = __tsan_get_current_fiber();
 #endif
         change(outside_, inside_);
-#if defined(__SANITIZE_THREAD__)
-        if (has_ended_) __tsan_destroy_fiber(inside_.thread);
-#endif
         return has_ended_;
     }
 
@@ -65,17 +57,34 @@ private:
 #endif
     };
 
+    bool make() {
+        if (!stack_ && !(stack_ = new_stack())) return false;
+        getcontext(&inside_.context);
+        inside_.context.uc_stack.ss_sp = stack_, inside_.context.uc_stack.ss_size = SIZE;
+        inside_.context.uc_link = nullptr;
+        inside_.context.uc_sigmask = others_signals();
+        uint64_t self = (uintptr_t)this;  // in halves: ints are all that is handed on
+        makecontext(&inside_.context, (void (*)())run, 2, (unsigned)(self >> 32), (unsigned)self);
+#if defined(__SANITIZE_ADDRESS__)
+        inside_.bottom = stack_, inside_.size = SIZE;
+#elif defined(__SANITIZE_THREAD__)
+        inside_.thread = __tsan_create_fiber(0);
+#endif
+        return is_made_ = true;
+    }
+
     static uint8_t* new_stack() {
         void* memory = mmap(nullptr, GUARD + SIZE, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
         if (memory == MAP_FAILED) return nullptr;
-        mprotect(memory, GUARD, PROT_NONE);
-        return (uint8_t*)memory + GUARD;
+        if (!mprotect(memory, GUARD, PROT_NONE)) return (uint8_t*)memory + GUARD;
+        munmap(memory, GUARD + SIZE);
+        return nullptr;
     }
 
     void change(Side& from, Side& to) {
 #if defined(__SANITIZE_ADDRESS__)
-        __sanitizer_start_switch_fiber(has_ended_ ? nullptr : &from.fake, to.bottom, to.size);
+        __sanitizer_start_switch_fiber(&from.fake, to.bottom, to.size);
 #elif defined(__SANITIZE_THREAD__)
         __tsan_switch_to_fiber(to.thread, 0);
 #endif
@@ -85,21 +94,24 @@ private:
 #endif
     }
 
+    // Of one body after the other.
     static void run(unsigned high, unsigned low) {
-        Fiber& self = *(Fiber*)((uintptr_t)high << 32 | low);
+        Fiber& self = *(Fiber*)(uintptr_t)((uint64_t)high << 32 | low);
 #if defined(__SANITIZE_ADDRESS__)
         __sanitizer_finish_switch_fiber(nullptr, &self.outside_.bottom, &self.outside_.size);
 #endif
-        self.body_(self.data_);
-        self.has_ended_ = true;
-        self.leave_off();
+        for (;;) {
+            self.body_(self.data_);
+            self.has_ended_ = true;
+            self.leave_off();
+        }
     }
 
     Side inside_, outside_;  // of whoever resumed it last
     uint8_t* stack_ = nullptr;
     void (*body_)(const void*) = nullptr;
     const void* data_ = nullptr;
-    bool has_ended_ = true;
+    bool is_made_ = false, has_ended_ = true;
 };
 
 }  // namespace
@@ -110,6 +122,7 @@ namespace {
 
 struct Fiber {
     bool begin(void (*)(const void*), const void*) { return false; }
+    void forget() {}
     bool resume() { return true; }
     void leave_off() {}
 };

@@ -4,18 +4,18 @@
 // A job is open while its caller works on it. Free threads enter it, work until nothing is left, and leave; the
 // caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
 // running, which never entered, is not waited for; and one that shares its core leaves between two tasks before the
-// scheduler takes it off, and enters again. In a course, a call of many jobs, the caller does the same, if all threads
-// share theirs: who has a core then goes on in its place. Who waits spins for four times as long as waking a sleeping thread takes,
-// measured when the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread it
-// waits for may need.
+// scheduler takes it off, and enters again. In a course, a call of many jobs, the caller does the same, if as many of
+// the pool's threads share theirs as a job takes: who has a core then goes on in its place. Who waits spins for four
+// times as long as waking a sleeping thread takes, measured when the pool is made, and then sleeps: beside busy processes
+// a core that spins is one that the thread it waits for may need.
 
 #include "pool.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include "elsewhere.h"
 #include "fiber.h"
+#include "signals.h"
 #include "stretch.h"
 
 namespace {
@@ -157,6 +157,11 @@ struct Member {
         if (somebody_waits) wake(pool.sleeping, pool.job);
     }
 
+    void rest_if_over() {
+        stretch.look_once_a_while(now_ns());
+        if (stretch.is_over(now_ns())) stretch.rest();
+    }
+
     // Wait for work and do it, until `is_over()`.
     template <class Condition>
     void work_until(Condition is_over) {
@@ -165,8 +170,7 @@ struct Member {
             if (wait_for(pool.sleeping, pool.job, [&] { return finds_work() || is_over(); }))
                 stretch.begin_after(since);
             if (!enters() && __atomic_exchange_n(&course.waits, 0, __ATOMIC_SEQ_CST)) drive();
-            stretch.look_once_a_while(now_ns());
-            if (stretch.is_over(now_ns())) stretch.rest();
+            rest_if_over();
             bool shares = is_of_pool && stretch.shares_core();
             if (shares != is_counted) __atomic_fetch_add(&pool.sharing, shares ? 1 : -1, __ATOMIC_SEQ_CST);
             is_counted = shares;
@@ -238,24 +242,27 @@ inline int64_t wake_ns() {
     return best;
 }
 
-void forget_threads() {  // a forked process has none
+void forget_threads() {  // a forked process has none but its caller's, which had no time yet
     pool.state = 0, pool.is_taken = 0, pool.threads = 0, pool.sharing = pool.sleeping = pool.caller_sleeps = 0;
     course.is_taken = course.waits = 0;
-    calling_member.stretch.account.forget();
+    course.fiber.forget();
+    calling_member = Member{};
     pool.mutex = PTHREAD_MUTEX_INITIALIZER;
     pool.job = pool.end = PTHREAD_COND_INITIALIZER;
+}
+
+void prepare_for_forks() {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, [] { pthread_atfork(nullptr, nullptr, forget_threads); });
 }
 
 // Make threads until there are so many, or the system has no more. They leave signals to others.
 inline void add_threads(int count) {
     if (pool.threads >= count) return;
     bool is_first = pool.threads == 0;
-    static bool is_told = false;
-    if (!is_told) pthread_atfork(nullptr, nullptr, forget_threads);
-    is_told = true;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    prepare_for_forks();
+    sigset_t others = others_signals(), before;
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     for (pthread_t thread; pool.threads < count; pool.threads++) {
         if (pthread_create(&thread, nullptr, serve, nullptr)) break;
         pthread_detach(thread);
@@ -272,7 +279,8 @@ inline void add_threads(int count) {
 extern "C" int kvq_has_to_rest(int thread) {
     Member* member = this_member();
     if (!member || !member->stretch.shares_core() || (!thread && !member->drives)) return 0;
-    if (!thread && member == course.caller && seen(pool.sharing) < seen(pool.others)) return 0;
+    int others = seen(pool.others);
+    if (!thread && member == course.caller && seen(pool.sharing) < (others ? others : 1)) return 0;
     return member->leaves = member->stretch.is_over(now_ns());
 }
 
@@ -288,11 +296,13 @@ extern "C" int64_t kvq_times_carried() { return __atomic_load_n(&course.times_ca
 
 extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const void* data) {
     if (threads <= 1 || this_member() || __atomic_exchange_n(&course.is_taken, 1, __ATOMIC_ACQUIRE)) return body(data);
+    prepare_for_forks();
     if (course.fiber.begin(body, data)) {
         own_member = course.caller = &calling_member;
         course.has_ended = 0;
         calling_member.stretch.look_once_a_while(now_ns());
         calling_member.drive();
+        if (!seen(course.has_ended)) calling_member.rest_if_over();
         calling_member.work_until([] { return seen(course.has_ended) != 0; });
         own_member = nullptr;
     } else {

@@ -12,11 +12,12 @@
 
 namespace {
 
-constexpr int64_t LOOK_NS = 1000000;      // between two looks at how long a thread waited for its core
-constexpr int64_t LOST_NS = 1000000;      // of that in one go: others were there
-constexpr int64_t SPAN_NS = 40000000;     // with work, over which waiting is added up,
-constexpr int64_t MEMORY_NS = 160000000;  // and that counts
-constexpr double SHARES = 0.3;            // of its time with work a thread waits whose core is taken to be others', too
+constexpr int64_t LOOK_NS = 1000000;       // between two looks, 8 us each, at how long a thread waited for its core
+constexpr int64_t LONG_LOOK_NS = 4000000;  // if it seems to have it for itself
+constexpr int64_t LOST_NS = 1000000;       // of that in one go: others were there
+constexpr int64_t SPAN_NS = 40000000;      // with work, over which waiting is added up,
+constexpr int64_t MEMORY_NS = 160000000;   // and that counts
+constexpr double SHARES = 0.3;             // of its time with work a thread waits whose core is taken to be others', too
 constexpr int64_t LEAST_STRETCH_NS = 1200000, MOST_STRETCH_NS = 3500000;  // schedulers give 1.4 to 4 ms at a time
 constexpr int64_t REST_NS = 600000;
 
@@ -31,51 +32,35 @@ struct Had {
     int64_t ran = 0, waited = 0;
 };
 
-// That of the thread which asks first, as the system counts it; nothing where it does not.
-class Account {
-public:
-    Had read() {
-        Had had;
+// That of the calling thread, as the system counts it; nothing where it does not. The file is open only meanwhile: one
+// kept would be another thread's after a fork.
+inline Had had_so_far() {
+    Had had;
 #if defined(__linux__)
-        if (file_ == UNKNOWN) file_ = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
-        char text[64], *rest;
-        ssize_t length = file_ < 0 ? -1 : pread(file_, text, sizeof text - 1, 0);
-        if (length <= 0) return had;
-        text[length] = 0;
-        had.ran = strtoll(text, &rest, 10), had.waited = strtoll(rest, nullptr, 10);
+    int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return had;
+    char text[64], *rest;
+    ssize_t length = read(file, text, sizeof text - 1);
+    close(file);
+    if (length <= 0) return had;
+    text[length] = 0;
+    had.ran = strtoll(text, &rest, 10), had.waited = strtoll(rest, nullptr, 10);
 #endif
-        return had;
-    }
-    // In a forked process the file is another's thread's.
-    void forget() {
-#if defined(__linux__)
-        if (file_ >= 0) close(file_);
-#endif
-        file_ = UNKNOWN;
-    }
-    Account() = default;
-    Account(const Account&) = delete;
-    ~Account() { forget(); }
-
-private:
-    static constexpr int UNKNOWN = -2;
-    int file_ = UNKNOWN;
-};
+    return had;
+}
 
 // When a thread that shares its core with others' work rests: the scheduler takes it off after some milliseconds, in
 // the middle of a task that everybody then waits for as long. So it goes by itself before that, between two tasks, after
 // it has worked for about as long as it was away before.
 class Stretch {
 public:
-    Account account;
-
     bool shares_core() const { return part_waited_ > SHARES; }
     bool is_over(int64_t now) const { return shares_core() && now - began_ > length_; }
 
     // How the calling thread fared since it looked last.
     void look(int64_t now) {
         Had before = had_;
-        looked_ = now, had_ = account.read();
+        looked_ = now, had_ = had_so_far();
         if (had_.waited - before.waited > LOST_NS) began_ = now;
         int64_t waited = had_.waited - at_span_.waited, span = had_.ran - at_span_.ran + waited;
         if (span < SPAN_NS) return;
@@ -83,7 +68,7 @@ public:
         at_span_ = had_;
     }
     void look_once_a_while(int64_t now) {
-        if (now - looked_ >= LOOK_NS) look(now);
+        if (now - looked_ >= (shares_core() ? LOOK_NS : LONG_LOOK_NS)) look(now);
     }
     // It slept since then.
     void begin_after(int64_t then) {
@@ -99,7 +84,7 @@ public:
     }
 
 private:
-    int64_t began_ = 0, length_ = LEAST_STRETCH_NS;  // since when it works without a pause, and how long it may
+    int64_t began_ = 0, length_ = LEAST_STRETCH_NS;  // since when it works, by all it was told, and how long it may
     int64_t looked_ = 0;
     Had had_, at_span_;       // when it looked, and when it began to add up
     double part_waited_ = 0;  // of the last time with work

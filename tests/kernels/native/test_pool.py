@@ -16,6 +16,7 @@ from benchmarks.peers.neighbours import neighbours
 from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native import library
+from tests.schedstat import needs_schedstat
 from tests.waiting import HANG_S
 
 Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
@@ -114,7 +115,7 @@ def test_threads_that_rest_beside_busy_processes_leave_no_task_undone():
             torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs to know when a thread lost its core")
+@needs_schedstat
 def test_a_thread_that_shares_its_core_leaves_between_tasks_and_comes_again_under_its_number():
     has_to_rest = ctypes.CDLL(str(library._path())).kvq_has_to_rest
     end, block = time.monotonic() + HANG_S, bytes(500_000)
