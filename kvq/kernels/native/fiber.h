@@ -12,7 +12,7 @@
 
 #include "signals.h"
 #if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
+#include <sanitizer/asan_interface.h>
 #elif defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
 #endif
@@ -67,6 +67,7 @@ private:
         makecontext(&inside_.context, (void (*)())run, 2, (unsigned)(self >> 32), (unsigned)self);
 #if defined(__SANITIZE_ADDRESS__)
         inside_.bottom = stack_, inside_.size = SIZE;
+        __asan_unpoison_memory_region(stack_, SIZE);  // which a process forked in a body has as it was
 #elif defined(__SANITIZE_THREAD__)
         inside_.thread = __tsan_create_fiber(0);
 #endif
