@@ -4,7 +4,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from threading import RLock
 from typing import Any
+
+_importing = RLock()
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
@@ -21,6 +24,16 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], 
         return getattr(import_module(found[name]), name)
 
     return look_up
+
+
+def import_whole(library: str) -> None:
+    """Import a library that ends with another module in its own place, as transformers does.
+
+    A thread that imports a name from it while another does so for the first time finds the module that was
+    there before, without the name.
+    """
+    with _importing:
+        import_module(library)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Names of packages and libraries are imported by who uses them."""
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -36,3 +37,22 @@ def test_an_unseen_library_is_not_installed_for_a_while():
     loaded = importlib.import_module("colorsys")
     with unseen("colorsys"):
         assert importlib.import_module("colorsys") is loaded
+
+
+_THREADS = """
+import threading, kvq
+
+def load():
+    loaded.append(kvq.load("tiny"))
+
+loaded = []
+threads = [threading.Thread(target=load) for _ in range(4)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(len(loaded))
+"""
+
+
+def test_threads_that_load_first_thing_in_a_process_all_have_their_models():
+    ran = subprocess.run([sys.executable, "-c", _THREADS], capture_output=True, text=True, check=False)
+    assert ran.stdout == "4\n", ran.stderr

@@ -15,6 +15,7 @@ from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.cores import settle_threads
 from kvq.kernels.neighbours import watch_neighbours
+from kvq.lazy import import_whole
 from kvq.models.config_values import with_floats
 from kvq.models.rope import BATCH_DEPENDENT_ROPE
 from kvq.models.text_models import know_text_model
@@ -27,6 +28,7 @@ _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old 
 
 def import_class(config_dict: Mapping[str, Any]) -> None:
     """Import what the model is made of, whose memory is not the weights'."""
+    import_whole("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with suppress(KeyError, ValueError, ImportError):  # said by whoever loads it
@@ -39,6 +41,7 @@ def load_config(folder: Path) -> Any:
     Raises:
         ModelError: it can't be read.
     """
+    import_whole("transformers")
     from transformers import AutoConfig
 
     try:

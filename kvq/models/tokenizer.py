@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import ModelError, first_lines
-from kvq.lazy import unseen
+from kvq.lazy import import_whole, unseen
 from kvq.models.checkpoint import read_json
 from kvq.models.resolve import tokenizer_folder
 
@@ -16,6 +16,7 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ModelError: the folder has none that loads without running its code.
     """
+    import_whole("transformers")
     from transformers import AutoTokenizer
 
     folder = tokenizer_folder(folder)
