@@ -152,31 +152,36 @@ def test_engines_over_one_model_step_side_by_side() -> None:
 
 
 _FORK = """
-import os, threading, torch, kvq
+import os, random, threading, time, torch, kvq
 import tests.conftest  # the build that is tested
 
 torch.set_num_threads(3)
+PROMPT, PARAMS = [5 + i % 300 for i in range(400)], kvq.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 shared, has_begun, stop = {}, threading.Event(), threading.Event()
 
-def tokens():
-    llm = kvq.LLM(shared["model"], num_blocks=16, max_num_batched_tokens=64)
-    params = kvq.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    return llm.generate([[5, 7, 11]], params)[0].outputs[0].token_ids
+def engine():
+    return kvq.LLM(shared["model"], num_blocks=40, max_num_batched_tokens=512, prefix_caching=False)
+
+def tokens(llm):
+    return llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
 
 def go_on():  # all in a thread that does not fork: libgomp does not survive it in the one that does
     shared.update(model=kvq.load("tiny"))
-    shared.update(expected=tokens())
+    llm = engine()
+    shared.update(expected=tokens(llm))
     has_begun.set()
     while not stop.is_set():
-        assert tokens() == shared["expected"]
+        assert tokens(llm) == shared["expected"]
 
 other = threading.Thread(target=go_on, daemon=True)
 other.start()
 has_begun.wait()
 for _ in range(15):
+    time.sleep(random.uniform(0.01, 0.03))  # and so wake in the middle of a step
     child = os.fork()
     if not child:
-        os._exit(0 if tokens() == tokens() == shared["expected"] else 1)
+        llm = engine()
+        os._exit(0 if tokens(llm) == tokens(llm) == shared["expected"] else 1)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 0, status
 stop.set()
