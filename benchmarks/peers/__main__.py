@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from benchmarks.peers.measure import Place, measure
 from benchmarks.peers.neighbours import neighbours
 from kvq.errors import ConfigError, KVQError
 from kvq.evals.results import envelope, source_commit, write_json
+from kvq.fileio import check_writable
 
 _OWN = "auto"  # threads
 
@@ -59,13 +61,26 @@ def threads_of(text: str) -> tuple[int | None, ...]:
 
 
 def place_of(options: argparse.Namespace) -> Place:
-    """Interpreters and models of those that take part."""
+    """Interpreters and models of those that take part.
+
+    Raises:
+        ConfigError: options that can't be used, before anything is measured.
+    """
+    if options.turns < 1 or options.neighbours < 0:
+        raise ConfigError(
+            f"--turns is at least 1 and --neighbours at least 0, got {options.turns} and {options.neighbours}"
+        )
+    if options.json is not None:
+        check_writable(options.json)
     folder: Path | None = options.models
     pythons = dict.fromkeys(("kvq", "reference", "transformers"), sys.executable)
     models = {"kvq": options.model.resolve()}
     for engine, python in (("openvino", options.openvino), ("llama.cpp", options.llama)):
-        if python is not None:
-            pythons[engine] = python
+        if python is None:
+            continue
+        if which(python) is None:
+            raise ConfigError(f"there is no interpreter {python!r} for {engine}; see docs/peers.md")
+        pythons[engine] = python
     if folder is not None:
         models |= {f"openvino/{kind}": folder.resolve() / f"openvino-{kind}" for kind in ("fp32", "int8")}
         models |= {f"llama.cpp/{kind}": folder.resolve() / f"{kind}.gguf" for kind in ("f32", "q8_0", "q4_0")}
@@ -106,7 +121,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="folder of openvino-fp32/, openvino-int8/ and F.gguf")
     parser.add_argument("--parts", default="*", help=f"patterns, of {', '.join(PARTS)}")
     parser.add_argument("--only", default="*", help="patterns of ENGINE/WEIGHTS/KV: 'kvq/fp32/*,openvino/*'")
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=8, help="of each contender (%(default)s)")
     parser.add_argument(
         "--threads",
         default=",".join(map(str, sorted({1, cores}))),

@@ -44,13 +44,24 @@ def test_threads_are_different_numbers_or_left_to_the_engine():
 
 
 def test_peers_without_their_models_are_refused(tmp_path):
-    options = command.options_of(["--model", str(tmp_path), "--llama", "python"])
+    options = command.options_of(["--model", str(tmp_path), "--llama", sys.executable])
     with pytest.raises(ConfigError, match="--models"):
         command.place_of(options)
-    options = command.options_of(["--model", str(tmp_path), "--llama", "python", "--models", str(tmp_path)])
+    given = ["--model", str(tmp_path), "--llama", sys.executable, "--models", str(tmp_path)]
+    options = command.options_of(given)
     place = command.place_of(options)
     assert "openvino" not in place.pythons
     assert place.models["llama.cpp/q4_0"] == tmp_path / "q4_0.gguf"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--turns", "0"), ("--neighbours", "-1"), ("--openvino", "/none"), ("--json", "/none/x.json")],
+)
+def test_options_that_cannot_be_used_are_refused_before_anything_is_measured(tmp_path, option, value):
+    given = ["--model", str(tmp_path), "--models", str(tmp_path), f"{option}={value}"]
+    with pytest.raises(ConfigError, match=f"{option}|{value}"):
+        command.place_of(command.options_of(given))
 
 
 def test_every_contender_of_a_part_stands_there_once():

@@ -156,7 +156,8 @@ import os, random, threading, time, torch, kvq
 import tests.conftest  # the build that is tested
 
 torch.set_num_threads(3)
-PROMPT, PARAMS = [5 + i % 300 for i in range(400)], kvq.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+PROMPT = [5 + i % 300 for i in range(400)]
+PARAMS = kvq.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 shared, has_begun, stop = {}, threading.Event(), threading.Event()
 
 def engine():
