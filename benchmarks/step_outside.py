@@ -4,7 +4,8 @@
     python -m benchmarks.step_outside --model /tmp/bench-model [--weights int4] [--batch 1] [--out FILE]
 
 The engine decodes greedily at a depth of some hundred tokens. Each phase is timed where the engine calls it,
-kernels where Python calls compiled code; a phase's time is without the kernels inside it. Medians over steps.
+kernels where Python calls compiled code; a phase's time is without the kernels inside it, and without what of it
+happens while a step runs aside. Medians over steps.
 """
 
 import argparse
@@ -30,28 +31,53 @@ PHASES = {
     "orders and tables": lambda core: (core.runner, "prepare"),
     "forward": lambda core: (core.runner, "forward"),
     "choose": lambda core: (core._chooser, "choose"),
+    "launch ahead": lambda core: (core._launcher, "launch_ahead"),
     "commit and tell": lambda core: (core, "_settle"),
     "publish": lambda core: (core._publisher, "publish"),
 }
 
 
 class Phases:
-    """Seconds by phase of the step that runs, kernels apart."""
+    """Seconds by phase of the step that runs, kernels apart, on a clock that stands while a step runs aside."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inside: list[float] = []  # of every phase that runs, seconds that belong to others
+        self._aside_s = 0.0
+        self._stands_since: float | None = None
+
+    def _now(self) -> float:
+        return (perf_counter() if self._stands_since is None else self._stands_since) - self._aside_s
+
+    def kernel(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """A kernel whose time counts as `kernels`, of a step that runs aside from its begin to its end."""
+        timed = self.timed("kernels", kernel)
+
+        def begin(*args: Any) -> Any:
+            status = timed(*args)
+            self._stands_since = perf_counter()
+            return status
+
+        def end(*args: Any) -> Any:
+            status, now = kernel(*args), perf_counter()
+            if self._stands_since is not None:
+                self.seconds["kernels"] += now - self._stands_since
+                self._aside_s += now - self._stands_since
+                self._stands_since = None
+            return status
+
+        return {"decoder_pass_begin": begin, "decoder_pass_end": end}.get(name, timed)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose time counts as `name`'s and not as its caller's."""
 
         def call(*args: Any, **more: Any) -> Any:
             self._inside.append(0.0)
-            began = perf_counter()
+            began = self._now()
             try:
                 return function(*args, **more)
             finally:
-                took = perf_counter() - began
+                took = self._now() - began
                 self.seconds[name] += took - self._inside.pop()
                 if self._inside:
                     self._inside[-1] += took
@@ -66,7 +92,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     core, phases = llm.core, Phases()
     kernels = loaded().kernels
     for name, kernel in list(kernels.items()):
-        kernels[name] = phases.timed("kernels", kernel)
+        kernels[name] = phases.kernel(name, kernel)
     for name, find in PHASES.items():
         owner, method = find(core)
         setattr(owner, method, phases.timed(name, getattr(owner, method)))

@@ -89,7 +89,7 @@ class EngineCore(StaysHere):
             self.runner,
             self._jobs,
             clock,
-            runs_ahead=weights.device.type == "cuda" if asks is None else asks,
+            runs_ahead=True if asks is None and weights.device.type == "cuda" else asks,
             speculator=self.speculator,
         )
         num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
@@ -208,7 +208,7 @@ class EngineCore(StaysHere):
             raise
         began += waited - launched  # launching the next step is that one's time
         if ahead is not None:
-            began -= running.scheduling_s + running.forward_s
+            began -= ahead.launched_s
         if plan.branches:
             self.scheduler.costs.observe(
                 num_decodes=plan.num_decodes,

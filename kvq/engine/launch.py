@@ -13,6 +13,7 @@ from kvq.errors import EngineError, KVQError
 from kvq.scheduler import Request, Scheduler, StepPlan
 
 _log = logging.getLogger("kvq")
+LONG_STEP_S = 0.02  # on a CPU: what Python takes of it is not worth that who comes waits for one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,23 @@ class Launched:
     drafting_s: float = 0.0  # of the forward pass's time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ahead:
-    """A step that was launched before the one before it was settled."""
+    """A step that is launched before the one before it is settled."""
 
     plan: StepPlan
-    output: StepOutput | None  # None if the forward pass raised
+    failed: list[SwapIn]
+    output: StepOutput | None  # None before it was launched, and if the forward pass raised
     scheduling_s: float
-    forward_s: float
+    forward_s: float = 0.0
+    launched_s: float = 0.0  # of these, after what the step before computed
 
 
 class Launcher:
-    """Runs plans; what raises is found branch by branch, so that only the guilty request ends."""
+    """Runs plans; what raises is found branch by branch, so that only the guilty request ends.
+
+    `runs_ahead`: launch steps while the one before them is settled; None: where it pays.
+    """
 
     def __init__(
         self,
@@ -48,7 +54,7 @@ class Launcher:
         jobs: Mapping[Request, Job],
         clock: Callable[[], float],
         *,
-        runs_ahead: bool,
+        runs_ahead: bool | None,
         speculator: Speculator | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -58,10 +64,13 @@ class Launcher:
         self._runs_ahead = runs_ahead
         self._speculator = speculator
         self._ahead: Ahead | None = None
+        self._planned: Ahead | None = None  # not launched yet, as it lacks its tokens
 
     def forget(self) -> None:
         """Drop the step that was launched ahead: all its requests end."""
-        self._ahead = None
+        ahead, self._ahead, self._planned = self._ahead, None, None
+        if ahead is not None:
+            _has_ended(ahead)
 
     def launch(self, plan: StepPlan, scheduling_s: float) -> Launched:
         """Carry out a plan's orders, then its forward pass."""
@@ -78,38 +87,91 @@ class Launcher:
 
     def launch_ahead(self, plan: StepPlan, pending: PendingChoices) -> None:
         """Launch the step after `plan` before anybody knows what comes of that, unless it has to wait."""
+        ahead, self._planned = self._planned, None
         live = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
-        if not self._runs_ahead or not pending.drew(live) or self._drafts_next():
+        drew, began = pending.drew(live), self._clock()
+        if ahead is None:
+            ahead = self._plan_ahead(plan) if drew else None
+            if ahead is None:
+                return
+            self._make_ready(ahead)
+        self._ahead = ahead
+        if not drew:  # some end here: it is run when that is settled
+            ahead.output = None
             return
+        assert ahead.plan.follows is not None, "planned ahead"
+        planned = self._clock()
+        try:
+            tokens = pending.tokens(ahead.plan.follows)
+            if ahead.output is None:
+                ahead.output = self._runner.forward(ahead.plan, ahead.failed, tokens=tokens)
+            else:
+                ahead.output.begin(tokens)
+        except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
+            _log.exception("step %d failed; running it again", ahead.plan.number)
+            ahead.output = None
+        if self._speculator is not None:
+            self._speculator.skip()
+        ended = self._clock()
+        ahead.forward_s += ended - planned
+        ahead.launched_s = ended - began
+
+    def _plan_ahead(self, plan: StepPlan) -> Ahead | None:
+        """Plan the step after `plan`, if it depends on nothing but its tokens and may run ahead."""
+        if not self._may_run_ahead(plan.num_decodes):
+            return None
         began = self._clock()
         ahead = self._scheduler.schedule_ahead(plan)
         if ahead is None or ahead.follows is None:
-            return
-        planned = self._clock()
-        failed = self._runner.prepare(ahead)
-        try:
-            output = self._runner.forward(ahead, failed, tokens=pending.tokens(ahead.follows))
-        except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
-            _log.exception("step %d failed; running it again", ahead.number)
-            output = None
-        if self._speculator is not None:
-            self._speculator.skip()
-        self._ahead = Ahead(ahead, output, planned - began, self._clock() - planned)
+            return None
+        return Ahead(ahead, [], None, self._clock() - began)
 
-    def _drafts_next(self) -> bool:
-        """True if the step after this one may have drafts, which depend on its tokens."""
-        return self._speculator is not None and self._speculator.may_draft
+    def _may_run_ahead(self, num_decodes: int) -> bool:
+        if self._speculator is not None and self._speculator.may_draft:  # drafts depend on tokens
+            return False
+        if self._runs_ahead is not None:
+            return self._runs_ahead
+        return self._runner.runs_aside and self._scheduler.costs.decode_s(num_decodes) < LONG_STEP_S
+
+    def _make_ready(self, ahead: Ahead) -> None:
+        """Do for a step all that doesn't take its tokens."""
+        began = self._clock()
+        ahead.failed = self._runner.prepare(ahead.plan)
+        try:
+            ahead.output = self._runner.get_ready(ahead.plan, ahead.failed)
+        except Exception:  # noqa: BLE001 - it is launched the other way, which tells whom it concerns
+            _log.exception("step %d could not be made ready", ahead.plan.number)
+        ahead.forward_s = self._clock() - began
 
     def take_ahead(self) -> Ahead | None:
         """The step that was launched ahead; None if nobody of it is left."""
         ahead, self._ahead = self._ahead, None
-        return None if ahead is None or all(branch.is_done for branch in ahead.plan.branches) else ahead
+        if ahead is None or any(not branch.is_done for branch in ahead.plan.branches):
+            return ahead
+        _has_ended(ahead)
+        return None
 
     def resume(self, ahead: Ahead) -> Launched:
-        """Go on with a step that was launched ahead, now that the one before it is settled."""
-        if ahead.output is not None:
-            return Launched(ahead.plan, ahead.output, {}, ahead.scheduling_s, ahead.forward_s)
-        plan, began = ahead.plan.after_all(), self._clock()
+        """Go on with a step that was launched ahead, now that the one before it is settled.
+
+        While it runs aside, the one after it is made ready.
+        """
+        if ahead.output is not None and ahead.output.aside is not None:
+            self._planned = self._plan_ahead(ahead.plan)
+            if self._planned is not None and not self._planned.plan.orders:
+                self._make_ready(self._planned)
+        running = self._launched(ahead)
+        if self._planned is not None and self._planned.plan.orders:  # over blocks that the step writes
+            self._make_ready(self._planned)
+        return running
+
+    def _launched(self, ahead: Ahead) -> Launched:
+        """What came of it; it is run again if it raised."""
+        began = self._clock()
+        if ahead.output is not None and _has_ended(ahead):
+            forward_s = ahead.forward_s + self._clock() - began
+            return Launched(ahead.plan, ahead.output, {}, ahead.scheduling_s, forward_s)
+        plan = ahead.plan.after_all()
         output, errors = self._run(plan, [])
         return Launched(plan, output, errors, ahead.scheduling_s, self._clock() - began)
 
@@ -143,6 +205,17 @@ class Launcher:
                 errors[branch.request] = _step_failed(error)
                 parts.append(self._runner.nothing(part, []))
         return join(parts, failed), errors
+
+
+def _has_ended(ahead: Ahead) -> bool:
+    """Wait for a step's end; False if it raised."""
+    try:
+        if ahead.output is not None:
+            ahead.output.wait()
+    except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
+        _log.exception("step %d failed; running it again", ahead.plan.number)
+        return False
+    return True
 
 
 def _step_failed(error: Exception) -> EngineError:

@@ -16,9 +16,10 @@ from kvq.cache.memory import check_room
 from kvq.engine.graphs import Tables, decode_graphs
 from kvq.engine.transfers import prepare_transfers, upload_all
 from kvq.kernels import SequenceBatch
+from kvq.kernels.decoder.whole import ReadyPass
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.packing import Integers, are_decodes, positions_of, run_packed
+from kvq.models.packing import Integers, are_decodes, positions_of, ready_pass, run_packed
 from kvq.models.states import StepStates
 from kvq.models.step import Observer, PackedStep
 from kvq.models.weights import LoadedWeights
@@ -27,9 +28,9 @@ from kvq.scheduler import StepPlan
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class StepOutput:
-    """What came of a step's forward pass."""
+    """What came of a step's forward pass; of one that runs aside, what comes of it."""
 
     logits: Tensor  # [wanted rows, vocab] of the model's dtype, packed in the plan's order
     starts: list[int]  # per branch, its first row of the logits
@@ -38,6 +39,25 @@ class StepOutput:
     attention_s: float  # time in write and attend; on a GPU the time to launch them
     states: tuple[StepStates | None, ...] = ()  # of all branches, or of each, in a model that keeps states
     hidden: Tensor | None = None  # [new tokens, hidden_size], behind the last norm; if the runner keeps it
+    aside: ReadyPass | None = None  # until it was waited for
+
+    @torch.inference_mode()
+    def begin(self, tokens: Tensor) -> None:
+        """Let a pass that was made ready run aside, with its token ids, int64 [new tokens]."""
+        assert self.aside is not None, "made ready"
+        self.aside.tokens.copy_(tokens)
+        self.aside.begin()
+
+    def wait(self) -> None:
+        """Return when all of it is there.
+
+        Raises:
+            Exception: the pass raised it; it may be run again.
+        """
+        if self.aside is not None:
+            self.aside.wait()
+            self.attention_s += self.aside.seconds
+            self.aside = None
 
     def keep_states(self, index: int) -> None:
         """Store the state behind a branch's drafts, all of which were right."""
@@ -160,18 +180,9 @@ class Runner:
                 hidden=None if hidden is None else hidden[: len(plan.branches)],
             )
         starts, wanted = _wanted(plan, last_rows)
-        slots = self.cache.states
         find = self._inputs_on_cpu if self._device.type == "cpu" else self._inputs_on_gpu
         found = find(plan, wanted, tokens)
-        step = PackedStep(
-            cache=self.cache,
-            geometry=self.model.geometry,
-            batches=found.batches,
-            bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
-            observer=self.observer,
-            states=None if slots is None else StepStates.of(slots, plan.moves, self._device, plan.drafts),
-            keeps_hidden=self.keeps_hidden,
-        )
+        step = self._packed(plan, found)
         logits = run_packed(weights or self.model.weights, step, found.tokens, found.positions, found.wanted)
         return StepOutput(
             logits=logits,
@@ -181,6 +192,50 @@ class Runner:
             attention_s=step.attention_s,
             states=() if step.states is None else (step.states,),
             hidden=None if step.hidden is None else step.hidden[: plan.num_tokens],
+        )
+
+    @property
+    def runs_aside(self) -> bool:
+        """True if passes may run while Python goes on: on a GPU, or in kernels' threads of a CPU."""
+        if self._graphs is not None or self._device.type != "cpu":
+            return True
+        short = self.model.weights.fused_pass
+        is_plain = self.observer is None and not self.keeps_hidden and self.cache.states is None
+        return is_plain and short is not None and short.is_whole and torch.get_num_threads() > 1
+
+    @torch.inference_mode()
+    def get_ready(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput | None:
+        """All of a decode's forward pass on a CPU but for its tokens, to `begin` with those; None if it can't.
+
+        Another one may run meanwhile; it has to end before this one begins.
+        """
+        if self._graphs is not None or self._device.type != "cpu" or not self.runs_aside:
+            return None
+        starts, wanted = _wanted(plan, _NONE)
+        found = self._inputs_on_cpu(plan, wanted, None)
+        step = self._packed(plan, found)
+        aside = ready_pass(self.model.weights, step, plan.token_ids, found.positions, wanted)
+        if aside is None:
+            return None
+        return StepOutput(
+            logits=aside.logits[: len(wanted)],
+            starts=starts,
+            bad_tokens=step.bad_tokens,
+            failed_swaps=failed,
+            attention_s=0.0,
+            aside=aside,
+        )
+
+    def _packed(self, plan: StepPlan, found: _Inputs) -> PackedStep:
+        slots = self.cache.states
+        return PackedStep(
+            cache=self.cache,
+            geometry=self.model.geometry,
+            batches=found.batches,
+            bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
+            observer=self.observer,
+            states=None if slots is None else StepStates.of(slots, plan.moves, self._device, plan.drafts),
+            keeps_hidden=self.keeps_hidden,
         )
 
     def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:

@@ -9,7 +9,7 @@ from kvq.cache.kv_cache import KVCache
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
 from kvq.kernels.decoder.stack import CpuStack, StackLayer
-from kvq.kernels.decoder.whole import CpuPass, PassParts
+from kvq.kernels.decoder.whole import CpuPass, PassParts, ReadyPass
 from kvq.models.angles import Angles
 from kvq.models.step import PackedStep
 
@@ -43,8 +43,8 @@ class CpuLayers:
         positions: Tensor,
         wanted: Tensor,
         step: PackedStep,
-    ) -> Tensor | None:
-        """Logits of a step in one call, with the bits of several; None where one isn't enough."""
+    ) -> ReadyPass | None:
+        """A step in one call, with the bits of several; None where one isn't enough."""
         if len(tokens) != len(step.bad_tokens) or (stack := self._stack_of(step)) is None:
             return None
         tables = angles.tables(parts.dtype, int(positions.max()) + 1)
@@ -52,10 +52,8 @@ class CpuLayers:
             return None
         if stack.whole is None or stack.whole.parts is not parts:
             stack.whole = CpuPass(parts)
-        run: CpuPass = stack.whole
-        logits, seconds = run(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
-        step.attention_s += seconds
-        return logits
+        make: CpuPass = stack.whole
+        return make(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
 
     def _one_by_one(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         for layer in self._layers:

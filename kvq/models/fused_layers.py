@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvq.errors import ConfigError
 from kvq.kernels.decoder.cpu import runs_in_cpp
 from kvq.kernels.decoder.parts import DecoderParts
-from kvq.kernels.decoder.whole import PassParts
+from kvq.kernels.decoder.whole import PassParts, ReadyPass
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.angles import Angles
@@ -148,9 +148,9 @@ class FusedForward:
         """True if somebody looks at the layers' modules, which steps go around."""
         return any(self._hooks)
 
-    def logits(
+    def whole(
         self, ends: Ends, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
-    ) -> Tensor | None:
+    ) -> ReadyPass | None:
         """A whole step in one call; None where one isn't enough."""
         if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
             return None
@@ -198,12 +198,24 @@ class FusedPass:
         """True while nobody has hooks on the modules that steps go around."""
         return not (any(self._hooks) or self._layers.is_hooked or "forward" in self._model.__dict__)
 
+    @property
+    def is_whole(self) -> bool:
+        """True while nobody has hooks and one call of compiled code may be enough for a step."""
+        return self._ends is not None and self.is_free
+
+    def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:
+        """The step in one call, not begun, where that is enough; for arguments see `__call__`."""
+        if self._ends is None or step.keeps_hidden:
+            return None
+        return self._layers.whole(self._ends, tokens, positions, wanted, step)
+
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> Tensor:
         """Logits [wanted, vocab]; tokens and positions: int64 [rows], wanted: int64, rows."""
-        if self._ends is not None and not step.keeps_hidden:
-            made = self._layers.logits(self._ends, tokens, positions, wanted, step)
-            if made is not None:
-                return made
+        whole = self.ready(tokens, positions, wanted, step)
+        if whole is not None:
+            whole.run()
+            step.attention_s += whole.seconds
+            return whole.logits
         hidden = self._layers.hidden(tokens[None], positions[None], step)
         if step.keeps_hidden:
             step.hidden = hidden

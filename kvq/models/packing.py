@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq.kernels.decoder.whole import ReadyPass
 from kvq.models.hidden import kept_hidden
 from kvq.models.step import PackedStep
 from kvq.models.weights import LoadedWeights
@@ -46,9 +47,7 @@ def run_packed(
     copied there, for which a GPU's host waits. Rows are padded where results would depend on their number
     else.
     """
-    rows, device = weights.step_rows(len(positions)), weights.device
-    step.positions = padded(positions, rows, device)
-    ids, keep = padded(tokens, rows, device), padded(wanted, weights.logit_rows(len(wanted)), device)
+    ids, keep = _laid_out(weights, step, tokens, positions, wanted)
     short = weights.fused_pass
     if short is not None and short.is_free and step.states is None:
         return short(ids, step.positions, keep, step)[: len(wanted)]
@@ -65,6 +64,34 @@ def run_packed(
         step.states.write()
     logits: Tensor = output.logits[0, : len(wanted)]
     return logits
+
+
+def ready_pass(
+    weights: LoadedWeights,
+    step: PackedStep,
+    tokens: Sequence[int] | Tensor,
+    positions: Integers | Tensor,
+    wanted: Sequence[int] | Tensor,
+) -> ReadyPass | None:
+    """The same as one call of compiled code that may be begun and waited for; None where it is no such call."""
+    short = weights.fused_pass
+    if short is None or not short.is_whole or step.states is not None:
+        return None
+    ids, keep = _laid_out(weights, step, tokens, positions, wanted)
+    return short.ready(ids, step.positions, keep, step)
+
+
+def _laid_out(
+    weights: LoadedWeights,
+    step: PackedStep,
+    tokens: Sequence[int] | Tensor,
+    positions: Integers | Tensor,
+    wanted: Sequence[int] | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Token ids and wanted rows on the device, as many as the pass takes; the step's positions likewise."""
+    rows, device = weights.step_rows(len(positions)), weights.device
+    step.positions = padded(positions, rows, device)
+    return padded(tokens, rows, device), padded(wanted, weights.logit_rows(len(wanted)), device)
 
 
 def padded(values: Sequence[int] | Integers | Tensor, rows: int, device: torch.device) -> Tensor:

@@ -25,7 +25,8 @@ _FIRST = 0x4E00  # the character of token 0
 _WIDTH = 96
 
 opened: list[LLM] = []  # by the test that runs
-defaults: dict[str, Any] = {"max_num_seqs": 16}  # of engines
+# Of engines. Tests that preempt or look between two steps need those in turns; test_ahead.py has the others.
+defaults: dict[str, Any] = {"max_num_seqs": 16, "async_scheduling": False}
 
 
 def text_of(tokens: Sequence[int]) -> str:

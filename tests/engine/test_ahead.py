@@ -9,8 +9,12 @@ import torch
 
 import kvq
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.engine.launch import LONG_STEP_S
+from kvq.engine.runner import StepOutput
+from kvq.kernels.decoder.whole import ReadyPass
+from kvq.kernels.native.library import load
 from kvq.models.linear import has_own_products
-from tests.engine.kit import assert_balanced, drive, engine, mixed_prompts, pair, submit, text_of
+from tests.engine.kit import assert_balanced, drive, engine, mixed_prompts, opened, pair, submit, text_of
 from tests.engine.test_graphs import graphs_over
 from tests.helpers_models import random_tokens
 
@@ -25,6 +29,23 @@ ALL_KINDS = [
     SamplingParams(max_tokens=40, ignore_eos=True, stop=[text_of([9]), text_of([40])]),
     SamplingParams(max_tokens=1),
 ]
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["in turns", "aside"])
+def num_threads(request):
+    """With two, steps of a plain model run in kernels' threads while those before them are settled."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Steps that ran aside so far."""
+    passes, begin = [], ReadyPass.begin
+    monkeypatch.setattr(ReadyPass, "begin", lambda self: passes.append(1) or begin(self))
+    return passes
 
 
 def watched(llm):
@@ -65,7 +86,7 @@ def logprobs(outputs):
         pytest.param("int4", {"max_num_batched_tokens": 19, "max_num_seqs": 5}, marks=pytest.mark.long),
     ],
 )
-def test_requests_of_all_kinds_get_the_same(family, kv, options):
+def test_requests_of_all_kinds_get_the_same(family, kv, options, num_threads, begun):
     model = pair(family)[0].with_kv(kv)
     options = {"max_context": 256} | options
     params = [ALL_KINDS[i % len(ALL_KINDS)] for i in range(24)]
@@ -78,6 +99,8 @@ def test_requests_of_all_kinds_get_the_same(family, kv, options):
     together = family == "gpt_oss" and not has_own_products(torch.float32, "auto")
     assert logprobs(got) == pytest.approx(logprobs(wanted), abs=1e-3 if together else 0)
     assert llm.num_ahead > 10
+    runs_aside = family == "llama" and num_threads > 1 and not isinstance(load(), str)
+    assert (len(begun) > 10) == runs_aside
     assert_balanced(llm)
 
 
@@ -135,19 +158,75 @@ def test_a_step_that_raises_when_launched_ahead_is_run_again_with_its_tokens(cap
     params = [replace(DRAWN, max_tokens=5 + 4 * i) for i in range(6)]
     wanted = results(engine(model).generate(prompts, params))
     llm = watched(engine(model, async_scheduling=True))
-    forward, raised = llm.core.runner.forward, []
+    forward, get_ready, raised = llm.core.runner.forward, llm.core.runner.get_ready, []
 
     def raising(plan, failed, *, tokens=None, **options):
-        if tokens is not None and plan.number % 2:
+        if plan.follows is not None and plan.number % 2:
             raised.append(plan.number)
             raise RuntimeError("not ahead")
         return forward(plan, failed, tokens=tokens, **options)
 
-    llm.core.runner.forward = raising
+    def refusing(plan, failed):
+        if plan.number % 2:
+            raise RuntimeError("not ready")
+        return get_ready(plan, failed)
+
+    llm.core.runner.forward, llm.core.runner.get_ready = raising, refusing
     with caplog.at_level(logging.CRITICAL, "kvq"):
         assert results(llm.generate(prompts, params)) == wanted
     assert len(raised) > 5
     assert_balanced(llm)
+
+
+@pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
+def test_a_step_that_fails_aside_is_run_again_with_its_tokens(num_threads, begun, monkeypatch, caplog):
+    model = pair("llama")[0]
+    prompts = mixed_prompts(6, seed=24)
+    params = [replace(DRAWN, max_tokens=5 + 4 * i) for i in range(6)]
+    wanted = results(engine(model).generate(prompts, params))
+    wait, failed = StepOutput.wait, []
+
+    def failing(self):
+        fails = self.aside is not None and len(begun) % 3 == 0
+        wait(self)
+        if fails:
+            failed.append(1)
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(StepOutput, "wait", failing)
+    llm = watched(engine(model, async_scheduling=True, num_blocks=60))
+    with caplog.at_level(logging.CRITICAL, "kvq"):
+        assert results(llm.generate(prompts, params)) == wanted
+    assert (len(failed) > 5) == (num_threads > 1)
+    assert_balanced(llm)
+
+
+@pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
+def test_short_steps_of_a_cpu_run_ahead_without_being_asked_to_and_long_ones_do_not(num_threads, begun):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for seconds, asked in ((LONG_STEP_S / 2, None), (2 * LONG_STEP_S, None), (LONG_STEP_S / 2, False)):
+        begun.clear()
+        llm = watched(engine(pair("llama")[0], async_scheduling=asked))
+        llm.core.scheduler.costs.decode_s = lambda _, seconds=seconds: seconds
+        llm.generate(mixed_prompts(3, seed=26), params)
+        runs_ahead = asked is None and num_threads > 1 and seconds < LONG_STEP_S
+        assert (llm.num_ahead > 10, len(begun) > 10) == (runs_ahead, runs_ahead)
+        assert_balanced(llm)
+
+
+def test_an_engine_that_is_dropped_while_a_step_runs_leaves_nothing_behind(num_threads):
+    model = pair("llama")[0]
+    for closes in (True, False):
+        llm = engine(model, async_scheduling=True)
+        submit(llm, [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True))
+        for _ in range(6):
+            llm.step()
+        if closes:
+            llm.close()
+        opened.remove(llm)
+        del llm
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    assert engine(model).generate([[5, 6, 7]], params)[0].error is None
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -205,7 +284,7 @@ def test_a_value_that_is_not_finite_in_a_token_computed_in_vain_fails_nobody():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_costs_are_those_of_the_step_itself(ahead):
+def test_costs_are_those_of_the_step_itself(ahead, monkeypatch):
     llm = engine(pair("llama")[0], async_scheduling=ahead)
     seen, forward, slow = [], llm.core.runner.forward, 0.02
     observe = llm.core.scheduler.costs.observe
@@ -215,6 +294,12 @@ def test_costs_are_those_of_the_step_itself(ahead):
         sleep(slow * len(plan.branches))
         return forward(plan, failed, **options)
 
+    def later(self):
+        sleep(slow * len(self.bad_tokens) * (self.aside is not None))
+        wait(self)
+
+    wait = StepOutput.wait
+    monkeypatch.setattr(StepOutput, "wait", later)
     llm.core.runner.forward = slower
     jobs = [submit(llm, [5, 6 + i], SamplingParams(max_tokens=4 + 4 * i, ignore_eos=True)) for i in range(3)]
     drive(llm, jobs)

@@ -184,7 +184,7 @@ def test_a_request_that_cannot_be_queued_fails_alone(model, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_breaks_down_says_so_to_everybody_who_waits(model):
     async def main():
-        engine = make(model)
+        engine = make(model, async_scheduling=False)
         tasks = [asyncio.create_task(engine.generate(prompt, ENDLESS)) for prompt in PROMPTS[:12]]
         await until(lambda: engine.core.scheduler.counters.steps > 3)
 
@@ -225,7 +225,7 @@ def test_closing_answers_everybody_and_refuses_what_comes_after(model):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_everybody_is_answered_even_if_requests_cannot_be_ended_in_order(model, caplog):
     async def main():
-        engine = make(model)
+        engine = make(model, async_scheduling=False)
         tasks = [asyncio.create_task(engine.generate(prompt, ENDLESS)) for prompt in PROMPTS[:12]]
         await until(lambda: engine.core.scheduler.counters.steps > 3)
         engine.core.scheduler.schedule = engine.core.scheduler.fail = None  # calls to it raise

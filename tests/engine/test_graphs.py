@@ -44,7 +44,8 @@ class Watched:
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_steps_through_static_buffers_equal_plain_ones(tiny, kv, count):
     """Every step is run twice: writes are repeated into the same slots."""
-    llm = kvq.LLM(tiny, kv, num_blocks=24, max_num_seqs=7, max_context=128, prefix_caching=False)
+    options = {"num_blocks": 24, "max_num_seqs": 7, "max_context": 128, "prefix_caching": False}
+    llm = kvq.LLM(tiny, kv, async_scheduling=False, **options)
     runner = llm.core.runner
     graphs, cache = graphs_over(runner, spare=24)
     checked = []

@@ -22,7 +22,7 @@ PROMPT = "Here is what you asked for:\n"
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    with LLM(tiny, num_blocks=512, max_num_seqs=32) as llm:
+    with LLM(tiny, num_blocks=512, max_num_seqs=32, async_scheduling=False) as llm:
         yield llm
 
 

@@ -268,7 +268,7 @@ def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     sequence = session.new_sequence()
     session.forward([(sequence, [1, 2, 3])])
     stack = next(iter(model.weights.model.model.forward._run._stacks.values()))
-    ends = stack.whole
+    make = stack.whole
     tables = model.weights.model.model.forward._angles.tables(torch.float32, 8)
     session.manager.append([(sequence, 2)])
     slots = torch.tensor([3, 4])
@@ -277,17 +277,23 @@ def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     )
     good = {"tokens": torch.tensor([4, 5]), "positions": torch.tensor([3, 4]), "wanted": torch.tensor([1])}
     bad = torch.zeros(2, dtype=torch.bool)
-    assert ends(stack, tables, *good.values(), (batch,), bad)[0].isfinite().all()
+    whole = make(stack, tables, *good.values(), (batch,), bad)
+    whole.run()
+    assert whole.logits.isfinite().all()
     for name, value in (("tokens", 1 << 20), ("tokens", -1), ("positions", 1 << 20), ("wanted", 2)):
         wrong = good | {name: torch.full_like(good[name], value)}
+        whole = make(stack, tables, *wrong.values(), (batch,), bad)
         with pytest.raises(IndexError):
-            ends(stack, tables, *wrong.values(), (batch,), bad)
+            whole.run()
+        whole.begin()
+        with pytest.raises(IndexError):
+            whole.wait()
     for name, value in (("tokens", torch.tensor([4.0, 5.0])), ("positions", torch.tensor([3]))):
         with pytest.raises(ConfigError, match="int64"):
-            ends(stack, tables, *(good | {name: value}).values(), (batch,), bad)
+            make(stack, tables, *(good | {name: value}).values(), (batch,), bad)
     narrow = {kind: (cos[:, :2].contiguous(), sin[:, :2].contiguous()) for kind, (cos, sin) in tables.items()}
     with pytest.raises(ConfigError, match="tables"):
-        ends(stack, narrow, *good.values(), (batch,), bad)
+        make(stack, narrow, *good.values(), (batch,), bad)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,11 @@ inline int run_last(const KvqStackLayer& l, const KvqStackStep& step, const KvqP
     return end_layer(l, step, &batch, x, x, seconds, code, p.num_wanted, threads);
 }
 
-inline int run_pass(const KvqStackLayer* layers, int count, const KvqStackStep& step, const KvqPass& p, uint8_t* logits,
-                    uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
+inline int run_pass(KvqWholeStep& w) {
+    const KvqStackStep& step = *w.step;
+    const KvqPass& p = *w.pass;
+    int64_t rows = w.rows;
+    int code = w.code, threads = w.threads;
     if (!are_below(p.tokens, rows, p.vocab) || !are_below(p.positions, rows, p.num_positions) ||
         !are_below(p.wanted, p.num_wanted, rows))
         return KVQ_BAD_ROW;
@@ -120,24 +123,40 @@ inline int run_pass(const KvqStackLayer* layers, int count, const KvqStackStep& 
         take_rows(own, p.cos[i], p.positions, rows, angle, angle);
         take_rows(own + rows * angle, p.sin[i], p.positions, rows, angle, angle);
     }
-    const KvqStackLayer& last = layers[count - 1];
-    bool few = count > 1 && p.num_wanted < rows && are_last(p, step.batches[last.group], rows);
-    if (!status) status = KVQ_CALL(decoder_stack)(layers, count - few, &step, p.x, p.out, bad, seconds, code, rows, threads);
-    if (!status && few) status = run_last(last, step, p, p.out, p.x, bad, seconds, code, rows, threads);
+    const KvqStackLayer& last = w.layers[w.count - 1];
+    bool few = w.count > 1 && p.num_wanted < rows && are_last(p, step.batches[last.group], rows);
+    if (!status)
+        status = KVQ_CALL(decoder_stack)(w.layers, w.count - few, &step, p.x, p.out, w.bad, &w.seconds, code, rows, threads);
+    if (!status && few) status = run_last(last, step, p, p.out, p.x, w.bad, &w.seconds, code, rows, threads);
     if (status || !p.num_wanted) return status;
     if (!few) take_rows(p.x, p.out, p.wanted, p.num_wanted, row, row);
     KvqAround around = {&p.norm, 0, 0, nullptr, nullptr, 0};
     int64_t out_row = p.head->out_features * bytes_of(code);
-    return KVQ_CALL(linear_around)(p.head, &around, p.x, row, logits, out_row, code, p.num_wanted, threads);
+    return KVQ_CALL(linear_around)(p.head, &around, p.x, row, w.logits, out_row, code, p.num_wanted, threads);
+}
+
+inline void run_whole(const void* step) {
+    KvqWholeStep& w = *(KvqWholeStep*)step;
+    w.status = run_pass(w);
 }
 
 }  // namespace
 
-// A whole step: `logits` [wanted, vocab] of `code` from token ids and positions, as decoder_stack and the operations
-// around it give them. Rows nobody wants stay without the last layer's result.
-KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const KvqPass* pass,
-                         uint8_t* logits, uint8_t* bad, double* seconds, int code, int64_t rows, int threads) {
-    return carry_on(threads, [=] {
-        return run_pass(layers, count, *step, *pass, logits, bad, seconds, code, rows, threads);
-    });
+// A whole step, as decoder_stack and the operations around it give it. Rows nobody wants stay without the last layer's
+// result.
+KVQ_KERNEL(decoder_pass)(KvqWholeStep* step) {
+    kvq_carry_on(step->threads, run_whole, step);
+    return step->status;
+}
+
+// The same in two calls: begin it, and, once, wait for its end. What it was given has to stay.
+KVQ_KERNEL(decoder_pass_begin)(KvqWholeStep* step) {
+    step->number = kvq_set_off(step->threads, run_whole, step);
+    return KVQ_OK;
+}
+
+KVQ_KERNEL(decoder_pass_end)(KvqWholeStep* step) {
+    kvq_see_through(step->number);
+    step->number = 0;
+    return step->status;
 }

@@ -31,6 +31,17 @@ class StackLayer:
     angles: int  # of the step's angles
 
 
+class StackStep:
+    """A step's KvqStackStep, the arrays that it names, and all whose memory it names."""
+
+    def __init__(self, groups: int, kinds: int) -> None:
+        self.batches = (struct("KvqBatch") * groups)()
+        self.slots, self.cos, self.sin = (c_void_p * groups)(), (c_void_p * kinds)(), (c_void_p * kinds)()
+        arrays = self.batches, self.slots, self.cos, self.sin
+        self.struct = struct("KvqStackStep")(*map(addressof, arrays))
+        self.named: list[Any] = []
+
+
 class CpuStack:
     """Layers one after the other, with the bits that calls of their parts give."""
 
@@ -43,7 +54,7 @@ class CpuStack:
         self.layers = layers
         self._kept: list[Any] = []  # tensors whose memory structures name
         structs = [self._struct(layer) for layer in layers]
-        self._structs = (struct("KvqStackLayer") * len(layers))(*structs)
+        self.structs = (struct("KvqStackLayer") * len(layers))(*structs)
         heads = [layer.decoder.parts.heads for layer in layers]
         self._widths = tuple(
             max(one) for one in zip(*((h.width, h.q_heads * h.k_dim, h.q_heads) for h in heads), strict=True)
@@ -51,18 +62,7 @@ class CpuStack:
         self._groups = {layer.group: layer for layer in layers}
         self._kinds = {layer.angles: layer.decoder for layer in layers}
         groups, self.kinds = max(self._groups) + 1, max(self._kinds) + 1
-        self._batches = (struct("KvqBatch") * groups)()
-        self._slots, self._cos, self._sin = (
-            (c_void_p * groups)(),
-            (c_void_p * self.kinds)(),
-            (c_void_p * self.kinds)(),
-        )
-        self._step = struct("KvqStackStep")(
-            batches=addressof(self._batches),
-            slots=addressof(self._slots),
-            cos=addressof(self._cos),
-            sin=addressof(self._sin),
-        )
+        self._num_groups = groups
         self._memory: tuple[Tensor, ...] = ()
         self.whole: Any = None  # a CpuPass over it, if whole steps are run
         self.hidden = layers[0].decoder.hidden
@@ -103,39 +103,33 @@ class CpuStack:
         """
         rows, first = len(x), self.layers[0].decoder
         x = first.rows(x, first.hidden)
-        named = self._take_batches(batches, rows, bad)
+        step = self.step(batches, bad, rows, x.dtype)
         for kind, decoder in self._kinds.items():
             decoder.check_angles(x, *angles[kind])
             cos, sin = (angle.contiguous() for angle in angles[kind])
-            self._cos[kind], self._sin[kind] = cos.data_ptr(), sin.data_ptr()
-            named += cos, sin
-        memory = self._take_memory(rows, x.dtype)
+            step.cos[kind], step.sin[kind] = cos.data_ptr(), sin.data_ptr()
+            step.named += cos, sin
         out, seconds = torch.empty_like(x), c_double(0.0)
         into = x.data_ptr(), out.data_ptr(), bad.data_ptr(), addressof(seconds)
-        self._run("decoder_stack", *into, DTYPES[x.dtype], rows)
-        del named, memory  # which the kernel has read
+        threads = torch.get_num_threads()
+        run(
+            "decoder_stack",
+            self.structs,
+            len(self.layers),
+            step.struct,
+            *into,
+            DTYPES[x.dtype],
+            rows,
+            threads,
+        )
         return out, seconds.value
 
-    def run_pass(
-        self, given: Any, logits: Tensor, batches: Sequence[SequenceBatch], bad: Tensor, rows: int
-    ) -> float:
-        """Run the layers and what a KvqPass has around them; see whole.py, which checks it.
-
-        Returns the seconds that writing and attention took.
-        """
-        named = self._take_batches(batches, rows, bad)
-        memory, seconds = self._take_memory(rows, logits.dtype), c_double(0.0)
-        into = given, logits.data_ptr(), bad.data_ptr(), addressof(seconds)
-        self._run("decoder_pass", *into, DTYPES[logits.dtype], rows)
-        del named, memory
-        return seconds.value
-
-    def _run(self, kernel: str, *arguments: Any) -> None:
-        run(kernel, self._structs, len(self._structs), self._step, *arguments, torch.get_num_threads())
-
-    def _take_batches(self, batches: Sequence[SequenceBatch], rows: int, bad: Tensor) -> list[Any]:
-        """Have the step name the batches; returns what keeps their memory."""
-        named: list[Any] = []
+    def step(
+        self, batches: Sequence[SequenceBatch], bad: Tensor, rows: int, dtype: torch.dtype
+    ) -> "StackStep":
+        """What a step over `rows` rows of a dtype takes, but for its angles; for arguments see `__call__`."""
+        step = StackStep(self._num_groups, self.kinds)
+        named = step.named
         for group, layer in self._groups.items():
             batch = batches[group]
             check_batch(batch, rows, layer.kv.block_size, layer.options)
@@ -145,10 +139,14 @@ class CpuStack:
                     f"got {list(batch.slots.shape)} and {list(bad.shape)}"
                 )
             slots = batch.slots.long().contiguous()
-            self._batches[group], tables = batch_of(batch, 0)
-            self._slots[group] = slots.data_ptr()
-            named += slots, tables
-        return named
+            step.batches[group], tables = batch_of(batch, 0)
+            step.slots[group] = slots.data_ptr()
+            named += batch, slots, tables
+        memory = self._take_memory(rows, dtype)
+        for name, tensor in zip(("heads", "attended", "lse", "bad"), memory, strict=True):
+            setattr(step.struct, name, tensor.data_ptr())
+        named += memory
+        return step
 
     def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What goes from one operation to the next; it is kept for the next step, if it isn't much."""
@@ -162,7 +160,5 @@ class CpuStack:
             torch.empty(rows, q_heads),
             torch.empty(rows, dtype=torch.bool),
         )
-        for name, tensor in zip(("heads", "attended", "lse", "bad"), found, strict=True):
-            setattr(self._step, name, tensor.data_ptr())
         self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

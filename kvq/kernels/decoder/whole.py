@@ -1,8 +1,10 @@
 """A model's whole step in one call of C++ for CPUs: embedding, layers, last norm and head."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import addressof, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from kvq.errors import ConfigError
 from kvq.kernels.decoder.stack import KEPT_BYTES, CpuStack
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
+from kvq.kernels.native.library import run
 from kvq.kernels.paged import SequenceBatch
 from kvq.kernels.rms_norm.weight import NormWeight
 
@@ -53,23 +56,73 @@ class PassParts:
         return embedding.shape[0] if isinstance(embedding, Tensor) else embedding.out_features
 
 
-class CpuPass:
-    """Steps over one stack; results have the bits of the operations one by one.
+class ReadyPass:
+    """A step that may be run, or begun and waited for.
 
-    What a step writes belongs to it, as a stack's does: those of several caches may run side by side.
+    `tokens`: int64 [rows], which may be written until then. `logits` [wanted, vocab] are there when it has ended.
+    """
+
+    def __init__(self, tokens: Tensor, logits: Tensor, step: Any, named: Sequence[Any]) -> None:
+        self.tokens, self.logits = tokens, logits
+        self._step = step  # KvqWholeStep
+        self._named = named  # whose memory it names
+        self._call = run  # at the interpreter's end modules may be gone before this is
+        self._runs = False
+
+    @property
+    def seconds(self) -> float:
+        """That writing and attention took."""
+        found: float = self._step.seconds
+        return found
+
+    def run(self) -> None:
+        """From its begin to its end.
+
+        Raises:
+            IndexError: a token, a position, a row, or a block that isn't there.
+            MemoryError: no room for scratch memory.
+        """
+        self._call("decoder_pass", self._step)
+
+    def begin(self) -> None:
+        """Leave it to the kernels' threads, where there are any; then `wait`. Others of its stack must have ended."""
+        self._runs = True
+        self._call("decoder_pass_begin", self._step)
+
+    def wait(self) -> None:
+        """Help it until it has ended.
+
+        Raises:
+            IndexError, MemoryError: as `run` does.
+        """
+        if self._runs:
+            self._call("decoder_pass_end", self._step)
+            self._runs = False
+
+    def __del__(self) -> None:
+        with suppress(IndexError, MemoryError):  # it must not go on in memory that becomes somebody else's
+            self.wait()
+
+
+class CpuPass:
+    """Makes steps over one stack ready; results have the bits of the operations one by one.
+
+    Steps share memory for what goes from one operation to the next: one of them runs at a time. Those of other
+    caches have their own.
     """
 
     def __init__(self, parts: PassParts) -> None:
         self.parts = parts
         embedding, norm, head = parts.embedding, parts.norm, parts.head
-        self._struct = struct("KvqPass")(
-            embedding=embedding.data_ptr() if isinstance(embedding, Tensor) else None,
-            looked_up=None if isinstance(embedding, Tensor) else addressof(embedding.struct),
-            vocab=parts.vocab,
-            norm=struct("KvqNorm")(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype]),
-            head=addressof(head.struct),
-        )
+        self._around = {
+            "embedding": embedding.data_ptr() if isinstance(embedding, Tensor) else None,
+            "looked_up": None if isinstance(embedding, Tensor) else addressof(embedding.struct),
+            "vocab": parts.vocab,
+            "norm": struct("KvqNorm")(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype]),
+            "head": addressof(head.struct),
+        }
         self._tables: AngleTables = {}
+        self._angles: dict[str, Any] = {}  # of the tables, in a KvqPass
         self._memory: tuple[Tensor, ...] = ()
 
     def __call__(
@@ -81,14 +134,12 @@ class CpuPass:
         wanted: Tensor,
         batches: Sequence[SequenceBatch],
         bad: Tensor,
-    ) -> tuple[Tensor, float]:
-        """Logits [wanted, vocab], and the seconds that writing and attention took.
+    ) -> ReadyPass:
+        """A step from token ids to the wanted rows' logits.
 
         tokens, positions: int64 [rows]; wanted: int64, rows; batches, bad: as `CpuStack` takes them.
 
         Raises:
-            IndexError: a token, a position, a row, or a block that isn't there.
-            MemoryError: no room for scratch memory.
             ConfigError: shapes that don't fit each other.
         """
         rows, count = len(tokens), len(wanted)
@@ -102,20 +153,32 @@ class CpuPass:
             )
         if tables is not self._tables:
             self._take_tables(tables)
-        given = self._struct
-        own = self.parts.head.in_features, given.kinds, {given.dim}
+        angles, hidden, dtype = self._angles, self.parts.head.in_features, self.parts.dtype
+        own = hidden, angles["kinds"], {angles["dim"]}
         if own != (stack.hidden, stack.kinds, stack.dims):
             raise ConfigError(
                 f"numbers, kinds of angles and their dimensions are {own}, those of the layers "
                 f"{(stack.hidden, stack.kinds, stack.dims)}: they don't fit each other's tables"
             )
         memory = self._take_memory(max(rows, count))
-        given.tokens, given.positions, given.wanted = (x.data_ptr() for x in numbers)
-        given.num_wanted = count
-        logits = torch.empty(count, self.parts.head.out_features, dtype=self.parts.dtype)
-        seconds = stack.run_pass(given, logits, batches, bad, rows)
-        del memory  # which the kernel has read
-        return logits, seconds
+        names = "tokens", "positions", "wanted", "x", "out", "angles", "lens"
+        at = {name: tensor.data_ptr() for name, tensor in zip(names, (*numbers, *memory), strict=True)}
+        given = struct("KvqPass")(**self._around, **angles, **at, num_wanted=count)
+        logits = torch.empty(count, self.parts.head.out_features, dtype=dtype)
+        step = stack.step(batches, bad, rows, dtype)
+        whole = struct("KvqWholeStep")(
+            layers=addressof(stack.structs),
+            step=addressof(step.struct),
+            logits=logits.data_ptr(),
+            bad=bad.data_ptr(),
+            rows=rows,
+            count=len(stack.layers),
+            code=DTYPES[dtype],
+            threads=torch.get_num_threads(),
+            **{"pass": addressof(given)},
+        )
+        named = stack, self, step, given, numbers, memory, tables, bad
+        return ReadyPass(tokens, logits, whole, named)
 
     def _take_tables(self, tables: AngleTables) -> None:
         each = [angle for pair in tables.values() for angle in pair]
@@ -125,24 +188,29 @@ class CpuPass:
             raise ConfigError(
                 f"tables of angles must be alike, whole and in {self.parts.dtype}, got {sorted(dims)}"
             )
-        self._cos = (c_void_p * len(tables))(*(cos.data_ptr() for cos, _ in tables.values()))
-        self._sin = (c_void_p * len(tables))(*(sin.data_ptr() for _, sin in tables.values()))
-        given = self._struct
-        given.cos, given.sin, given.kinds = addressof(self._cos), addressof(self._sin), len(tables)
-        given.num_positions, given.dim = dims.pop()
-        self._tables, self._memory = tables, ()
+        cos, sin = (
+            (c_void_p * len(tables))(*(x.data_ptr() for x in own))
+            for own in zip(*tables.values(), strict=True)
+        )
+        num_positions, dim = dims.pop()
+        self._angles = {
+            "cos": addressof(cos),
+            "sin": addressof(sin),
+            "kinds": len(tables),
+            "num_positions": num_positions,
+            "dim": dim,
+        }
+        self._tables, self._arrays, self._memory = tables, (cos, sin), ()
 
     def _take_memory(self, rows: int) -> tuple[Tensor, ...]:
         """What goes from one operation to the next; it is kept for the next step, if it isn't much."""
         if self._memory and rows <= len(self._memory[0]):
             return self._memory
-        hidden, dtype, angles = self.parts.head.in_features, self.parts.dtype, self._struct.dim
+        hidden, dtype, angles = self.parts.head.in_features, self.parts.dtype, self._angles["dim"]
         found = (
             *(torch.empty(rows, hidden, dtype=dtype) for _ in range(2)),
             torch.empty(2 * len(self._tables) * rows, angles, dtype=dtype),
             torch.empty(rows, dtype=torch.int32),
         )
-        for name, tensor in zip(("x", "out", "angles", "lens"), found, strict=True):
-            setattr(self._struct, name, tensor.data_ptr())
         self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

@@ -206,6 +206,18 @@ struct KvqPass {
     int32_t* lens;                   // [rows]
 };
 
+// A whole step: `logits` [wanted, vocab] of `code` from token ids and positions. Tokens whose keys or values were not
+// finite are flagged in `bad` [rows]; `seconds`: those in write_kv and attend are added to it.
+struct KvqWholeStep {
+    const KvqStackLayer* layers;
+    const KvqStackStep* step;
+    const KvqPass* pass;
+    uint8_t *logits, *bad;
+    int64_t rows, number;  // number: of what runs, if it was begun; or 0
+    double seconds;
+    int32_t count, code, threads, status;
+};
+
 // The kernels, each with a KvqStatus; what is read and written is said where they are defined.
 KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v, const int64_t* slots,
                      int64_t tokens, uint8_t* bad, int threads);
@@ -248,5 +260,6 @@ KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t
                         int code, int64_t rows, int threads);
 KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const uint8_t* x,
                           uint8_t* out, uint8_t* bad, double* seconds, int code, int64_t rows, int threads);
-KVQ_KERNEL(decoder_pass)(const KvqStackLayer* layers, int count, const KvqStackStep* step, const KvqPass* pass,
-                         uint8_t* logits, uint8_t* bad, double* seconds, int code, int64_t rows, int threads);
+KVQ_KERNEL(decoder_pass)(KvqWholeStep* step);
+KVQ_KERNEL(decoder_pass_begin)(KvqWholeStep* step);
+KVQ_KERNEL(decoder_pass_end)(KvqWholeStep* step);

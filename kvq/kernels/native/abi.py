@@ -27,6 +27,7 @@ _TYPES: dict[str, Any] = {
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
+    "double": ctypes.c_double,
 }
 
 

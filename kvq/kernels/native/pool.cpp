@@ -105,8 +105,9 @@ struct Course {
     alignas(64) int is_taken;  // by a caller
     int waits;                 // for a thread that goes on
     int has_ended;
+    int64_t number;  // of the body that is or was run
     int64_t times_carried;  // that a thread which is not its caller went on
-    struct Member* caller;
+    struct Member* caller;  // null while it is elsewhere
     Fiber fiber;
 };
 Course course = {};
@@ -150,8 +151,8 @@ struct Member {
     // Go on with the course until it ends, or this thread leaves it to another.
     void drive() {
         drives = true;
-        if (this != course.caller) __atomic_fetch_add(&course.times_carried, 1, __ATOMIC_RELAXED);
-        bool has_ended = course.fiber.resume(), somebody_waits = !has_ended || this != course.caller;
+        if (this != seen(course.caller)) __atomic_fetch_add(&course.times_carried, 1, __ATOMIC_RELAXED);
+        bool has_ended = course.fiber.resume(), somebody_waits = !has_ended || this != seen(course.caller);
         drives = leaves = false;
         __atomic_store_n(has_ended ? &course.has_ended : &course.waits, 1, __ATOMIC_SEQ_CST);
         if (somebody_waits) wake(pool.sleeping, pool.job);
@@ -211,7 +212,7 @@ inline void do_work(void (*work)(const void*, int), const void* data) {
 inline void run_job(int others, void (*work)(const void*, int), const void* data) {
     Member* member = this_member();
     pool.work = work, pool.data = data;
-    pool.caller_cpu = member && member != course.caller ? -1 : current_cpu();
+    pool.caller_cpu = member && member != seen(course.caller) ? -1 : current_cpu();
     __atomic_store_n(&pool.others, others, __ATOMIC_RELAXED);
     uint32_t number = number_of(seen(pool.state)) + 1;
     __atomic_store_n(&pool.state, (uint64_t)(number ? number : 1) << NUMBER_SHIFT | OPEN, __ATOMIC_SEQ_CST);
@@ -244,7 +245,7 @@ inline int64_t wake_ns() {
 
 void forget_threads() {  // a forked process has none but its caller's, which had no time yet
     pool.state = 0, pool.is_taken = 0, pool.threads = 0, pool.sharing = pool.sleeping = pool.caller_sleeps = 0;
-    course.is_taken = course.waits = 0;
+    course.is_taken = course.waits = 0, course.number++;
     course.fiber.forget();
     calling_member = Member{};
     pool.mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -255,6 +256,9 @@ void prepare_for_forks() {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, [] { pthread_atfork(nullptr, nullptr, forget_threads); });
 }
+
+// Of the threads that a caller asks for, those beside it.
+inline int others_of(int threads) { return (threads < MOST_THREADS ? threads : MOST_THREADS) - 1; }
 
 // Make threads until there are so many, or the system has no more. They leave signals to others.
 inline void add_threads(int count) {
@@ -280,33 +284,68 @@ extern "C" int kvq_has_to_rest(int thread) {
     Member* member = this_member();
     if (!member || !member->stretch.shares_core() || (!thread && !member->drives)) return 0;
     int others = seen(pool.others);
-    if (!thread && member == course.caller && seen(pool.sharing) < (others ? others : 1)) return 0;
+    if (!thread && member == seen(course.caller) && seen(pool.sharing) < (others ? others : 1)) return 0;
     return member->leaves = member->stretch.is_over(now_ns());
 }
 
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data) {
     // Beside another caller's job there are no cores to be had.
     if (threads <= 1 || __atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) return do_work(work, data);
-    add_threads((threads < MOST_THREADS ? threads : MOST_THREADS) - 1);
+    add_threads(others_of(threads));
     run_job(threads - 1, work, data);
     __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
 }
 
 extern "C" int64_t kvq_times_carried() { return __atomic_load_n(&course.times_carried, __ATOMIC_RELAXED); }
 
-extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const void* data) {
-    if (threads <= 1 || this_member() || __atomic_exchange_n(&course.is_taken, 1, __ATOMIC_ACQUIRE)) return body(data);
+namespace {
+
+// Whether the calling thread has a course for `body`, which nobody has begun yet.
+inline bool takes_course(int threads, void (*body)(const void*), const void* data) {
+    if (threads <= 1 || this_member() || __atomic_exchange_n(&course.is_taken, 1, __ATOMIC_ACQUIRE)) return false;
     prepare_for_forks();
-    if (course.fiber.begin(body, data)) {
-        own_member = course.caller = &calling_member;
-        course.has_ended = 0;
-        calling_member.stretch.look_once_a_while(now_ns());
+    course.has_ended = 0, course.number++;
+    if (course.fiber.begin(body, data)) return true;
+    __atomic_store_n(&course.is_taken, 0, __ATOMIC_RELEASE);
+    return false;
+}
+
+inline void set_caller(Member* member) {
+    own_member = member;
+    __atomic_store_n(&course.caller, member, __ATOMIC_SEQ_CST);
+}
+
+// As the course's caller, who `begins` it or comes to one that others began, until it has ended.
+inline void end_course(bool begins) {
+    set_caller(&calling_member);
+    calling_member.stretch.look_once_a_while(now_ns());
+    if (begins) {
         calling_member.drive();
         if (!seen(course.has_ended)) calling_member.rest_if_over();
-        calling_member.work_until([] { return seen(course.has_ended) != 0; });
-        own_member = nullptr;
-    } else {
-        body(data);
     }
+    calling_member.work_until([] { return seen(course.has_ended) != 0; });
+    set_caller(nullptr);
     __atomic_store_n(&course.is_taken, 0, __ATOMIC_RELEASE);
+}
+
+}  // namespace
+
+extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const void* data) {
+    takes_course(threads, body, data) ? end_course(true) : body(data);
+}
+
+extern "C" int64_t kvq_set_off(int threads, void (*body)(const void* data), const void* data) {
+    if (!takes_course(threads, body, data)) return body(data), 0;
+    if (!__atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) {  // who has it made some
+        add_threads(others_of(threads));
+        __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
+    }
+    int64_t number = course.number;
+    __atomic_store_n(&course.waits, 1, __ATOMIC_SEQ_CST);
+    wake(pool.sleeping, pool.job);
+    return number;
+}
+
+extern "C" void kvq_see_through(int64_t number) {
+    if (number && number == seen(course.number)) end_course(false);  // a forked process has none
 }

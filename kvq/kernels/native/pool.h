@@ -14,6 +14,13 @@ extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int t
 // another may go on with it, jobs and what lies between them, and end it; threads' own variables are then another's.
 extern "C" void kvq_carry_on(int threads, void (*body)(const void* data), const void* data);
 
+// The same, but the calling thread goes away meanwhile and the pool's threads begin. Returns the body's number, with
+// which it has to come back, once; 0 if the body has ended already, there being no threads for it.
+extern "C" int64_t kvq_set_off(int threads, void (*body)(const void* data), const void* data);
+
+// Help that body until it has ended.
+extern "C" void kvq_see_through(int64_t number);
+
 // How often another thread went on so, since the process began.
 extern "C" int64_t kvq_times_carried();
 
