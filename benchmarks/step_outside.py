@@ -4,7 +4,7 @@
     python -m benchmarks.step_outside --model /tmp/bench-model [--weights int4] [--batch 1] [--out FILE]
 
 The engine decodes greedily at a depth of some hundred tokens. Each phase is timed where the engine calls it,
-kernels where Python calls compiled code; a phase's time is without the kernels inside it, and without what of it
+kernels where Python calls compiled code; a phase's time is without the kernels inside it, and without what
 happens while a step runs aside. Medians over steps.
 """
 
@@ -38,7 +38,7 @@ PHASES = {
 
 
 class Phases:
-    """Seconds by phase of the step that runs, kernels apart, on a clock that stands while a step runs aside."""
+    """Seconds by phase of the step that runs, kernels apart; the clock stands while a step runs aside."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -21,7 +21,8 @@ class EngineConfig:
     The pool is `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what is left of `memory_fraction`
     of the device's free memory. `swap_memory`: host memory (or room in `swap_folder`) for preempted
     requests. `max_context` in tokens: shorter than the model's if given. `async_scheduling`: plan and
-    launch a step while the one before it runs; by default on GPUs, where launching takes time.
+    launch a step while the one before it runs or is settled; by default on GPUs, where launching takes
+    time, and on CPUs where steps are short.
     `speculation`: how tokens are drafted, as `kvq.engine.speculation.config.Speculation` or a mapping of its
     fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, by `watermark_scheme` with the secret in `watermark_key_file`: none

@@ -205,7 +205,7 @@ class Runner:
 
     @torch.inference_mode()
     def get_ready(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput | None:
-        """All of a decode's forward pass on a CPU but for its tokens, to `begin` with those; None if it can't.
+        """All of a decode's forward pass on a CPU but for its tokens, to `begin` with those; None elsewhere.
 
         Another one may run meanwhile; it has to end before this one begins.
         """

@@ -36,28 +36,28 @@ def prepare_transfers(device: torch.device) -> None:
 class Readback:
     """A copy of a tensor to the host that begins now and is waited for later.
 
-    What is launched in between runs on; on a CPU the values are there at once.
+    What is launched in between runs on; on a CPU the tensor itself is read then.
     """
 
     def __init__(self, values: Tensor) -> None:
+        self._host, self._device = values, values.device
         self._room: _Room | None = None
-        if values.device.type == "cuda":
-            self._device = values.device
-            self._room = _take(values.device, values.nbytes)
+        self._values: Any = None
+        if self._device.type == "cuda":
+            self._room = _take(self._device, values.nbytes)
             self._host = self._room.host[: values.nbytes].view(values.dtype).view(values.shape)
             self._host.copy_(values, non_blocking=True)
-            self._room.copied.record(torch.cuda.current_stream(values.device))
-        else:
-            self._values = values.tolist()
+            self._room.copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> Any:
         """The values as (nested) lists."""
-        if self._room is not None:
-            self._room.copied.synchronize()
+        if self._values is None:
+            if self._room is not None:
+                self._room.copied.synchronize()
             self._values = self._host.tolist()
-            del self._host
-            _free[self._device, len(self._room.host)].append(self._room)
-            self._room = None
+            if self._room is not None:
+                _free[self._device, len(self._room.host)].append(self._room)
+            del self._host, self._room
         return self._values
 
 

@@ -47,15 +47,15 @@ def run_packed(
     copied there, for which a GPU's host waits. Rows are padded where results would depend on their number
     else.
     """
-    ids, keep = _laid_out(weights, step, tokens, positions, wanted)
+    ids, where, keep = _laid_out(weights, step, tokens, positions, wanted)
     short = weights.fused_pass
     if short is not None and short.is_free and step.states is None:
-        return short(ids, step.positions, keep, step)[: len(wanted)]
+        return short(ids, where, keep, step)[: len(wanted)]
     states = nullcontext() if step.states is None else step.states.current()
     with states, kept_hidden(weights.model, step):
         output = weights.model(
             input_ids=ids[None],
-            position_ids=step.positions[None],
+            position_ids=where[None],
             use_cache=False,
             logits_to_keep=keep,
             kvq_step=step,
@@ -73,12 +73,11 @@ def ready_pass(
     positions: Integers | Tensor,
     wanted: Sequence[int] | Tensor,
 ) -> ReadyPass | None:
-    """The same as one call of compiled code that may be begun and waited for; None where it is no such call."""
+    """The same as one call of compiled code that may be begun and waited for; None where it is none."""
     short = weights.fused_pass
     if short is None or not short.is_whole or step.states is not None:
         return None
-    ids, keep = _laid_out(weights, step, tokens, positions, wanted)
-    return short.ready(ids, step.positions, keep, step)
+    return short.ready(*_laid_out(weights, step, tokens, positions, wanted), step)
 
 
 def _laid_out(
@@ -87,11 +86,12 @@ def _laid_out(
     tokens: Sequence[int] | Tensor,
     positions: Integers | Tensor,
     wanted: Sequence[int] | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Token ids and wanted rows on the device, as many as the pass takes; the step's positions likewise."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, positions, which are the step's from now on, and wanted rows, as many as the pass takes."""
     rows, device = weights.step_rows(len(positions)), weights.device
-    step.positions = padded(positions, rows, device)
-    return padded(tokens, rows, device), padded(wanted, weights.logit_rows(len(wanted)), device)
+    step.positions = where = padded(positions, rows, device)
+    keep = padded(wanted, weights.logit_rows(len(wanted)), device)
+    return padded(tokens, rows, device), where, keep
 
 
 def padded(values: Sequence[int] | Integers | Tensor, rows: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps that run in the kernels' threads while Python goes on: their bits, their ends, and what else runs meanwhile."""
+"""Steps that run in the kernels' threads while Python goes on: their bits, their ends, what else runs."""
 
 import os
 import subprocess
@@ -144,7 +144,7 @@ def load():
     shared["wanted"] = logits_of(shared["model"], 1)
 
 shared = {}
-pool = ThreadPoolExecutor(1)  # for all that computes: libgomp does not survive a fork in a thread that it ran in
+pool = ThreadPoolExecutor(1)  # for all that computes: libgomp does not survive a fork in the thread it ran in
 pool.submit(load).result()
 torch.set_num_threads(2)
 for round in range(20):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -329,8 +330,8 @@ class Sampler:
                     if kind is Draw.WHOLE
                     else draw_ranked(some, tops, settings[part], width)
                 )
-        raw_peaks = peaks if raw is None else raw.amax(dim=-1)
-        return tokens, torch.cat((tokens.double(), raw_peaks.double(), peaks.double()))
+        raw_peaks = peaks if raw is None else raw.amax(dim=-1).float()
+        return tokens, _side_by_side(tokens, raw_peaks, peaks)
 
     def _groups(self, rows: list[int]) -> dict[Draw, list[int]]:
         """The places of rows that draw, by how they do."""
@@ -354,6 +355,13 @@ class Sampler:
         return PendingSamples(
             tokens, Readback(numbers), partial(_unpack, batch=len(rows), wanted=wanted, tops=tops)
         )
+
+
+def _side_by_side(*numbers: Tensor) -> Tensor:
+    """int64 and fp32 as fp64, on a CPU by NumPy: a fourth of torch's time for so few."""
+    if numbers[0].device.type != "cpu":
+        return torch.cat([x.double() for x in numbers])
+    return torch.from_numpy(np.concatenate([x.numpy() for x in numbers], dtype=np.float64))
 
 
 def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> Samples:

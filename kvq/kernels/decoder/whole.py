@@ -59,7 +59,7 @@ class PassParts:
 class ReadyPass:
     """A step that may be run, or begun and waited for.
 
-    `tokens`: int64 [rows], which may be written until then. `logits` [wanted, vocab] are there when it has ended.
+    `tokens`: int64 [rows], which may be written until then. `logits` [wanted, vocab] are there when it ended.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, step: Any, named: Sequence[Any]) -> None:
@@ -85,7 +85,10 @@ class ReadyPass:
         self._call("decoder_pass", self._step)
 
     def begin(self) -> None:
-        """Leave it to the kernels' threads, where there are any; then `wait`. Others of its stack must have ended."""
+        """Leave it to the kernels' threads, where there are any, and `wait` later.
+
+        Others of its stack must have ended.
+        """
         self._runs = True
         self._call("decoder_pass_begin", self._step)
 
@@ -107,8 +110,8 @@ class ReadyPass:
 class CpuPass:
     """Makes steps over one stack ready; results have the bits of the operations one by one.
 
-    Steps share memory for what goes from one operation to the next: one of them runs at a time. Those of other
-    caches have their own.
+    Steps share memory for what goes from one operation to the next: one of them runs at a time. Those of
+    other caches have their own.
     """
 
     def __init__(self, parts: PassParts) -> None:
