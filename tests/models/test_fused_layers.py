@@ -227,6 +227,44 @@ def test_a_step_that_goes_on_in_another_thread_beside_busy_processes_has_the_sam
         torch.set_num_threads(before)
 
 
+_SPARES = """
+import os, time, torch, kvq
+from pathlib import Path
+import tests.conftest  # the build that is tested
+from benchmarks.peers.neighbours import neighbours
+from tests.waiting import HANG_S
+
+torch.set_num_threads(2)
+model, prompts = kvq.load("tiny"), [[5 + i] * (40 + 30 * i) for i in range(4)]
+params = kvq.SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+llm = kvq.LLM(model, num_blocks=64, prefix_caching=False)
+
+def spares():
+    return [path.read_text() for path in Path("/proc/self/task").glob("*/comm")].count("kvq-spare\\n")
+
+def tokens():
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+alone = tokens()
+end = time.monotonic() + HANG_S
+with neighbours(2 * len(os.sched_getaffinity(0))):
+    while not spares():
+        assert time.monotonic() < end
+        assert tokens() == alone
+    for _ in range(20):
+        assert tokens() == alone
+print(spares())
+"""
+
+
+@needs_schedstat
+def test_a_spare_thread_takes_part_where_all_cores_are_shared() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _SPARES], capture_output=True, text=True, timeout=2 * HANG_S, check=False
+    )
+    assert ran.stdout == "1\n", ran.stderr
+
+
 def test_an_embedding_or_a_norm_of_another_width_is_refused() -> None:
     parts = kvq.load("tiny").weights.fused_pass._ends.parts
     norm = NormWeight(weight=parts.norm.weight[:-1].clone(), eps=1e-5)

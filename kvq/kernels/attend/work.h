@@ -93,7 +93,7 @@ inline int run_plan(Call& call) {
     Memory sizes = {};
     Kind::take(call, sizes);
     int64_t each = sizes.used;
-    sizes.used = each * threads + plan.partial_bytes;
+    sizes.used = each * most_threads(threads) + plan.partial_bytes;
     sizes.take<Task>(plan.num_tasks), sizes.take<Item>(plan.num_items), sizes.take<Partial>(plan.num_partials);
     Kept* kept = take_memory(sizes.used);
     if (!kept) return KVQ_NO_MEMORY;

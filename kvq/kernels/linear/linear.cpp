@@ -387,10 +387,10 @@ KVQ_KERNEL(linear_around)(const KvqLinear* linear, const KvqAround* around, cons
     call.tile_bytes = sizes.used;
     sizes.used *= most_tiles;
     call.columns_size = columns_size(call);
-    int64_t tiles = sizes.used, columns = call.threads * call.columns_size;
+    int64_t tiles = sizes.used, columns = most_threads(call.threads) * call.columns_size;
     sizes.take<float>(columns);
     call.kept_size = kept_size(call, most_tiles);
-    sizes.take<float>(call.threads * call.kept_size);
+    sizes.take<float>(most_threads(call.threads) * call.kept_size);
     Kept* kept = take_memory(sizes.used);
     if (!kept) return KVQ_NO_MEMORY;
     call.tiles = (uint8_t*)kept + 64;
@@ -481,8 +481,8 @@ inline Parts lay_out(const KvqGroup* groups, int count, const uint8_t* x, int64_
         all.tiles += tiles, all.tasks += s.tasks;
         x += call.rows * x_row, out.data += call.rows * out.row;
     }
-    all.columns = memory.take<float>(threads * all.columns_size);
-    all.kept = memory.take<float>(threads * all.kept_size);
+    all.columns = memory.take<float>(most_threads(threads) * all.columns_size);
+    all.kept = memory.take<float>(most_threads(threads) * all.kept_size);
     return all;
 }
 

@@ -5,7 +5,8 @@
 // caller, who finds nothing left, closes it and waits for those inside. So a thread that the scheduler keeps from
 // running, which never entered, is not waited for; and one that shares its core leaves between two tasks before the
 // scheduler takes it off, and enters again. In a course, a call of many jobs, the caller does the same, if as many of
-// the pool's threads share theirs as a job takes: who has a core then goes on in its place. Who waits spins for four
+// the pool's threads share theirs as a job takes: who has a core then goes on in its place. As many more threads take
+// part then, which sleep else. Who waits spins for four
 // times as long as waking a sleeping thread takes, measured when the pool is made, and then sleeps: beside busy processes
 // a core that spins is one that the thread it waits for may need.
 
@@ -38,20 +39,23 @@ struct Pool {
     // Of the open job; written while nobody is inside.
     void (*work)(const void*, int);
     const void* data;
-    int others;      // threads beside the caller that it takes
+    int usual;       // threads beside the caller that it takes,
+    int others;      // and with spare ones
     int caller_cpu;  // on which the caller ran when it opened the job; below 0: nobody knows
     alignas(64) int is_taken;  // by a caller
     int threads;               // beside callers
     int sharing;               // of them, that share their cores with others' work
+    int spares;                // more, which sleep but
+    int spares_work;           // while all others, a caller with them, share their cores
     int64_t spin_ns;
     alignas(64) int sleeping;
     int caller_sleeps;
     pthread_mutex_t mutex;
-    pthread_cond_t job, end;
+    pthread_cond_t job, end, need;
 };
 
-Pool pool = {0, nullptr, nullptr, 0, -1, 0, 0, 0, SPIN_WAKES * MOST_WAKE_NS, 0, 0,
-             PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
+Pool pool = {0, nullptr, nullptr, 0, 0, -1, 0, 0, 0, 0, 0, SPIN_WAKES * MOST_WAKE_NS, 0, 0,
+             PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
 
 template <class T>
 inline T seen(const T& x) {
@@ -114,7 +118,7 @@ Course course = {};
 
 // A thread that takes part: of the pool, or a course's caller.
 struct Member {
-    bool is_of_pool = false;
+    bool is_of_pool = false, is_spare = false;
     Stretch stretch;
     Elsewhere elsewhere;
     uint32_t last_job = 0;    // that it took part in
@@ -172,7 +176,7 @@ struct Member {
                 stretch.begin_after(since);
             if (!enters() && __atomic_exchange_n(&course.waits, 0, __ATOMIC_SEQ_CST)) drive();
             rest_if_over();
-            bool shares = is_of_pool && stretch.shares_core();
+            bool shares = is_of_pool && !is_spare && stretch.shares_core();
             if (shares != is_counted) __atomic_fetch_add(&pool.sharing, shares ? 1 : -1, __ATOMIC_SEQ_CST);
             is_counted = shares;
         }
@@ -188,12 +192,37 @@ __attribute__((noinline)) Member* this_member() {
     return own_member;
 }
 
+// What a list of a process's threads calls the calling one.
+inline void set_name(const char* name) {
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), name);
+#endif
+}
+
 void* serve(void*) {
+    set_name("kvq-pool");
     Member member;
     member.is_of_pool = true;
     own_member = &member;
     member.stretch.begin_after(now_ns());
     member.work_until([] { return false; });
+    return nullptr;
+}
+
+// The same of threads that take part only where cores are shared: the more of a process's threads have work there, the
+// more of a core the scheduler gives it.
+void* serve_at_need(void*) {
+    set_name("kvq-spare");
+    Member member;
+    member.is_of_pool = member.is_spare = true;
+    own_member = &member;
+    for (;;) {
+        pthread_mutex_lock(&pool.mutex);
+        while (!seen(pool.spares_work)) pthread_cond_wait(&pool.need, &pool.mutex);
+        pthread_mutex_unlock(&pool.mutex);
+        member.stretch.begin_after(now_ns());
+        member.work_until([] { return !seen(pool.spares_work); });
+    }
     return nullptr;
 }
 
@@ -213,7 +242,8 @@ inline void run_job(int others, void (*work)(const void*, int), const void* data
     Member* member = this_member();
     pool.work = work, pool.data = data;
     pool.caller_cpu = member && member != seen(course.caller) ? -1 : current_cpu();
-    __atomic_store_n(&pool.others, others, __ATOMIC_RELAXED);
+    __atomic_store_n(&pool.usual, others, __ATOMIC_RELAXED);
+    __atomic_store_n(&pool.others, seen(pool.spares_work) ? most_threads(others + 1) - 1 : others, __ATOMIC_RELAXED);
     uint32_t number = number_of(seen(pool.state)) + 1;
     __atomic_store_n(&pool.state, (uint64_t)(number ? number : 1) << NUMBER_SHIFT | OPEN, __ATOMIC_SEQ_CST);
     wake(pool.sleeping, pool.job);
@@ -244,12 +274,13 @@ inline int64_t wake_ns() {
 }
 
 void forget_threads() {  // a forked process has none but its caller's, which had no time yet
-    pool.state = 0, pool.is_taken = 0, pool.threads = 0, pool.sharing = pool.sleeping = pool.caller_sleeps = 0;
+    pool.state = 0, pool.is_taken = pool.threads = pool.sharing = pool.spares = pool.spares_work = 0;
+    pool.sleeping = pool.caller_sleeps = 0;
     course.is_taken = course.waits = 0, course.number++;
     course.fiber.forget();
     calling_member = Member{};
     pool.mutex = PTHREAD_MUTEX_INITIALIZER;
-    pool.job = pool.end = PTHREAD_COND_INITIALIZER;
+    pool.job = pool.end = pool.need = PTHREAD_COND_INITIALIZER;
 }
 
 void prepare_for_forks() {
@@ -261,17 +292,21 @@ void prepare_for_forks() {
 inline int others_of(int threads) { return (threads < MOST_THREADS ? threads : MOST_THREADS) - 1; }
 
 // Make threads until there are so many, or the system has no more. They leave signals to others.
+inline void make_threads(int& there, int count, void* (*code)(void*)) {
+    sigset_t others = others_signals(), before;
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    for (pthread_t thread; there < count; __atomic_fetch_add(&there, 1, __ATOMIC_SEQ_CST)) {
+        if (pthread_create(&thread, nullptr, code, nullptr)) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
 inline void add_threads(int count) {
     if (pool.threads >= count) return;
     bool is_first = pool.threads == 0;
     prepare_for_forks();
-    sigset_t others = others_signals(), before;
-    pthread_sigmask(SIG_SETMASK, &others, &before);
-    for (pthread_t thread; pool.threads < count; pool.threads++) {
-        if (pthread_create(&thread, nullptr, serve, nullptr)) break;
-        pthread_detach(thread);
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    make_threads(pool.threads, count, serve);
     if (!is_first || !pool.threads) return;
     int64_t ns = wake_ns();
     ns = ns < LEAST_WAKE_NS ? LEAST_WAKE_NS : ns > MOST_WAKE_NS ? MOST_WAKE_NS : ns;
@@ -283,7 +318,7 @@ inline void add_threads(int count) {
 extern "C" int kvq_has_to_rest(int thread) {
     Member* member = this_member();
     if (!member || !member->stretch.shares_core() || (!thread && !member->drives)) return 0;
-    int others = seen(pool.others);
+    int others = seen(pool.usual);
     if (!thread && member == seen(course.caller) && seen(pool.sharing) < (others ? others : 1)) return 0;
     return member->leaves = member->stretch.is_over(now_ns());
 }
@@ -315,6 +350,18 @@ inline void set_caller(Member* member) {
     __atomic_store_n(&course.caller, member, __ATOMIC_SEQ_CST);
 }
 
+// At a course's end: have spare threads work as long as they are needed.
+inline void see_to_spares() {
+    int threads = seen(pool.threads), all_share = threads && calling_member.stretch.shares_core() &&
+                                                  seen(pool.sharing) >= threads;
+    if (all_share == seen(pool.spares_work)) return;
+    if (all_share) make_threads(pool.spares, (int)most_threads(threads + 1) - 1 - threads, serve_at_need);
+    pthread_mutex_lock(&pool.mutex);
+    __atomic_store_n(&pool.spares_work, all_share, __ATOMIC_SEQ_CST);
+    pthread_cond_broadcast(&pool.need);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
 // As the course's caller, who `begins` it or comes to one that others began, until it has ended.
 inline void end_course(bool begins) {
     set_caller(&calling_member);
@@ -325,6 +372,7 @@ inline void end_course(bool begins) {
     }
     calling_member.work_until([] { return seen(course.has_ended) != 0; });
     set_caller(nullptr);
+    see_to_spares();
     __atomic_store_n(&course.is_taken, 0, __ATOMIC_RELEASE);
 }
 

@@ -5,8 +5,8 @@
 
 #include <stdint.h>
 
-// work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, each with
-// a number of its own; returns when all that began have ended. A thread that rests ends early; work may begin again
+// work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, or twice as
+// many where all cores are shared with other processes, each with a number below `most_threads` of its own; returns when all that began have ended. A thread that rests ends early; work may begin again
 // under its number, that of thread 0 in another thread. Defined in pool.cpp, once for all variants.
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data);
 
@@ -28,6 +28,8 @@ extern "C" int64_t kvq_times_carried();
 extern "C" int kvq_has_to_rest(int thread);
 
 namespace {
+
+inline int64_t most_threads(int threads) { return 2 * (int64_t)threads - 1; }
 
 // Tasks that threads take, `chunk` neighbouring ones at a time.
 struct Tasks {
