@@ -69,7 +69,7 @@ class Launcher:
     def forget(self) -> None:
         """Drop the step that was launched ahead: all its requests end."""
         ahead, self._ahead, self._planned = self._ahead, None, None
-        if ahead is not None:
+        if ahead is not None:  # it may run
             _has_ended(ahead)
 
     def launch(self, plan: StepPlan, scheduling_s: float) -> Launched:
@@ -145,10 +145,10 @@ class Launcher:
 
     def take_ahead(self) -> Ahead | None:
         """The step that was launched ahead; None if nobody of it is left."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
         if ahead is None or any(not branch.is_done for branch in ahead.plan.branches):
             return ahead
-        _has_ended(ahead)
+        self.forget()
         return None
 
     def resume(self, ahead: Ahead) -> Launched:
@@ -160,7 +160,7 @@ class Launcher:
             self._planned = self._plan_ahead(ahead.plan)
             if self._planned is not None and not self._planned.plan.orders:
                 self._make_ready(self._planned)
-        running = self._launched(ahead)
+        running, self._ahead = self._launched(ahead), None
         if self._planned is not None and self._planned.plan.orders:  # over blocks that the step writes
             self._make_ready(self._planned)
         return running

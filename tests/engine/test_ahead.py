@@ -44,7 +44,7 @@ def num_threads(request):
 def begun(monkeypatch):
     """Steps that ran aside so far."""
     passes, begin = [], ReadyPass.begin
-    monkeypatch.setattr(ReadyPass, "begin", lambda self: passes.append(1) or begin(self))
+    monkeypatch.setattr(ReadyPass, "begin", lambda self: passes.append(self) or begin(self))
     return passes
 
 
@@ -212,6 +212,29 @@ def test_short_steps_of_a_cpu_run_ahead_without_being_asked_to_and_long_ones_do_
         runs_ahead = asked is None and num_threads > 1 and seconds < LONG_STEP_S
         assert (llm.num_ahead > 10, len(begun) > 10) == (runs_ahead, runs_ahead)
         assert_balanced(llm)
+
+
+def test_a_step_that_is_interrupted_while_another_runs_waits_for_that(num_threads, begun):
+    model, params = pair("llama")[0], SamplingParams(max_tokens=20, ignore_eos=True)
+    wanted = results(engine(model).generate([[5, 6, 7]], params))
+    llm = engine(model, async_scheduling=True)
+    get_ready, kept = llm.core.runner.get_ready, []
+
+    def interrupted(plan, failed):
+        if plan.number > 8 and not kept:
+            raise KeyboardInterrupt
+        return get_ready(plan, failed)
+
+    llm.core.runner.get_ready = interrupted
+    try:
+        llm.generate([[5, 6, 7]], params)
+    except KeyboardInterrupt as error:
+        kept.append(error)  # and with it whatever its frames hold, as an interactive shell does
+    assert kept
+    assert not any(step._runs for step in begun)
+    assert (len(begun) > 3) == (num_threads > 1)
+    assert results(llm.generate([[5, 6, 7]], params)) == wanted
+    assert_balanced(llm)
 
 
 def test_an_engine_that_is_dropped_while_a_step_runs_leaves_nothing_behind(num_threads):

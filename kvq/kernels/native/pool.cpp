@@ -6,9 +6,8 @@
 // running, which never entered, is not waited for; and one that shares its core leaves between two tasks before the
 // scheduler takes it off, and enters again. In a course, a call of many jobs, the caller does the same, if as many of
 // the pool's threads share theirs as a job takes: who has a core then goes on in its place. As many more threads take
-// part then, which sleep else. Who waits spins for four
-// times as long as waking a sleeping thread takes, measured when the pool is made, and then sleeps: beside busy processes
-// a core that spins is one that the thread it waits for may need.
+// part then, which sleep else. Who waits spins for four times as long as waking a sleeping thread takes, measured when
+// the pool is made, and then sleeps: beside busy processes a core that spins is one that the thread it waits for may need.
 
 #include "pool.h"
 
@@ -109,7 +108,7 @@ struct Course {
     alignas(64) int is_taken;  // by a caller
     int waits;                 // for a thread that goes on
     int has_ended;
-    int64_t number;  // of the body that is or was run
+    int64_t number;         // of the body that is or was run
     int64_t times_carried;  // that a thread which is not its caller went on
     struct Member* caller;  // null while it is elsewhere
     Fiber fiber;
