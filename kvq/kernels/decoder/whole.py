@@ -1,7 +1,6 @@
 """A model's whole step in one call of C++ for CPUs: embedding, layers, last norm and head."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from ctypes import addressof, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from kvq.errors import ConfigError
 from kvq.kernels.decoder.stack import KEPT_BYTES, CpuStack
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
-from kvq.kernels.native.library import run
+from kvq.kernels.native.library import loaded, run
 from kvq.kernels.paged import SequenceBatch
 from kvq.kernels.rms_norm.weight import NormWeight
 
@@ -66,7 +65,7 @@ class ReadyPass:
         self.tokens, self.logits = tokens, logits
         self._step = step  # KvqWholeStep
         self._named = named  # whose memory it names
-        self._call = run  # at the interpreter's end modules may be gone before this is
+        self._end = loaded().kernels["decoder_pass_end"]  # modules may be gone before the last of these is
         self._runs = False
 
     @property
@@ -82,7 +81,7 @@ class ReadyPass:
             IndexError: a token, a position, a row, or a block that isn't there.
             MemoryError: no room for scratch memory.
         """
-        self._call("decoder_pass", self._step)
+        run("decoder_pass", self._step)
 
     def begin(self) -> None:
         """Leave it to the kernels' threads, where there are any, and `wait` later.
@@ -90,7 +89,7 @@ class ReadyPass:
         Others of its stack must have ended.
         """
         self._runs = True
-        self._call("decoder_pass_begin", self._step)
+        run("decoder_pass_begin", self._step)
 
     def wait(self) -> None:
         """Help it until it has ended.
@@ -99,12 +98,12 @@ class ReadyPass:
             IndexError, MemoryError: as `run` does.
         """
         if self._runs:
-            self._call("decoder_pass_end", self._step)
+            run("decoder_pass_end", self._step)
             self._runs = False
 
     def __del__(self) -> None:
-        with suppress(IndexError, MemoryError):  # it must not go on in memory that becomes somebody else's
-            self.wait()
+        if self._runs:  # it must not go on in memory that becomes somebody else's
+            self._end(self._step)
 
 
 class CpuPass:
