@@ -47,6 +47,18 @@ class _Draw:
         return len(chosen) == len(self.ahead) and (not chosen or chosen[-1][0] == self.ahead[-1])
 
 
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """What is to be chosen from a step's logits, as far as it is known without them."""
+
+    plan: StepPlan
+    errors: dict[Request, KVQError]  # of requests that can't go on
+    draws: list[_Draw] = field(default_factory=list)
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by place, tokens that a grammar lets come
+    beams: list[tuple[Branch, int]] = field(default_factory=list)  # and their rows
+    prompts: list[tuple[Job, int, int, int]] = field(default_factory=list)  # job, first row, rows, end
+
+
 @dataclass(slots=True, eq=False)  # one a step
 class PendingChoices:
     """Choices whose tokens are on their way to the host."""
@@ -99,19 +111,20 @@ class Chooser:
         self._sampler = sampler
         self._bound: list[Branch | None] = [None] * max_num_seqs
 
-    def choose(
+    def prepare(
         self,
         plan: StepPlan,
         output: StepOutput,
         jobs: dict[Request, Job],
         errors: dict[Request, KVQError],
         drafts: Mapping[int, Sequence[Drafted]] = _NO_DRAFTS,
-    ) -> PendingChoices:
-        """Tokens for every branch that wants one, but for requests in `errors` and those that ended."""
-        choices = Choices(errors=errors)
-        bad_tokens = Readback(output.bad_tokens)
-        draws: list[_Draw] = []
-        beams: list[tuple[Branch, int]] = []
+    ) -> Wanted:
+        """What is wanted of a step, which may run yet: for every branch that wants a token.
+
+        Requests in `errors` and those that ended want none.
+        """
+        wanted = Wanted(plan, errors)
+        draws = wanted.draws
         for i, branch in enumerate(plan.branches):
             if branch.is_done or branch.request in errors:
                 continue
@@ -119,23 +132,33 @@ class Chooser:
             row = output.starts[i]
             end = plan.ends[i]
             if num_rows := job.prompt_rows(end - plan.counts[i], end):
-                _read_prompt(job, output.logits[row : row + num_rows], end)
+                wanted.prompts.append((job, row, num_rows, end))
                 row += num_rows - 1
             if not plan.samples[i]:
                 continue
             if job.beams is not None:
-                beams.append((branch, row))
+                wanted.beams.append((branch, row))
             elif job.request.is_forked:
                 draws.append(_Draw(branch, row, i))
                 if plan.drafts[i]:
                     draws[-1:] = _behind(draws[-1], drafts[i])
             else:
                 draws.extend(_Draw(fork, row, None) for fork in job.request.branches)
-        draws, masks = _masked(draws, jobs, errors)
-        samples = self._draw(draws, output.logits, jobs, masks) if draws else None
-        if beams:
-            _expand(beams, output.logits, jobs, choices)
-        return PendingChoices(plan, choices, bad_tokens, draws, samples)
+        wanted.draws, wanted.masks = _masked(draws, jobs, errors)
+        for draw in wanted.draws:
+            self.bind(jobs[draw.branch.request], draw.branch)
+        return wanted
+
+    def choose(self, wanted: Wanted, output: StepOutput, jobs: dict[Request, Job]) -> PendingChoices:
+        """Draw what is wanted from the logits of a step that has ended."""
+        choices = Choices(errors=wanted.errors)
+        bad_tokens = Readback(output.bad_tokens)
+        for job, row, num_rows, end in wanted.prompts:
+            _read_prompt(job, output.logits[row : row + num_rows], end)
+        samples = self._draw(wanted, output.logits, jobs) if wanted.draws else None
+        if wanted.beams:
+            _expand(wanted.beams, output.logits, jobs, choices)
+        return PendingChoices(wanted.plan, choices, bad_tokens, wanted.draws, samples)
 
     def record(self, branch: Branch, token: int) -> None:
         """A token was accepted: penalties count it from now on."""
@@ -153,14 +176,11 @@ class Chooser:
             self._sampler.remove(row)
             self._bound[row] = None
 
-    def _draw(
-        self, draws: list[_Draw], logits: Tensor, jobs: dict[Request, Job], masks: dict[int, Tensor]
-    ) -> PendingSamples:
+    def _draw(self, wanted: Wanted, logits: Tensor, jobs: dict[Request, Job]) -> PendingSamples:
+        draws, masks = wanted.draws, wanted.masks
         rows = [draw.row for draw in draws]
         if rows != list(range(logits.shape[0])):
             logits = logits[upload(rows, logits.device)]
-        for draw in draws:
-            self.bind(jobs[draw.branch.request], draw.branch)
         marked = [(i, draw) for i, draw in enumerate(draws) if jobs[draw.branch.request].params.watermark]
         return self._sampler.sample(
             logits,

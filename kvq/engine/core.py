@@ -188,15 +188,21 @@ class EngineCore(StaysHere):
             return False
         planned = self._clock()
         try:
+            wanted = None
             if ahead is None:
                 running = self._launcher.launch(plan, planned - began)
             else:
+                if ahead.output is not None:  # and may run aside
+                    self._launcher.get_ready(ahead)
+                    wanted = self._chooser.prepare(plan, ahead.output, self._jobs, {})
                 running = self._launcher.resume(ahead)
             plan, output = running.plan, running.output
             if self.speculator is not None:
                 self.speculator.observe(plan, output)
             ran = self._clock()
-            pending = self._chooser.choose(plan, output, self._jobs, running.errors, running.drafts)
+            if wanted is None or wanted.plan is not plan:
+                wanted = self._chooser.prepare(plan, output, self._jobs, running.errors, running.drafts)
+            pending = self._chooser.choose(wanted, output, self._jobs)
             launched = self._clock()
             self._launcher.launch_ahead(plan, pending)
             waited = self._clock()

@@ -151,15 +151,15 @@ class Launcher:
         self.forget()
         return None
 
-    def resume(self, ahead: Ahead) -> Launched:
-        """Go on with a step that was launched ahead, now that the one before it is settled.
-
-        While it runs aside, the one after it is made ready.
-        """
+    def get_ready(self, ahead: Ahead) -> None:
+        """While a step runs aside, make the one after it ready."""
         if ahead.output is not None and ahead.output.aside is not None:
             self._planned = self._plan_ahead(ahead.plan)
             if self._planned is not None and not self._planned.plan.orders:
                 self._make_ready(self._planned)
+
+    def resume(self, ahead: Ahead) -> Launched:
+        """Go on with a step that was launched ahead, now that the one before it is settled."""
         running, self._ahead = self._launched(ahead), None
         if self._planned is not None and self._planned.plan.orders:  # over blocks that the step writes
             self._make_ready(self._planned)

@@ -130,6 +130,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import kvq
+import tests.conftest  # the build that is tested
 from tests.models.test_aside import Steps, logits_of, pieces
 
 def begin():
@@ -175,6 +176,7 @@ def test_a_process_forked_while_a_step_runs_aside_has_no_part_in_it() -> None:
 _EXIT = """
 import torch
 import kvq
+import tests.conftest  # the build that is tested
 from tests.models.test_aside import Steps, pieces
 
 torch.set_num_threads(2)

@@ -115,7 +115,8 @@ def _batch(
             logits=logits_of(target, contexts), starts=[i * (k + 1) for i in range(len(running))],
             bad_tokens=torch.zeros(len(contexts), dtype=torch.bool), failed_swaps=[], attention_s=0.0,
         )  # fmt: skip
-        choices = chooser.choose(plan, output, jobs, {}, drafts).wait()
+        wanted = chooser.prepare(plan, output, jobs, {}, drafts)
+        choices = chooser.choose(wanted, output, jobs).wait()
         assert not choices.errors
         for i, branch in enumerate(running):
             for token, _ in choices.tokens[i]:
