@@ -213,8 +213,8 @@ class EngineCore(StaysHere):
             self._abandon()
             raise
         began += waited - launched  # launching the next step is that one's time
-        if ahead is not None:
-            began -= ahead.launched_s
+        if ahead is not None:  # the step may have run while nobody called for the next one
+            began = min(began, ran + waited - launched - output.aside_s) - ahead.launched_s
         if plan.branches:
             self.scheduler.costs.observe(
                 num_decodes=plan.num_decodes,

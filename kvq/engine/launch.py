@@ -68,9 +68,11 @@ class Launcher:
 
     def forget(self) -> None:
         """Drop the step that was launched ahead: all its requests end."""
-        ahead, self._ahead, self._planned = self._ahead, None, None
-        if ahead is not None:  # it may run
-            _has_ended(ahead)
+        if (
+            self._ahead is not None
+        ):  # it may run, and is forgotten only then, however often this is interrupted
+            _has_ended(self._ahead)
+        self._ahead = self._planned = None
 
     def launch(self, plan: StepPlan, scheduling_s: float) -> Launched:
         """Carry out a plan's orders, then its forward pass."""

@@ -40,6 +40,7 @@ class StepOutput:
     states: tuple[StepStates | None, ...] = ()  # of all branches, or of each, in a model that keeps states
     hidden: Tensor | None = None  # [new tokens, hidden_size], behind the last norm; if the runner keeps it
     aside: ReadyPass | None = None  # until it was waited for
+    aside_s: float = 0.0  # that it took
 
     @torch.inference_mode()
     def begin(self, tokens: Tensor) -> None:
@@ -57,6 +58,7 @@ class StepOutput:
         if self.aside is not None:
             self.aside.wait()
             self.attention_s += self.aside.seconds
+            self.aside_s = self.aside.took_s
             self.aside = None
 
     def keep_states(self, index: int) -> None:

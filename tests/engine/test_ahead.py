@@ -334,6 +334,16 @@ def test_costs_are_those_of_the_step_itself(ahead, monkeypatch):
     assert least < 2 * slow
 
 
+@pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
+def test_costs_count_what_ran_while_nobody_called_for_the_next_step(num_threads, monkeypatch):
+    llm, took = engine(pair("llama")[0], async_scheduling=True), 0.25
+    monkeypatch.setattr(ReadyPass, "took_s", took)
+    seen, observe = [], llm.core.scheduler.costs.observe
+    llm.core.scheduler.costs.observe = lambda **step: seen.append(step["seconds"]) or observe(**step)
+    drive(llm, [submit(llm, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))])
+    assert sum(seconds >= took for seconds in seen) >= 5 * (num_threads > 1)
+
+
 def test_a_grammar_decides_over_tokens_of_steps_that_were_launched_ahead(tiny):
     params = SamplingParams(
         max_tokens=60, temperature=1.0, seed=1, structured=StructuredOutput(regex="[a-c]{8,30}d")

@@ -1,5 +1,6 @@
 """Steps that run in the kernels' threads while Python goes on: their bits, their ends, what else runs."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 import kvq
+import kvq.models.angles as angles
 from benchmarks.peers.neighbours import neighbours
 from kvq.kernels.decoder.whole import ReadyPass
 from kvq.kernels.native.library import load
 from kvq.models.packing import positions_of, ready_pass
 from tests.helpers_models import random_tokens
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
 
@@ -111,6 +113,44 @@ def test_a_step_that_nobody_waits_for_ends_before_its_memory_is_gone() -> None:
         whole.begin()
         del whole
         assert torch.equal(logits, wanted)
+
+
+def test_a_step_that_begins_late_reads_the_angles_it_was_made_ready_with(monkeypatch) -> None:
+    monkeypatch.setattr(angles, "_PAGE", 16)
+    model = kvq.load("tiny", kv="fp32")
+    monkeypatch.setattr(
+        ReadyPass, "begin", lambda self: None
+    )  # its threads get no core before it is waited for
+    monkeypatch.setattr(ReadyPass, "wait", ReadyPass.run)
+    wanted, steps, coming = logits_of(model, 1), Steps(model), None
+    for i, tokens in enumerate(pieces(1)):
+        whole = coming or steps.ready(tokens)
+        coming = steps.ready(pieces(1)[i + 1]) if i + 1 < len(wanted) else None
+        gc.collect()
+        held = [
+            bytearray(b"\xff" * size) for size in (8, 16, 32) for _ in range(1000)
+        ]  # what was freed is written
+        whole.wait()
+        del held
+        assert torch.equal(whole.logits, wanted[i])
+
+
+def test_a_step_that_ended_takes_nobodys_place_until_it_is_waited_for() -> None:
+    model = kvq.load("tiny", kv="int8")
+    wanted = logits_of(model, 1)
+    first = Steps(model).ready(pieces(1)[0])
+    first.begin()
+    wait_for(lambda: first.took_s > 0, "it ended")
+    steps, numbers = Steps(model), []
+    for tokens, logits in zip(pieces(1), wanted, strict=True):
+        whole = steps.ready(tokens)
+        whole.begin()
+        numbers.append(whole._step.number)
+        whole.wait()
+        assert torch.equal(whole.logits, logits)
+    assert all(numbers[1:]), "they ran aside"
+    first.wait()
+    assert torch.equal(first.logits, wanted[0])
 
 
 def test_tokens_may_be_written_until_a_step_begins() -> None:

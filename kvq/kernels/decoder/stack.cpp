@@ -137,7 +137,9 @@ inline int run_pass(KvqWholeStep& w) {
 
 inline void run_whole(const void* step) {
     KvqWholeStep& w = *(KvqWholeStep*)step;
+    double began = now_s();
     w.status = run_pass(w);
+    w.took = now_s() - began;
 }
 
 }  // namespace

@@ -74,6 +74,12 @@ class ReadyPass:
         found: float = self._step.seconds
         return found
 
+    @property
+    def took_s(self) -> float:
+        """From its begin to its end."""
+        found: float = self._step.took
+        return found
+
     def run(self) -> None:
         """From its begin to its end.
 
@@ -124,6 +130,7 @@ class CpuPass:
             "head": addressof(head.struct),
         }
         self._tables: AngleTables = {}
+        self._arrays: tuple[Any, ...] = ()  # where the tables lie
         self._angles: dict[str, Any] = {}  # of the tables, in a KvqPass
         self._memory: tuple[Tensor, ...] = ()
 
@@ -179,7 +186,7 @@ class CpuPass:
             threads=torch.get_num_threads(),
             **{"pass": addressof(given)},
         )
-        named = stack, self, step, given, numbers, memory, tables, bad
+        named = stack, self, step, given, numbers, memory, tables, self._arrays, bad
         return ReadyPass(tokens, logits, whole, named)
 
     def _take_tables(self, tables: AngleTables) -> None:

@@ -207,14 +207,14 @@ struct KvqPass {
 };
 
 // A whole step: `logits` [wanted, vocab] of `code` from token ids and positions. Tokens whose keys or values were not
-// finite are flagged in `bad` [rows]; `seconds`: those in write_kv and attend are added to it.
+// finite are flagged in `bad` [rows]; `seconds`: those in write_kv and attend are added to it; `took`: those of it all.
 struct KvqWholeStep {
     const KvqStackLayer* layers;
     const KvqStackStep* step;
     const KvqPass* pass;
     uint8_t *logits, *bad;
     int64_t rows, number;  // number: of what runs, if it was begun; or 0
-    double seconds;
+    double seconds, took;
     int32_t count, code, threads, status;
 };
 

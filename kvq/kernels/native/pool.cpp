@@ -109,6 +109,7 @@ struct Course {
     int waits;                 // for a thread that goes on
     int has_ended;
     int64_t number;         // of the body that is or was run
+    int64_t unclaimed;      // the same, until its caller comes back for it, or a next one for the course, if it has ended
     int64_t times_carried;  // that a thread which is not its caller went on
     struct Member* caller;  // null while it is elsewhere
     Fiber fiber;
@@ -275,7 +276,7 @@ inline int64_t wake_ns() {
 void forget_threads() {  // a forked process has none but its caller's, which had no time yet
     pool.state = 0, pool.is_taken = pool.threads = pool.sharing = pool.spares = pool.spares_work = 0;
     pool.sleeping = pool.caller_sleeps = 0;
-    course.is_taken = course.waits = 0, course.number++;
+    course.is_taken = course.waits = 0, course.unclaimed = 0, course.caller = nullptr;
     course.fiber.forget();
     calling_member = Member{};
     pool.mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -326,7 +327,7 @@ extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int t
     // Beside another caller's job there are no cores to be had.
     if (threads <= 1 || __atomic_exchange_n(&pool.is_taken, 1, __ATOMIC_ACQUIRE)) return do_work(work, data);
     add_threads(others_of(threads));
-    run_job(threads - 1, work, data);
+    run_job(others_of(threads), work, data);
     __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
 }
 
@@ -334,11 +335,20 @@ extern "C" int64_t kvq_times_carried() { return __atomic_load_n(&course.times_ca
 
 namespace {
 
+inline bool claim(int64_t number) {
+    return number && __atomic_compare_exchange_n(&course.unclaimed, &number, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
 // Whether the calling thread has a course for `body`, which nobody has begun yet.
 inline bool takes_course(int threads, void (*body)(const void*), const void* data) {
-    if (threads <= 1 || this_member() || __atomic_exchange_n(&course.is_taken, 1, __ATOMIC_ACQUIRE)) return false;
+    if (threads <= 1 || this_member()) return false;
+    if (__atomic_exchange_n(&course.is_taken, 1, __ATOMIC_ACQUIRE)) {
+        int64_t number = seen(course.unclaimed);
+        if (!seen(course.has_ended) || !claim(number)) return false;
+    }
     prepare_for_forks();
-    course.has_ended = 0, course.number++;
+    __atomic_store_n(&course.has_ended, 0, __ATOMIC_SEQ_CST);
+    course.number++;
     if (course.fiber.begin(body, data)) return true;
     __atomic_store_n(&course.is_taken, 0, __ATOMIC_RELEASE);
     return false;
@@ -388,11 +398,12 @@ extern "C" int64_t kvq_set_off(int threads, void (*body)(const void* data), cons
         __atomic_store_n(&pool.is_taken, 0, __ATOMIC_RELEASE);
     }
     int64_t number = course.number;
+    __atomic_store_n(&course.unclaimed, number, __ATOMIC_SEQ_CST);
     __atomic_store_n(&course.waits, 1, __ATOMIC_SEQ_CST);
     wake(pool.sleeping, pool.job);
     return number;
 }
 
 extern "C" void kvq_see_through(int64_t number) {
-    if (number && number == seen(course.number)) end_course(false);  // a forked process has none
+    if (claim(number)) end_course(false);  // else it has ended, or is another process's
 }
