@@ -13,6 +13,9 @@ from kvq.errors import EngineError, KVQError
 from kvq.scheduler import Request, Scheduler, StepPlan
 
 _log = logging.getLogger("kvq")
+IN_TURNS = (
+    64  # steps after one that was to run aside and had no threads: its tokens came a step late for nothing
+)
 LONG_STEP_S = 0.02  # on a CPU: what Python takes of it is not worth that who comes waits for one more
 
 
@@ -65,12 +68,11 @@ class Launcher:
         self._speculator = speculator
         self._ahead: Ahead | None = None
         self._planned: Ahead | None = None  # not launched yet, as it lacks its tokens
+        self._num_in_turns = 0  # steps to come that are not launched ahead unless that was asked for
 
     def forget(self) -> None:
         """Drop the step that was launched ahead: all its requests end."""
-        if (
-            self._ahead is not None
-        ):  # it may run, and is forgotten only then, however often this is interrupted
+        if self._ahead is not None:  # it may run: forgotten only when it ended, if this is interrupted, too
             _has_ended(self._ahead)
         self._ahead = self._planned = None
 
@@ -108,7 +110,8 @@ class Launcher:
             if ahead.output is None:
                 ahead.output = self._runner.forward(ahead.plan, ahead.failed, tokens=tokens)
             else:
-                ahead.output.begin(tokens)
+                is_aside = ahead.output.begin(tokens)
+                self._num_in_turns = 0 if is_aside else IN_TURNS
         except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
             _log.exception("step %d failed; running it again", ahead.plan.number)
             ahead.output = None
@@ -133,6 +136,9 @@ class Launcher:
             return False
         if self._runs_ahead is not None:
             return self._runs_ahead
+        if self._num_in_turns:
+            self._num_in_turns -= 1
+            return False
         return self._runner.runs_aside and self._scheduler.costs.decode_s(num_decodes) < LONG_STEP_S
 
     def _make_ready(self, ahead: Ahead) -> None:

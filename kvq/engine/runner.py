@@ -43,11 +43,14 @@ class StepOutput:
     aside_s: float = 0.0  # that it took
 
     @torch.inference_mode()
-    def begin(self, tokens: Tensor) -> None:
-        """Let a pass that was made ready run aside, with its token ids, int64 [new tokens]."""
+    def begin(self, tokens: Tensor) -> bool:
+        """Let a pass that was made ready run aside, with its token ids, int64 [new tokens].
+
+        False if there are no threads for it, and it has ended.
+        """
         assert self.aside is not None, "made ready"
         self.aside.tokens.copy_(tokens)
-        self.aside.begin()
+        return self.aside.begin()
 
     def wait(self) -> None:
         """Return when all of it is there.

@@ -15,6 +15,7 @@ from kvq.models.step import PackedStep
 from kvq.models.weights import LoadedWeights
 
 Integers = npt.NDArray[np.int64]
+Numbers = Sequence[int] | Integers | Tensor
 
 
 def are_decodes(counts: Sequence[int]) -> bool:
@@ -35,11 +36,7 @@ def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
 
 
 def run_packed(
-    weights: LoadedWeights,
-    step: PackedStep,
-    tokens: Sequence[int] | Tensor,
-    positions: Integers | Tensor,
-    wanted: Sequence[int] | Tensor,
+    weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> Tensor:
     """Layer by layer write, then attend; then logits of the `wanted` rows, [len(wanted), vocab].
 
@@ -67,11 +64,7 @@ def run_packed(
 
 
 def ready_pass(
-    weights: LoadedWeights,
-    step: PackedStep,
-    tokens: Sequence[int] | Tensor,
-    positions: Integers | Tensor,
-    wanted: Sequence[int] | Tensor,
+    weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> ReadyPass | None:
     """The same as one call of compiled code that may be begun and waited for; None where it is none."""
     short = weights.fused_pass
@@ -81,11 +74,7 @@ def ready_pass(
 
 
 def _laid_out(
-    weights: LoadedWeights,
-    step: PackedStep,
-    tokens: Sequence[int] | Tensor,
-    positions: Integers | Tensor,
-    wanted: Sequence[int] | Tensor,
+    weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids, positions, which are the step's from now on, and wanted rows, as many as the pass takes."""
     rows, device = weights.step_rows(len(positions)), weights.device
@@ -94,7 +83,7 @@ def _laid_out(
     return padded(tokens, rows, device), where, keep
 
 
-def padded(values: Sequence[int] | Integers | Tensor, rows: int, device: torch.device) -> Tensor:
+def padded(values: Numbers, rows: int, device: torch.device) -> Tensor:
     """int64 [rows] on the device: the values, then zeros."""
     if isinstance(values, Tensor):
         return values if len(values) == rows else functional.pad(values, (0, rows - len(values)))

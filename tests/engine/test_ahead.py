@@ -214,6 +214,16 @@ def test_short_steps_of_a_cpu_run_ahead_without_being_asked_to_and_long_ones_do_
         assert_balanced(llm)
 
 
+@pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
+def test_an_engine_whose_steps_find_no_threads_takes_them_in_turns(num_threads, monkeypatch):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    wanted = results(engine(pair("llama")[0]).generate([[5, 6, 7]], params))
+    monkeypatch.setattr(ReadyPass, "begin", lambda self: bool(self.run()))  # as while another engine's runs
+    llm = watched(engine(pair("llama")[0], async_scheduling=None))
+    assert results(llm.generate([[5, 6, 7]], params)) == wanted
+    assert llm.num_ahead == int(num_threads > 1), "the one that found none"
+
+
 def test_a_step_that_is_interrupted_while_another_runs_waits_for_that(num_threads, begun):
     model, params = pair("llama")[0], SamplingParams(max_tokens=20, ignore_eos=True)
     wanted = results(engine(model).generate([[5, 6, 7]], params))

@@ -89,13 +89,14 @@ class ReadyPass:
         """
         run("decoder_pass", self._step)
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         """Leave it to the kernels' threads, where there are any, and `wait` later.
 
-        Others of its stack must have ended.
+        Others of its stack must have ended. False if it has ended here.
         """
         self._runs = True
         run("decoder_pass_begin", self._step)
+        return bool(self._step.number)
 
     def wait(self) -> None:
         """Help it until it has ended.

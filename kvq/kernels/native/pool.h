@@ -5,9 +5,10 @@
 
 #include <stdint.h>
 
-// work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, or twice as
-// many where all cores are shared with other processes, each with a number below `most_threads` of its own; returns when all that began have ended. A thread that rests ends early; work may begin again
-// under its number, that of thread 0 in another thread. Defined in pool.cpp, once for all variants.
+// work(data, thread) on the calling thread, as thread 0, and on up to `threads` - 1 others that are free, or twice that
+// many where all cores are shared with other processes, each with a number below `most_threads` of its own; returns
+// when all that began have ended. A thread that rests ends early; work may begin again under its number, that of thread
+// 0 in another thread. Defined in pool.cpp, once for all variants.
 extern "C" void kvq_on_threads(int threads, void (*work)(const void* data, int thread), const void* data);
 
 // body(data), which has jobs done one after the other. Before the calling thread would lose its core, between two tasks,
