@@ -1,12 +1,17 @@
-"""What the package's code looks like, in figures: python tools/code_figures.py [--list] [FOLDER]
+"""What the package's code looks like, in figures: python tools/code_figures.py [--list | --update] [FOLDER]
 
 Lines, modules above 400 lines, how long functions are, how many parameters they take, signatures with
-untyped `**options`, and state that modules hold. Functions that run on a device (`@triton.jit`) count as
-lines only. `--list` names each place.
+untyped `**options`, state that modules hold, files in a folder, and classes that others may use. Functions
+that run on a device (`@triton.jit`) count as lines only. `--list` names each place. `--update` holds the
+figures against `tests/code_figures.json`, as `make test` does: worse ones are told and change nothing
+there, better ones are written down and are the limits from then on.
 """
 
 import argparse
 import ast
+import json
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +19,9 @@ from statistics import median, quantiles
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {".py", ".cpp", ".h", ".js", ".css", ".html"}
-MOST_LINES, MOST_PARAMETERS, HARD_LIMIT = 400, 6, 10
+LIMITS = ROOT / "tests" / "code_figures.json"
+MOST_LINES, MOST_PARAMETERS, HARD_LIMIT, LONG, MOST_FILES = 400, 6, 10, 60, 25
+MOST_TOLD = 12  # places of one gauge in a message
 _MUTABLE_CALLS = {
     *("dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"),
     *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local"),
@@ -28,11 +35,32 @@ class Figures:
     """What was counted, and where."""
 
     lines: int = 0
+    python_lines: int = 0
     modules: list[tuple[int, str]] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    folders: Counter[str] = field(default_factory=Counter)  # of Python files that lie right in them
+    lengths: list[tuple[int, str]] = field(default_factory=list)
     parameters: list[tuple[int, str]] = field(default_factory=list)
     untyped: list[str] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A figure that may fall and never rise, and the places that make it up."""
+
+    name: str
+    value: int
+    places: list[str]  # "kvq/folder/file.py:12 name: 7"
+    depth: int | None = None  # folders by which places are stored, if their files are too many
+
+    def counts(self) -> dict[str, int]:
+        """How many places each file (or folder) has."""
+        return dict(sorted(Counter(map(self.file_of, self.places)).items()))
+
+    def file_of(self, place: str) -> str:
+        """The file (or folder) that a place counts for."""
+        return "/".join(place.partition(":")[0].split("/")[: self.depth])
 
 
 def count(folder: Path) -> Figures:
@@ -45,6 +73,8 @@ def count(folder: Path) -> Figures:
         figures.lines += num_lines
         figures.modules.append((num_lines, place))
         if path.suffix == ".py":
+            figures.python_lines += num_lines
+            figures.folders[str(path.relative_to(folder.parent).parent)] += 1
             _count_module(ast.parse(text), place, figures)
     return figures
 
@@ -54,13 +84,15 @@ def _count_module(tree: ast.Module, place: str, figures: Figures) -> None:
         if _has_decorator(function, {"jit"}):
             continue
         where = f"{place}:{function.lineno} {function.name}"
-        figures.lengths.append((function.end_lineno or 0) - function.lineno + 1)
+        figures.lengths.append(((function.end_lineno or 0) - function.lineno + 1, where))
         figures.parameters.append((_num_parameters(function.args), where))
         if _has_untyped_options(function.args):
             figures.untyped.append(where)
         if _has_decorator(function, _CACHES):
             figures.state.append(f"{where} (cache)")
     figures.state += [f"{place}:{line} {name}" for line, name in _module_state(tree)]
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    figures.classes += [f"{place}:{one.lineno} {one.name}" for one in classes if not one.name.startswith("_")]
 
 
 def _num_parameters(args: ast.arguments) -> int:
@@ -102,23 +134,86 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def rows(figures: Figures) -> list[tuple[str, str, list[str]]]:
-    """What, how much, and where."""
-    large = [f"{place}: {lines}" for lines, place in figures.modules if lines > MOST_LINES]
-    many = [f"{where}: {number}" for number, where in figures.parameters if number > MOST_PARAMETERS]
-    too_many = [f"{where}: {number}" for number, where in figures.parameters if number > HARD_LIMIT]
+def gauges(figures: Figures) -> list[Gauge]:
+    """What may not get worse; lines have a budget instead."""
+    lengths = [number for number, _ in figures.lengths] * 2  # quantiles of one function, too
+    longest = max(figures.folders.values())
+    flat = [f"{folder}: {number}" for folder, number in figures.folders.items() if number == longest]
+    folders = [f"{folder}: {number}" for folder, number in figures.folders.items() if number > MOST_FILES]
+    found = {
+        f"modules above {MOST_LINES} lines": _above(MOST_LINES, figures.modules),
+        f"functions above {LONG} lines": _above(LONG, figures.lengths),
+        f"functions with more than {MOST_PARAMETERS} parameters": _above(MOST_PARAMETERS, figures.parameters),
+        f"functions with more than {HARD_LIMIT} parameters": _above(HARD_LIMIT, figures.parameters),
+        "signatures with untyped **options": figures.untyped,
+        "state and caches of modules": figures.state,
+        f"folders with more than {MOST_FILES} Python files": folders,
+    }
     return [
-        ("lines", f"{figures.lines:,}", []),
-        ("modules", f"{len(figures.modules)}", []),
-        (f"modules above {MOST_LINES} lines", f"{len(large)}", large),
-        ("functions", f"{len(figures.lengths):,}", []),
-        ("lines of a function, median", f"{median(figures.lengths):.0f}", []),
-        ("lines of a function, 95th percentile", f"{quantiles(figures.lengths, n=20)[-1]:.0f}", []),
-        (f"functions with more than {MOST_PARAMETERS} parameters", f"{len(many)}", many),
-        (f"functions with more than {HARD_LIMIT} parameters", f"{len(too_many)}", too_many),
-        ("signatures with untyped **options", f"{len(figures.untyped)}", figures.untyped),
-        ("state and caches of modules", f"{len(figures.state)}", figures.state),
+        Gauge("lines of a function, median", round(median(lengths)), []),
+        Gauge("lines of a function, 95th percentile", round(quantiles(lengths, n=20)[-1]), []),
+        *(Gauge(name, len(places), places) for name, places in found.items()),
+        Gauge("Python files in the largest folder", longest, flat),
+        Gauge("public classes", len(figures.classes), figures.classes, depth=2),
     ]
+
+
+def _above(limit: int, counted: list[tuple[int, str]]) -> list[str]:
+    return [f"{where}: {number}" for number, where in counted if number > limit]
+
+
+def worse(figures: Figures, limits: dict) -> list[str]:
+    """What of the figures is worse than the limits, each with the places that moved it."""
+    budget = limits["lines"]["budget"]
+    told = []
+    if figures.python_lines > budget:
+        told.append(
+            f"lines: {figures.python_lines:,} of Python, the budget is {budget:,}: replace before you add, "
+            "and delete what nothing uses; a change that needs more raises the budget by an amount it states"
+        )
+    for gauge in gauges(figures):
+        before = limits.get(gauge.name)
+        if before is not None and gauge.value > before["value"]:
+            places = "".join(f"\n  {place}" for place in _moved(gauge, before.get("places", {})))
+            told.append(f"{gauge.name}: {before['value']:,} -> {gauge.value:,}{places}")
+    return told
+
+
+def _moved(gauge: Gauge, before: dict[str, int]) -> list[str]:
+    """The places of files that have more of them than before; all, where that is none."""
+    risen = {name: number for name, number in gauge.counts().items() if number > before.get(name, 0)}
+    told = [f"{name}: {before.get(name, 0)} -> {number}" for name, number in risen.items()]
+    now = [place for place in gauge.places if not risen or gauge.file_of(place) in risen]
+    return told + (now if len(now) <= MOST_TOLD else [f"and {len(now)} places; --list names them"])
+
+
+def ratchet(figures: Figures, limits: Path) -> list[str]:
+    """Tell what got worse; if nothing did, write the figures down as the limits, where that is possible."""
+    stored = limits.read_text(encoding="utf-8")
+    before = json.loads(stored)
+    told = worse(figures, before)
+    after: dict = {"lines": before["lines"]}
+    for gauge in gauges(figures):
+        after[gauge.name] = {"value": gauge.value, **({"places": gauge.counts()} if gauge.places else {})}
+    text = json.dumps(after, indent=2) + "\n"
+    if not told and text != stored:
+        try:
+            limits.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"{limits} can't be written, and stays as it is: {error}", file=sys.stderr)
+    return told
+
+
+def rows(figures: Figures) -> list[tuple[str, int, list[str]]]:
+    """What, how much, and where."""
+    counted = [
+        ("lines", figures.lines),
+        ("lines of Python", figures.python_lines),
+        ("modules", len(figures.modules)),
+        ("functions", len(figures.lengths)),
+    ]
+    held = [(gauge.name, gauge.value, gauge.places) for gauge in gauges(figures)]
+    return [*((what, number, []) for what, number in counted), *held]
 
 
 def main() -> None:
@@ -126,12 +221,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "kvq")
     parser.add_argument("--list", action="store_true", help="name each place")
+    parser.add_argument("--update", action="store_true", help=f"hold against {LIMITS.relative_to(ROOT)}")
     given = parser.parse_args()
+    figures = count(given.folder.resolve())
     print("| what | |\n|---|--:|")
-    for what, number, places in rows(count(given.folder.resolve())):
-        print(f"| {what} | {number} |")
+    for what, number, places in rows(figures):
+        print(f"| {what} | {number:,} |")
         for place in places if given.list else ():
             print(f"| - {place} | |")
+    if given.update and (told := ratchet(figures, LIMITS)):
+        sys.exit("\n".join(told))
 
 
 if __name__ == "__main__":
