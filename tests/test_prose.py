@@ -72,6 +72,9 @@ def fewer(kv):
 
 def told_in_choosing():
     four, mean, narrow = "int4", "int4_mean", "int4_g64_s8_mean_rot"
+    for name, where in ((SHORT, "WikiText-2"), (DEFAULT, "help topics")):
+        yield f"{kl(name, 'int8'):.5f} and {kl(name, 'fp8'):.5f} on {where}"
+    yield f"mean KL {kl(SHORT, four):.5f} on WikiText-2, {kl(DEFAULT, four):.5f} on help topics"
     yield f"{change(SHORT, 'int8')} and {change(SHORT, 'fp8')} of perplexity on WikiText-2"
     yield f"{change(DEFAULT, 'int8')} and {change(DEFAULT, 'fp8')} on help topics"
     yield f"{change(SHORT, four)} of perplexity on WikiText-2, {change(DEFAULT, four)} on help topics"
@@ -82,6 +85,8 @@ def told_in_choosing():
     yield f"(3.6 bits; {held(LONG, f'int3_mean{TAIL}')} held at 4,096 tokens)"
     yield f"{kl(SHORT, four):.4f} nats a token in windows of 1,024 tokens, {kl(LONG, four):.3f} in 4,096"
     yield f"({kl(DEFAULT, four):.3f} on help topics)"
+    for name, words in (("int3_mean", "by {} at a mean KL of {:.3f}"), (f"int3{TAIL}", "by {} at {:.3f}")):
+        yield words.format(change(LONG, name), kl(LONG, name))
     yield "{} to {} more than the sum of their halves down to 3 bits".format(*missed(PLAIN, 2.9, 9))
     yield f"and {missed(PLAIN, 2, 2.9)[1]} at 2.5"
     yield "of the staged ones {} to {}".format(*missed(STAGED, 2, 7))

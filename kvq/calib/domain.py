@@ -7,6 +7,7 @@ import numpy as np
 from kvq.calib.observe import Observations, observe
 from kvq.evals.bootstrap import Bootstrap, Interval
 from kvq.evals.divergence import UNWATCHED, Progress, TokenPlan, measure_tokens
+from kvq.evals.perplexity import instrument_facts, look, perplexity_row
 from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, text_ids, token_windows
 from kvq.formats import KVRecipe
@@ -35,17 +36,19 @@ class DomainCheck:
     kl_difference: Interval | None  # at 95%, from resampling windows in pairs; None for too few
     perplexity_change: float
     own_perplexity_change: float
-    is_fit: bool | None  # None: too few windows to tell
+    is_fit: bool | None  # None: too few windows to tell, or `cautions`
+    cautions: list[str]  # why figures of this model on the text say nothing
 
     def line(self) -> str:
         """The verdict in a sentence."""
-        words = {True: "is fit", False: "is NOT fit", None: "may or may not be fit (too few windows to tell)"}
+        cause = "see above" if self.cautions else "too few windows to tell"
+        words = {True: "is fit", False: "is NOT fit", None: f"may or may not be fit ({cause})"}
         span = (
             ""
             if self.kl_difference is None
             else f", a difference of {self.kl_difference[0]:+.6f} to {self.kl_difference[1]:+.6f} at 95%"
         )
-        return (
+        return "".join(f"mind: {line}\n" for line in self.cautions) + (
             f"{self.kv} calibrated on {self.calibrated_on} {words[self.is_fit]} for {self.checked_on}: "
             f"{self.heads_exceeded} of {self.heads} heads go beyond their maximum (most: "
             f"{self.largest_excess:.2f}x, {self.worst_head}); mean KL {self.kl_mean:.6f}, calibrated on that "
@@ -78,9 +81,10 @@ def check_domain(
         centered = ((bool(layer.k), bool(layer.v)) for layer in recipe.centers.layers)
         itself = replace(itself, centers=own.centers().some(centered))
     recipes: list[str | KVRecipe] = ["auto", replace(recipe, label="given"), itself]
-    baseline, given, other = measure_tokens(
-        model, recipes, head.text, TokenPlan(context=window, max_windows=_WINDOWS)
-    )
+    plan = TokenPlan(context=window, max_windows=_WINDOWS)
+    baseline, given, other = measure_tokens(model, recipes, head.text, plan)
+    seen_first = look(model, "auto", head.text, plan)
+    cautions = instrument_facts([perplexity_row(baseline, baseline)], seen_first)["cautions"]
     excess = _excess(seen, own)
     difference = Bootstrap().interval(
         lambda mine, its: mine - its, given.kl.mean(axis=1), other.kl.mean(axis=1)
@@ -101,7 +105,8 @@ def check_domain(
         kl_difference=difference,
         perplexity_change=float(np.expm1((given.nll - baseline.nll).mean(dtype=np.float64))),
         own_perplexity_change=float(np.expm1((other.nll - baseline.nll).mean(dtype=np.float64))),
-        is_fit=None if difference is None else not is_worse,
+        is_fit=None if difference is None or cautions else not is_worse,
+        cautions=cautions,
     )
 
 

@@ -20,7 +20,7 @@ from kvq.calib.observe import spread_windows
 from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.evals.divergence import TokenPlan, Watch
-from kvq.evals.perplexity import PerplexityRow, measure_perplexity
+from kvq.evals.perplexity import PerplexityRow, instrument_facts, look, measure_perplexity
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
 from kvq.formats import Code, KVRecipe
@@ -48,6 +48,7 @@ class Tuned:
     search_kl: float  # of the whole recipe, on other windows of the search's text
     points: tuple[Point, ...]  # the baseline first, then by bytes
     sensitivities: Sensitivities
+    cautions: tuple[str, ...] = ()  # why figures of this model on the text say nothing
 
     @property
     def chosen(self) -> PerplexityRow:
@@ -93,13 +94,10 @@ def tune(
     unseen = [ids for ids in windows if ids not in found.windows]
     recipe, search_kl, is_tuned = search.best(budget, unseen or windows)
     uniform, others = search.uniform, search.others(budget)
-    rows = measure_perplexity(
-        model,
-        ["auto", *uniform.values(), *others, replace(recipe, label="chosen")],
-        held_out.text,
-        TokenPlan(context=window, max_windows=plan.verify_windows),
-        Watch(lambda done, total: progress("verifying whole recipes", done, total)),
-    )
+    verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
+    watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
+    recipes = [model.prepared.recipe("auto"), *uniform.values(), *others, replace(recipe, label="chosen")]
+    rows = measure_perplexity(model, recipes, held_out.text, verifying, watch)
     cost = search.allocation.cost
     kinds = ["uniform"] * (1 + len(uniform)) + ["tuned"] * len(others) + ["chosen"]
     expected = [None] * (1 + len(uniform)) + [cost(search.nbytes(other)) for other in others]
@@ -112,6 +110,7 @@ def tune(
         search_kl=search_kl,
         points=tuple(Point(kind=kind, row=row, expected_kl=kl) for kind, row, kl in points),
         sensitivities=found,
+        cautions=tuple(instrument_facts(rows, look(model, "auto", held_out.text, verifying))["cautions"]),
     )
 
 

@@ -16,6 +16,7 @@ from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
 from kvq.evals.plot import finish_kl
 from kvq.evals.sections import MOST, told
+from kvq.evals.verdict import verdict as verdict_of
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
@@ -48,6 +49,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
 def tuned_facts(model: Model, tuned: Tuned) -> Row:
     """What the JSON says beside the points."""
     return {
+        "cautions": list(tuned.cautions),
         "context": _context(tuned),
         "budget_bytes": tuned.budget_bytes,
         "expected_kl": tuned.expected_kl,
@@ -143,6 +145,7 @@ def render(result: Row) -> str:
     """Return the page's HTML."""
     parts = [
         f"<h1>A KV recipe for {escape(result['model'])}</h1>",
+        *(f'<p class="bad"><b>Mind: {escape(line)}.</b></p>' for line in result["cautions"]),
         f"<p>{escape(result['verdict'])}</p>",
         f'<p class="small">Searched on {escape(result["text"])}, measured on {escape(result["held_out"])}, '
         f"which the search did not see; windows of {result['context']}. {escape(result['device'])}, "
@@ -162,6 +165,7 @@ def render(result: Row) -> str:
 def verdict(tuned: Tuned) -> str:
     """The result in a sentence or two."""
     chosen = tuned.chosen
+    of = "" if tuned.cautions else f", {verdict_of(chosen.kl_mean, chosen.perplexity_change)}"
     rivals = [
         point.row
         for point in tuned.points[1:]
@@ -170,15 +174,15 @@ def verdict(tuned: Tuned) -> str:
     words = (
         f"{chosen.bits_per_element:.4g} bits per element, {chosen.compression:.2f} times bf16's tokens in "
         f"the same memory{_staging(tuned)}: mean KL {chosen.kl_mean:.5f}, "
-        f"perplexity {chosen.perplexity_change:+.2%}"
+        f"perplexity {chosen.perplexity_change:+.2%}{of}"
     )
     if not rivals:
         return f"{words}; no uniform format is as small.{_mind(tuned)}"
     best = min(rivals, key=lambda row: row.kl_mean)
+    times = f": the recipe has {chosen.kl_mean / best.kl_mean:.2f} times that" if best.kl_mean else ""
     return (
         f"{words}. The best uniform format of at most these bytes, {best.kv} "
-        f"({best.bits_per_element:.4g} bits), has {best.kl_mean:.5f}: the recipe has "
-        f"{chosen.kl_mean / best.kl_mean:.2f} times that.{_mind(tuned)}"
+        f"({best.bits_per_element:.4g} bits), has {best.kl_mean:.5f}{times}.{_mind(tuned)}"
     )
 
 

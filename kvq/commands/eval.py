@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from kvq.formats import KVRecipe
     from kvq.models import Model
 
+_JSON = ("cautions", "look")  # of what tasks find: no rows
+
 
 @click.command(name="eval")
 @model_argument
@@ -167,7 +169,7 @@ def plan_result(
         "context": plan.tokens.context,
         "refused": refused,
     }
-    return result_of(rows, model.weights.device, about | more)
+    return result_of(rows, model.weights.device, {"cautions": [], **about} | more)
 
 
 def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[str, bool]) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def _run_all(
 def _joined(found: dict[str, Any], task: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """What was found, and what a further task found as JSON."""
     rows = {
-        key: [asdict(row) for row in value] if isinstance(value, list) else value
+        key: [asdict(row) for row in value] if isinstance(value, list) and key not in _JSON else value
         for key, value in more.items()
     }
     void = found.get("void", {}) | rows.pop("void", {})

@@ -24,7 +24,7 @@ from kvq.evals.needle import (
     void_reason,
 )
 from kvq.evals.needle_prompts import NeedlePrompts
-from kvq.evals.perplexity import instrument_check
+from kvq.evals.perplexity import instrument_facts, look
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.extras import LM_EVAL, require
 from kvq.formats import KVRecipe
@@ -118,13 +118,12 @@ def _exact_in_needles(plan: EvalPlan, found: tuple[NeedlePrompts, list[int]]) ->
 def _quality(running: Running, _: object) -> dict[str, Any]:
     plan = running.plan
     named = {recipe.name for recipe in plan.recipes}
+    seen = look(running.model, plan.recipes[0], plan.text.text, plan.tokens)
 
     def result(rows: list[QualityRow]) -> dict[str, Any]:
-        if not plan.tokens.instrument:
-            return {"rows": rows}
         # The rows that were added to check the instrument say nothing about a format that was asked for.
         kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
-        return {"rows": kept, "instrument": instrument_check(rows)}
+        return {"rows": kept, **instrument_facts(rows, seen)}
 
     return running.measured(measure_quality, result, plan.tokens, plan.bootstrap)
 

@@ -178,7 +178,7 @@ class WindowOptions:
         None, "Stop after this many windows.  [default: the whole text]", type=AT_LEAST_1
     )
     chunk: int | None = option(None, "Prefill tokens per step.  [default: as many as fit]", type=AT_LEAST_1)
-    instrument: bool = option(False, "Also check that model and text can show damage; exit 1 if not.")
+    instrument: bool = option(False, "Check that model and all of the text can show damage; exit 1 if not.")
 
 
 def model_argument(command: _Command) -> _Command:

@@ -96,11 +96,12 @@ def measure(
     from kvq.commands.results import FinishedRows
     from kvq.commands.tables import print_eval
     from kvq.evals.divergence import Watch
-    from kvq.evals.perplexity import instrument_check, measure_perplexity
+    from kvq.evals.perplexity import instrument_facts, look, measure_perplexity
+
+    seen = look(model, plan.recipes[0], plan.text.text, plan.tokens)
 
     def result(rows: "Sequence[PerplexityRow]") -> dict[str, Any]:
-        check = {"instrument": instrument_check(rows)} if plan.tokens.instrument else {}
-        return plan_result(model, plan, refused or {}, {"rows": rows, **check})
+        return plan_result(model, plan, refused or {}, {"rows": rows, **instrument_facts(rows, seen)})
 
     with FinishedRows(json_path, result, print_eval) as finished:
         with progress_bar("measuring") as progress:

@@ -222,6 +222,7 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
     from kvq.commands.progress import progress_bar
     from kvq.evals import measure_perplexity
     from kvq.evals.divergence import Watch
+    from kvq.evals.verdict import cautions
     from kvq.models.prepared import prepare
 
     found = []
@@ -231,6 +232,7 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
             found += measure_perplexity(loaded, ["fp32"], text.text, plan, Watch(progress))
     before, after = found
     return {
+        "cautions": list(cautions(before.perplexity, before.chance_perplexity)),
         "text": text.name,
         "tokens": after.tokens,
         "perplexity_before": before.perplexity,

@@ -6,7 +6,7 @@ from typing import Any
 from kvq.calib.quantize import Quantized
 from kvq.commands.resources import Used
 from kvq.commands.screen import echo
-from kvq.commands.tables import print_columns
+from kvq.commands.tables import print_cautions, print_columns
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
@@ -67,6 +67,7 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
         if found:
             echo(f"{what}: {_summary(found)}")
     if quality is not None:
+        print_cautions(quality)
         echo(
             f"perplexity on {quality['text']}, {quality['tokens']:,} tokens: "
             f"{quality['perplexity_before']:.4f} before, {quality['perplexity_after']:.4f} after "

@@ -53,6 +53,7 @@ WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads 
 def print_eval(result: dict[str, Any]) -> None:
     """Print every table of a result, with what it was measured on."""
     out = console()
+    print_cautions(result)
     first = result["rows"][0]
     tokens = f", {first['tokens']:,} tokens predicted" if "tokens" in first else ""
     documents = f" ({first['documents']} documents)" if "documents" in first else ""
@@ -64,6 +65,12 @@ def print_eval(result: dict[str, Any]) -> None:
         out.print(text_table(section.heads, section.cells, WORDS))
         if section.note:
             out.print(section.note, style="dim", highlight=False)
+
+
+def print_cautions(result: Mapping[str, Any]) -> None:
+    """Print, before all else, why the figures of a result say nothing of formats."""
+    for line in result.get("cautions", ()):
+        echo(f"\nmind: {line}")
 
 
 def print_check(result: dict[str, Any]) -> bool:

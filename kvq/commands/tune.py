@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from kvq.models.prepared import PreparedModel
 
 DEFAULT_BUDGET = "int4"
-_DEAR = 0.05  # relative change of perplexity
 _TRIAL = {  # key -> its column where a search is not finished
     "layer": ("layer", "d"),
     "part": ("part", ""),
@@ -127,6 +126,7 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin, json_beside
     from kvq.evals.figure import write_figure
+    from kvq.evals.verdict import verdict
 
     if asked.budget is not None and asked.max_kl is not None:
         raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
@@ -146,14 +146,15 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
         write_report(asked.html_path, result)
     if asked.plot_path:
         write_figure(asked.plot_path, front_figure, result["rows"])
-    if tuned.chosen.perplexity_change > _DEAR and len(plan.codes) < len(ALL_CODES):
+    chosen = tuned.chosen
+    if verdict(chosen.kl_mean, chosen.perplexity_change) != "harmless" and len(plan.codes) < len(ALL_CODES):
         echo(
-            "that is a lot of perplexity: a few layers may need 8 bits, which others can pay for with 2; "
+            "that is a lot of damage: a few layers may need 8 bits, which others can pay for with 2; "
             f"try --formats {','.join(code.name for code in ALL_CODES)}"
         )
-    if asked.max_kl is not None and tuned.chosen.kl_mean > asked.max_kl:
+    if asked.max_kl is not None and chosen.kl_mean > asked.max_kl:
         echo(
-            f"on {texts[1].name}, which the search did not see, the mean KL is {tuned.chosen.kl_mean:.3g}, "
+            f"on {texts[1].name}, which the search did not see, the mean KL is {chosen.kl_mean:.3g}, "
             f"above --max-kl {asked.max_kl:g}; search on more text (--max-windows), or ask for less"
         )
         sys.exit(1)
@@ -188,7 +189,7 @@ def _tune(
             tuned = tune(model, source, other, plan, progress=progress, keep=finished.keep)
         tuned.recipe.save(out)
         relist(out)
-        facts = about | {"seconds": time.perf_counter() - began} | tuned_facts(model, tuned)
+        facts = tuned_facts(model, tuned) | about | {"seconds": time.perf_counter() - began}
         result = result_of(point_rows(tuned), model.weights.device, facts)
         finished.finish(result)
     return tuned, result
@@ -232,8 +233,9 @@ def _say_codes(model: "PreparedModel", plan: "TunePlan") -> None:
 
 def _print(result: dict[str, Any], out: str) -> None:
     from kvq.calib.tune_report import RECIPE, marked, point_columns
-    from kvq.commands.tables import console, print_columns, text_table
+    from kvq.commands.tables import console, print_cautions, print_columns, text_table
 
+    print_cautions(result)
     screen = console()
     screen.print(text_table(RECIPE, result["recipe"], RECIPE))
     screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)

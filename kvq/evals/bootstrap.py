@@ -125,21 +125,11 @@ def wilson_interval(hits: int, trials: int) -> Interval:
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-def verdict(change: float, interval: Interval | None, documents: int) -> str:
-    """A relative change of perplexity in words, with its error bar."""
+def told_change(change: float, interval: Interval | None, documents: int) -> str:
+    """A relative change with its error bar, with as many digits as tell the bounds apart."""
     if interval is None:
         return f"{change:+.2%}; {documents} documents are too few for an interval"
     low, high = interval
-    span = f"{_percent(low, high)} ({CONFIDENCE:.0%})"
-    if low > 0:
-        return f"worse by {span}"
-    if high < 0:
-        return f"better by {_percent(-high, -low, sign='')} ({CONFIDENCE:.0%})"
-    return f"no loss measurable: {span}"
-
-
-def _percent(low: float, high: float, sign: str = "+") -> str:
-    """Two shares with as many digits as tell them apart."""
     width = max(high - low, 1e-7)
     digits = min(4, max(2, 1 - math.floor(math.log10(100 * width))))
-    return f"{low:{sign}.{digits}%} .. {high:{sign}.{digits}%}"
+    return f"{low:+.{digits}%} .. {high:+.{digits}%} ({CONFIDENCE:.0%})"

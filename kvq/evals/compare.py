@@ -145,6 +145,7 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         for name, one in (("A", a), ("B", b))
         if one.get("complete") is False
     ]
+    found += [f"{name}: {line}" for name, one in (("A", a), ("B", b)) for line in one.get("cautions") or ()]
     for key, words in _SAME.items():
         if a.get(key) != b.get(key):
             shown = [_shown(key, one) for one in (a, b)]

@@ -17,6 +17,7 @@ from kvq.errors import RequestError
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
 from kvq.evals.simulated import SimulatedRecipe, model_in
+from kvq.evals.verdict import chance_perplexity
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
@@ -106,6 +107,7 @@ class TokenFigures:
     seconds: float = 0.0  # of the forward passes
     window_limit: int | None = None  # tokens, when attention was cut short on purpose
     role: str = ""  # "window" or "int2": the rows that check the instrument
+    chance: float = float("inf")  # of the baseline: the perplexity of a guess over all of the windows
 
     @property
     def label(self) -> str:
@@ -175,6 +177,7 @@ def measure_tokens(
     size = min(plan.chunk or chunk_size(model, plan.context), plan.context)
     pairs = _candidates(models, len(windows), plan)
     found = [figures for _, figures in pairs]
+    found[0].chance = chance_perplexity(np.array(windows)[:, 1:].ravel(), model.geometry.vocab_size)
     per_window = -(-plan.context // size) * len(found)
     chunks = side_by_side([session for session, _ in pairs], windows, size)
     for done, chunk in enumerate(chunks, start=1):

@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from kvq.errors import RequestError
+from kvq.errors import ConfigError, RequestError
 from kvq.evals.divergence import INSTRUMENT_WINDOW, UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
 from kvq.evals.exact_tail import exact_keys
+from kvq.evals.verdict import cautions
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
 INSTRUMENT_LIMIT = 0.05  # an instrument that can see must lose this much, relatively
+_LOOK_TOKENS = 256  # over which the mean divergence tells what sees from what does not
+_LOOK_TEXT = 64 * _LOOK_TOKENS  # characters that hold them, of a text that may be long
 _LARGEST_LOSS = 700.0  # nats per token; exp of more overflows
 
 
@@ -28,6 +32,7 @@ class PerplexityRow:
     tokens: int  # predicted
     perplexity: float
     perplexity_change: float  # relative to the baseline: 0.01 is 1% worse
+    chance_perplexity: float  # by counting tokens: a model that is no better knows nothing
     kl_mean: float  # nats per token, of this format from the baseline
     kl_p999: float
     top1_agreement: float  # share of tokens with the baseline's likeliest token
@@ -66,6 +71,7 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
         tokens=figures.tokens,
         perplexity=perplexity,
         perplexity_change=perplexity / _perplexity(baseline) - 1,
+        chance_perplexity=baseline.chance,
         kl_mean=float(kl.mean()),
         kl_p999=float(np.quantile(kl, 0.999)),
         top1_agreement=float(figures.top1.mean(dtype=np.float64)),
@@ -87,7 +93,7 @@ def size_figures(model: Model, context: int) -> dict[str, float]:
     }
 
 
-def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, object]:
+def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, Any]:
     """Say whether the model and text of these rows can see damage; see `measure_tokens`.
 
     Returns JSON: the relative changes with a short window and with 2-bit KV, the limit, and `passed`.
@@ -103,6 +109,30 @@ def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, object]:
         "limit": INSTRUMENT_LIMIT,
         "passed": min(changes) >= INSTRUMENT_LIMIT,
     }
+
+
+def look(model: Model, baseline: str | KVRecipe, text: str, plan: TokenPlan) -> list[dict[str, Any]]:
+    """Those two rows over the first tokens of a text, as JSON: three passes over 256 of them, at most.
+
+    Nothing where the plan has the check itself or it can't be had; of short windows 2-bit KV alone.
+    """
+    short = replace(plan, context=min(plan.context, _LOOK_TOKENS), max_windows=1, instrument=True)
+    try:
+        rows = [] if plan.instrument else measure_perplexity(model, [baseline], text[:_LOOK_TEXT], short)
+    except (ConfigError, RequestError):  # no 2-bit KV for this model, or losses that can't be expressed
+        return []
+    is_long = min(short.context, plan.attention_window or short.context) >= _LOOK_TOKENS
+    return [asdict(r) for r in rows if r.instrument == "int2" or (r.instrument == "window" and is_long)]
+
+
+def instrument_facts(rows: Sequence[PerplexityRow], seen: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a result says of its instrument, as JSON: `cautions`, and what they are from.
+
+    `rows`: all that were measured, the baseline first. `seen`: by `look`.
+    """
+    has_check = any(row.instrument == "window" for row in rows)
+    check = {"instrument": instrument_check(rows)} if has_check else {"look": seen}
+    return {"cautions": list(cautions(rows[0].perplexity, rows[0].chance_perplexity, **check)), **check}
 
 
 def _perplexity(figures: TokenFigures) -> float:

@@ -29,19 +29,20 @@ def perplexity_figure(result: dict[str, Any]) -> Any:
 
 
 def _bytes_panel(axes: Any, rows: list[Row]) -> None:
-    """Bars: KV bytes per token, each labelled with its change in perplexity."""
+    """Bars: KV bytes per token, each labelled with its change in perplexity and its mean KL."""
     sizes = [r["kv_bytes_per_token"] for r in rows]
     axes.barh(range(len(rows)), sizes, color=[format_color(r["kv"]) for r in rows])
     axes.set_yticks(range(len(rows)), [short(r["kv"]) for r in rows])
     for i, row in enumerate(rows):
-        label = _change(row["perplexity_change"]) if row["kl_mean"] else "baseline"
-        axes.text(sizes[i], i, f" {label}", va="center", fontsize=8)
+        axes.text(sizes[i], i, f" {_cost(row)}", va="center", fontsize=8)
     axes.invert_yaxis()
-    finish(axes, "KV cache bytes per token (label: change in perplexity)", "")
+    finish(axes, "KV cache bytes per token (label: change in perplexity, KL)", "")
 
 
-def _change(share: float) -> str:
-    return f"{share:+.2%}" if share < _LARGE else f"{1 + share:,.3g} times"
+def _cost(row: Row) -> str:
+    share, kl = row["perplexity_change"], row["kl_mean"]
+    change = f"{share:+.2%}" if share < _LARGE else f"{1 + share:,.3g} times"
+    return f"{change}, KL {kl:.2g}" if kl else "baseline"
 
 
 def _kl_panel(axes: Any, rows: list[Row]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvq.evals.bootstrap import Bootstrap, Floats, Interval, verdict
+from kvq.evals.bootstrap import Bootstrap, Floats, Interval, told_change
 from kvq.evals.divergence import UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
+from kvq.evals.verdict import verdict
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
@@ -64,7 +65,7 @@ class QualityRow(PerplexityRow):
     kl_p99: float
     top5_agreement: float  # share of the baseline's five likeliest tokens among this format's five
     documents: int
-    verdict: str  # the change of perplexity in words, with its interval
+    verdict: str  # of KL and perplexity together, by `verdict`, and both; perplexity with its interval
     intervals: Intervals
     by_depth: list[DepthRow]
     by_difficulty: list[DifficultyRow]  # empty for fewer than four documents
@@ -96,14 +97,16 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
     part = partial(_part, figures, baseline, bootstrap)
     shares = part(slice(None))
     whole = perplexity_row(figures, baseline)
-    change, documents = shares["intervals"].perplexity_change, len(figures.nll)
+    documents, kl = len(figures.nll), whole.kl_mean
+    change = told_change(whole.perplexity_change, shares["intervals"].perplexity_change, documents)
+    told = f"{verdict(kl, whole.perplexity_change)}: KL {kl:.3g}, perplexity {change}"
     return QualityRow(
         **asdict(whole),
         kl_median=float(median),
         kl_p99=float(p99),
         top5_agreement=_mean(figures.top5),
         documents=documents,
-        verdict="baseline" if figures is baseline else verdict(whole.perplexity_change, change, documents),
+        verdict="baseline" if figures is baseline else told,
         intervals=shares["intervals"],
         by_depth=[
             DepthRow(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
+from kvq.evals.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.columns import Columns, table
 from kvq.evals.figure import drawing
 from kvq.evals.page import html_table, origin, page
@@ -18,6 +19,7 @@ from kvq.evals.plot import (
     perplexity_figure,
 )
 from kvq.evals.sections import outcomes, sections
+from kvq.evals.verdict import HARMLESS_CHANGE, HARMLESS_KL, verdict
 from kvq.sizes import binary
 
 _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its plot, drawn above the table
@@ -53,6 +55,8 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
     """Return the page's HTML. `result`: the JSON of either command; only that of `kvq eval` has tasks."""
     rows = result["rows"]
     is_eval = "tasks" in result
+    cautions = result.get("cautions", [])
+    ended = [(ok, line) for ok, line in outcomes(result) if line not in cautions]
     first = rows[0]
     measured = f", {first['tokens']:,} predicted tokens" if "tokens" in first else ""
     documents = f", {first['documents']} documents" if "documents" in first else ""
@@ -61,12 +65,13 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
         drawn = f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
     parts = [
         f"<h1>What KV formats save and cost: {escape(result['model'])}</h1>",
-        _verdicts(rows) if is_eval else f"<p>{_summary(rows)}</p>",
+        *(f'<p class="bad"><b>Mind: {escape(line)}.</b></p>' for line in cautions),
+        "" if cautions else _verdicts(rows) if is_eval else f"<p>{_summary(rows, result['context'])}</p>",
         f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
         f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
         f"every token went through kvq's own write-then-read path: quantized into "
         f"blocks first, attended from there.{drawn}</p>",
-        *(f'<p class="{"good" if ok else "bad"}">{escape(line)}</p>' for ok, line in outcomes(result)),
+        *(f'<p class="{"good" if ok else "bad"}">{escape(line)}</p>' for ok, line in ended),
         "" if is_eval else drawing(perplexity_figure, result),
         *_sections(result),
         _samples(samples),
@@ -91,22 +96,29 @@ def _sections(result: dict[str, Any]) -> list[str]:
 
 def _verdicts(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory. "
-        f"Perplexity: {escape(row['verdict'])}</li>"
+        f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory: "
+        f"{escape(row['verdict'])}</li>"
         for row in rows
         if row.get("verdict", "baseline") != "baseline"
     ]
     return f"<ul>{''.join(lines)}</ul>" if lines else ""
 
 
-def _summary(rows: list[dict[str, Any]]) -> str:
-    """The format that saves most at under 1% more perplexity, in a sentence."""
-    good = [r for r in rows if r["instrument"] != "window" and r["perplexity_change"] < 0.01]
-    best = min(good, key=lambda r: r["kv_bytes_per_token"])
+def _summary(rows: list[dict[str, Any]], context: int) -> str:
+    """The harmless format that saves most, in a sentence."""
+    measured = [r for r in rows if r["instrument"] != "window"]
+    harmless = [r for r in measured if verdict(r["kl_mean"], r["perplexity_change"]) == "harmless"]
+    best = min(harmless, key=lambda r: (r["kv_bytes_per_token"], r["kl_mean"]))  # the baseline is one
+    means = f"is harmless: mean KL below {HARMLESS_KL:g} and perplexity up by less than {HARMLESS_CHANGE:.0%}"
+    windows = rows[0]["tokens"] // (context - 1)
+    few = f" Windows: {windows}, too few to be sure." if windows < FEWEST_DOCUMENTS else ""
+    if best is rows[0]:
+        return f"Of the formats measured, none smaller than {escape(best['kv'])} {means}.{few}"
     return (
-        f"Of the formats measured, <b>{escape(best['kv'])}</b> is the smallest whose perplexity rises by "
-        f"less than 1%: {best['compression']:.2f} times as many tokens fit into the same memory as with "
-        f"bf16, and perplexity changes by {best['perplexity_change']:+.2%}."
+        f"Of the formats measured, <b>{escape(best['kv'])}</b> is the smallest that {means}. "
+        f"{best['compression']:.2f} times as many tokens fit into the same memory as with bf16; mean KL "
+        f"{best['kl_mean']:.3g}, {best['top1_agreement']:.1%} the same top token, perplexity "
+        f"{best['perplexity_change']:+.2%}.{few}"
     )
 
 

@@ -29,7 +29,7 @@ _FIELDS: dict[str, Any] = {
     **_REQUIRED,
     **dict.fromkeys(("commit", "held_out", "held_out_digest"), str | None),
     **dict.fromkeys(("seed", "resamples"), int | None),
-    **{"complete": bool | None, "tasks": list | None},
+    **{"complete": bool | None, "tasks": list | None, "cautions": list[str] | None},
 }
 _ROW: dict[str, Any] = {
     **{"kv": str, "tokens": int | None, "intervals": dict | None},
@@ -37,7 +37,7 @@ _ROW: dict[str, Any] = {
 }
 _WORDS: dict[Any, str] = {
     **{str: "a text", int: "a whole number", float: "a number", bool: "true or false"},
-    **{dict: "an object", list: "a list", type(None): "null"},
+    **{dict: "an object", list: "a list", list[str]: "a list of texts", type(None): "null"},
 }
 _MAX_TEXT = 10_000  # characters
 

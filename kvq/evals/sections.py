@@ -8,6 +8,7 @@ from typing import Any
 from kvq.evals.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.columns import Columns, sizes, span, table
 from kvq.evals.gates import changes
+from kvq.evals.verdict import told_check
 
 Row = dict[str, Any]
 _KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one
@@ -39,7 +40,7 @@ def sections(result: dict[str, Any]) -> Iterator[Section]:
         yield _plain_perplexity(rows)
         return
     if "perplexity" in rows[0]:
-        yield _perplexity(rows)
+        yield _perplexity(rows, has_verdict=not result.get("cautions"))
         yield _divergence(rows)
         yield _by_depth(rows)
         if rows[0]["by_difficulty"]:
@@ -59,14 +60,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     for name, reason in result.get("void", {}).items():
         yield False, f"{name} is VOID: {reason}"
     if check := result.get("instrument"):
-        verdict, advice = ("can", "") if check["passed"] else ("can NOT", "; do not trust small differences")
-        yield (
-            check["passed"],
-            f"instrument: this model on this text {verdict} show damage: "
-            f"perplexity {check['window_change']:+.1%} with a {check['window_tokens']}-token window, "
-            f"{check['int2_change']:+.1%} with {check['int2_format']} "
-            f"(both must reach {check['limit']:+.0%}){advice}",
-        )
+        yield check["passed"], told_check(check)
     for row in result["rows"]:
         if row.get("exact_keys", 0) > MOST:
             yield False, f"mind: {told(row['kv'], row['exact_keys'], result['context'])}"
@@ -117,8 +111,9 @@ def _plain_perplexity(rows: list[Row]) -> Section:
     return _section("perplexity", "All figures", named, columns)
 
 
-def _perplexity(rows: list[Row]) -> Section:
-    columns = {**_KV, **sizes(rows), **_PERPLEXITY, "verdict": ("what that says", ""), **_SECONDS}
+def _perplexity(rows: list[Row], *, has_verdict: bool) -> Section:
+    says: Columns = {"verdict": ("what that says", "")} if has_verdict else {}
+    columns = {**_KV, **sizes(rows), **_PERPLEXITY, **says, **_SECONDS}
     return _section("perplexity", "Perplexity", rows, columns)
 
 

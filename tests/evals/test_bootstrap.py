@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.evals.bootstrap import Bootstrap, _t_quantile, expanded_tail, share_interval, verdict
+from kvq.evals.bootstrap import Bootstrap, _t_quantile, expanded_tail, share_interval, told_change
 
 
 def plain_interval(values, resamples, seed):
@@ -54,7 +54,7 @@ def test_a_seed_repeats_itself_and_memory_is_bounded(monkeypatch):
 def test_too_few_documents_have_no_interval_and_say_so():
     assert Bootstrap().interval(lambda mean: mean, np.arange(7.0)) is None
     assert share_interval(3, 7) is None
-    assert verdict(0.01, None, 3) == "+1.00%; 3 documents are too few for an interval"
+    assert told_change(0.01, None, 3) == "+1.00%; 3 documents are too few for an interval"
     with pytest.raises(ConfigError, match="at least 100 resamples, got 99"):
         Bootstrap(resamples=99)
 
@@ -74,11 +74,11 @@ def test_a_share_of_all_or_nothing_still_has_an_error_bar():
 @pytest.mark.parametrize(
     ("change", "interval", "words"),
     [
-        (0.0, (-0.0002, 0.0003), "no loss measurable: -0.020% .. +0.030% (95%)"),
-        (0.011, (0.009, 0.013), "worse by +0.90% .. +1.30% (95%)"),
-        (-0.02, (-0.03, -0.01), "better by 1.00% .. 3.00% (95%)"),
-        (0.00001, (0.000004, 0.000012), "worse by +0.0004% .. +0.0012% (95%)"),
+        (0.0, (-0.0002, 0.0003), "-0.020% .. +0.030% (95%)"),
+        (0.011, (0.009, 0.013), "+0.90% .. +1.30% (95%)"),
+        (-0.02, (-0.03, -0.01), "-3.00% .. -1.00% (95%)"),
+        (0.00001, (0.000004, 0.000012), "+0.0004% .. +0.0012% (95%)"),
     ],
 )
-def test_verdicts_carry_their_error_bar(change, interval, words):
-    assert verdict(change, interval, 40) == words
+def test_changes_carry_their_error_bar(change, interval, words):
+    assert told_change(change, interval, 40) == words

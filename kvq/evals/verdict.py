@@ -1,0 +1,84 @@
+"""Verdicts: what figures say of a format, and why those of some models and texts say nothing.
+
+Perplexity alone can't judge: what moves every distribution may lower it by luck. Where a model only guesses,
+or heeds nothing of what lies in the cache, it stays whatever is done.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+HARMLESS_KL, HARMLESS_CHANGE = 0.02, 0.02  # nats per token; relative change of perplexity: below both
+BROKEN_KL, BROKEN_CHANGE = 0.1, 0.1  # above one of them
+_BLIND = "this model can't show damage on this text"
+
+Verdict = Literal["harmless", "warning", "broken"]
+
+
+def verdict(kl_mean: float, perplexity_change: float) -> Verdict:
+    """What a mean divergence from unquantized KV, in nats, and a relative change of perplexity say together.
+
+    Perplexity that falls is as good as one that stays. What is not a number is broken.
+    """
+    if kl_mean < HARMLESS_KL and perplexity_change < HARMLESS_CHANGE:
+        return "harmless"
+    return "warning" if kl_mean <= BROKEN_KL and perplexity_change <= BROKEN_CHANGE else "broken"
+
+
+def chance_perplexity(tokens: npt.NDArray[np.int64], vocab_size: int) -> float:
+    """The perplexity of a guess that knows no language: tokens are as likely as they came before.
+
+    Or all of the vocabulary alike, if that is better. `tokens`: of a text, in order, [tokens].
+
+    Source: Witten and Bell, "The Zero-Frequency Problem" (1991), method C for what never came.
+    """
+    order, places = np.argsort(tokens, kind="stable"), np.arange(len(tokens))
+    is_first = np.diff(tokens[order], prepend=-1) != 0  # of its kind, in that order
+    before = np.empty_like(places)
+    before[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    kinds = np.cumsum(before == 0) - (before == 0)  # that came before
+    unseen = np.maximum(kinds, 1) / np.maximum(vocab_size - kinds, 1)
+    losses = np.log(np.maximum(places + kinds, 1)) - np.log(np.where(before, before, unseen))
+    return min(math.exp(losses.mean()), float(vocab_size))
+
+
+def cautions(
+    perplexity: float,
+    chance: float,
+    look: Sequence[Mapping[str, Any]] = (),
+    instrument: Mapping[str, Any] | None = None,
+) -> Iterator[str]:
+    """Why figures of a model on a text say nothing of formats, a sentence each.
+
+    `perplexity`: unquantized. `chance`: by counting. `look`, `instrument`: as results have them.
+    """
+    if perplexity >= chance:
+        yield (
+            f"{_BLIND}: its perplexity of {perplexity:,.4g} is no better than chance ({chance:,.4g} by "
+            f"counting tokens), so small changes say nothing of a format; give a trained model, with its own "
+            f"tokenizer, and text of a kind that it knows"
+        )
+    for seen in look:
+        kl, change, cut = seen["kl_mean"], seen["perplexity_change"], seen["attention_window"]
+        what = seen["kv"] if seen["instrument"] == "int2" else f"attention cut to {cut} tokens"
+        if verdict(kl, change) == "harmless":
+            yield (
+                f"{_BLIND}: {what} looks harmless over its first {seen['tokens']} tokens (mean KL "
+                f"{kl:.2g}, perplexity {change:+.1%}), so that formats do says nothing"
+            )
+    if instrument is not None and not instrument["passed"]:
+        yield told_check(instrument)
+
+
+def told_check(check: Mapping[str, Any]) -> str:
+    """In words, how the check of the instrument ended."""
+    can, advice = ("can", "") if check["passed"] else ("can NOT", "; do not trust small differences")
+    return (
+        f"instrument: this model on this text {can} show damage: "
+        f"perplexity {check['window_change']:+.1%} with a {check['window_tokens']}-token window, "
+        f"{check['int2_change']:+.1%} with {check['int2_format']} "
+        f"(both must reach {check['limit']:+.0%}){advice}"
+    )
