@@ -1,9 +1,9 @@
 """Block layout: where every layer's codes and scales lie inside a block.
 
-One block of a layer group holds, for each of its layers, K codes [kv_heads, block_size, row_bytes],
-V codes, K scales, V scales, and where means are taken out K means and V means [kv_heads, mean_bytes], each
-region aligned to 16 bytes. All of a block lives and moves together: copies, swaps and digests go over `runs`,
-so scales can't be left behind.
+One block of a layer group holds, for each of its layers, K codes [kv_heads, block_size, row_bytes], V
+codes, K scales, V scales ([kv_heads, channel_bytes] where they are per channel), and where means are taken
+out K means and V means [kv_heads, mean_bytes], each region aligned to 16 bytes. All of a block lives and
+moves together: copies, swaps and digests go over `runs`, so scales can't be left behind.
 
 Under a staged recipe the same layers form further groups, of plain bf16: RECENT, a sliding window over the
 youngest tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
@@ -18,7 +18,7 @@ from typing import TypedDict
 
 from kvq.errors import ConfigError
 from kvq.formats import BLOCK_SIZE as BLOCK_SIZE
-from kvq.formats import ExactTokens, KVRecipe, LayerFormats, parse_format
+from kvq.formats import ExactTokens, KVFormat, KVRecipe, LayerFormats, parse_format
 from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry, StateTensor
 
 VERSION = 1  # of the byte order inside a block; blocks of another version must not be read
@@ -357,14 +357,19 @@ def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
         )
 
 
+def _scales(fmt: KVFormat, dim: int, block_size: int) -> tuple[int, int]:
+    """How many rows of scales a block has for a KV head, and the bytes of one."""
+    return (1, fmt.channel_bytes(dim)) if fmt.is_per_channel else (block_size, fmt.scale_bytes(dim))
+
+
 def plan_layer(geometry: LayerGeometry, formats: LayerFormats, block_size: int) -> LayerLayout:
     """Lay out one layer's part of a block of `block_size` tokens."""
     k_dim, v_dim = geometry.k_head_dim, geometry.v_head_dim
     rows = {
         "k_codes": (block_size, formats.k.code_bytes(k_dim)),
         "v_codes": (block_size, formats.v.code_bytes(v_dim)),
-        "k_scales": (block_size, formats.k.scale_bytes(k_dim)),
-        "v_scales": (block_size, formats.v.scale_bytes(v_dim)),
+        "k_scales": _scales(formats.k, k_dim, block_size),
+        "v_scales": _scales(formats.v, v_dim, block_size),
         "k_means": (1, formats.k.mean_bytes(k_dim)),
         "v_means": (1, formats.v.mean_bytes(v_dim)),
     }

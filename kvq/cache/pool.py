@@ -71,12 +71,17 @@ def paged_layer(
             typed.storage_offset() + region.offset // size,
         )
 
+    def scales_of(fmt: KVFormat, region: Region) -> Tensor | None:
+        if not region.row_bytes:
+            return None
+        if fmt.is_per_channel:  # one row, which every token of the block has
+            return view(region, torch.uint8, rows=1).expand(-1, -1, block_size, -1)
+        return view(region, torch.uint8 if fmt.is_narrow else torch.float16)
+
     def rows(part: str, fmt: KVFormat, codes: Region, scales: Region, means: Region) -> PagedRows:
         return PagedRows(
             codes=view(codes, code_dtype(fmt.code)),
-            scales=view(scales, torch.uint8 if fmt.is_narrow else torch.float16)
-            if scales.row_bytes
-            else None,
+            scales=scales_of(fmt, scales),
             static_scale=_static_scale(recipe, layer, part, fmt, memory.device),
             means=view(means, torch.uint8, rows=1)[:, :, 0] if means.row_bytes else None,
         )

@@ -69,6 +69,11 @@ class Code:
         return tuple(width for width in (32, 16, 8, 4, 2, 1) if self.bits & width)
 
     @property
+    def doubled(self) -> "Code":
+        """A code of twice the bits: what two channels that share theirs are packed as."""
+        return Code(name=f"pair{2 * self.bits}", bits=2 * self.bits, kind=self.kind, group=1)
+
+    @property
     def multiple(self) -> int:
         """Rows must have a multiple of so many elements to end with a byte."""
         return max(1, 8 // self.planes[-1])

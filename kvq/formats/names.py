@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from kvq.errors import ConfigError, nearest
 from kvq.formats.codes import CODES, Code, Kind
-from kvq.formats.spec import Grouped, KVFormat, PerHead, PerTokenHead, ScaleMode, legal_group_sizes
+from kvq.formats.spec import (
+    Grouped,
+    KVFormat,
+    PerChannel,
+    PerHead,
+    PerTokenHead,
+    ScaleMode,
+    legal_group_sizes,
+)
 from kvq.formats.spelling import GROUP, respelled
 
 _OF_WIDTH = {16: "bf16", 8: "int8"}  # in pairs such as k8v4; other widths are grouped codes
@@ -38,7 +46,8 @@ MOST_EXACT = 65536  # tokens that stay unquantized
 VLLM_PREFIX, VLLM_FILE_PREFIX = "kvq_", "kvq:"
 
 _NAME = re.compile(
-    r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})(_s8)?))?(_mean)?(_rot)?"
+    r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|(per_channel)|g(0|[1-9][0-9]{0,4})(_s8)?))?"
+    r"(_mean)?(_rot)?"
 )
 _TAIL = re.compile(r"(sinks|recent)=([0-9]{1,6})")
 _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
@@ -146,7 +155,9 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
     read = _read(name, name)
     code, rotated = read.code, read.rotated
     scale: ScaleMode | None = None
-    if code.kind is Kind.SCALED:
+    if read.per_channel:
+        scale = PerChannel()
+    elif code.kind is Kind.SCALED:
         scale = PerHead() if read.per_head else PerTokenHead()
     elif code.is_grouped and read.group is None:
         fitting = [n for n in legal_group_sizes(head_dim) if n <= code.group]
@@ -164,6 +175,7 @@ class _Read:
 
     code: Code
     per_head: bool
+    per_channel: bool
     group: int | None
     is_narrow: bool
     mean: bool
@@ -180,15 +192,20 @@ def _read(name: str, given: str) -> _Read:
     code = CODES.get(match[1]) if match else None
     if match is None or code is None:
         raise _unknown(name, given)
-    _, per_token_head, per_head, group, narrow, mean, rotated = match.groups()
-    allowed = {Kind.FLOAT: (), Kind.SCALED: (per_token_head, per_head), Kind.GROUPED: (group,)}[code.kind]
-    if any(end is not None and end not in allowed for end in (per_token_head, per_head, group)):
+    _, per_token_head, per_head, per_channel, group, narrow, mean, rotated = match.groups()
+    allowed = {
+        Kind.FLOAT: (),
+        Kind.SCALED: (per_token_head, per_head, per_channel if code is Code.INT8 else None),
+        Kind.GROUPED: (group, per_channel),
+    }[code.kind]
+    if any(end is not None and end not in allowed for end in (per_token_head, per_head, per_channel, group)):
         raise _unknown(name, given)
-    if mean is not None and not code.is_grouped:
+    if mean is not None and (not code.is_grouped or per_channel):
         raise _unknown(name, given)
     return _Read(
         code=code,
         per_head=per_head is not None,
+        per_channel=per_channel is not None,
         group=None if group is None else int(group),
         is_narrow=narrow is not None,
         mean=mean is not None,

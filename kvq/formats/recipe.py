@@ -41,8 +41,10 @@ class LayerFormats:
         for name, fmt, clip in (("k_clip", self.k, self.k_clip), ("v_clip", self.v, self.v_clip)):
             if not _LEAST_CLIP <= clip <= 1.0:
                 raise ConfigError(f"{name} must be a number from {_LEAST_CLIP} to 1, got {clip!r:.40}")
-            if clip != 1.0 and fmt.code is not Code.INT2:
-                raise ConfigError(f"{name}={clip} is for 2-bit formats, got {fmt.name}; leave it out")
+            if clip != 1.0 and not (fmt.code is Code.INT2 and isinstance(fmt.scale, Grouped)):
+                raise ConfigError(
+                    f"{name}={clip} is for 2-bit formats in groups, got {fmt.name}; leave it out"
+                )
 
     @property
     def is_static(self) -> bool:
@@ -135,9 +137,9 @@ class KVRecipe:
 
     @property
     def is_staged(self) -> bool:
-        """True if tokens wait unquantized in a staging area: for their block's mean, or as recent ones."""
-        means = any(layer.k.mean or layer.v.mean for layer in self.layers)
-        return means or self.exact != NOTHING_EXACT
+        """True if tokens wait unquantized in a staging area, as recent ones or until their block is whole."""
+        wait = any(layer.k.needs_whole_blocks or layer.v.needs_whole_blocks for layer in self.layers)
+        return wait or self.exact != NOTHING_EXACT
 
     @property
     def is_quantized(self) -> bool:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvq.errors import ConfigError, UnfitFormat
-from kvq.formats.codes import Code
+from kvq.formats.codes import CODES, Code
 
 BLOCK_SIZE = 32  # tokens; wherever nobody chose another
+MOST_PAIRED_BITS = 4  # of grouped codes with scales per channel that are stored in pairs
 _MEAN_GROUP = 64  # elements of a block mean that share a scale, at most
 
 
@@ -41,7 +42,18 @@ class Grouped:
             )
 
 
-ScaleMode = PerTokenHead | PerHead | Grouped
+@dataclass(frozen=True, slots=True)
+class PerChannel:
+    """Every channel of a block, the same element of all its rows, has a scale and an offset of its own.
+
+    The scale is a byte as in `Grouped`. The offset of grouped codes is fp16, the channel's minimum; that of
+    INT8 is a byte, the middle of the channel's range in steps of 16 scales. A block must be whole for it.
+    Grouped codes of up to 4 bits are stored in pairs: the channels i and dim - 1 - i share twice the bits, of
+    which the one with the larger range has more, by what their scale bytes say. See codec/channel.py.
+    """
+
+
+ScaleMode = PerTokenHead | PerHead | Grouped | PerChannel
 
 
 def legal_group_sizes(head_dim: int) -> list[int]:
@@ -65,10 +77,13 @@ class KVFormat:
     def __post_init__(self) -> None:
         if self.code.is_float != (self.scale is None):
             raise ConfigError(f"{self.code.name} with scale mode {self.scale} is not a format")
-        if self.code.is_grouped != isinstance(self.scale, Grouped):
+        allowed = (Grouped, PerChannel) if self.code.is_grouped else (PerTokenHead, PerHead, PerChannel)
+        if self.scale is not None and not isinstance(self.scale, allowed):
             raise ConfigError(f"{self.code.name} with scale mode {self.scale} is not a format")
-        if self.mean and not self.code.is_grouped:
-            raise ConfigError(f"block means are taken from grouped codes, such as int4, not {self.code.name}")
+        if self.is_per_channel and self.code not in (Code.INT8, *(x for x in CODES.values() if x.is_grouped)):
+            raise ConfigError(f"{self.code.name} has no scales per channel; use int8, or fewer bits")
+        if self.mean and not isinstance(self.scale, Grouped):
+            raise ConfigError(f"block means are taken from grouped codes, such as int4, not {self.name}")
 
     @property
     def name(self) -> str:
@@ -78,6 +93,8 @@ class KVFormat:
                 suffix = "_per_token_head"
             case PerHead():
                 suffix = "_per_head"
+            case PerChannel():
+                suffix = "_per_channel"
             case Grouped(group_size=size, is_narrow=narrow):
                 suffix = f"_g{size}" + ("_s8" if narrow else "")
             case _:
@@ -88,6 +105,21 @@ class KVFormat:
     def is_static(self) -> bool:
         """True if the scales come from calibration."""
         return isinstance(self.scale, PerHead)
+
+    @property
+    def is_per_channel(self) -> bool:
+        """True if every channel of a block has its own scale."""
+        return isinstance(self.scale, PerChannel)
+
+    @property
+    def needs_whole_blocks(self) -> bool:
+        """True if a block is quantized as a whole, once its last token is there."""
+        return self.mean or self.is_per_channel
+
+    @property
+    def is_paired(self) -> bool:
+        """True if two channels share the bits of their codes."""
+        return self.is_per_channel and self.code.is_grouped and self.code.bits <= MOST_PAIRED_BITS
 
     @property
     def is_narrow(self) -> bool:
@@ -106,7 +138,7 @@ class KVFormat:
 
     def check(self, head_dim: int) -> None:
         """Raise UnfitFormat if a row of `head_dim` elements can't be stored in this format."""
-        multiple = self.code.multiple
+        multiple = 2 * self.code.doubled.multiple if self.is_paired else self.code.multiple
         if head_dim < 1 or head_dim % multiple:
             raise UnfitFormat(
                 f"rows of {self.name} fill whole bytes only where head_dim is a positive multiple of "
@@ -129,6 +161,12 @@ class KVFormat:
             return 2
         return (2 if self.is_narrow else 4) * self.num_groups(head_dim)
 
+    def channel_bytes(self, head_dim: int) -> int:
+        """Bytes of a KV head's scales, then offsets, per block; 0 unless they are per channel."""
+        if not self.is_per_channel:
+            return 0
+        return (3 if self.code.is_grouped else 2) * head_dim
+
     def mean_bytes(self, head_dim: int) -> int:
         """Bytes of a KV head's mean, codes and then scales, per block; 0 without `mean`."""
         if not self.mean:
@@ -137,9 +175,10 @@ class KVFormat:
         return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
-        """Stored bits per element, scales, minimums and means of blocks of `block_size` tokens included."""
+        """Stored bits per element, all that blocks of `block_size` tokens hold once included."""
         row = self.code_bytes(head_dim) + self.scale_bytes(head_dim)
-        return Fraction(8 * (row + Fraction(self.mean_bytes(head_dim), block_size)), head_dim)
+        once = self.channel_bytes(head_dim) + self.mean_bytes(head_dim)
+        return Fraction(8 * (row + Fraction(once, block_size)), head_dim)
 
 
 def mean_format(head_dim: int) -> KVFormat:

@@ -1,4 +1,4 @@
-"""Reference encoder and decoder of whole blocks, whose mean may be taken out: the definition of correct.
+"""Reference encoder and decoder of whole blocks: scales may be per channel, or a mean may be taken out.
 
 The mean is of the rows as they are coded, rotated where the format rotates: their sum in fp32, token after
 token, over their number. It is stored in `mean_format`, codes and then scales, and what it decodes to is
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvq.formats import KVFormat, mean_format
+from kvq.kernels.codec.channel import encode_channels
 from kvq.kernels.codec.reference import decode, encode, prepared
 
 
@@ -19,8 +20,11 @@ def encode_block(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Quantize the rows of a block, [..., block_size, dim], as `encode` does. Returns (codes, scales, means).
 
+    Scales per channel are one row for all of the block: [..., 1, bytes].
     `means`: uint8 [..., bytes of a mean]; None unless the format takes them out.
     """
+    if fmt.is_per_channel:
+        return *encode_channels(prepared(x, fmt), fmt), None
     if not fmt.mean:
         return *encode(x, fmt, static_scale, clip=clip), None
     x = prepared(x, fmt)

@@ -10,9 +10,21 @@ from torch import Tensor
 
 _EXPONENT = 107  # of fp32, where a scale's exponents begin
 _LOWEST = 1 << 20  # the lowest bit that a scale keeps
-_ROUNDED_UP = 5  # bits of codes from which scales are rounded up: many levels lose more by saturating
+ROUNDED_UP = 5  # bits of codes from which scales are rounded up: many levels lose more by saturating
 _SMALLEST = 2.0**-19
 _LARGEST = 1920.0
+
+
+def scale_codes(wanted: Tensor, *, round_up: bool) -> Tensor:
+    """The bytes, int32, of scales fp32: nearest to `wanted`, halves up, or the next not below it."""
+    more = _LOWEST - 1 if round_up else _LOWEST // 2
+    rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + more
+    return ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=247)
+
+
+def scales(codes: Tensor) -> Tensor:
+    """The scales, fp32, that bytes, int32, stand for."""
+    return ((codes << 20) + (_EXPONENT << 23)).view(torch.float32)
 
 
 def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
@@ -23,10 +35,8 @@ def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
     """
     levels = torch.full((), float((1 << bits) - 1), device=low.device)
     wanted = torch.maximum(high - low, low.abs()) / levels
-    more = _LOWEST - 1 if bits >= _ROUNDED_UP else _LOWEST // 2
-    rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + more
-    code = ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=247)
-    scale = ((code << 20) + (_EXPONENT << 23)).view(torch.float32)
+    code = scale_codes(wanted, round_up=bits >= ROUNDED_UP)
+    scale = scales(code)
     steps = torch.floor(low * 2.0 ** (7 - bits) / scale + 0.5).clamp(-128, 127).to(torch.int32)
     return torch.cat((code, steps & 255), dim=-1).to(torch.uint8)
 
@@ -34,6 +44,6 @@ def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
 def decode(pairs: Tensor, bits: int) -> Tensor:
     """uint8 [..., 2] of scale and minimum -> fp32 of the same shape."""
     code, steps = pairs.to(torch.int32).split(1, dim=-1)
-    scale = ((code << 20) + (_EXPONENT << 23)).view(torch.float32)
+    scale = scales(code)
     signed = (steps ^ 128) - 128
     return torch.cat((scale, signed * 2.0 ** (bits - 7) * scale), dim=-1)

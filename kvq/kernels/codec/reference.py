@@ -7,11 +7,9 @@ Token rows are the last dimension. `encode` returns codes and scales as they lie
     fp8, int8       uint8 / int8 [..., dim]     fp16 [..., 1] per token row; none if static
     grouped         uint8 [..., dim*bits/8]     fp16 [..., 2*groups]: scale, minimum, scale, ...
     grouped, _s8    the same                    uint8 [..., 2*groups]: scale, minimum, scale, ...
+    per channel     see channel.py: scales are of whole blocks
 
-Grouped codes of 2 to 8 bits lie in planes of 8, 4, 2 or 1 bits, the widest first, with the low bits: a code
-of 6 bits is a plane of its low 4 bits, then one of its high 2. With p = 8 / width elements to a byte, byte i
-of a plane holds elements i, i + dim/p, i + 2 dim/p, ... from its low bits up, so that one load per packed
-byte yields p whole runs of neighbours.
+`packing` tells how grouped codes become bytes.
 """
 
 import torch
@@ -19,7 +17,9 @@ from torch import Tensor
 
 from kvq.formats import Code, Grouped, KVFormat
 from kvq.kernels.codec import e4m3, narrow
+from kvq.kernels.codec.channel import decode_channels
 from kvq.kernels.codec.hadamard import hadamard_block, rotate
+from kvq.kernels.codec.packing import pack, unpack
 
 _DTYPES = {
     Code.FP32: torch.float32,
@@ -76,6 +76,9 @@ def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Te
     """Return the fp32 rows [..., dim] that codes and scales stand for, still rotated if `fmt` rotates."""
     if fmt.code.is_float:
         return codes.float()
+    if fmt.is_per_channel:
+        assert scales is not None, f"{fmt.name} stores scales"
+        return decode_channels(codes, scales, fmt)
     if isinstance(fmt.scale, Grouped):
         assert scales is not None, f"{fmt.name} stores scales"
         return _decode_grouped(codes, scales, fmt)
@@ -136,28 +139,3 @@ def _decode_grouped(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
     q = unpack(codes, fmt.code).float().unflatten(-1, (pairs.shape[-2], -1))
     rows: Tensor = (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
     return rows
-
-
-def pack(codes: Tensor, code: Code) -> Tensor:
-    """uint8 codes [..., dim] -> uint8 bytes [..., dim * bits / 8]."""
-    planes, shift = [], 0
-    for width in code.planes:
-        parts = ((codes >> shift) & ((1 << width) - 1)).chunk(8 // width, dim=-1)
-        plane = parts[0].clone()
-        for i, part in enumerate(parts[1:], start=1):
-            plane |= part << (width * i)
-        planes.append(plane)
-        shift += width
-    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
-
-
-def unpack(packed: Tensor, code: Code) -> Tensor:
-    """uint8 bytes [..., dim * bits / 8] -> uint8 codes [..., dim]."""
-    dim = packed.shape[-1] * 8 // code.bits
-    planes = packed.split([dim * width // 8 for width in code.planes], dim=-1)
-    codes, shift = torch.zeros(*packed.shape[:-1], dim, dtype=torch.uint8, device=packed.device), 0
-    for width, plane in zip(code.planes, planes, strict=True):
-        mask = (1 << width) - 1
-        codes |= torch.cat([(plane >> (width * i)) & mask for i in range(8 // width)], dim=-1) << shift
-        shift += width
-    return codes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq.formats import Code, Kind
-from kvq.kernels.codec.reference import pack, unpack
+from kvq.kernels.codec.packing import pack, unpack
 
 HEAD_DIMS = [48, 60, 64, 80, 96, 128, 192, 256]
 

@@ -1,0 +1,37 @@
+"""Codes in bytes: planes of 8, 4, 2 or 1 bits.
+
+Codes of 2 to 8 bits lie in planes of 8, 4, 2 or 1 bits, the widest first, with the low bits: a code
+of 6 bits is a plane of its low 4 bits, then one of its high 2. With p = 8 / width elements to a byte, byte i
+of a plane holds elements i, i + dim/p, i + 2 dim/p, ... from its low bits up, so that one load per packed
+byte yields p whole runs of neighbours.
+"""
+
+import torch
+from torch import Tensor
+
+from kvq.formats import Code
+
+
+def pack(codes: Tensor, code: Code) -> Tensor:
+    """uint8 codes [..., dim] -> uint8 bytes [..., dim * bits / 8]."""
+    planes, shift = [], 0
+    for width in code.planes:
+        parts = ((codes >> shift) & ((1 << width) - 1)).chunk(8 // width, dim=-1)
+        plane = parts[0].clone()
+        for i, part in enumerate(parts[1:], start=1):
+            plane |= part << (width * i)
+        planes.append(plane)
+        shift += width
+    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+
+
+def unpack(packed: Tensor, code: Code) -> Tensor:
+    """uint8 bytes [..., dim * bits / 8] -> uint8 codes [..., dim]."""
+    dim = packed.shape[-1] * 8 // code.bits
+    planes = packed.split([dim * width // 8 for width in code.planes], dim=-1)
+    codes, shift = torch.zeros(*packed.shape[:-1], dim, dtype=torch.uint8, device=packed.device), 0
+    for width, plane in zip(code.planes, planes, strict=True):
+        mask = (1 << width) - 1
+        codes |= torch.cat([(plane >> (width * i)) & mask for i in range(8 // width)], dim=-1) << shift
+        shift += width
+    return codes
