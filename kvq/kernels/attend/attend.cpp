@@ -20,6 +20,7 @@ struct Scratch {
     Partial sum;    // of all splits before it
     IntegerScratch k, v;
     MeansScratch means;
+    ChannelScratch channels;
 };
 
 // What is read of a tile, and what is asked for ahead of time.
@@ -48,6 +49,7 @@ inline void read_queries(const Call& call, const Task& task, Scratch& scratch) {
         if (call.k_integer && (!means.rows || means.is_integer)) continue;
         float* q = scratch.q + (int64_t)r * call.k_width;
         for (int i = 0; i < call.k_width; i++) q[i] = x[i] * scale;
+        if (call.k_channels && call.channel_cut.is_paired) order_channels(q, k.dim);
     }
 }
 
@@ -58,6 +60,10 @@ inline void score_tile(const Call& call, const Task& task, Scratch& scratch, con
         read_integer_tile(scratch.k, rows, call.k_cut, task.head, read.is_first, read.here, read.there, read.skip,
                           read.keys, read.next_keys);
         integer_keys(scratch.k, call.k_cut, scratch.scores, task.rows, read.keys);
+    } else if (call.k_channels) {
+        prefetch_channels(rows, read.there, task.head, read.next_keys);
+        channel_tile(scratch.scores, scratch.channels, call.channel_cut, rows, task.head, scratch.q, call.k_width,
+                     task.rows, read.here, read.skip, read.keys);
     } else if (read.skip == 0 && lies_as_tile(call.layer, rows)) {
         prefetch_rows(rows, read.there, task.head, read.next_keys);
         scores_in_place(scratch.scores, scratch.q, task.rows, rows, read.here, task.head, read.keys, scratch.turned);
@@ -193,6 +199,7 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     s.k = take_integer_scratch(call.k_cut, call.rows, memory);
     s.v = take_integer_scratch(call.v_cut, call.rows, memory);
     s.means = take_means(call.k_means, call.v_means, call.rows, memory);
+    s.channels = take_channels(call.channel_cut, call.rows, memory);
     return s;
 }
 
@@ -212,8 +219,10 @@ struct Attend {
 KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse, const KvqBatch* batch,
                    const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
-                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1, ROWS};
+                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1, ROWS, false, {}};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
+    call.k_channels = !options->exact && takes_channels(layer->k, layer->block_size);
+    if (call.k_channels) call.channel_cut = channel_cut(layer->k);
     call.k_integer = !options->exact && takes_integers(layer->k);
     call.v_integer = !options->exact && takes_integers(layer->v);
     if (call.k_integer) call.k_cut = keys_cut(layer->k);

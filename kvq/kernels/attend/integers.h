@@ -120,7 +120,7 @@ inline Cut cut_of(const KvqRows& rows) {
 }
 
 inline bool takes_integers(const KvqRows& rows) {
-    if (rows.dim > MOST_INTEGER_DIM) return false;
+    if (rows.dim > MOST_INTEGER_DIM || rows.channels) return false;
     if (rows.code == KVQ_INT8) return true;
     if (rows.code != KVQ_INT4 && (rows.code != KVQ_GROUPED || rows.bits > 6)) return false;
     return rows.dim % 2 == 0 && rows.dim / rows.group_size <= MOST_GROUPS;

@@ -1,6 +1,7 @@
 // What one call of attend works on, cut into tasks and items.
 #pragma once
 
+#include "integer_channels.h"
 #include "means.h"
 
 namespace {
@@ -21,6 +22,8 @@ struct Call {
     bool v_means_lie_alike;  // a row of their results is laid out as one of V's
     int row_unit;            // partial results have room for a multiple of so many rows
     int most_rows;           // of a task
+    bool k_channels;
+    ChannelCut channel_cut;
 };
 
 inline int position(const Call& call, const Task& task, int row) {

@@ -109,7 +109,7 @@ inline int64_t parts_of(const KvqBatch& batch) {
 KVQ_KERNEL(attend_latent)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse,
                           const KvqBatch* batch, const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads, 1, padded(layer->k.dim),
-                 padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1, ROWS};
+                 padded(layer->v.dim), false, false, {}, {}, {}, {}, false, 1, ROWS, false, {}};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
 #if defined(KVQ_TILES)
     if (!options->exact && takes_tiles(*layer) && has_tiles()) {

@@ -10,14 +10,21 @@ constexpr int TOKENS = 64;  // of one task
 inline void gather_rows(const KvqRows& rows, const KvqPositions& from, const KvqGathered& out, bool unrotate,
                         int sequence, int head, int begin, int end) {
     float x[MOST_DIM], mean[MOST_DIM];
+    Channels channels;
     const int32_t* table = from.tables + sequence * from.table_stride;
     uint8_t* to = out.data + sequence * out.sequence + head * out.head;
     for (int at = begin; at < end; at++) {
         uint8_t* row = to + (at - from.start) * out.token;
         float* y = out.code == KVQ_FP32 ? (float*)row : x;
-        read_row(y, rows, table[at / from.block_size], head, at % from.block_size);
-        if (rows.means && (at == begin || at % from.block_size == 0))
-            read_row(mean, *rows.means, table[at / from.block_size], head, 0);
+        int block = table[at / from.block_size], slot = at % from.block_size;
+        bool is_new = at == begin || slot == 0;
+        if (rows.channels) {
+            if (is_new) read_channels(channels, rows, row_scales(rows, block, head, 0));
+            read_channel_row(y, row_codes(rows, block, head, slot), channels, rows);
+        } else {
+            read_row(y, rows, block, head, slot);
+        }
+        if (rows.means && is_new) read_row(mean, *rows.means, block, head, 0);
         for (int i = 0; rows.means && i < rows.dim; i++) y[i] += mean[i];
         if (unrotate && rows.rotated) rotate(y, rows.dim);
         if (out.code != KVQ_FP32) write_floats(row, x, rows.dim, out.code);

@@ -29,6 +29,7 @@ struct KvqRows {
     int32_t rotated;
     float cut;       // part of a group's range that codes leave out at each end
     int32_t narrow;  // a group's scale and minimum are a byte each; see codec/narrow.py
+    int32_t channels;  // scales are a block's, of every channel; see codec/channel.py
     const KvqRows* means;  // what was taken from a block's rows, as the only row of its blocks; or null
 };
 

@@ -154,6 +154,7 @@ def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float = 1.0, means: An
         rotated=fmt.rotated,
         cut=(1 - clip * fmt.span) / 2,
         narrow=fmt.is_narrow,
+        channels=fmt.is_per_channel,
         means=None if means is None else addressof(means),
     )
 

@@ -55,13 +55,17 @@ inline uint8_t* pack_plane(uint8_t* codes, const uint8_t* q, int dim, int shift)
     return codes + run;
 }
 
+// The byte of a scale of codes of `bits` bits: the nearest one, or from 5 bits on the next not below it.
+inline uint8_t narrow_code(float wanted, int bits) {
+    wanted = clamped(wanted, narrow_scale(LEAST_NARROW), narrow_scale(MOST_NARROW));
+    uint32_t code = ((bits_of(wanted) + (bits >= 5 ? (1u << 20) - 1 : 1u << 19)) >> 20) - (107u << 3);
+    return (uint8_t)(code < MOST_NARROW ? code : MOST_NARROW);
+}
+
 // Scale and minimum of a group between `low` and `high`, as bytes; see codec/narrow.py.
 inline void encode_narrow(uint8_t* pair, float low, float high, int bits, float levels) {
     float range = high - low, size = __builtin_fabsf(low);
-    float wanted = clamped((range > size ? range : size) / levels, narrow_scale(LEAST_NARROW), narrow_scale(MOST_NARROW));
-    uint32_t more = bits >= 5 ? (1u << 20) - 1 : 1u << 19;  // rounded up, or to nearest
-    uint32_t code = ((bits_of(wanted) + more) >> 20) - (107u << 3);
-    pair[0] = (uint8_t)(code < MOST_NARROW ? code : MOST_NARROW);
+    pair[0] = narrow_code((range > size ? range : size) / levels, bits);
     float steps = low / narrow_step(bits) / narrow_scale(pair[0]);
     pair[1] = (uint8_t)(int8_t)(int)clamped(__builtin_floorf(steps + 0.5f), -128.0f, 127.0f);
 }
@@ -71,7 +75,14 @@ inline void encode_wide(uint16_t* pair, float low, float high, float levels) {
     pair[0] = to_fp16(as_scale((high - from_fp16(pair[1])) / levels));
 }
 
-// Codes of 2 to 8 bits, in planes; see codec/reference.py.
+// Codes of 2 to 8 bits, in planes; see codec/packing.py.
+inline void pack_codes(uint8_t* codes, const uint8_t* q, int dim, int bits) {
+    if (bits & 8) codes = pack_plane<8>(codes, q, dim, 0);
+    if (bits & 4) codes = pack_plane<4>(codes, q, dim, bits & 8);
+    if (bits & 2) codes = pack_plane<2>(codes, q, dim, bits & 12);
+    if (bits & 1) pack_plane<1>(codes, q, dim, bits & 14);
+}
+
 inline void encode_grouped(uint8_t* codes, uint8_t* scales, const float* x, const KvqRows& rows) {
     uint8_t q[MOST_DIM];
     int dim = rows.dim, group = rows.group_size, bits = rows.bits;
@@ -97,10 +108,45 @@ inline void encode_grouped(uint8_t* codes, uint8_t* scales, const float* x, cons
             q[at + i] = (uint8_t)(int)clamped(code, 0.0f, levels);
         }
     }
-    if (bits & 8) codes = pack_plane<8>(codes, q, dim, 0);
-    if (bits & 4) codes = pack_plane<4>(codes, q, dim, bits & 8);
-    if (bits & 2) codes = pack_plane<2>(codes, q, dim, bits & 12);
-    if (bits & 1) pack_plane<1>(codes, q, dim, bits & 14);
+    pack_codes(codes, q, dim, bits);
+}
+
+// Scales and offsets of a block's channels between `low` and `high` [dim]; see codec/channel.py.
+inline void encode_channel_scales(uint8_t* scales, const float* low, const float* high, const KvqRows& rows) {
+    int dim = rows.dim;
+    for (int i = 0; i < dim; i++) {
+        if (rows.code == KVQ_INT8) {
+            float center = low[i] * 0.5f + high[i] * 0.5f, half = (high[i] * 0.5f - low[i] * 0.5f) / (float)(127 - CENTER_STEP / 2);
+            float least = __builtin_fabsf(center) / (float)(127 * CENTER_STEP);
+            scales[i] = narrow_code(half > least ? half : least, 8);
+            float steps = __builtin_floorf(center / (narrow_scale(scales[i]) * CENTER_STEP) + 0.5f);
+            scales[dim + i] = (uint8_t)(int8_t)(int)clamped(steps, -127.0f, 127.0f);
+        } else {
+            uint16_t minimum = to_fp16(clamped(low[i], -FP16_LARGEST, FP16_LARGEST) + 0.0f);  // never -0
+            scales[i] = narrow_code((high[i] - from_fp16(minimum)) / (float)((1 << rows.bits) - 1), rows.bits);
+            memcpy(scales + dim + 2 * i, &minimum, 2);
+        }
+    }
+}
+
+// A finite row of such a block.
+inline void encode_channel_row(uint8_t* codes, const float* x, const Channels& c, const KvqRows& rows) {
+    int dim = rows.dim;
+    if (rows.code == KVQ_INT8) {
+        for (int i = 0; i < dim; i++) {
+            float code = __builtin_floorf((x[i] - c.offset[i]) / c.scale[i] + 0.5f);
+            ((int8_t*)codes)[i] = (int8_t)(int)clamped(code, -127.0f, 127.0f);
+        }
+        return;
+    }
+    uint8_t q[MOST_DIM];
+    for (int i = 0; i < dim; i++) {
+        float code = __builtin_floorf((x[i] - c.offset[i]) / c.scale[i] + 0.5f);
+        q[i] = (uint8_t)(int)clamped(code, 0.0f, (float)((1 << c.bits[i]) - 1));
+    }
+    if (!is_paired(rows)) return pack_codes(codes, q, dim, rows.bits);
+    for (int i = 0; i < dim / 2; i++) q[i] |= (uint8_t)(q[dim - 1 - i] << c.bits[i]);
+    pack_codes(codes, q, dim / 2, 2 * rows.bits);
 }
 
 inline void encode_symmetric(uint8_t* codes, const float* x, int dim, int code, float scale) {

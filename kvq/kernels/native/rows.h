@@ -162,15 +162,21 @@ inline void read_one_plane(float* out, const uint8_t* codes, const uint8_t* scal
     }
 }
 
-// Codes of any width, in planes; see codec/reference.py.
-inline void read_grouped(float* out, const uint8_t* codes, const uint8_t* scales, const KvqRows& rows) {
-    int dim = rows.dim, group = rows.group_size, bits = rows.bits;
-    if ((bits & (bits - 1)) == 0) return read_one_plane(out, codes, scales, rows);
-    uint8_t q[MOST_DIM] = {};
+// Codes of `bits` bits, in planes.
+inline void unpack_codes(uint8_t* q, const uint8_t* codes, int dim, int bits) {
+    memset(q, 0, (size_t)dim);
     if (bits & 8) codes = read_plane<8>(q, codes, dim, 0);
     if (bits & 4) codes = read_plane<4>(q, codes, dim, bits & 8);
     if (bits & 2) codes = read_plane<2>(q, codes, dim, bits & 12);
     if (bits & 1) read_plane<1>(q, codes, dim, bits & 14);
+}
+
+// Codes of any width, in planes; see codec/packing.py.
+inline void read_grouped(float* out, const uint8_t* codes, const uint8_t* scales, const KvqRows& rows) {
+    int dim = rows.dim, group = rows.group_size, bits = rows.bits;
+    if ((bits & (bits - 1)) == 0) return read_one_plane(out, codes, scales, rows);
+    uint8_t q[MOST_DIM];
+    unpack_codes(q, codes, dim, bits);
     for (int at = 0; at < dim; at += group) {
         Pair x = pair_of(rows, scales, at / group);
         convert_bytes(out + at, q + at, group, [=](vi c) { return floats(c) * x.scale + x.minimum; });
@@ -185,11 +191,74 @@ inline uint8_t* row_scales(const KvqRows& rows, int64_t block, int head, int64_t
     return rows.scales + block * rows.scales_block + head * rows.scales_head + offset * rows.scales_slot;
 }
 
+constexpr int MOST_PAIRED_BITS = 4, MOST_SHIFTED = 2, CENTER_STEP = 16;  // see codec/channel.py
+
+inline bool is_paired(const KvqRows& rows) { return rows.channels && rows.code != KVQ_INT8 && rows.bits <= MOST_PAIRED_BITS; }
+
+// Bits of a channel, by its scale byte and the other one's of the pair.
+inline int share_of(int own, int other, int bits) {
+    int more = own - other, shifted = ((more < 0 ? -more : more) + 8) >> 4, most = bits - 1 < MOST_SHIFTED ? bits - 1 : MOST_SHIFTED;
+    if (shifted > most) shifted = most;
+    return more < 0 ? bits - shifted : bits + shifted;
+}
+
+// How the channels of a block are decoded.
+struct Channels {
+    float scale[MOST_DIM], offset[MOST_DIM];
+    uint8_t bits[MOST_DIM];
+};
+
+inline void read_channels(Channels& c, const KvqRows& rows, const uint8_t* scales) {
+    int dim = rows.dim;
+    if (rows.code == KVQ_INT8) {
+        for (int i = 0; i < dim; i++) {
+            c.scale[i] = narrow_scale(scales[i]);
+            c.offset[i] = (float)((int8_t)scales[dim + i] * CENTER_STEP) * c.scale[i];
+        }
+        return;
+    }
+    bool paired = is_paired(rows);
+    float levels = (float)((1 << rows.bits) - 1);
+    for (int i = 0; i < dim; i++) {
+        c.bits[i] = (uint8_t)(paired ? share_of(scales[i], scales[dim - 1 - i], rows.bits) : rows.bits);
+        c.scale[i] = narrow_scale(scales[i]) * (levels / (float)((1 << c.bits[i]) - 1));
+    }
+    uint16_t minimums[MOST_DIM];
+    memcpy(minimums, scales + dim, (size_t)dim * 2);
+    read_fp16(c.offset, minimums, dim);
+}
+
+inline void read_channel_row(float* __restrict out, const uint8_t* codes, const Channels& c, const KvqRows& rows) {
+    int dim = rows.dim;
+    if (rows.code == KVQ_INT8) {
+        for (int i = 0; i < dim; i++) out[i] = (float)(int8_t)codes[i] * c.scale[i] + c.offset[i];
+        return;
+    }
+    uint8_t q[MOST_DIM];
+    if (is_paired(rows)) {
+        unpack_codes(q, codes, dim / 2, 2 * rows.bits);
+        for (int i = 0; i < dim / 2; i++) {
+            int both = q[i], own = c.bits[i];
+            q[i] = (uint8_t)(both & ((1 << own) - 1));
+            out[dim - 1 - i] = (float)(both >> own) * c.scale[dim - 1 - i] + c.offset[dim - 1 - i];
+        }
+        dim /= 2;
+    } else {
+        unpack_codes(q, codes, dim, rows.bits);
+    }
+    for (int i = 0; i < dim; i++) out[i] = (float)q[i] * c.scale[i] + c.offset[i];
+}
+
 // Decode one token row into `out`, still rotated. Elements past `dim` stay as they are.
 inline void read_row(float* __restrict out, const KvqRows& rows, int64_t block, int head, int offset) {
     const uint8_t* codes = row_codes(rows, block, head, offset);
     const uint8_t* scales = rows.scales ? row_scales(rows, block, head, offset) : nullptr;
     if (rows.code <= KVQ_FP16) return read_floats(out, codes, rows.dim, rows.code);
+    if (rows.channels) {
+        Channels c;
+        read_channels(c, rows, scales);
+        return read_channel_row(out, codes, c, rows);
+    }
     if (rows.code == KVQ_INT4) return read_int4(out, codes, scales, rows);
     if (rows.code == KVQ_GROUPED) return read_grouped(out, codes, scales, rows);
     float scale = scales ? from_fp16(*(const uint16_t*)scales) : rows.static_scales[head];

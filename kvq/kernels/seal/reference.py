@@ -43,6 +43,7 @@ def _store(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, block: int) -
     static = None if rows.static_scale is None else rows.static_scale[:, None, None]
     codes, scales, means = encode_block(x, fmt, static, clip=clip)
     rows.codes[block] = codes
-    for stored, new in ((rows.scales, scales), (rows.means, means)):
-        if stored is not None and new is not None:
-            stored[block] = new
+    if rows.scales is not None and scales is not None:
+        rows.scales[block, :, : scales.shape[1]] = scales  # per channel one row
+    if rows.means is not None and means is not None:
+        rows.means[block] = means

@@ -27,9 +27,33 @@ inline void seal_mean(float* mean, const KvqRows& from, const KvqRows& into, int
     read_row(mean, *into.means, target, head, 0);
 }
 
+// Blocks whose scales are per channel.
+inline void seal_channels(const KvqRows& from, const KvqRows& into, int64_t source, int64_t target, int head,
+                          int block_size) {
+    float x[MOST_DIM], low[MOST_DIM], high[MOST_DIM];
+    read_prepared(low, from, into, source, head, 0);
+    memcpy(high, low, (size_t)into.dim * 4);
+    for (int slot = 1; slot < block_size; slot++) {
+        read_prepared(x, from, into, source, head, slot);
+        for (int i = 0; i < into.dim; i++) {
+            low[i] = x[i] < low[i] ? x[i] : low[i];
+            high[i] = x[i] > high[i] ? x[i] : high[i];
+        }
+    }
+    uint8_t* scales = row_scales(into, target, head, 0);
+    encode_channel_scales(scales, low, high, into);
+    Channels channels;
+    read_channels(channels, into, scales);
+    for (int slot = 0; slot < block_size; slot++) {
+        read_prepared(x, from, into, source, head, slot);
+        encode_channel_row(row_codes(into, target, head, slot), x, channels, into);
+    }
+}
+
 // One KV head of one block. Rows whose codes stay what they are, floats, are moved as bytes.
 inline void seal_rows(const KvqRows& from, const KvqRows& into, int64_t source, int64_t target, int head,
                       int block_size) {
+    if (into.channels) return seal_channels(from, into, source, target, head, block_size);
     float x[MOST_DIM], mean[MOST_DIM];
     if (into.means) seal_mean(mean, from, into, source, target, head, block_size);
     for (int slot = 0; slot < block_size; slot++) {

@@ -26,6 +26,8 @@ SIZE = 5
 STAGED = (
     *("int4_mean+recent=7", "int3_mean+sinks=4+recent=9", "int2_mean+sinks=11+recent=0"),
     *("int6_mean/int5_mean+recent=1", "int8/int4_g8_mean+sinks=1+recent=5", "fp8_per_head/int2_g16_mean"),
+    *("int4_per_channel/int4", "int8_per_channel/int8+recent=4", "int3_per_channel/int2_per_channel+sinks=4"),
+    *("int5_per_channel/int6_per_channel", "int4_per_channel_rot/fp8", "int2_per_channel/int4_mean"),
     *("int4_g24_s8_mean/bf16+recent=7", "int4+sinks=4+recent=8", "fp32+recent=6", "int3_mean_rot+recent=7"),
 )
 
@@ -84,7 +86,7 @@ def put(rows: PagedRows, fmt: KVFormat, x: Tensor, block: int) -> None:
     codes, scales, means = encode_block(x, fmt, static)
     rows.codes[block] = codes
     if scales is not None:
-        rows.scales[block] = scales
+        rows.scales[block, :, : scales.shape[1]] = scales
     if means is not None:
         rows.means[block] = means
 
