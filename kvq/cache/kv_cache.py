@@ -65,6 +65,7 @@ class KVCache(BlockCache):
         self._copy: list[Kernel] = []
         self._centering: dict[int, Centering] = {}
         self._staged: dict[int, StagedLayer] = {}
+        self.version = 0  # of the tensors and kernels behind layers: what was made of them before is stale
         self.group_of: dict[int, int] = {}
         self.states: StateSlots | None = None  # recurrent ones, if the model has any; others after `grow`
         where = Device.of(device)
@@ -142,18 +143,25 @@ class KVCache(BlockCache):
         """Have blocks of staged layers made by something else than a kernel: in comparisons."""
         for layer in self._staged.values():
             layer.seal = seal
+        self.version += 1
 
     def backend_of(self, operation: str, layer: int) -> str:
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
         return self._kernels[layer][operation].backend
 
-    def in_cpp(self, layer: int) -> tuple[PagedKV, bool] | None:
+    def in_cpp(self, layer: int) -> tuple[PagedKV | StagedKV, bool] | None:
         """A layer's blocks, and whether attention is exact; None if more than C++ has a part in it."""
-        backend = self.backend_of("attend", layer)
-        plain = layer not in self._centering and layer not in self._staged
+        backend, staged = self.backend_of("attend", layer), self._staged.get(layer)
+        plain = layer not in self._centering and (staged is None or staged.is_plain)
         both = backend in ("cpu", "cpu-fp32") and self.backend_of("write_kv", layer) in ("cpu", "cpu-fp32")
         is_latent = "rope_write" not in self._kernels[layer]
-        return (self.layer(layer), backend == "cpu-fp32") if plain and both and not is_latent else None
+        if not plain or not both or is_latent:
+            return None
+        return (self.layer(layer) if staged is None else self.staged(layer)), backend == "cpu-fp32"
+
+    def sees_old(self, layer: int) -> bool:
+        """True if queries of a staged layer see sealed blocks: False if a window ends before any."""
+        return self._staged[layer].sees_old
 
     def absorbed_rate(self, layer: int) -> float:
         """How many products of a latent layer's kernel take the time of one that is made head by head."""
@@ -266,6 +274,7 @@ class KVCache(BlockCache):
     @torch.inference_mode(False)
     def _make_views(self, group: int) -> None:
         """View a pool anew. Views made during inference could not be written outside it."""
+        self.version += 1
         self._parts[group] = self._pools[group].parts
         layout = self.layout.groups[group]
         if layout.role is Role.STATES:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvq.kernels import AttentionOptions, Device, KernelSpec, StagedBatch, StagedKV, select
-from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.attend.options import parts_of
 
 Seal = Callable[[StagedKV, StagedBatch], None]
 
@@ -35,34 +35,36 @@ class StagedLayer:
         Raises:
             UnsupportedKernel: no backend can run them.
         """
-        self._sees_old = sees_old
+        self.sees_old = sees_old
         self.seal: Seal = select("seal", spec, device, backend).run
+        self._own_seal = self.seal
         attend = "attend_latent" if is_latent else "attend"
         self._attend_sealed = select(attend, spec, device, backend)
         self._attend_plain = select(attend, plain, device, backend)
         self._merge = select("merge_partials", plain, device)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing but a kernel seals blocks; see `KVCache.seal_by`."""
+        return self.seal is self._own_seal
+
     def attend(
         self, q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Seal what the step's tokens make old enough, then attend over all tokens, as `KVCache.attend`."""
-        if not self._sees_old:
+        if not self.sees_old:
             found: tuple[Tensor, Tensor] = self._attend_plain.run(q, kv.recent, batch.recent, options)
             return found
         self.seal(kv, batch)
-        exact, size = kv.exact, kv.sealed.block_size
         own = options.without_sinks()
-
-        def part(age: Age, first: int = 0, last: int | None = None) -> AttentionOptions:
-            ages = Part(age=age, recent=exact.recent, block_size=size, first=first, last=last)
-            return own.of_part(ages)
-
+        sealed, recent, sinks = (own.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size))
+        query = q.float() if q.device.type == "cpu" else q  # parts stay fp32 there until they are merged
         parts = [
-            self._attend_sealed.run(q, kv.sealed, batch.sealed, part(Age.OLD, exact.sinks)),
-            self._attend_plain.run(q, kv.recent, batch.recent, part(Age.YOUNG)),
+            self._attend_sealed.run(query, kv.sealed, batch.sealed, sealed),
+            self._attend_plain.run(query, kv.recent, batch.recent, recent),
         ]
         if kv.sinks is not None:
-            parts.append(self._attend_plain.run(q, kv.sinks, batch.sinks, part(Age.OLD, 0, exact.sinks)))
+            parts.append(self._attend_plain.run(query, kv.sinks, batch.sinks, sinks))
         outs, lses = (torch.stack(all_of) for all_of in zip(*parts, strict=True))
         out, lse = self._merge.run(outs, lses, options.sinks)
         return out.to(q.dtype), lse

@@ -143,6 +143,22 @@ def split_pair(text: str) -> KVName:
     return KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
 
 
+def parse_key_format(name: str, head_dim: int) -> KVFormat:
+    """Return what a name means for K where blocks are quantized as wholes: scales per channel for a bare one.
+
+    Keys have offsets and ranges by channel. In FP8 they lose too much for 8 bits: `fp8` keeps them in INT8.
+
+    Raises:
+        ConfigError: as `parse_format` does.
+    """
+    bare = CODES.get("int8" if name == "fp8" else name)
+    if bare is not None and (bare.is_grouped or bare is Code.INT8):
+        fmt = KVFormat(code=bare, scale=PerChannel())
+        if fmt.fits(head_dim):
+            return fmt
+    return parse_format(name, head_dim)
+
+
 def parse_format(name: str, head_dim: int) -> KVFormat:
     """Return the format of that name for rows of `head_dim` elements.
 

@@ -10,7 +10,14 @@ from kvq import fileio, strict_json
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.formats.calibrated import Centers, StaticScales, check_digest, check_model, check_shape, field_digest
 from kvq.formats.codes import Code
-from kvq.formats.names import NOTHING_EXACT, ExactTokens, parse_format, split_exact, split_pair
+from kvq.formats.names import (
+    NOTHING_EXACT,
+    ExactTokens,
+    parse_format,
+    parse_key_format,
+    split_exact,
+    split_pair,
+)
 from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat
 
 FORMAT_VERSION = 2
@@ -85,17 +92,20 @@ class KVRecipe:
                     )
 
     @classmethod
-    def uniform(cls, kv: str, head_dims: list[tuple[int, int]]) -> "KVRecipe":
+    def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = True) -> "KVRecipe":
         """One `--kv` name for all layers; `head_dims` is (k_head_dim, v_head_dim) per layer.
+
+        `whole_blocks`: False where every token has to be stored when it comes; bare names then mean scales
+        per token for K, too.
 
         Raises:
             ConfigError: unknown name, or a format that a head dimension does not fit.
         """
         formats, exact = split_exact(kv)
-        pair = split_pair(formats)
+        pair, key_format = split_pair(formats), parse_key_format if whole_blocks else parse_format
         layers = tuple(
             LayerFormats(
-                k=parse_format(pair.k, k_dim),
+                k=key_format(pair.k, k_dim),
                 v=parse_format(pair.v, v_dim),
                 k_head_dim=k_dim,
                 v_head_dim=v_dim,
@@ -105,8 +115,12 @@ class KVRecipe:
         return cls(layers=layers, exact=exact, label=kv.strip().lower())
 
     @classmethod
-    def named(cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]]) -> "KVRecipe":
+    def named(
+        cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]], *, whole_blocks: bool = True
+    ) -> "KVRecipe":
         """What a user named: a format or a pair for all layers, a kvq.json's path, or a recipe itself.
+
+        `whole_blocks`: as `uniform` takes it.
 
         Raises:
             ConfigError: nothing of that kind, an unknown format, or one that doesn't fit.
@@ -117,7 +131,7 @@ class KVRecipe:
             raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
         if str(kv).endswith(".json"):
             return replace(cls.load(kv), label=str(kv))  # files that hold like formats are told apart
-        return cls.uniform(str(kv), head_dims)
+        return cls.uniform(str(kv), head_dims, whole_blocks=whole_blocks)
 
     @property
     def name(self) -> str:

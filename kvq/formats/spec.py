@@ -136,13 +136,20 @@ class KVFormat:
         """True for every code narrower than 16 bits."""
         return not self.code.is_float
 
+    def fits(self, head_dim: int) -> bool:
+        """True if codes of `head_dim` elements fill whole bytes."""
+        return head_dim >= 1 and head_dim % self._multiple == 0
+
+    @property
+    def _multiple(self) -> int:
+        return 2 * self.code.doubled.multiple if self.is_paired else self.code.multiple
+
     def check(self, head_dim: int) -> None:
         """Raise UnfitFormat if a row of `head_dim` elements can't be stored in this format."""
-        multiple = 2 * self.code.doubled.multiple if self.is_paired else self.code.multiple
-        if head_dim < 1 or head_dim % multiple:
+        if not self.fits(head_dim):
             raise UnfitFormat(
                 f"rows of {self.name} fill whole bytes only where head_dim is a positive multiple of "
-                f"{multiple}, got {head_dim}; use int8 or fp8"
+                f"{self._multiple}, got {head_dim}; use int8 or fp8"
             )
         if isinstance(self.scale, Grouped):
             self.scale.check(head_dim)

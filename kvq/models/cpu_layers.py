@@ -10,6 +10,7 @@ from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
 from kvq.kernels.decoder.stack import CpuStack, StackLayer
 from kvq.kernels.decoder.whole import CpuPass, PassParts, ReadyPass
+from kvq.kernels.paged import PagedKV
 from kvq.models.angles import Angles
 from kvq.models.step import PackedStep
 
@@ -21,7 +22,7 @@ class CpuLayers:
         self._layers = [CpuDecoder(parts) for parts in layers]
         self._kinds = sorted({parts.angles for parts in layers})
         self._norm = norm
-        self._stacks: WeakKeyDictionary[KVCache, CpuStack] = WeakKeyDictionary()
+        self._stacks: WeakKeyDictionary[KVCache, tuple[int, CpuStack]] = WeakKeyDictionary()
 
     def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         """[rows, hidden] -> the same, normed."""
@@ -69,11 +70,11 @@ class CpuLayers:
         cache = step.cache
         if not step.is_plain or not isinstance(cache, KVCache):
             return None
-        stack = self._stacks.get(cache)
-        if stack is None or any(cache.layer(x.decoder.parts.index) is not x.kv for x in stack.layers):
-            stack = self._make_stack(step, cache)  # the first over it, or its pools have grown
+        version, stack = self._stacks.get(cache, (-1, None))
+        if version != cache.version:  # the first over it, or its pools have grown
+            stack = self._make_stack(step, cache)
             if stack is not None:
-                self._stacks[cache] = stack
+                self._stacks[cache] = cache.version, stack
         return stack
 
     def _make_stack(self, step: PackedStep, cache: KVCache) -> CpuStack | None:
@@ -91,6 +92,8 @@ class CpuLayers:
                     exact=exact,
                     group=cache.group_of[parts.index],
                     angles=self._kinds.index(parts.angles),
+                    sees_old=isinstance(kv, PagedKV) or cache.sees_old(parts.index),
+                    num_kinds=len(cache.layout.sealed),
                 )
             )
         return CpuStack(layers)

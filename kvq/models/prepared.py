@@ -105,14 +105,24 @@ class PreparedModel:
         Thread(target=compute, name="kvq-digest", daemon=True).start()
         return future
 
-    def recipe(self, kv: str | Path | KVRecipe, scales: StaticScales | None = None) -> KVRecipe:
+    def recipe(
+        self,
+        kv: str | Path | KVRecipe,
+        scales: StaticScales | None = None,
+        *,
+        whole_blocks: bool | None = None,
+    ) -> KVRecipe:
         """The recipe that `kv` means for this model; `scales` go to one that needs some and brings none.
+
+        `whole_blocks`: as `KVRecipe.uniform` takes it; None: True for kvq's own cache.
 
         Raises:
             UnfitFormat: a format that the head dimensions don't fit; others may.
             ConfigError: unknown format, or a recipe for other layers.
         """
-        recipe = KVRecipe.named(DTYPE_NAMES[self.dtype] if kv == "auto" else kv, self.geometry.head_dims)
+        kv = DTYPE_NAMES[self.dtype] if kv == "auto" else kv
+        wait = self.cache == "kvq" if whole_blocks is None else whole_blocks
+        recipe = KVRecipe.named(kv, self.geometry.head_dims, whole_blocks=wait)
         check_recipe_fits(self.geometry, recipe)
         if recipe.is_static and recipe.static_scales is None:
             return recipe.with_scales(scales)

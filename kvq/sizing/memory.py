@@ -1,6 +1,7 @@
 """What fills a GPU, term by term, each with the formula that it comes from."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
@@ -142,9 +143,15 @@ def _share(tensor: StateTensor, ranks: int) -> StateTensor:
     return replace(tensor, shape=(-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
 
 
-def kv_layout(geometry: ModelGeometry, kv: str, *, block_size: int = BLOCK_SIZE) -> KVLayout:
-    """The blocks as the engine lays them out; `kv` is a format or a recipe's file."""
-    recipe = KVRecipe.load(kv) if kv.endswith(".json") else KVRecipe.uniform(kv, geometry.head_dims)
+def kv_layout(
+    geometry: ModelGeometry, kv: str, *, block_size: int = BLOCK_SIZE, whole_blocks: bool = True
+) -> KVLayout:
+    """The blocks as an engine lays them out; `kv` is a format or a recipe's file.
+
+    `whole_blocks`: False for engines that store every token when it comes, as `KVRecipe.uniform` takes it.
+    """
+    named = Path(kv) if kv.endswith(".json") else kv
+    recipe = KVRecipe.named(named, geometry.head_dims, whole_blocks=whole_blocks)
     return plan_layout(geometry, recipe, block_size=block_size)
 
 

@@ -142,7 +142,7 @@ def blocks_of(x: Tensor, size: int) -> Tensor:
 
 
 def write_sequence(kv: PagedKV, k: Tensor, v: Tensor, table: list[int]) -> None:
-    """Write a sequence's rows [tokens, heads, dim] by the reference, as whole blocks where a format needs them.
+    """Write a sequence's rows [tokens, heads, dim] by the reference, in whole blocks where formats need them.
 
     The slots past a sequence's end stay what they were.
     """

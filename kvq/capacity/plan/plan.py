@@ -78,7 +78,12 @@ def make_plan(
     if demand.longest > (most := target.geometry.max_context):
         raise ConfigError(f"a request of {demand.longest:,} tokens is above the model's context of {most:,}")
     engine = engine or Engine()
-    layout = kv_layout(split_geometry(target.geometry, target.split), kv, block_size=engine.block_size)
+    layout = kv_layout(
+        split_geometry(target.geometry, target.split),
+        kv,
+        block_size=engine.block_size,
+        whole_blocks=isinstance(engine, Engine),
+    )
     pools = engine.pools(target, gpu, layout, demand)
     users = pools.users
     time = serve = served = price = None

@@ -64,7 +64,7 @@ def check_speculation(
     source = resolve_model(config.model)
     check_is_model(source)
     draft = prepare(source, device=str(model.device), weights=weights, backend=backend)
-    recipe = draft.recipe(config.kv or "auto", find_scales(draft, None))
+    recipe = draft.recipe(config.kv or "auto", find_scales(draft, None), whole_blocks=False)
     draft.check_scales(recipe)
     check_draft(model, draft, recipe)
     return draft, recipe

@@ -15,9 +15,15 @@ KVQ_PREFETCHES void prefetch_row(const KvqRows& rows, int64_t block, int head, i
 // `next_keys` rows from `there` on: blocks lie anywhere, and no hardware guesses where the next one is.
 inline void read_tile(float* tile, const KvqRows& rows, Cursor here, Cursor there, int head, int width, int skip,
                       int keys, int next_keys) {
+    Channels channels;
     for (int i = skip; i < keys; i++, here.skip(1)) {
         float* x = tile + (int64_t)i * width;
-        read_row(x, rows, *here.entry, head, here.offset);
+        if (rows.channels) {
+            if (i == skip || here.offset == 0) read_channels(channels, rows, row_scales(rows, *here.entry, head, 0));
+            read_channel_row(x, row_codes(rows, *here.entry, head, here.offset), channels, rows);
+        } else {
+            read_row(x, rows, *here.entry, head, here.offset);
+        }
         for (int j = rows.dim; j < width; j++) x[j] = 0;
         if (i - skip >= next_keys) continue;
         prefetch_row(rows, *there.entry, head, there.offset);

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.formats import ExactTokens
 
 
 class Age(Enum):
@@ -56,6 +57,12 @@ class Part:
             return key < edge
         outside = (key >= edge) | (key < self.first)
         return outside if self.last is None else outside | (key >= self.last)
+
+
+def parts_of(exact: ExactTokens, block_size: int) -> tuple[Part, Part, Part]:
+    """The keys that a staged layer reads from sealed blocks, from recent ones, and from its sinks."""
+    old = Part(age=Age.OLD, recent=exact.recent, block_size=block_size, first=exact.sinks)
+    return old, replace(old, age=Age.YOUNG, first=0), replace(old, first=0, last=exact.sinks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

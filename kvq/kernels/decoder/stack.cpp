@@ -25,22 +25,73 @@ inline int begin_layer(const KvqStackLayer& l, const KvqStackStep& step, const u
     KvqDense k = {step.heads + d.q_heads * head, row, head, code}, v = k;
     v.data += d.kv_heads * head;
     double began = now_s();
-    status = KVQ_CALL(write_kv)(l.kv, &k, &v, step.slots[l.group], rows, step.bad, threads);
+    const KvqLayer* written = l.recent ? l.recent : l.kv;
+    status = KVQ_CALL(write_kv)(written, &k, &v, step.slots[l.recent ? l.recent_group : l.group], rows, step.bad, threads);
     for (int64_t t = 0; !status && t < rows; t++) bad[t] |= step.bad[t];
+    if (!status && l.recent && l.sees_old && step.num_moves[l.group])
+        status = KVQ_CALL(seal)(l.recent, l.kv, l.sinks, step.moves[l.group], step.num_moves[l.group], threads);
     *seconds += now_s() - began;
     return status;
 }
 
-// The layer's result `out` from its inputs and the queries of `rows` rows, which a batch says where they stand.
-inline int end_layer(const KvqStackLayer& l, const KvqStackStep& step, const KvqBatch* batch, const uint8_t* x,
+// Whether any query of a step sees keys that are old.
+inline bool sees_old(const KvqStackLayer& l, const KvqBatch& batch) {
+    const KvqAttention& a = l.attention;
+    for (int s = 0; s < batch.sequences; s++)
+        if (batch.query_lens[s] && batch.context_lens[s] - a.recent >= a.edge_size) return true;
+    return false;
+}
+
+// One of the parts that hold a staged layer's keys. `lens`: new tokens of every sequence, if not the batch's.
+inline int attend_part(const KvqStackLayer& l, const KvqStackStep& step, const KvqLayer* kv, int group, const int32_t* lens,
+                       const KvqDense& q, const KvqDense& out, float* lse, const KvqAttention& options) {
+    KvqBatch batch = step.batches[group];
+    if (lens) batch.query_lens = lens;
+    return KVQ_CALL(attend)(kv, &q, &out, lse, &batch, &options);
+}
+
+// Attention over a layer's keys, in whatever parts they are held; the result is of `rows` rows in `code`.
+inline int attend_all(const KvqStackLayer& l, const KvqStackStep& step, const int32_t* lens, const KvqDense& q,
+                      int code, int64_t rows, int threads) {
+    const KvqDecoder& d = *l.decoder;
+    int64_t head = (int64_t)d.dim * bytes_of(code);
+    KvqDense whole = {step.attended, d.q_heads * head, head, code};
+    KvqAttention options = l.attention;
+    options.threads = threads;
+    if (!l.recent) return attend_part(l, step, l.kv, l.group, lens, q, whole, step.lse, options);
+    bool old = l.sees_old && sees_old(l, step.batches[l.group]), only_young = !l.sees_old || (!old && !options.sinks);
+    KvqAttention young = options;
+    young.part = l.sees_old ? KVQ_YOUNG : KVQ_ALL;
+    if (only_young) return attend_part(l, step, l.recent, l.recent_group, lens, q, whole, step.lse, young);
+    const float* logits = options.sinks;
+    options.sinks = young.sinks = nullptr;  // they join once, in the end
+    KvqDense part = {nullptr, (int64_t)d.q_heads * d.dim * 4, (int64_t)d.dim * 4, KVQ_FP32};
+    float* lse = step.part_lse;
+    int count = 0, status = KVQ_OK;
+    auto add = [&](const KvqLayer* kv, int group, const KvqAttention& asked) {
+        part.data = (uint8_t*)(step.parts + count * rows * d.q_heads * d.dim);
+        if (!status) status = attend_part(l, step, kv, group, lens, q, part, lse + count * rows * d.q_heads, asked);
+        count++;
+    };
+    add(l.kv, l.group, options);
+    add(l.recent, l.recent_group, young);
+    if (l.sinks) {
+        options.last = options.first, options.first = 0;
+        add(l.sinks, l.sinks_group, options);
+    }
+    if (status) return status;
+    return KVQ_CALL(merge_partials)(step.parts, lse, logits, step.attended, step.lse, code, count, rows * d.q_heads,
+                                    d.q_heads, d.dim, threads);
+}
+
+// The layer's result `out` from its inputs and the queries of `rows` rows; `lens`: of every sequence so many, or null
+// for all of its new tokens.
+inline int end_layer(const KvqStackLayer& l, const KvqStackStep& step, const int32_t* lens, const uint8_t* x,
                      uint8_t* out, double* seconds, int code, int64_t rows, int threads) {
     const KvqDecoder& d = *l.decoder;
     int64_t head = (int64_t)d.dim * bytes_of(code), row = (d.q_heads + 2 * (int64_t)d.kv_heads) * head;
-    KvqDense q = {step.heads, row, head, code}, attended = {step.attended, d.q_heads * head, head, code};
-    KvqAttention options = l.attention;
-    options.threads = threads;
     double began = now_s();
-    int status = KVQ_CALL(attend)(l.kv, &q, &attended, step.lse, batch, &options);
+    int status = attend_all(l, step, lens, {step.heads, row, head, code}, code, rows, threads);
     *seconds += now_s() - began;
     return status ? status : KVQ_CALL(decoder_out)(&d, x, step.attended, out, code, rows, threads);
 }
@@ -56,7 +107,7 @@ KVQ_KERNEL(decoder_stack)(const KvqStackLayer* layers, int count, const KvqStack
         for (int i = 0; i < count; i++, from = out) {
             const KvqStackLayer& l = layers[i];
             int status = begin_layer(l, *step, from, bad, seconds, code, rows, threads);
-            if (!status) status = end_layer(l, *step, step->batches + l.group, from, out, seconds, code, rows, threads);
+            if (!status) status = end_layer(l, *step, nullptr, from, out, seconds, code, rows, threads);
             if (status) return status;
         }
         return (int)KVQ_OK;
@@ -98,9 +149,7 @@ inline int run_last(const KvqStackLayer& l, const KvqStackStep& step, const KvqP
     int64_t heads = d.qkv->out_features * bytes_of(code), hidden = p.head->in_features * bytes_of(code);
     take_rows(step.heads, step.heads, p.wanted, p.num_wanted, heads, heads);
     take_rows(x, from, p.wanted, p.num_wanted, hidden, hidden);
-    KvqBatch batch = step.batches[l.group];
-    batch.query_lens = p.lens;
-    return end_layer(l, step, &batch, x, x, seconds, code, p.num_wanted, threads);
+    return end_layer(l, step, p.lens, x, x, seconds, code, p.num_wanted, threads);
 }
 
 inline int run_pass(KvqWholeStep& w) {

@@ -1,7 +1,7 @@
 """Plain decoder layers over their blocks in C++ for CPUs: a whole step's in one call."""
 
 from collections.abc import Sequence
-from ctypes import addressof, c_double, c_void_p
+from ctypes import addressof, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels.attend.cpu import check_batch, options_of
-from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.options import AttentionOptions, parts_of
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.native.abi import DTYPES, batch_of, layer_of, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.paged import PagedKV, SequenceBatch
+from kvq.kernels.paged import PagedKV, SequenceBatch, StagedBatch, StagedKV
+from kvq.kernels.seal.cpu import moves_of
 
+_MOST_PARTS = 3  # sealed, recent, sinks
 KEPT_BYTES = 64 << 20  # of a step's memory, that stays for the next one
 
 
@@ -24,11 +26,35 @@ class StackLayer:
     """A layer and where its K and V lie."""
 
     decoder: CpuDecoder
-    kv: PagedKV
+    kv: PagedKV | StagedKV
     options: AttentionOptions
     exact: bool  # attention in fp32 for every format
     group: int  # of the step's batches
     angles: int  # of the step's angles
+    sees_old: bool = True  # of a staged layer: whether any block is sealed
+    num_kinds: int = 1  # kinds of layers, of which each has a group of recent blocks, then one of sinks
+
+    @property
+    def own(self) -> PagedKV:
+        """The blocks that its formats lie in."""
+        return self.kv if isinstance(self.kv, PagedKV) else self.kv.sealed
+
+    @property
+    def held(self) -> dict[int, tuple[PagedKV, AttentionOptions]]:
+        """All blocks that it reads by their group, with what is asked of attention over them."""
+        if isinstance(self.kv, PagedKV):
+            return {self.group: (self.kv, self.options)}
+        kv, recent = self.kv, self.group + self.num_kinds
+        if not self.sees_old:
+            return {recent: (kv.recent, self.options)}
+        parts = [self.options.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size)]
+        found = {self.group: (kv.sealed, parts[0]), recent: (kv.recent, parts[1])}
+        return found if kv.sinks is None else {**found, recent + self.num_kinds: (kv.sinks, parts[2])}
+
+    @property
+    def written(self) -> int:
+        """The group that new tokens are written to."""
+        return self.group if isinstance(self.kv, PagedKV) else self.group + self.num_kinds
 
 
 class StackStep:
@@ -37,8 +63,9 @@ class StackStep:
     def __init__(self, groups: int, kinds: int) -> None:
         self.batches = (struct("KvqBatch") * groups)()
         self.slots, self.cos, self.sin = (c_void_p * groups)(), (c_void_p * kinds)(), (c_void_p * kinds)()
-        arrays = self.batches, self.slots, self.cos, self.sin
-        self.struct = struct("KvqStackStep")(*map(addressof, arrays))
+        self.moves, self.num_moves = (c_void_p * groups)(), (c_int64 * groups)()
+        names = "batches", "slots", "moves", "num_moves", "cos", "sin"
+        self.struct = struct("KvqStackStep")(**{name: addressof(getattr(self, name)) for name in names})
         self.named: list[Any] = []
 
 
@@ -61,27 +88,37 @@ class CpuStack:
         )
         self._groups = {layer.group: layer for layer in layers}
         self._kinds = {layer.angles: layer.decoder for layer in layers}
-        groups, self.kinds = max(self._groups) + 1, max(self._kinds) + 1
-        self._num_groups = groups
+        self._num_groups = 1 + max(group for layer in layers for group in (layer.group, *layer.held))
+        self.kinds = max(self._kinds) + 1
+        self._is_staged = not all(isinstance(layer.kv, PagedKV) for layer in layers)
         self._memory: tuple[Tensor, ...] = ()
         self.whole: Any = None  # a CpuPass over it, if whole steps are run
         self.hidden = layers[0].decoder.hidden
         self.dims = {layer.decoder.parts.heads.k_dim for layer in layers}
 
     def _struct(self, layer: StackLayer) -> Any:
-        heads, kv = layer.decoder.parts.heads, layer.kv
+        heads, kv, held = layer.decoder.parts.heads, layer.own, layer.held
         own = heads.kv_heads, heads.k_dim, heads.v_dim
         stored = kv.k.codes.shape[1], kv.formats.k_head_dim, kv.formats.v_head_dim
         if own != stored:
             raise ConfigError(f"KV heads and their dimensions are {own}, those of the blocks {stored}")
-        attention, sinks = options_of(layer.options, heads.q_heads, heads.kv_heads, exact=layer.exact)
+        _, options = held.get(layer.group, (kv, layer.options))
+        attention, sinks = options_of(options, heads.q_heads, heads.kv_heads, exact=layer.exact)
         self._kept.append(sinks)
+        staged = {}
+        if isinstance(layer.kv, StagedKV):
+            first = None if layer.kv.sinks is None else addressof(layer_of(layer.kv.sinks))
+            staged = {"recent": addressof(layer_of(layer.kv.recent)), "sinks": first}
         return struct("KvqStackLayer")(
             decoder=addressof(layer.decoder.struct),
             kv=addressof(layer_of(kv)),
             attention=attention,
             group=layer.group,
             angles=layer.angles,
+            recent_group=layer.written,
+            sinks_group=layer.written + layer.num_kinds,
+            sees_old=layer.sees_old,
+            **staged,
         )
 
     def __call__(
@@ -130,20 +167,34 @@ class CpuStack:
         """What a step over `rows` rows of a dtype takes, but for its angles; for arguments see `__call__`."""
         step = StackStep(self._num_groups, self.kinds)
         named = step.named
-        for group, layer in self._groups.items():
-            batch = batches[group]
-            check_batch(batch, rows, layer.kv.block_size, layer.options)
-            if batch.slots.shape != (rows,) or bad.shape != (rows,):
+        for layer in self._groups.values():
+            for group, (kv, options) in layer.held.items():
+                check_batch(batches[group], rows, kv.block_size, options)
+                step.batches[group], tables = batch_of(batches[group], 0)
+                named += batches[group], tables
+            given = batches[layer.written].slots
+            if given.shape != (rows,) or bad.shape != (rows,):
                 raise ConfigError(
-                    f"slots and flags must be of {rows} tokens, "
-                    f"got {list(batch.slots.shape)} and {list(bad.shape)}"
+                    f"slots and flags must be of {rows} tokens, got {list(given.shape)} and {list(bad.shape)}"
                 )
-            slots = batch.slots.long().contiguous()
-            step.batches[group], tables = batch_of(batch, 0)
-            step.slots[group] = slots.data_ptr()
-            named += batch, slots, tables
+            slots = given.long().contiguous()
+            step.slots[layer.written] = slots.data_ptr()
+            named += (slots,)
+            if isinstance(layer.kv, StagedKV) and layer.sees_old:
+                sinks = layer.written + layer.num_kinds
+                moves, step.num_moves[layer.group] = moves_of(
+                    layer.kv,
+                    StagedBatch(
+                        sealed=batches[layer.group],
+                        recent=batches[layer.written],
+                        sinks=None if layer.kv.sinks is None else batches[sinks],
+                    ),
+                )
+                step.moves[layer.group] = addressof(moves)
+                named += (moves,)
         memory = self._take_memory(rows, dtype)
-        for name, tensor in zip(("heads", "attended", "lse", "bad"), memory, strict=True):
+        names = "heads", "attended", "lse", "bad", "parts", "part_lse"
+        for name, tensor in zip(names, memory, strict=True):
             setattr(step.struct, name, tensor.data_ptr())
         named += memory
         return step
@@ -154,11 +205,14 @@ class CpuStack:
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept
         heads, attended, q_heads = self._widths
+        parts = _MOST_PARTS if self._is_staged else 0
         found = (
             torch.empty(rows, heads, dtype=dtype),
             torch.empty(rows, attended, dtype=dtype),
             torch.empty(rows, q_heads),
             torch.empty(rows, dtype=torch.bool),
+            torch.empty(parts, rows, attended),
+            torch.empty(parts, rows, q_heads),
         )
         self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.native.abi import DTYPES
 from kvq.kernels.native.library import run
 
 
@@ -24,5 +25,6 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
     out, lse = torch.empty(tokens, heads, dim), torch.empty(tokens, heads)
     sink = None if sinks is None else sinks.data_ptr()
     into = out.data_ptr(), lse.data_ptr()
-    run("merge_partials", outs.data_ptr(), lses.data_ptr(), sink, *into, parts, tokens * heads, heads, dim)
+    sizes = parts, tokens * heads, heads, dim, torch.get_num_threads()
+    run("merge_partials", outs.data_ptr(), lses.data_ptr(), sink, *into, DTYPES[out.dtype], *sizes)
     return out, lse

@@ -170,18 +170,24 @@ struct KvqDecoder {
     int32_t activation;              // KvqActivation
 };
 
-// One of a step's decoder layers, over its own blocks.
+// One of a step's decoder layers, over its own blocks. Of a staged one new tokens go to `recent`; see cache/staging.py.
 struct KvqStackLayer {
     const KvqDecoder* decoder;
     const KvqLayer* kv;
-    KvqAttention attention;
-    int32_t group, angles;  // which of the step's tables, and which of its angles
+    const KvqLayer *recent, *sinks;  // or null
+    KvqAttention attention;          // of a staged layer all of OLD, but for `last`
+    int32_t group, angles;           // which of the step's tables, and which of its angles
+    int32_t recent_group, sinks_group;
+    int32_t sees_old;  // 0: a window ends within the recent tokens
 };
 
 // What the layers of a step share, and memory for what goes from one operation to the next.
 struct KvqStackStep {
     const KvqBatch* batches;      // [groups]
     const int64_t** slots;        // [groups][rows]
+    const int64_t** moves;        // [groups][count, 3] of the groups of staged layers: see seal.cpp
+    const int64_t* num_moves;     // [groups]
+    float *parts, *part_lse;      // [3, rows, q_heads dim] and [3, rows, q_heads] of staged layers; or null
     const uint8_t **cos, **sin;   // [kinds of angles][rows, dim]
     uint8_t* heads;               // [rows, queries, keys and values]
     uint8_t* attended;            // [rows, q_heads dim]
@@ -229,8 +235,8 @@ KVQ_KERNEL(attend_latent)(const KvqLayer* layer, const KvqDense* q, const KvqDen
 KVQ_KERNEL(latent_tiles)(int* found);
 KVQ_KERNEL(gather_dense)(const KvqLayer* layer, const KvqPositions* from, const KvqGathered* k,
                          const KvqGathered* v, int unrotate, int threads);
-KVQ_KERNEL(merge_partials)(const float* outs, const float* lses, const float* sinks, float* out, float* lse,
-                           int parts, int64_t rows, int heads, int dim);
+KVQ_KERNEL(merge_partials)(const float* outs, const float* lses, const float* sinks, uint8_t* out, float* lse,
+                           int code, int parts, int64_t rows, int heads, int dim, int threads);
 KVQ_KERNEL(copy_blocks)(const KvqRun* runs, int64_t num_runs, const int64_t* pairs, int64_t count, int threads);
 KVQ_KERNEL(seal)(const KvqLayer* recent, const KvqLayer* sealed, const KvqLayer* sinks, const int64_t* moves,
                  int64_t count, int threads);

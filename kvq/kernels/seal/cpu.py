@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from ctypes import c_int64
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +18,26 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
     Raises:
         IndexError: a table names a block outside its pool, or is too short; nothing was written.
     """
+    moves, count = moves_of(kv, batch)
+    if count:
+        sinks = None if kv.sinks is None else layer_of(kv.sinks)
+        layers = layer_of(kv.recent), layer_of(kv.sealed), sinks
+        run("seal", *layers, moves, count, torch.get_num_threads())
+
+
+def moves_of(kv: StagedKV, batch: StagedBatch) -> tuple[Any, int]:
+    """The blocks that a step seals, as the kernel takes them: int64 [count, 3], and how many they are.
+
+    Raises:
+        IndexError: a table is too short.
+    """
     kept = batch.recent.kept  # all layers of a group seal the same blocks
     if seal not in kept:
         moves = {move[1:]: move for move in _moves(kv, batch)}  # a shared block once
         numbers = [number for move in moves.values() for number in move]
         kept[seal] = (c_int64 * len(numbers))(*numbers), len(moves)
-    moves, count = kept[seal]
-    if count:
-        sinks = None if kv.sinks is None else layer_of(kv.sinks)
-        layers = layer_of(kv.recent), layer_of(kv.sealed), sinks
-        run("seal", *layers, moves, count, torch.get_num_threads())
+    found: tuple[Any, int] = kept[seal]
+    return found
 
 
 def _moves(kv: StagedKV, batch: StagedBatch) -> Iterator[tuple[int, int, bool]]:

@@ -160,7 +160,7 @@ bool check_copies() {
 
 bool check_merge() {
     float outs[] = {1, 3}, lses[] = {0, 0}, out = 0, lse = 0;
-    return !KVQ_CALL(merge_partials)(outs, lses, nullptr, &out, &lse, 2, 1, 1, 1) && std::fabs(out - 2) < 1e-6f &&
+    return !KVQ_CALL(merge_partials)(outs, lses, nullptr, (uint8_t*)&out, &lse, KVQ_FP32, 2, 1, 1, 1, THREADS) && std::fabs(out - 2) < 1e-6f &&
            std::fabs(lse - std::log(2.0f)) < 1e-6f;
 }
 
