@@ -1,0 +1,71 @@
+"""What is measured: the parts, and with which settings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.real.bench import Bench
+from benchmarks.real.closeness import compare, in_format, row_of
+from benchmarks.real.records import Settings
+from kvq.evals.divergence import Progress
+from kvq.evals.text import EvalText
+
+Measure = Callable[[Bench, str, Settings, Progress], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much is measured."""
+
+    tokens: int = 16_000  # of WikiText-2; twice as many of the essays
+    problems: int = 164
+    facts: int = 50
+    context: int = 8192  # tokens around the facts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One kind of measurement. `settings`: those of every row that a format gets on a model."""
+
+    what: str
+    settings: Callable[[Bench, Sizes], list[Settings]]
+    measure: Measure
+
+
+def _fitting(bench: Bench, contexts: tuple[int, ...]) -> list[int]:
+    return [context for context in contexts if context <= bench.prepared.max_context]
+
+
+def _of_text(text: EvalText, context: int, tokens: int) -> Settings:
+    return {"text": text.digest[:12], "context": context, "tokens": tokens}
+
+
+def _wikitext(bench: Bench, sizes: Sizes) -> list[Settings]:
+    return [_of_text(bench.lab.wikitext(), context, sizes.tokens) for context in _fitting(bench, (1024,))]
+
+
+def _essays(bench: Bench, sizes: Sizes) -> list[Settings]:
+    contexts = _fitting(bench, (4096, 8192))
+    return [_of_text(bench.lab.essays(), context, 2 * sizes.tokens) for context in contexts]
+
+
+def _measure_text(text: Callable[[Bench], EvalText]) -> Measure:
+    def measure(bench: Bench, kv: str, settings: Settings, progress: Progress) -> dict[str, Any]:
+        windows = bench.windows(text(bench), context=settings["context"], tokens=settings["tokens"])
+        return row_of(*compare(in_format(bench.model, kv), bench.baseline, windows, progress))
+
+    return measure
+
+
+PARTS = {
+    "wikitext": Part(
+        what="divergence on WikiText-2, windows of 1,024 tokens",
+        settings=_wikitext,
+        measure=_measure_text(lambda bench: bench.lab.wikitext()),
+    ),
+    "essays": Part(
+        what="divergence on essays, windows of 4,096 and 8,192 tokens",
+        settings=_essays,
+        measure=_measure_text(lambda bench: bench.lab.essays()),
+    ),
+}
