@@ -21,7 +21,7 @@ from benchmarks.real.lab import EMBEDDED, FOLDER, Lab
 from benchmarks.real.packages import MODELS
 from benchmarks.real.parts import PARTS, Sizes
 from benchmarks.real.records import Records, Row, Settings
-from benchmarks.real.tables import tables
+from benchmarks.real.tables import compared, tables
 from kvq.errors import ConfigError, KVQError
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.fileio import check_writable
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> None:
         for case in some:
             measure(benches[name], case, records, clock)
         benches.pop(name)  # and its weights
-    rows = [row for name, some in cases.items() for one in some if (row := _row(records, name, one))]
+    found = [_row(records, name, one) for name, some in cases.items() for one in some]
+    rows = compared([row for row in found if row is not None])
     if options.out is not None:
         keep(options.out, rows, ["python", "-m", "benchmarks.real", *arguments])
     print("\n".join(tables(rows)))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.real import humaneval, retrieval
 from benchmarks.real.bench import Bench
 from benchmarks.real.closeness import compare, in_format, row_of
 from benchmarks.real.records import Settings
@@ -49,6 +50,16 @@ def _essays(bench: Bench, sizes: Sizes) -> list[Settings]:
     return [_of_text(bench.lab.essays(), context, 2 * sizes.tokens) for context in contexts]
 
 
+def _humaneval(bench: Bench, sizes: Sizes) -> list[Settings]:
+    return [{"problems": sizes.problems, "new_tokens": humaneval.NEW_TOKENS}]
+
+
+def _retrieval(bench: Bench, sizes: Sizes) -> list[Settings]:
+    context = min(sizes.context, bench.prepared.max_context)
+    text = bench.lab.essays().digest[:12]
+    return [{"text": text, "context": context, "facts": sizes.facts, "seed": 0}]
+
+
 def _measure_text(text: Callable[[Bench], EvalText]) -> Measure:
     def measure(bench: Bench, kv: str, settings: Settings, progress: Progress) -> dict[str, Any]:
         windows = bench.windows(text(bench), context=settings["context"], tokens=settings["tokens"])
@@ -67,5 +78,15 @@ PARTS = {
         what="divergence on essays, windows of 4,096 and 8,192 tokens",
         settings=_essays,
         measure=_measure_text(lambda bench: bench.lab.essays()),
+    ),
+    "humaneval": Part(
+        what="functions written greedily, pass@1, and agreement with the solutions",
+        settings=_humaneval,
+        measure=humaneval.measure,
+    ),
+    "retrieval": Part(
+        what="facts asked for behind 8,192 tokens of essays",
+        settings=_retrieval,
+        measure=retrieval.measure,
     ),
 }

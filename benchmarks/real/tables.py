@@ -1,8 +1,12 @@
 """Markdown tables of rows."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from benchmarks.real.hidden import BASELINE
+from benchmarks.real.paired import difference
 from benchmarks.real.records import Row
 
 Cell = Callable[[Row], str]
@@ -35,7 +39,49 @@ _TEXT: dict[str, Cell] = {
     "change": _interval("perplexity_change", "+.2%"),
     "same top token": _interval("top1_agreement", ".2%"),
 }
-_COLUMNS: dict[str, dict[str, Cell]] = {"wikitext": _TEXT, "essays": _TEXT}
+
+
+def _against(row: Row) -> str:
+    found = row.get("against_baseline")
+    if found is None:
+        return ""
+    low, high = found["interval"]
+    return (
+        f"{found['difference']:+.1%} ({low:+.1%} to {high:+.1%}), {found['gained']} gained, "
+        f"{found['lost']} lost, p {found['p']:.2g}"
+    )
+
+
+_TASK: dict[str, Cell] = {
+    "right": lambda row: f"{row['hits']} of {row['trials']}",
+    "share": _interval("share", ".1%"),
+    "against the baseline": _against,
+}
+_COLUMNS: dict[str, dict[str, Cell]] = {
+    "wikitext": _TEXT,
+    "essays": _TEXT,
+    "humaneval": _TASK
+    | {
+        "same top token in solutions": _number("canonical_top1_agreement", ".2%"),
+        "KL there": _number("canonical_kl_mean", ".5f"),
+    },
+    "retrieval": _TASK,
+}
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows with what outcomes of the same trials say against the baseline's."""
+
+    def key(row: Row) -> str:
+        return json.dumps([row["model"], row["part"], row["settings"]], sort_keys=True)
+
+    exact = {key(row): row["outcomes"] for row in rows if row["kv"] == BASELINE and "outcomes" in row}
+    return [
+        row | {"against_baseline": asdict(difference(row["outcomes"], exact[key(row)]))}
+        if "outcomes" in row and row["kv"] != BASELINE and key(row) in exact
+        else row
+        for row in rows
+    ]
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
