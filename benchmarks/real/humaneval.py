@@ -21,6 +21,7 @@ from kvq.evals.windows import text_ids
 
 NEW_TOKENS = 512
 _QUESTION = "Complete this Python function. Answer with its code only."
+_BEGUN = "   "  # of every body: a space is left for the first word, as tokenizers cut indentation
 _AT_ONCE = 16  # sequences
 _STOPS = (
     "\ndef ",
@@ -53,7 +54,7 @@ class Problem:
 
     def asked(self, tokenizer: Any) -> list[int]:
         """The token ids after which a model writes the body."""
-        return asked(tokenizer, _QUESTION, f"```python\n{self.prompt}")
+        return asked(tokenizer, _QUESTION, f"```python\n{self.prompt}{_BEGUN}")
 
 
 def read_problems(path: Path, count: int) -> list[Problem]:
@@ -80,8 +81,8 @@ def read_problems(path: Path, count: int) -> list[Problem]:
 
 
 def body_of(text: str) -> str:
-    """What belongs to the function: all before the first line that is not indented."""
-    return _NEXT.split("\n" + text, maxsplit=1)[0][1:]
+    """The function's body, of what a model wrote: all before the first line that is not indented."""
+    return _BEGUN + _NEXT.split(text, maxsplit=1)[0]
 
 
 def measure(bench: Bench, kv: str, settings: Settings, progress: Progress) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def measure(bench: Bench, kv: str, settings: Settings, progress: Progress) -> di
     )
     bodies = [body_of(output.outputs[0].text) for output in outputs]
     passed = judge(problems, bodies)
-    solutions = [text_ids(tokenizer, problem.solution) for problem in problems]
+    solutions = [text_ids(tokenizer, problem.solution.removeprefix(_BEGUN)) for problem in problems]
     texts = list(zip(prompts, solutions, strict=True))
     half = len(problems)
     agreement = answers_agreement(model, bench.baseline, texts, lambda done, _: progress(half + done, total))
