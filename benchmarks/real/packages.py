@@ -68,3 +68,5 @@ TASKS = (
         digest="1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186",
     ),
 )
+
+READER = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2", "sentencepiece==0.2.3", "protobuf==7.36.2")
