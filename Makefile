@@ -9,7 +9,8 @@
 #   make scale      kvq inside vLLM, LMCache, Ray Serve and Dynamo, each in an environment of its own in
 #                   build/scale (some gigabytes, once); scale-vllm, scale-lmcache, scale-ray, scale-dynamo for one
 #   make real       real models, texts and tasks for python -m benchmarks.real in ../kvq-real (docs/real.md);
-#                   REAL=folder for another one outside the clone, MODELS=smollm2,qwen05 for some
+#                   REAL=folder for another one outside the clone, MODELS=smollm2,qwen05 for some,
+#                   RIVALS=1 for other engines, too
 #   make gpu        check and measure all that runs on an NVIDIA GPU, without installing anything (docs/gpu.md);
 #                   PARTS=facts,tests,decode for some, OUT=folder, MINUTES=9
 
@@ -91,7 +92,8 @@ gpu:
 
 REAL := ../kvq-real
 real: setup-demo
-	$(BIN)/python -m benchmarks.real.fetch --folder $(REAL) $(if $(MODELS),--models $(MODELS))
+	$(BIN)/python -m benchmarks.real.fetch --folder $(REAL) $(if $(MODELS),--models $(MODELS)) \
+		$(if $(RIVALS),--rivals)
 
 SCALES := vllm lmcache ray dynamo
 .PHONY: scale $(SCALES:%=scale-%)

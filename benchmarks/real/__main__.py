@@ -81,14 +81,13 @@ def keep(folder: Path, rows: Sequence[Row], command: list[str]) -> None:
 
 
 def _cases(bench: Bench, options: argparse.Namespace) -> list[Case]:
-    """All that is asked for on a model, the baseline of each part first."""
-    formats = dict.fromkeys([BASELINE, *options.kv])
+    """All that is asked for on a model, the baseline of each part first, rivals last."""
     sizes = Sizes(**{name: getattr(options, name) for name in ("tokens", "problems", "facts")})
     return [
         (part, settings, kv)
         for part in options.parts
         for settings in PARTS[part].settings(bench, sizes)
-        for kv in formats
+        for kv in dict.fromkeys([BASELINE, *options.kv, *PARTS[part].others])
     ]
 
 
@@ -116,6 +115,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: a folder that nothing can be written to.
     """
+    usual = [name for name, part in PARTS.items() if not part.when_asked]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.real",
         description=__doc__,
@@ -129,7 +129,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
         "--models", type=names([*MODELS, EMBEDDED]), default=list(MODELS), help="comma-separated"
     )
     parser.add_argument(
-        "--parts", type=names(list(PARTS)), default=list(PARTS), help=f"of {', '.join(PARTS)}"
+        "--parts", type=names(list(PARTS)), default=usual, help=f"of {', '.join(PARTS)} ({', '.join(usual)})"
     )
     parser.add_argument("--kv", type=lambda text: text.split(","), default=_KV.split(","), help="formats")
     parser.add_argument(

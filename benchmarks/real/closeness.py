@@ -10,7 +10,7 @@ import torch
 from benchmarks.real.hidden import BASELINE, Baseline, hidden_states, log_probs, pieces
 from kvq.evals.bootstrap import Bootstrap
 from kvq.evals.divergence import Progress, Reference, TokenFigures
-from kvq.evals.perplexity import perplexity_row
+from kvq.evals.exact_tail import exact_keys
 from kvq.evals.quality import depths
 from kvq.evals.side_by_side import Chunk
 from kvq.evals.simulated import SimulatedRecipe, model_in
@@ -62,28 +62,34 @@ def compare(
 
 
 def row_of(found: TokenFigures, base: TokenFigures) -> dict[str, Any]:
-    """What is told of a format; intervals are of pieces of 128 tokens, drawn again and again."""
-    whole = perplexity_row(found, base)
-    drawing = Bootstrap()
-    kl = found.kl.astype(np.float64)
+    """What is told of a format."""
+    keys = exact_keys(found.model.layout, range(found.nll.shape[1]))
+    figures = told(nll=found.nll, exact_nll=base.nll, kl=found.kl, top1=found.top1)
+    return {**sizes(found.model), **figures, "exact_keys": keys, "forward_s": found.seconds}
+
+
+def told(*, nll: Any, exact_nll: Any, kl: Any, top1: Any) -> dict[str, Any]:
+    """Figures of any cache, from those of every token, [windows, tokens] each.
+
+    `exact_nll`: of the same engine's unquantized KV. Intervals are of pieces of 128 tokens, drawn anew.
+    """
+    nll, exact_nll, kl, top1 = (np.asarray(one, dtype=np.float64) for one in (nll, exact_nll, kl, top1))
+    drawing, change = Bootstrap(), nll - exact_nll
     return {
-        **sizes(found.model),
-        "tokens": whole.tokens,
-        "perplexity": whole.perplexity,
-        "perplexity_change": whole.perplexity_change,
-        "kl_mean": whole.kl_mean,
-        "kl_p999": whole.kl_p999,
-        "top1_agreement": whole.top1_agreement,
-        "exact_keys": whole.exact_keys,
+        "tokens": nll.size,
+        "perplexity": float(np.exp(nll.mean())),
+        "perplexity_change": float(np.expm1(change.mean())),
+        "kl_mean": float(kl.mean()),
+        "kl_p999": float(np.quantile(kl, 0.999)),
+        "top1_agreement": float(top1.mean()),
         "intervals": {
-            "perplexity_change": drawing.interval(np.expm1, _documents(found.nll - base.nll)),
-            "kl_mean": drawing.interval(_same, _documents(found.kl)),
-            "top1_agreement": drawing.interval(_same, _documents(found.top1)),
+            "perplexity_change": drawing.interval(np.expm1, _documents(change)),
+            "kl_mean": drawing.interval(_same, _documents(kl)),
+            "top1_agreement": drawing.interval(_same, _documents(top1)),
         },
         "kl_by_depth": {
             f"{first}-{last}": float(kl[:, first - 1 : last].mean()) for first, last in depths(kl.shape[1])
         },
-        "forward_s": found.seconds,
     }
 
 

@@ -31,7 +31,8 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": dtype}
-    config.pop("quantization_config", None)
+    for name in ("quantization_config", "_name_or_path"):
+        config.pop(name, None)
     (aside / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(aside)
     aside.rename(folder)

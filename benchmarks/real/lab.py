@@ -41,6 +41,21 @@ class Lab:
         return self.folder / "models"
 
     @property
+    def reader(self) -> Path:
+        """The folder of packages that transformers needs to read GGUF."""
+        return self.folder / "reader"
+
+    @property
+    def rivals(self) -> Path:
+        """The folder of packages that transformers needs for its quantized caches."""
+        return self.folder / "rivals"
+
+    @property
+    def node(self) -> Path:
+        """The folder of llama.cpp for node."""
+        return self.folder / "node" / "node_modules"
+
+    @property
     def baselines(self) -> Path:
         """The folder of what unquantized KV gave."""
         return self.folder / "baselines"

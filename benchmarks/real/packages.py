@@ -70,3 +70,12 @@ TASKS = (
 )
 
 READER = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2", "sentencepiece==0.2.3", "protobuf==7.36.2")
+
+RIVALS = (
+    "optimum-quanto==0.2.7",
+    "hqq==0.2.8.post1",
+    "einops==0.8.2",
+    "termcolor==3.3.0",
+    "ninja==1.13.2",
+)
+LLAMA = "node-llama-cpp@3.21.1"  # of npm: llama.cpp, compiled

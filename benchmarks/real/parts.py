@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.real import humaneval, retrieval
+from benchmarks.real import humaneval, retrieval, rivals
 from benchmarks.real.bench import Bench
 from benchmarks.real.closeness import compare, in_format, row_of
 from benchmarks.real.records import Settings
@@ -26,11 +26,13 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One kind of measurement. `settings`: those of every row that a format gets on a model."""
+    """One kind of measurement. `settings`: those of every row that a format gets."""
 
     what: str
     settings: Callable[[Bench, Sizes], list[Settings]]
     measure: Measure
+    others: tuple[str, ...] = ()  # that are measured beside the formats that are asked for
+    when_asked: bool = False  # it needs more than make real brings by itself
 
 
 def _fitting(bench: Bench, contexts: tuple[int, ...]) -> list[int]:
@@ -88,5 +90,12 @@ PARTS = {
         what="facts asked for behind 8,192 tokens of essays",
         settings=_retrieval,
         measure=retrieval.measure,
+    ),
+    "rivals": Part(
+        what="divergence of other engines' KV from their own unquantized KV, on WikiText-2",
+        settings=lambda bench, sizes: [_of_text(bench.lab.wikitext(), 1024, rivals.TOKENS)],
+        measure=rivals.measure,
+        others=rivals.NAMES,
+        when_asked=True,
     ),
 }

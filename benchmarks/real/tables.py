@@ -66,6 +66,7 @@ _COLUMNS: dict[str, dict[str, Cell]] = {
         "KL there": _number("canonical_kl_mean", ".5f"),
     },
     "retrieval": _TASK,
+    "rivals": _TEXT | {"logits": lambda row: row["logits"]},
 }
 
 
