@@ -16,11 +16,12 @@ import torch
 
 from benchmarks.real.bench import Bench
 from benchmarks.real.clock import Clock
+from benchmarks.real.closeness import full_name
 from benchmarks.real.hidden import BASELINE
 from benchmarks.real.lab import EMBEDDED, FOLDER, Lab
 from benchmarks.real.packages import MODELS
 from benchmarks.real.parts import PARTS, Sizes
-from benchmarks.real.records import Records, Row, Settings
+from benchmarks.real.records import STORED, Records, Row, Settings
 from benchmarks.real.tables import compared, tables
 from kvq.errors import ConfigError, KVQError
 from kvq.evals.results import envelope, source_commit, write_json
@@ -83,11 +84,12 @@ def keep(folder: Path, rows: Sequence[Row], command: list[str]) -> None:
 def _cases(bench: Bench, options: argparse.Namespace) -> list[Case]:
     """All that is asked for on a model, the baseline of each part first, rivals last."""
     sizes = Sizes(**{name: getattr(options, name) for name in ("tokens", "problems", "facts")})
+    formats = {kv: full_name(bench.prepared, kv) for kv in [BASELINE, *options.kv]}
     return [
-        (part, settings, kv)
+        (part, dict(settings) | {STORED: stored}, kv)
         for part in options.parts
         for settings in PARTS[part].settings(bench, sizes)
-        for kv in dict.fromkeys([BASELINE, *options.kv, *PARTS[part].others])
+        for kv, stored in (formats | {name: name for name in PARTS[part].others}).items()
     ]
 
 

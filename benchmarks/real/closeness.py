@@ -15,6 +15,7 @@ from kvq.evals.quality import depths
 from kvq.evals.side_by_side import Chunk
 from kvq.evals.simulated import SimulatedRecipe, model_in
 from kvq.models import Model
+from kvq.models.prepared import PreparedModel
 
 HELD = (1024, 8192)  # tokens of a sequence whose memory is told
 _PIECE = 128  # tokens; a document of the bootstrap
@@ -30,6 +31,19 @@ def in_format(model: Model, kv: str) -> Model:
     if kv.startswith(_SIMULATED):
         return model_in(model, SimulatedRecipe.of(kv, model.geometry.head_dims))
     return model.with_kv(kv)
+
+
+def full_name(model: PreparedModel, kv: str) -> str:
+    """What a format's name means for a model today: short ones may come to mean others.
+
+    Raises:
+        ConfigError: an unknown format, or one that doesn't fit.
+    """
+    if kv.startswith(_SIMULATED):
+        return kv
+    recipe = model.recipe(kv)
+    layers = dict.fromkeys(f"{layer.k.name}/{layer.v.name}" for layer in recipe.layers)
+    return f"{' '.join(layers)}{recipe.exact}"
 
 
 def sizes(model: Model) -> dict[str, float]:

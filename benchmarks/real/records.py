@@ -12,6 +12,7 @@ from kvq.evals.results import source_commit
 
 Row = dict[str, Any]
 Settings = Mapping[str, Any]
+STORED = "stored"  # among the settings: what the format's name meant
 
 
 def key_of(model: str, part: str, kv: str, settings: Settings) -> str:

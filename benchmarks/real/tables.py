@@ -1,13 +1,12 @@
 """Markdown tables of rows."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.real.hidden import BASELINE
 from benchmarks.real.paired import difference
-from benchmarks.real.records import Row
+from benchmarks.real.records import STORED, Row
 
 Cell = Callable[[Row], str]
 
@@ -74,7 +73,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows with what outcomes of the same trials say against the baseline's."""
 
     def key(row: Row) -> str:
-        return json.dumps([row["model"], row["part"], row["settings"]], sort_keys=True)
+        return f"{row['model']} {row['part']} {_told(row['settings'])}"
 
     exact = {key(row): row["outcomes"] for row in rows if row["kv"] == BASELINE and "outcomes" in row}
     return [
@@ -105,7 +104,9 @@ def table(rows: Sequence[Row], columns: dict[str, Cell]) -> Iterator[str]:
 
 
 def _told(settings: dict[str, Any]) -> str:
+    """What all formats have in common."""
     return ", ".join(
         f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
         for name, value in settings.items()
+        if name != STORED
     )

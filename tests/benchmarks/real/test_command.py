@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks.real import __main__ as command
 from benchmarks.real import parts as measured
+from benchmarks.real.closeness import full_name
 from kvq.errors import ConfigError
 from kvq.evals import default_text
+from kvq.models.prepared import prepare
 
 
 @pytest.fixture
@@ -55,6 +57,20 @@ def test_a_second_run_measures_what_is_new_alone(lab, capsys, monkeypatch):
     run(lab, *given, "--kv", "int2,int4")
     with pytest.raises(AssertionError, match="nothing is left"):
         run(lab, *given, "--kv", "int2", "--again")
+
+
+def test_a_name_that_means_another_format_is_measured_again(lab, monkeypatch):
+    given = ("--parts", "wikitext", "--tokens", "1024", "--kv", "int4")
+    run(lab, *given)
+    monkeypatch.setattr(
+        command, "full_name", lambda model, kv: "int4_g64" if kv == "int4" else full_name(model, kv)
+    )
+    run(lab, *given)
+    assert [(row["kv"], row["settings"]["stored"]) for row in rows_of(lab)] == [
+        ("fp32", "fp32/fp32"),
+        ("int4", full_name(prepare("tiny"), "int4")),
+        ("int4", "int4_g64"),
+    ]
 
 
 def test_every_part_gives_rows_in_the_projects_shape(lab, capsys):
