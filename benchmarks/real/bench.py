@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import kvq
 from benchmarks.real.hidden import BASELINE, Baseline
@@ -20,6 +21,7 @@ class Bench:
 
     lab: Lab
     name: str
+    found_together: dict[str, Any] = field(default_factory=dict, init=False)  # that one run measured at once
     _windows: dict[tuple[str, int, int], list[list[int]]] = field(default_factory=dict, init=False)
 
     @cached_property

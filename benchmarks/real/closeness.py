@@ -19,7 +19,7 @@ from kvq.models.prepared import PreparedModel
 
 HELD = (1024, 8192)  # tokens of a sequence whose memory is told
 _PIECE = 128  # tokens; a document of the bootstrap
-_SIMULATED = ("kivi-", "kvarn-")
+METHODS = ("kivi-", "kvarn-")  # that kvq simulates
 
 
 def in_format(model: Model, kv: str) -> Model:
@@ -28,7 +28,7 @@ def in_format(model: Model, kv: str) -> Model:
     Raises:
         ConfigError: an unknown format, or one that doesn't fit.
     """
-    if kv.startswith(_SIMULATED):
+    if kv.startswith(METHODS):
         return model_in(model, SimulatedRecipe.of(kv, model.geometry.head_dims))
     return model.with_kv(kv)
 
@@ -39,7 +39,7 @@ def full_name(model: PreparedModel, kv: str) -> str:
     Raises:
         ConfigError: an unknown format, or one that doesn't fit.
     """
-    if kv.startswith(_SIMULATED):
+    if kv.startswith(METHODS):
         return kv
     recipe = model.recipe(kv)
     layers = dict.fromkeys(f"{layer.k.name}/{layer.v.name}" for layer in recipe.layers)

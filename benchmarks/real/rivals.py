@@ -10,16 +10,16 @@ from shutil import which
 from typing import Any
 
 from benchmarks.real.bench import Bench
-from benchmarks.real.closeness import compare, in_format, row_of, told
+from benchmarks.real.closeness import METHODS, compare, in_format, row_of, told
 from benchmarks.real.records import Settings
 from kvq.errors import ConfigError, EngineError, first_lines
 from kvq.evals.divergence import Progress
 
 TRANSFORMERS = ("quanto-4", "quanto-2", "hqq-4", "hqq-2")
-LLAMA = {"q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # bits per element, scales included
+LLAMA = {"f16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # bits per element, scales included
 SIMULATED = ("kivi-k4v4+recent=128", "kivi-k2v2+recent=128", "kvarn-k4v4", "kvarn-k2v2")
 NAMES = (*TRANSFORMERS, *(f"llama.cpp-{name}" for name in LLAMA), *SIMULATED)
-TOKENS = 1024
+TOKENS = 2048
 _PREFILL = 64  # tokens that QuantizedCache gets at once, and quantizes at once
 _HOW = {
     "quanto": "transformers' logits, 8 tokens a step",
@@ -42,7 +42,7 @@ def measure(bench: Bench, kv: str, settings: Settings, progress: Progress) -> di
     elif engine == "llama.cpp" and rest in LLAMA:
         found = _llama(bench, windows, rest, progress)
     else:
-        how = "kvq's, of a method that it simulates" if kv in SIMULATED else "kvq's"
+        how = "kvq's, of a method that it simulates" if kv.startswith(METHODS) else "kvq's"
         found = row_of(*compare(in_format(bench.model, kv), bench.baseline, windows, progress))
         return found | {"logits": how}
     return found | {"logits": _HOW[engine]}
@@ -70,6 +70,14 @@ def _transformers(
 
 
 def _llama(bench: Bench, windows: list[list[int]], kind: str, progress: Progress) -> dict[str, Any]:
+    if kind not in bench.found_together:
+        bench.found_together.update(_all_of_llama(bench, windows, progress))
+    figures = bench.found_together[kind]
+    return {"bits_per_element": LLAMA[kind], "bits_held_1024": LLAMA[kind], **told(**figures)}
+
+
+def _all_of_llama(bench: Bench, windows: list[list[int]], progress: Progress) -> dict[str, Any]:
+    """Every KV type in one run, beside one run of F32 KV."""
     node = which("node")
     if node is None:
         raise ConfigError("llama.cpp is run by node, which is not there; install Node.js 20 or later")
@@ -78,13 +86,12 @@ def _llama(bench: Bench, windows: list[list[int]], kind: str, progress: Progress
         "model": str(bench.lab.models / f"{bench.name}.gguf"),
         "modules": str(modules),
         "windows": windows,
-        "types": [kind.upper()],
+        "types": [kind.upper() for kind in LLAMA],
         "threads": len(os.sched_getaffinity(0)),
         "vocabulary": bench.prepared.geometry.vocab_size,
     }
     script = Path(__file__).with_name("run_llama.mjs")
-    (found,) = _answer([node, str(script)], asked, dict(os.environ), progress)
-    return {"bits_per_element": LLAMA[kind], "bits_held_1024": LLAMA[kind], **told(**found)}
+    return dict(zip(LLAMA, _answer([node, str(script)], asked, dict(os.environ), progress), strict=True))
 
 
 def _there(folder: Path, package: str) -> Path:

@@ -35,7 +35,7 @@ def cache_of(config: Any, backend: str, bits: int) -> QuantizedCache:
 
 
 @torch.inference_mode()
-def compare(model: Any, windows: Tensor, cache: Any, prefill: int, told: Any) -> dict[str, Any]:
+def figures(model: Any, windows: Tensor, cache: Any, prefill: int, told: Any) -> dict[str, Any]:
     """Feed windows in small steps, as they would be generated, and see what each token's logits are."""
     exact = model.model(windows).last_hidden_state  # [windows, tokens, hidden]: unquantized, all at once
     model(windows[:, :prefill], past_key_values=cache, logits_to_keep=1)
@@ -50,30 +50,26 @@ def compare(model: Any, windows: Tensor, cache: Any, prefill: int, told: Any) ->
         found["kl"].append((wanted.exp() * (wanted - own)).sum(-1))
         found["top1"].append((wanted.argmax(-1) == own.argmax(-1)).float())
         told(at, windows.shape[1])
-    by_window = {name: torch.cat(values, dim=1).tolist() for name, values in found.items()}
-    quantized, everything, elements = sizes(cache)
-    return by_window | {
-        "bits_per_element": 8 * quantized / elements["quantized"],
-        "bits_held": 8 * everything / elements["all"],
-    }
+    return {name: torch.cat(values, dim=1).tolist() for name, values in found.items()}
 
 
-def sizes(cache: Any) -> tuple[int, int, dict[str, int]]:
-    """Bytes of what is quantized and of all that is held, and elements of both.
+def sizes(cache: Any) -> dict[str, float]:
+    """Bits per element of what is quantized, and of all that is held.
 
     Numbers that are no codes count two bytes, as a model in bf16 would hold them.
     """
-    quantized, recent, count = 0, 0, {"quantized": 0, "all": 0}
+    quantized, codes, recent, others = 0, 0, 0, 0  # bytes, elements; bytes, elements
     for layer in cache.layers:
         assert isinstance(layer, QuantizedLayer)
-        for held in (layer._quantized_keys, layer._quantized_values):
-            tensors = list(_tensors(held))
-            quantized += sum(map(_bytes, tensors))
-            count["quantized"] += layer._dequantize(held).numel()
-        recent += _bytes(layer.keys) + _bytes(layer.values)
-        count["all"] += layer.keys.numel() + layer.values.numel()
-    count["all"] += count["quantized"]
-    return quantized, quantized + recent, count
+        for held, young in ((layer._quantized_keys, layer.keys), (layer._quantized_values, layer.values)):
+            quantized += sum(map(_bytes, _tensors(held)))
+            codes += layer._dequantize(held).numel()
+            recent += _bytes(young)
+            others += young.numel()
+    return {
+        "bits_per_element": 8 * quantized / codes,
+        "bits_held": 8 * (quantized + recent) / (codes + others),
+    }
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -99,7 +95,8 @@ def main() -> None:
     def told(done: int, total: int) -> None:
         print(f"{done} {total}", file=sys.stderr, flush=True)
 
-    json.dump(compare(model, torch.tensor(asked["windows"]), cache, asked["prefill"], told), sys.stdout)
+    found = figures(model, torch.tensor(asked["windows"]), cache, asked["prefill"], told)
+    json.dump(found | sizes(cache), sys.stdout)
 
 
 if __name__ == "__main__":
