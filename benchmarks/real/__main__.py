@@ -23,7 +23,7 @@ from benchmarks.real.packages import MODELS
 from benchmarks.real.parts import PARTS, Sizes
 from benchmarks.real.records import STORED, Records, Row, Settings
 from benchmarks.real.tables import compared, tables
-from kvq.errors import ConfigError, KVQError
+from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.fileio import check_writable
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measure what is not there yet, write it, print it.
 
     Raises:
-        KVQError: options that can't be used, or a model that fails.
+        KVQError: options that can't be used, or measurements that failed when all others are made.
     """
     options = options_of(arguments)
     source_commit()
@@ -48,23 +48,32 @@ def main(arguments: Sequence[str]) -> None:
         for name, some in cases.items()
     }
     clock = Clock(records.seconds_of, [(name, one[0]) for name, some in todo.items() for one in some])
+    failed = 0
     for name, some in todo.items():
         for case in some:
-            measure(benches[name], case, records, clock)
+            failed += not measure(benches[name], case, records, clock)
         benches.pop(name)  # and its weights
     found = [_row(records, name, one) for name, some in cases.items() for one in some]
     rows = compared([row for row in found if row is not None])
     if options.out is not None:
         keep(options.out, rows, ["python", "-m", "benchmarks.real", *arguments])
     print("\n".join(tables(rows)))
+    if failed:
+        raise EngineError(f"{failed} measurements failed, see above; run it again to try only those")
 
 
-def measure(bench: Bench, case: Case, records: Records, clock: Clock) -> None:
-    """Make one row and keep it."""
+def measure(bench: Bench, case: Case, records: Records, clock: Clock) -> bool:
+    """Make one row and keep it; False if that failed, which is told and keeps nobody else."""
     part, settings, kv = case
     clock.begin(f"{part} of {bench.name} over {kv}")
-    found = PARTS[part].measure(bench, kv, settings, clock.progress)
+    try:
+        found = PARTS[part].measure(bench, kv, settings, clock.progress)
+    except KVQError as error:
+        clock.end()
+        print(f"  failed: {error}", flush=True)
+        return False
     records.add(bench.name, part, kv, settings, found | {"seconds": round(clock.end(), 1)})
+    return True
 
 
 def keep(folder: Path, rows: Sequence[Row], command: list[str]) -> None:

@@ -24,7 +24,7 @@ _PREFILL = 64  # tokens that QuantizedCache gets at once, and quantizes at once
 _HOW = {
     "quanto": "transformers' logits, 8 tokens a step",
     "hqq": "transformers' logits, 8 tokens a step",
-    "llama.cpp": "probabilities of the whole vocabulary by node-llama-cpp, made to sum to one; from F32 KV",
+    "llama.cpp": "node-llama-cpp's probabilities of all tokens; from F32 KV",
 }
 
 

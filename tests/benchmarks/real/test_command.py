@@ -8,7 +8,7 @@ import pytest
 from benchmarks.real import __main__ as command
 from benchmarks.real import parts as measured
 from benchmarks.real.closeness import full_name
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, EngineError
 from kvq.evals import default_text
 from kvq.models.prepared import prepare
 
@@ -89,6 +89,15 @@ def test_every_part_gives_rows_in_the_projects_shape(lab, capsys):
     assert "against_baseline" not in first
     assert second["against_baseline"]["gained"] <= second["hits"]
     assert second["cached_tokens_least"] > 3000
+
+
+def test_a_measurement_that_fails_keeps_nobody_else(lab, capsys):
+    with pytest.raises(EngineError, match="1 measurements failed"):
+        run(lab, "--parts", "humaneval", "--problems", "1", "--kv", "kivi-k2v2,int4")
+    assert [row["kv"] for row in rows_of(lab)] == ["fp32", "int4"]
+    shown = capsys.readouterr().out
+    assert "kivi-k2v2 is simulated and can't generate" in shown
+    assert "| tiny | `int4` |" in shown
 
 
 @pytest.mark.parametrize(
