@@ -16,7 +16,7 @@ from kvq.errors import ConfigError, EngineError, first_lines
 from kvq.evals.divergence import Progress
 
 TRANSFORMERS = ("quanto-4", "quanto-2", "hqq-4", "hqq-2")
-LLAMA = {"f16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # bits per element, scales included
+LLAMA = {"q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # bits per element, scales included
 SIMULATED = ("kivi-k4v4+recent=128", "kivi-k2v2+recent=128", "kvarn-k4v4", "kvarn-k2v2")
 NAMES = (*TRANSFORMERS, *(f"llama.cpp-{name}" for name in LLAMA), *SIMULATED)
 TOKENS = 2048
@@ -24,7 +24,7 @@ _PREFILL = 64  # tokens that QuantizedCache gets at once, and quantizes at once
 _HOW = {
     "quanto": "transformers' logits, 8 tokens a step",
     "hqq": "transformers' logits, 8 tokens a step",
-    "llama.cpp": "node-llama-cpp's probabilities of all tokens; from F32 KV",
+    "llama.cpp": "node-llama-cpp's probabilities of all tokens; from F16 KV",
 }
 
 
@@ -77,7 +77,7 @@ def _llama(bench: Bench, windows: list[list[int]], kind: str, progress: Progress
 
 
 def _all_of_llama(bench: Bench, windows: list[list[int]], progress: Progress) -> dict[str, Any]:
-    """Every KV type in one run, beside one run of F32 KV."""
+    """Every KV type in one run, beside one run of F16 KV."""
     node = which("node")
     if node is None:
         raise ConfigError("llama.cpp is run by node, which is not there; install Node.js 20 or later")

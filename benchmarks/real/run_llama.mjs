@@ -1,4 +1,4 @@
-// llama.cpp's KV types over windows of tokens, beside its own F32 KV; rivals.py runs it.
+// llama.cpp's KV types over windows of tokens, beside its own F16 KV; rivals.py runs it.
 //
 // Reads JSON from stdin: `model`, a GGUF file; `windows`, lists of token ids; `types`, such as Q8_0; `threads`.
 // Writes JSON: for each type figures a token, [windows, tokens - 1]. Logits are had as probabilities of the whole
@@ -7,6 +7,7 @@ import {readFileSync} from "node:fs";
 import {join} from "node:path";
 import {pathToFileURL} from "node:url";
 
+const BASELINE = "F16"; // asked for F32, node-llama-cpp 3.21.1 takes its default, this one
 const AT_ONCE = 32; // tokens whose probabilities are held
 const FLOOR = 1e-45; // the least that fp32 holds, where a probability is 0
 const asked = JSON.parse(readFileSync(0, "utf8"));
@@ -54,7 +55,7 @@ function divergence(wanted, own) {
 }
 
 const sequences = [];
-for (const type of ["F32", ...asked.types]) sequences.push(await sequenceOf(type));
+for (const type of [BASELINE, ...asked.types]) sequences.push(await sequenceOf(type));
 const figures = asked.types.map(() => ({nll: [], exact_nll: [], kl: [], top1: []}));
 let done = 0;
 const total = asked.windows.reduce((sum, ids) => sum + ids.length, 0) * sequences.length;
