@@ -8,6 +8,9 @@
 #   make fuzz       everything from outside, made up and broken, for an hour; FUZZ_SECONDS=60 for a minute
 #   make scale      kvq inside vLLM, LMCache, Ray Serve and Dynamo, each in an environment of its own in
 #                   build/scale (some gigabytes, once); scale-vllm, scale-lmcache, scale-ray, scale-dynamo for one
+#   make real       real models, texts and tasks for python -m benchmarks.real in ../kvq-real (docs/real.md);
+#                   REAL=folder for another one outside the clone, MODELS=smollm2,qwen05 for some,
+#                   RIVALS=1 for other engines, too
 #   make gpu        check and measure all that runs on an NVIDIA GPU, without installing anything (docs/gpu.md);
 #                   PARTS=facts,tests,decode for some, OUT=folder, MINUTES=9
 
@@ -22,7 +25,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # The C++ kernels; when one changes, the editable installation is built anew.
 NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo docs test test-long fuzz sanitize sanitize-address sanitize-thread arm gpu lint setup setup-demo clean
+.PHONY: demo docs test test-long fuzz sanitize sanitize-address sanitize-thread arm gpu real lint setup setup-demo clean
 
 demo: setup-demo
 	$(BIN)/kvq demo --out demo
@@ -86,6 +89,11 @@ arm:
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS)) \
 		$(if $(OUT),--out $(OUT)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RIVALS),--rivals $(RIVALS))
+
+REAL := ../kvq-real
+real: setup-demo
+	$(BIN)/python -m benchmarks.real.fetch --folder $(REAL) $(if $(MODELS),--models $(MODELS)) \
+		$(if $(RIVALS),--rivals)
 
 SCALES := vllm lmcache ray dynamo
 .PHONY: scale $(SCALES:%=scale-%)

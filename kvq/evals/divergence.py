@@ -124,7 +124,7 @@ class TokenFigures:
         nll, kl, top1, top5 = (x[:windows] for x in (self.nll, self.kl, self.top1, self.top5))
         return replace(self, nll=nll, kl=kl, top1=top1, top5=top5)
 
-    def take(self, chunk: Chunk, reference: "_Reference", targets: list[int]) -> None:
+    def take(self, chunk: Chunk, reference: "Reference", targets: list[int]) -> None:
         """Keep the figures of a chunk, of as many tokens as there are targets."""
         self.seconds += chunk.seconds
         if not targets:
@@ -140,7 +140,7 @@ class TokenFigures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Reference:
+class Reference:
     """The baseline at the tokens of one chunk."""
 
     log_probs: Tensor  # fp32 [tokens, vocab]
@@ -149,7 +149,7 @@ class _Reference:
     top5: Tensor  # int64 [tokens, 5]
 
     @classmethod
-    def of(cls, log_probs: Tensor) -> "_Reference":
+    def of(cls, log_probs: Tensor) -> "Reference":
         """What the others are compared with, computed once for all of them."""
         return cls(log_probs, log_probs.exp(), log_probs.argmax(-1), _likeliest(log_probs))
 
@@ -183,7 +183,7 @@ def measure_tokens(
     for done, chunk in enumerate(chunks, start=1):
         targets = windows[chunk.window][chunk.at + 1 : chunk.at + size + 1]  # one less at a window's end
         if chunk.session == 0:
-            reference = _Reference.of(chunk.log_probs[: len(targets)])
+            reference = Reference.of(chunk.log_probs[: len(targets)])
         found[chunk.session].take(chunk, reference, targets)
         watch.progress(done, len(windows) * per_window)
         if done % per_window == 0:

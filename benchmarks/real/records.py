@@ -1,0 +1,79 @@
+"""What was measured, a row a line, so that a run that ended early goes on where it was."""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError
+from kvq.evals.results import source_commit
+
+Row = dict[str, Any]
+Settings = Mapping[str, Any]
+STORED = "stored"  # among the settings: what the format's name meant
+
+
+def key_of(model: str, part: str, kv: str, settings: Settings) -> str:
+    """What tells one measurement from all others, whatever the commit."""
+    named = json.dumps([model, part, kv, dict(settings)], sort_keys=True)
+    return hashlib.sha256(named.encode()).hexdigest()[:16]
+
+
+class Records:
+    """The rows of one file. A later row replaces an earlier one of the same key."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what is there.
+
+        Raises:
+            ConfigError: a line before the last one that is no row.
+        """
+        self._path = path
+        self._rows: dict[str, Row] = {}
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                self._rows[row["key"]] = row
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(lines) or line.endswith(b"\n"):
+                    raise ConfigError(
+                        f"{path}, line {number} is no row ({error}); remove the line"
+                    ) from error
+                with path.open("r+b") as file:  # a run that was killed while it wrote
+                    file.truncate(sum(map(len, lines[:-1])))
+
+    def find(self, model: str, part: str, kv: str, settings: Settings) -> Row | None:
+        """The row of a measurement, if it was made."""
+        return self._rows.get(key_of(model, part, kv, settings))
+
+    def add(self, model: str, part: str, kv: str, settings: Settings, found: Row) -> Row:
+        """Append a row, with the commit and the time of it.
+
+        Raises:
+            ValueError: a figure is NaN or infinite; nothing was written.
+        """
+        row = {
+            "key": key_of(model, part, kv, settings),
+            "model": model,
+            "part": part,
+            "kv": kv,
+            "settings": dict(settings),
+            **found,
+            "commit": source_commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        line = json.dumps(row, allow_nan=False) + "\n"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            file.write(line.encode())
+        self._rows[row["key"]] = row
+        return row
+
+    def seconds_of(self, model: str, part: str) -> list[float]:
+        """How long measurements of a part took on a model, or on any where none was made on this one."""
+        of_part = [row for row in self._rows.values() if row["part"] == part and "seconds" in row]
+        own = [row for row in of_part if row["model"] == model]
+        return [row["seconds"] for row in own or of_part]
