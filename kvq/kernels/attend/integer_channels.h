@@ -91,24 +91,31 @@ inline void order_channels(float* x, int dim) {
     }
 }
 
-constexpr int other_half(int i) { return i ^ 2; }
-
-// Of each word two 16-bit numbers of even bytes, then two of odd ones: lanes 0 and 1 of every four.
-inline reg joined_halves(vi x) {
-    vi other = KVQ_PICKED(x, x, other_half);
-    return (reg)((x & 0xffff) | (other << 16));
+// 16-bit numbers in the order of products: of every four the even ones, then the odd ones.
+inline reg by_bytes(reg x) {
+    const int64_t even_first = 0x0706030205040100, second = 0x0f0e0b0a0d0c0908;
+#if defined(__AVX512F__)
+    return _mm512_shuffle_epi8(x, _mm512_set4_epi64(second, even_first, second, even_first));
+#else
+    return _mm256_shuffle_epi8(x, _mm256_set_epi64x(second, even_first, second, even_first));
+#endif
 }
 
 // W numbers of first channels and W of second ones into [W / 4 words, 4].
 inline void store_pairs(int32_t* out, vi first, vi second) {
-    reg x = KVQ_MM(unpacklo_epi64)(joined_halves(first), joined_halves(second));
+    reg x = by_bytes(KVQ_MM(packs_epi32)((reg)first, (reg)second));
+    memcpy(out, &x, sizeof x);
+}
+
+inline void store_splits(int32_t* out, vi masks, vi factors) {
+    reg x = by_bytes(KVQ_MM(packus_epi32)((reg)masks, (reg)factors));  // 2^15 is no 16-bit number with a sign
     memcpy(out, &x, sizeof x);
 }
 
 // W numbers into [W / 4 words, 2].
 inline void store_singles(int32_t* out, vi x) {
     int32_t halves[W];
-    reg y = joined_halves(x);
+    reg y = by_bytes(KVQ_MM(packs_epi32)((reg)x, (reg)x));
     memcpy(halves, &y, sizeof y);
     for (int i = 0; i < W / 4; i++) memcpy(out + 2 * i, halves + 4 * i, 8);
 }
@@ -151,9 +158,20 @@ inline void read_block_channels(const ChannelScratch& s, const ChannelCut& c, co
         vi share = (more < 0 ? -shifted : shifted) + rows.bits;
         store(s.scale + i, shared_scales(own, share, rows.bits));
         store(s.scale + dim / 2 + i, shared_scales(other, 2 * rows.bits - share, rows.bits));
-        store_pairs(s.splits + i, ((vi{} + 1) << share) - 1, (vi{} + 1) << (16 - share));
+        store_splits(s.splits + i, ((vi{} + 1) << share) - 1, (vi{} + 1) << (16 - share));
     }
 }
+
+inline vf magnitude(vf x) {
+    vi bits = load_as<vi>(&x) & 0x7fffffff;
+    return load_as<vf>(&bits);
+}
+
+#if defined(__AVX512F__)
+inline vi nearest(vf x) { return (vi)_mm512_cvtps_epi32((__m512)x); }
+#else
+inline vi nearest(vf x) { return (vi)_mm256_cvtps_epi32((__m256)x); }
+#endif
 
 // Queries [rows, dim], in their order, for the block at work.
 inline void read_block_queries(const ChannelScratch& s, const ChannelCut& c, const float* q, int width, int rows, int dim) {
@@ -162,16 +180,14 @@ inline void read_block_queries(const ChannelScratch& s, const ChannelCut& c, con
         vf top{}, offset{};
         for (int i = 0; i < dim; i += W) {
             vf x = load(q + i), y = x * load(s.scale + i);
-            top = maximum(top, maximum(y, -y));
+            top = maximum(top, magnitude(y));
             offset += x * load(s.offset + i);
         }
         float most = largest(top);
         if (most < SMALLEST) most = 0;  // its inverse would be infinite
         vf factor = all(most > 0 ? MOST / most : 0.0f);
         int32_t* out = s.q + (int64_t)r * row_words;
-        auto number = [&](int i) {
-            return __builtin_convertvector(rounded(load(q + i) * load(s.scale + i) * factor), vi);
-        };
+        auto number = [&](int i) { return nearest(load(q + i) * load(s.scale + i) * factor); };
         if (c.is_paired)
             for (int i = 0; i < half; i += W) store_pairs(out + i, number(i), number(half + i));
         else
@@ -181,57 +197,83 @@ inline void read_block_queries(const ChannelScratch& s, const ChannelCut& c, con
     }
 }
 
-// 16-bit numbers of some keys' words, as products take them.
-inline void split_words(const ChannelScratch& s, const ChannelCut& c, bool is_signed) {
-    const reg* x = s.turned;
-    reg* to = s.operands;
-    const reg low = KVQ_MM(set1_epi32)(0x00ff00ff);
-    for (int w = 0; w < c.words; w++, x += WORD_COLUMNS, to += c.kinds * WORD_COLUMNS) {
-        for (int i = 0; i < WORD_COLUMNS; i++) {
-            reg even = is_signed ? even_bytes(x[i]) : x[i] & low;
-            reg odd = is_signed ? odd_bytes(x[i]) : KVQ_MM(srli_epi16)(x[i], 8);
-            if (c.is_paired) {
-                const int32_t* split = s.splits + 4 * w;
-                to[i] = even & both(split[0]);
-                to[WORD_COLUMNS + i] = odd & both(split[1]);
-                to[2 * WORD_COLUMNS + i] = KVQ_MM(mulhi_epu16)(even, both(split[2]));
-                to[3 * WORD_COLUMNS + i] = KVQ_MM(mulhi_epu16)(odd, both(split[3]));
-            } else {
-                to[i] = even, to[WORD_COLUMNS + i] = odd;
-            }
-        }
-    }
+// Query rows whose sums a kernel keeps in registers.
+constexpr int CHANNEL_ROWS = W > 8 ? 8 : 4;
+
+// One kind of 16-bit numbers of a word of W keys: of even or odd bytes; of pairs the first channels, then the second.
+template <bool PAIRED, bool SIGNED>
+inline reg operand(reg x, const int32_t* split, int kind) {
+    if (SIGNED) return kind ? odd_bytes(x) : even_bytes(x);
+    reg y = kind % 2 ? KVQ_MM(srli_epi16)(x, 8) : x & KVQ_MM(set1_epi32)(0x00ff00ff);
+    if (!PAIRED) return y;
+    return kind < 2 ? y & both(split[kind]) : KVQ_MM(mulhi_epu16)(y, both(split[kind]));
 }
 
-// Scores of R rows over the keys whose operands are there.
 template <int R>
-inline void channel_scores(float* scores, const ChannelScratch& s, int first, int count) {
-    vi sums[R][WORD_COLUMNS] = {};
-    const int32_t* q = s.q + (int64_t)first * count;
-    const reg* x = s.operands;
-    for (int i = 0; i < count; i++, x += WORD_COLUMNS) {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            reg y = both(q[r * count + i]);
-#pragma GCC unroll 2
-            for (int c = 0; c < WORD_COLUMNS; c++) {
-                sums[r][c] = multiply_add(sums[r][c], x[c], y);
-                keep(sums[r][c]);
-            }
-        }
-    }
-#pragma GCC unroll 4
+inline void store_scores(float* scores, const vi sums[R][WORD_COLUMNS], const ChannelScratch& s, int first) {
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int c = 0; c < WORD_COLUMNS; c++)
             store(scores + r * TILE + c * W, floats(sums[r][c]) * s.factors[first + r] + all(s.offsets[first + r]));
 }
 
+// Scores of R rows over the keys whose words are there: from these where they are all rows, else from operands.
+template <int R, bool PAIRED, bool SIGNED, bool STAGED>
+inline void channel_scores(float* scores, const ChannelScratch& s, const ChannelCut& cut, int first) {
+    constexpr int KINDS = PAIRED ? 4 : 2;
+    vi sums[R][WORD_COLUMNS] = {};
+    const int row = cut.words * KINDS;
+    const int32_t* q = s.q + (int64_t)first * row;
+    for (int w = 0; w < cut.words; w++)
+#pragma GCC unroll 4
+        for (int kind = 0; kind < KINDS; kind++) {
+            reg x[WORD_COLUMNS];
+#pragma GCC unroll 2
+            for (int c = 0; c < WORD_COLUMNS; c++)
+                x[c] = STAGED ? s.operands[(w * KINDS + kind) * WORD_COLUMNS + c]
+                              : operand<PAIRED, SIGNED>(s.turned[w * WORD_COLUMNS + c], s.splits + 4 * w, kind);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                reg y = both(q[r * row + w * KINDS + kind]);
+#pragma GCC unroll 2
+                for (int c = 0; c < WORD_COLUMNS; c++) {
+                    sums[r][c] = multiply_add(sums[r][c], x[c], y);
+                    keep(sums[r][c]);
+                }
+            }
+        }
+    store_scores<R>(scores, sums, s, first);
+}
+
+typedef void (*ChannelKernel)(float*, const ChannelScratch&, const ChannelCut&, int);
+
+template <bool PAIRED, bool SIGNED, bool STAGED, int R = CHANNEL_ROWS>
+inline ChannelKernel channel_kernel(int rows) {
+    if constexpr (R > 1)
+        if (rows < R) return channel_kernel<PAIRED, SIGNED, STAGED, R - 1>(rows);
+    return channel_scores<R, PAIRED, SIGNED, STAGED>;
+}
+
+// Scores [rows, TILE] over the keys whose words are there.
+template <bool PAIRED, bool SIGNED>
+inline void all_channel_scores(float* scores, const ChannelScratch& s, const ChannelCut& cut, int rows) {
+    constexpr int KINDS = PAIRED ? 4 : 2;
+    if (rows <= CHANNEL_ROWS) return channel_kernel<PAIRED, SIGNED, false>(rows)(scores, s, cut, 0);
+    for (int w = 0; w < cut.words; w++)
+        for (int kind = 0; kind < KINDS; kind++)
+            for (int c = 0; c < WORD_COLUMNS; c++)
+                s.operands[(w * KINDS + kind) * WORD_COLUMNS + c] =
+                    operand<PAIRED, SIGNED>(s.turned[w * WORD_COLUMNS + c], s.splits + 4 * w, kind);
+    for (int r = 0, some; r < rows; r += some) {
+        some = some_of(rows - r, CHANNEL_ROWS);
+        channel_kernel<PAIRED, SIGNED, true>(some)(scores + r * TILE, s, cut, r);
+    }
+}
+
 // Scores [rows, TILE] over CHANNEL_KEYS keys of the block at work, whose rows begin at `codes`.
 inline void block_scores(float* scores, const ChannelScratch& s, const ChannelCut& c, const KvqRows& rows,
                          const uint8_t* codes, int num_rows) {
-    typedef void (*Kernel)(float*, const ChannelScratch&, int, int);
-    constexpr Kernel KERNELS[] = {channel_scores<1>, channel_scores<2>, channel_scores<3>, channel_scores<4>};
     const int stride = (c.bytes + BYTES - 1) / BYTES * BYTES;
     const uint8_t* keys[CHANNEL_KEYS];
     for (int i = 0; i < CHANNEL_KEYS; i++) {
@@ -241,11 +283,9 @@ inline void block_scores(float* scores, const ChannelScratch& s, const ChannelCu
         keys[i] = s.expanded + i * stride;
     }
     for (int i = 0; i < WORD_COLUMNS; i++) turn_words(s.turned + i, keys + i * W, c.bytes);
-    split_words(s, c, rows.code == KVQ_INT8);
-    for (int r = 0, some; r < num_rows; r += some) {
-        some = some_of(num_rows - r, MOST_ROWS);
-        KERNELS[some - 1](scores + r * TILE, s, r, c.words * c.kinds);
-    }
+    auto score = c.is_paired ? all_channel_scores<true, false>
+                 : rows.code == KVQ_INT8 ? all_channel_scores<false, true> : all_channel_scores<false, false>;
+    score(scores, s, c, num_rows);
 }
 
 // Scores [rows, TILE] of a tile's keys [skip, keys); `here` is at the first of them. Blocks are read as wholes.
