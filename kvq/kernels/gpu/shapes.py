@@ -267,7 +267,8 @@ def format_name(formats: LayerFormats) -> str:
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
-        names.append(f"{fmt.code.name}{group}" + "_s8" * fmt.is_narrow + "_mean" * fmt.mean)
+        ends = "_s8" * fmt.is_narrow + "_mean" * fmt.mean + "_per_channel" * fmt.is_per_channel
+        names.append(f"{fmt.code.name}{group}{ends}")
     return "/".join(names)
 
 
@@ -297,7 +298,7 @@ def run_bytes(fmt: KVFormat, dim: int) -> int:
     """
     scaled = _scaled_bytes(fmt, dim)
     if not isinstance(fmt.scale, Grouped):
-        return scaled
+        return 0 if fmt.is_per_channel else scaled
     first, *others = fmt.code.planes
     row = dim * first // 8
     run = min(scaled, _MOST_RUN) if others else scaled

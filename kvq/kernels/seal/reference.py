@@ -45,4 +45,4 @@ def _store(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, block: int) -
     rows.codes[block] = codes
     for stored, new in ((rows.scales, scales), (rows.means, means)):
         if stored is not None and new is not None:
-            stored[block] = new
+            stored[block, :, : new.shape[1]] = new  # scales per channel are one row
