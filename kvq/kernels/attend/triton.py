@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.formats import Code, Grouped, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
-from kvq.kernels.attend.rounding import ROUNDED
+from kvq.kernels.attend.rounding import limit_of
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
@@ -50,7 +50,7 @@ def attend(
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last, rounded=rounded)
         return out.to(q.dtype), lse
-    planned = _planned_rounded if rounded and kv.formats.k.code in ROUNDED else _planned
+    planned = _planned_rounded if rounded and limit_of(kv.formats.k) is not None else _planned
     plan = plan_of(planned, q, kv, options)
     results, gathered = launched(plan, q, batch, options.sinks, skip_last)
     if gathered:
@@ -93,12 +93,14 @@ def _part(name: str, q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> d
     rows, code = getattr(kv, name), getattr(kv.formats, name).code
     run = run_bytes(getattr(kv.formats, name), part[f"{upper}_DIM"])
     words = not code.is_float and run > 0 and _as_pairs(rows.codes)
+    if getattr(kv.formats, name).is_per_channel:
+        words = words and name == "k" and kv.block_size % shape.keys == 0
     means = mean_arguments(name, kv)
     if rows.means is not None:
         words = words and (apart or _means_in_runs(name, kv, shape))
         if words:
             means |= _strided(f"{name}_means", f"{name}m", _narrow_words(rows.means))
-    if words and code.is_grouped:
+    if words and code.is_grouped and not getattr(kv.formats, name).is_per_channel:
         part[f"{upper}_KIND"] = PACKED[code.bits].value
     if words:
         part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))

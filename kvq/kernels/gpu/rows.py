@@ -10,11 +10,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvq.formats import Code
+from kvq.formats import Code, KVFormat
+from kvq.formats.spec import MOST_PAIRED_BITS
+from kvq.kernels.codec import channel
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # How a format's codes lie in memory: what the kernels are specialized by.
 FLOAT, FP8, INT8, INT4, GROUPED, INT2, INT3, INT5, INT6 = (tl.constexpr(kind) for kind in range(9))
+CHANNEL, CHANNEL_INT8 = tl.constexpr(9), tl.constexpr(10)  # with scales per channel: grouped codes, and INT8
+MOST_PAIRED, CENTER_STEP = tl.constexpr(MOST_PAIRED_BITS), tl.constexpr(channel.CENTER_STEP)
+_MOST_SHIFTED = tl.constexpr(channel.MOST_SHIFTED)
 PACKED = {2: INT2, 3: INT3, 4: INT4, 5: INT5, 6: INT6}  # grouped codes that attention reads as words, by bits
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
@@ -126,11 +131,13 @@ def takes_ptx(_semantic: Any = None) -> tl.constexpr:
 takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
-def kind_of(code: Code) -> int:
+def kind_of(fmt: KVFormat) -> int:
     """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one, but
     where attention reads them as words: PACKED."""
-    grouped = INT4 if code.bits == 4 else GROUPED
-    kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: INT8}.get(code, FLOAT)
+    code = fmt.code
+    grouped = CHANNEL if fmt.is_per_channel else INT4 if code.bits == 4 else GROUPED
+    byte = CHANNEL_INT8 if fmt.is_per_channel else INT8
+    kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: byte}.get(code, FLOAT)
     return int(kind.value)
 
 
@@ -208,6 +215,66 @@ def _plane(codes, at, mask, col, DIM: tl.constexpr, WIDTH: tl.constexpr, BEFORE:
 
 
 @triton.jit
+def _packed_codes(codes, at, mask, col, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Columns `col` of rows of DIM codes, int32 [rows, columns]; see codec/packing.py."""
+    code = tl.zeros(mask.shape, tl.int32)
+    for i in tl.static_range(4):
+        if BITS & (8 >> i):
+            code = code | _plane(codes, at, mask, col, DIM, 8 >> i, BITS & (16 - (16 >> i)))
+    return code
+
+
+@triton.jit
+def shared_bits(code, other, BITS: tl.constexpr):
+    """Bits of channels by their scale bytes and those of the channels that they share them with, int32."""
+    if BITS <= MOST_PAIRED:
+        more = code - other
+        moved = tl.minimum((tl.abs(more) + 8) >> 4, min(_MOST_SHIFTED, BITS - 1))
+        own = BITS + tl.where(more < 0, -moved, moved)
+    else:
+        own = code * 0 + BITS
+    return own
+
+
+@triton.jit
+def channel_scale(code, own, BITS: tl.constexpr):
+    """The scale of a channel of `own` bits by its byte, fp32: see codec/channel.py."""
+    factor = tl.full(own.shape, 1.0, tl.float32)
+    if BITS <= MOST_PAIRED:
+        for bits in tl.static_range(1, BITS + _MOST_SHIFTED + 1):
+            factor = tl.where(own == bits, ((1 << BITS) - 1) / ((1 << bits) - 1), factor)
+    return narrow_scale(code) * factor
+
+
+@triton.jit
+def channel_rows(
+    codes, scales, codes_at, scales_at, inside, col, KIND: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Rows with scales per channel, fp32 [rows, columns]; `scales_at`: bytes before those of their blocks."""
+    mask = inside[:, None] & (col < DIM)[None, :]
+    at, bytes_at = codes_at[:, None], scales + scales_at[:, None]
+    byte = tl.load(bytes_at + col[None, :], mask=mask, other=0).to(tl.int32)
+    if KIND == CHANNEL_INT8:
+        steps = tl.load(bytes_at + (DIM + col)[None, :], mask=mask, other=0).to(tl.int8, bitcast=True)
+        code = tl.load(codes + (at + col[None, :]), mask=mask, other=0).to(tl.int32)
+        x = (code + steps.to(tl.int32) * CENTER_STEP).to(tl.float32) * narrow_scale(byte)  # exact
+    else:
+        halves = (bytes_at + DIM).to(tl.pointer_type(tl.float16), bitcast=True)
+        minimum = tl.load(halves + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        other = tl.load(bytes_at + (DIM - 1 - col)[None, :], mask=mask, other=0).to(tl.int32)
+        own = shared_bits(byte, other, BITS)
+        if BITS <= MOST_PAIRED:
+            high = col >= DIM // 2
+            pair = tl.where(high, DIM - 1 - col, col)
+            code = _packed_codes(codes, at, mask, pair, DIM // 2, 2 * BITS)
+            code = tl.where(high[None, :], code >> (2 * BITS - own), code & ((1 << own) - 1))
+        else:
+            code = _packed_codes(codes, at, mask, col, DIM, BITS)
+        x = code.to(tl.float32) * channel_scale(byte, own, BITS) + minimum
+    return x
+
+
+@triton.jit
 def grouped_rows(
     codes,
     scales,
@@ -221,11 +288,7 @@ def grouped_rows(
 ):
     """Rows of grouped codes of any width, fp32 [rows, columns]; see codec/reference.py for their planes."""
     mask = inside[:, None] & (col < DIM)[None, :]
-    code = tl.zeros((inside.shape[0], col.shape[0]), tl.int32)
-    at = codes_at[:, None]
-    for i in tl.static_range(4):
-        if BITS & (8 >> i):
-            code = code | _plane(codes, at, mask, col, DIM, 8 >> i, BITS & (16 - (16 >> i)))
+    code = _packed_codes(codes, codes_at[:, None], mask, col, DIM, BITS)
     words = tl.load(scales + scales_at[:, None] + (col // GROUP)[None, :], mask=mask, other=0)
     scale, minimum = scale_and_minimum(words, BITS)
     return code.to(tl.float32) * scale + minimum
@@ -256,7 +319,9 @@ def stored_rows(
 ):
     """Rows of any format, fp32 [rows, columns], still rotated."""
     mask = inside[:, None] & (col < DIM)[None, :]
-    if KIND >= INT4:  # any grouped code
+    if KIND >= CHANNEL:
+        x = channel_rows(codes, scales, codes_at, scales_at, inside, col, KIND, DIM, BITS)
+    elif KIND >= INT4:  # any other grouped code
         x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
     else:
         stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)
