@@ -80,13 +80,19 @@ def read_config(config: Any) -> CacheConfig:
     )
 
 
-def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, geometry: ModelGeometry) -> KVRecipe:
-    """Return the recipe that `kv` means, with the static scales it needs.
+def read_recipe(
+    kv: str | Path | KVRecipe,
+    scales: str | Path | None,
+    geometry: ModelGeometry,
+    *,
+    whole_blocks: bool = False,
+) -> KVRecipe:
+    """Return the recipe that `kv` means, with the static scales it needs; `whole_blocks` as `KVRecipe.named`.
 
     Raises:
         ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
     """
-    recipe = KVRecipe.named(kv, geometry.head_dims)
+    recipe = KVRecipe.named(kv, geometry.head_dims, whole_blocks=whole_blocks)
     check_recipe_fits(geometry, recipe)
     if scales is not None:
         recipe = recipe.with_scales(KVRecipe.load_scales(scales).static_scales)

@@ -52,7 +52,9 @@ class CacheState:
             ConfigError: they don't fit the model.
         """
         stored = self.config.stored
-        recipe = read_recipe(self.options.kv, self.options.scales, stored)
+        # Dense K and V are the same for all queries of a step: no token may wait for its block there.
+        waits = self.config.attends_from_blocks and not self.options.residual_length
+        recipe = read_recipe(self.options.kv, self.options.scales, stored, whole_blocks=waits)
         if recipe.is_staged:
             self._check_stages(recipe)
         return plan_layout(stored, recipe, block_size=self.options.block_size, order=self.options.order)

@@ -52,12 +52,18 @@ def command(
         config, max_context=1, folder=source.folder
     )  # RoPE need not be pinned to count bytes
     name = "bf16" if kv[0] == "auto" else kv[0]
-    chosen = KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
+    chosen = (
+        KVRecipe.load(name)
+        if name.endswith(".json")
+        else KVRecipe.uniform(name, geometry.head_dims, whole_blocks=True)
+    )
     layout = plan_layout(geometry, chosen, block_size=block_size)
     rows = []
     for label in dict.fromkeys((*_FORMATS, *CODES, name)):
         try:
-            recipe = chosen if label == name else KVRecipe.uniform(label, geometry.head_dims)
+            recipe = (
+                chosen if label == name else KVRecipe.uniform(label, geometry.head_dims, whole_blocks=True)
+            )
             rows.append(
                 _format_row(label, recipe, plan_layout(geometry, recipe, block_size=block_size), geometry)
             )

@@ -43,7 +43,7 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
     Raises:
         ConfigError: no such format, or a file for another model, or without the scales it needs.
     """
-    recipe = KVRecipe.named(name, [head_dims] * num_layers, whole_blocks=False)
+    recipe = KVRecipe.named(name, [head_dims] * num_layers)
     if len(recipe.layers) != num_layers:
         raise ConfigError(f"{name} is for {len(recipe.layers)} layers, the model has {num_layers}")
     recipe.require_scales()

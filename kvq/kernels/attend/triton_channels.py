@@ -145,7 +145,9 @@ def channel_scores(
     HALVES: tl.constexpr = 2 if is_paired(KIND, BITS) else 1
     N: tl.constexpr = DIM // HALVES  # codes of a row
     RUNS: tl.constexpr = N // PER // RUN
-    HIGHER: tl.constexpr = exponent(low_unit(WORDS, COMPUTE)) - exponent(unit(WORDS, COMPUTE, min(1, PER - 1)))
+    HIGHER: tl.constexpr = exponent(low_unit(WORDS, COMPUTE)) - exponent(
+        unit(WORDS, COMPUTE, min(1, PER - 1))
+    )
     words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     place = tl.arange(0, N) // (N // PER) * HIGHER
     factors, mask = _factors(words, place, KIND, BITS, DIM, N, COMPUTE)
