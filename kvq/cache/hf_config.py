@@ -8,7 +8,7 @@ from kvq.cache.attention import NAME, PACKED_NAME
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry, parse_geometry
-from kvq.layout import check_recipe_fits
+from kvq.layout import check_recipe_fits, named_recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ def read_recipe(
     Raises:
         ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
     """
-    recipe = KVRecipe.named(kv, geometry.head_dims, whole_blocks=whole_blocks)
+    recipe = named_recipe(kv, geometry, whole_blocks=whole_blocks)
     check_recipe_fits(geometry, recipe)
     if scales is not None:
         recipe = recipe.with_scales(KVRecipe.load_scales(scales).static_scales)

@@ -17,7 +17,7 @@ from kvq.cache.kv_cache import attended
 from kvq.evals.divergence import UNWATCHED, TokenPlan, Watch, with_baseline
 from kvq.evals.side_by_side import one_by_one
 from kvq.evals.windows import spread
-from kvq.formats import KVRecipe
+from kvq.formats import ExactTokens, KVRecipe
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.models import Model
 
@@ -128,17 +128,23 @@ def measure_attention(
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
-    """The recipe with V unquantized, and with K unquantized."""
+    """The recipe with V unquantized, and with K unquantized; both leave open blocks as they are where it does."""
     pairs = list(zip(recipe.layers, baseline.layers, strict=True))
     k_only = tuple(replace(layer, v=plain.v, v_clip=1.0) for layer, plain in pairs)
     v_only = tuple(replace(layer, k=plain.k, k_clip=1.0) for layer, plain in pairs)
     k_centers, v_centers = (
         recipe.centers and recipe.centers.some([half] * len(pairs)) for half in ((True, False), (False, True))
     )
-    return (
-        replace(recipe, layers=k_only, centers=k_centers),
-        replace(recipe, layers=v_only, centers=v_centers),
+    k, v = (
+        replace(recipe, layers=layers, centers=centers)
+        for layers, centers in ((k_only, k_centers), (v_only, v_centers))
     )
+    open_blocks = ExactTokens(recent=1)
+    k, v = (
+        replace(half, exact=open_blocks) if recipe.is_staged and not half.is_staged else half
+        for half in (k, v)
+    )
+    return k, v
 
 
 def _rows(recipe: KVRecipe, baseline: KVRecipe, found: _Found) -> list[AttentionRow]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers_cli import remarks
 
-SHORT = ("--context", 32, "--max-windows", 12, "--resamples", 200)
+SHORT = ("--context", 80, "--max-windows", 12, "--resamples", 200)
 PROMISED = {
     "kv", "bits_per_element", "kv_bytes_per_token", "compression", "tokens", "perplexity",
     "perplexity_change", "kl_mean", "kl_median", "kl_p99", "kl_p999", "top1_agreement",
@@ -54,7 +54,7 @@ def test_methods_of_others_stand_beside(kvq, tmp_path):
     several = ("kl,needle", "--needle-lengths", 160, "--needle-trials", 1, "--needle-depths", 0.5)
     status, out, _ = kvq(
         *("eval", "--kv", "fp32,int4", "--simulate", "kivi-k4v4,kvarn-k2v2-g16+recent=8", "--tasks"),
-        *(*several, *SHORT, "--context", 40, "--json", path),  # blocks of 32 tokens are open till they end
+        *(*several, *SHORT, "--json", path),
     )
     assert status == 0
     rows = {row["kv"]: row for row in json.loads(path.read_text())["rows"]}
