@@ -352,8 +352,8 @@ def named_recipe(
 ) -> KVRecipe:
     """Return the recipe that `kv` means for a model, as `KVRecipe.named`.
 
-    `whole_blocks`: whether tokens may wait until their block is full. Latents never do: a long prefill of theirs
-    is multiplied out to heads, from what is stored of every token.
+    `whole_blocks`: whether tokens may wait until their block is full. Latents never do: a long prefill of
+    theirs is multiplied out to heads, from what is stored of every token.
     """
     waits = whole_blocks and not any(layer.is_latent for layer in geometry.layers)
     return KVRecipe.named(kv, geometry.head_dims, whole_blocks=waits)

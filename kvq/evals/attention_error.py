@@ -128,7 +128,7 @@ def measure_attention(
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
-    """The recipe with V unquantized, and with K unquantized; both leave open blocks as they are where it does."""
+    """The recipe with V unquantized, and with K unquantized; both keep open blocks where it does."""
     pairs = list(zip(recipe.layers, baseline.layers, strict=True))
     k_only = tuple(replace(layer, v=plain.v, v_clip=1.0) for layer, plain in pairs)
     v_only = tuple(replace(layer, k=plain.k, k_clip=1.0) for layer, plain in pairs)
@@ -139,11 +139,9 @@ def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
         replace(recipe, layers=layers, centers=centers)
         for layers, centers in ((k_only, k_centers), (v_only, v_centers))
     )
-    open_blocks = ExactTokens(recent=1)
-    k, v = (
-        replace(half, exact=open_blocks) if recipe.is_staged and not half.is_staged else half
-        for half in (k, v)
-    )
+    if recipe.is_staged:
+        open_blocks = ExactTokens(recent=1)
+        k, v = (half if half.is_staged else replace(half, exact=open_blocks) for half in (k, v))
     return k, v
 
 

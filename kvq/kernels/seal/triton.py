@@ -157,8 +157,10 @@ def _write_channels(
     x, low, high, codes, scales, at, is_stored, inside, col,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store rows of a block whose channels lie between `low` and `high`, at `codes` + `at`; one of the block's
-    programs stores scales and offsets. The reference is codec/channel.py."""
+    """Store rows of a block whose channels lie between `low` and `high`, at `codes` + `at`.
+
+    One of the block's programs stores scales and offsets. The reference is codec/channel.py.
+    """
     mask = inside[:, None] & (col < DIM)[None, :]
     to, once = scales + col[None, :], ((col < DIM) & is_stored)[None, :]
     if KIND == CHANNEL_INT8:
