@@ -385,9 +385,9 @@ def attend_kernel(
         scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
         if CHANNELS:
             scores, of_mean = channel_scores(
-                runs, codes, scales, codes_at, inside, K_KIND, K_BITS, K_DIM, K_RUN, K_WIDTH, K_COMPUTE
+                q, runs, codes, scales, codes_at, inside, K_KIND, K_BITS, K_DIM, K_RUN, K_WIDTH, K_COMPUTE
             )  # fmt: skip
-            of_mean = of_mean * row_scale
+            of_mean = of_mean * (row_scale / channel_unit(K_KIND, K_BITS, K_COMPUTE))
         else:
             scores = _scores(
                 q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,

@@ -229,8 +229,8 @@ def shared_bits(code, other, BITS: tl.constexpr):
     """Bits of channels by their scale bytes and those of the channels that they share them with, int32."""
     if BITS <= MOST_PAIRED:
         more = code - other
-        moved = tl.minimum((tl.abs(more) + 8) >> 4, min(_MOST_SHIFTED, BITS - 1))
-        own = BITS + tl.where(more < 0, -moved, moved)
+        more = (more + 8 + (more >> 31)) >> 4  # to nearest, halves away from zero
+        own = BITS + tl.minimum(tl.maximum(more, -min(_MOST_SHIFTED, BITS - 1)), min(_MOST_SHIFTED, BITS - 1))
     else:
         own = code * 0 + BITS
     return own
