@@ -31,8 +31,8 @@ class PagedRows:
     """
 
     codes: Tensor  # [num_blocks, kv_heads, block_size, row elements of the code dtype]
-    # fp16, or uint8 if narrow or per channel: [num_blocks, kv_heads, block_size, scales per row]. Rows of scales
-    # per channel are one in memory.
+    # fp16, or uint8 if narrow or per channel: [num_blocks, kv_heads, block_size, scales per row]. Rows of
+    # scales per channel are one in memory.
     scales: Tensor | None
     static_scale: Tensor | None  # fp32 [kv_heads]
     means: Tensor | None = None  # uint8 [num_blocks, kv_heads, bytes of a mean: codes, then scales]

@@ -29,6 +29,9 @@ KINDS = (
 # Block means, which whole blocks are sealed with; these fit head_dim 48 and 64, the first 60, too.
 MEANS = ("int4_mean", "int3_mean/int2_mean", "int8/int4_g8_mean", "int6_mean/bf16")
 
+# Scales per channel of a block; these fit head_dim 48 and 64, the first two 60, too.
+PER_CHANNEL = ("int4_per_channel/int4", "int8_per_channel/int8", "int3_per_channel/int3")
+
 
 def recipe_of(kv: str, dims: list[tuple[int, int]]) -> KVRecipe:
     """`KVRecipe.uniform`, where gQ, as in int4_gQ_rot, stands for groups of a quarter of each row.
@@ -115,15 +118,17 @@ def rows_like_kv(tokens: int, heads: int, dim: int, seed: int = 0) -> Tensor:
 def stored(cache: KVCache, layer: int, part: str, x: Tensor) -> Tensor:
     """The rows that a format makes of `x` [tokens, heads, dim]: decode(encode(x)), still rotated.
 
-    With block means those of a sequence from its first block on, the last one filled up with zeros.
+    Of what takes whole blocks those of a sequence from its first one on, the last one filled up with zeros.
     """
     rows = getattr(cache.layer(layer), part)
     fmt = getattr(cache.layer(layer).formats, part)
     static = None if rows.static_scale is None else rows.static_scale[:, None]
-    if not fmt.mean:
+    if not fmt.needs_whole_blocks:
         return decode(*encode(x, fmt, static), fmt, static)
     codes, scales, means = encode_block(blocks_of(x, cache.layer(layer).block_size), fmt)
-    y = decode(codes, scales, fmt) + decode_means(means, x.shape[-1])[..., None, :]
+    y = decode(codes, scales, fmt)
+    if means is not None:
+        y = y + decode_means(means, x.shape[-1])[..., None, :]
     return y.transpose(1, 2).flatten(0, 1)[: len(x)]
 
 
@@ -134,13 +139,13 @@ def blocks_of(x: Tensor, size: int) -> Tensor:
 
 
 def write_sequence(kv: PagedKV, k: Tensor, v: Tensor, table: list[int]) -> None:
-    """Write a sequence's rows [tokens, heads, dim] by the reference, whole blocks of what takes means out.
+    """Write a sequence's rows [tokens, heads, dim] by the reference, whole blocks of what takes such.
 
     The slots past a sequence's end stay what they were.
     """
     size = kv.block_size
     slots = [table[at // size] * size + at % size for at in range(len(k))]
-    if not (kv.formats.k.mean or kv.formats.v.mean):
+    if not (kv.formats.k.needs_whole_blocks or kv.formats.v.needs_whole_blocks):
         write_kv(k, v, kv, torch.tensor(slots, dtype=torch.int64))
         return
     for x, rows, fmt in ((k, kv.k, kv.formats.k), (v, kv.v, kv.formats.v)):
@@ -150,7 +155,8 @@ def write_sequence(kv: PagedKV, k: Tensor, v: Tensor, table: list[int]) -> None:
             used = min(size, len(x) - i * size)
             rows.codes[block, :, :used] = codes[i, :, :used]
             if rows.scales is not None:
-                rows.scales[block, :, :used] = scales[i, :, :used]
+                some = min(used, scales.shape[2])  # those per channel are one row
+                rows.scales[block, :, :some] = scales[i, :, :some]
             if means is not None:
                 rows.means[block] = means[i]
 

@@ -12,18 +12,16 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton_means import MEANS_TOGETHER, means_at
 from kvq.kernels.attend.triton_scales import runs_of
-from kvq.kernels.attend.triton_words import LEAST_COLUMNS, added_dot, dot, even_and_odd, run_of_words, run_parts
-from kvq.kernels.gpu.rows import (
-    CENTER_STEP,
-    CHANNEL,
-    CHANNEL_INT8,
-    INT8,
-    MOST_PAIRED,
-    PACKED,
-    narrow_scale,
-    shared_bits,
-    takes_ptx,
+from kvq.kernels.attend.triton_words import (
+    LEAST_COLUMNS,
+    added_dot,
+    dot,
+    even_and_odd,
+    run_of_words,
+    run_parts,
 )
+from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, INT8, PACKED, narrow_scale, takes_ptx
+from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, shared_bits
 from kvq.kernels.gpu.words import codes_a_byte, exponent, low_unit, plain, unit, word_parts
 
 ENLARGED = tl.constexpr(4)  # powers of two by which scales are larger, so that fp16 holds small ones
@@ -129,7 +127,7 @@ def channel_queries(
 ):
     """Queries [ROWS, DIM], of pairs the second half backwards, as runs of words have them.
 
-    Products leave them in the layout of results, in which they may be scaled and multiplied again as they are.
+    Products leave them in the layout of results, in which they can be scaled and multiplied as they are.
     """
     PER: tl.constexpr = codes_a_byte(word_kind(KIND, BITS))
     cut = even_and_odd(q, PER, DIM // PER // RUN, RUN, WIDTH)
@@ -209,7 +207,8 @@ def channel_scores(
     N: tl.constexpr = DIM // HALVES  # codes of a row
     RUNS: tl.constexpr = N // PER // RUN
     COUNT: tl.constexpr = 2 * HALVES * PER * RUNS
-    HIGHER: tl.constexpr = exponent(low_unit(WORDS, COMPUTE)) - exponent(unit(WORDS, COMPUTE, min(1, PER - 1)))
+    SECOND: tl.constexpr = exponent(unit(WORDS, COMPUTE, min(1, PER - 1)))
+    HIGHER: tl.constexpr = exponent(low_unit(WORDS, COMPUTE)) - SECOND
     words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     field, factor = _fields(words, KIND, BITS, DIM, N, HIGHER, PER, COMPUTE)
     factors = runs_of(tl.reshape(factor, (1, DIM)), COUNT)

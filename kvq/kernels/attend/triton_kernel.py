@@ -40,7 +40,8 @@ from kvq.kernels.attend.triton_words import (
     packed_scores,
     word_queries,
 )
-from kvq.kernels.gpu.rows import CHANNEL, FLOAT, INT4, mean_rows, rotate, stored_rows, takes_ptx
+from kvq.kernels.gpu.rows import CHANNEL, FLOAT, INT4, rotate, takes_ptx
+from kvq.kernels.gpu.stored import mean_rows, stored_rows
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 
@@ -321,7 +322,7 @@ def attend_kernel(
     runs = ()
     sums = ()
     CHANNELS: tl.constexpr = K_WORDS and K_KIND >= CHANNEL
-    LEFT: tl.constexpr = APART and (K_MEAN_GROUP > 0 or CHANNELS)  # what K's means or offsets add is in the room
+    LEFT: tl.constexpr = APART and (K_MEAN_GROUP > 0 or CHANNELS)  # means or offsets of K are in the room
     k_mean_at = kv_head.to(tl.int64) * km_head
     v_mean_at = kv_head.to(tl.int64) * vm_head
     if APART:

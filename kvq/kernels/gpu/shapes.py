@@ -203,8 +203,8 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
 
 
 def _fills_registers(fmt: str) -> bool:
-    """Whether products of means, words of two planes, or scales per channel take so many that in 168 some would
-    be spilled."""
+    """Whether products of means, words of two planes or scales per channel take so many that in 168 some
+    would be spilled."""
     codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
     return "_mean" in fmt or "_per_channel" in fmt or any(len(code.planes) > 1 for code in codes)
 

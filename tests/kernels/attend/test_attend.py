@@ -21,6 +21,7 @@ from tests.kernels.kit import (
     CPU,
     KINDS,
     MEANS,
+    PER_CHANNEL,
     POISON,
     Tables,
     poisoned_cache,
@@ -223,7 +224,7 @@ def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], backen
 
 
 @pytest.mark.parametrize("order", list(BlockOrder))
-@pytest.mark.parametrize("kv", [*KINDS, *MEANS])
+@pytest.mark.parametrize("kv", [*KINDS, *MEANS, *PER_CHANNEL])
 def test_every_format_attends_as_dense_softmax_over_what_it_stored(kv: str, order: BlockOrder) -> None:
     Case(kv, order=order).check()
 
@@ -234,7 +235,7 @@ def test_every_query_head_reads_its_groups_kv_head(heads: tuple[int, int], kv: s
     Case(kv, heads=heads).check()
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean", "fp8_rot"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean", "fp8_rot", PER_CHANNEL[0]])
 @pytest.mark.parametrize("dims", [(60, 60), (80, 80), (96, 96), (192, 128), (48, 80), (64, 256)])
 def test_any_head_dimension_and_k_unlike_v(dims: tuple[int, int], kv: str) -> None:
     Case(kv, dims=dims).check()
@@ -304,7 +305,7 @@ def test_a_batch_without_new_tokens_gives_nothing(sinks: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("kv", [*KINDS, *MEANS])
+@pytest.mark.parametrize("kv", [*KINDS, *MEANS, *PER_CHANNEL])
 def test_what_lies_in_free_blocks_past_the_end_and_in_unused_table_entries_changes_nothing(
     kv: str, window: int | None
 ) -> None:
@@ -652,7 +653,7 @@ def test_a_part_holds_the_keys_of_its_age_and_the_empty_one_nothing(
     Case(kv).check(part=part, window=window, softcap=9.0)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean"])
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean", PER_CHANNEL[0]])
 @pytest.mark.parametrize("window", [None, 21])
 def test_parts_merge_to_all_keys_with_sinks_joining_once(kv: str, window: int | None) -> None:
     case, sinks = Case(kv), torch.linspace(-3, 3, 6)
@@ -664,7 +665,7 @@ def test_parts_merge_to_all_keys_with_sinks_joining_once(kv: str, window: int | 
 
 
 @pytest.mark.parametrize("age", list(Age))
-@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean"])
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean", *PER_CHANNEL[:2]])
 def test_blocks_outside_a_part_may_hold_anything_or_be_gone(kv: str, age: Age) -> None:
     case, part = (
         Case(kv),

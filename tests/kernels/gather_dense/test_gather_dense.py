@@ -9,7 +9,16 @@ from kvq.kernels.gather_dense import reference
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
 from tests.kernels.backends import every_backend
-from tests.kernels.kit import KINDS, MEANS, Tables, poisoned_cache, rows_like_kv, stored, write_sequence
+from tests.kernels.kit import (
+    KINDS,
+    MEANS,
+    PER_CHANNEL,
+    Tables,
+    poisoned_cache,
+    rows_like_kv,
+    stored,
+    write_sequence,
+)
 
 gather_dense: Any = None  # the implementation under test
 
@@ -22,7 +31,7 @@ RANGES = [(0, 23), (0, 1), (22, 23), (4, 5), (5, 10), (4, 11), (0, 20), (19, 23)
 
 @pytest.mark.daily(60)
 @pytest.mark.parametrize("order", list(BlockOrder))
-@pytest.mark.parametrize("kv", [*KINDS, *MEANS])
+@pytest.mark.parametrize("kv", [*KINDS, *MEANS, *PER_CHANNEL])
 def test_every_range_of_positions_is_those_rows(kv: str, order: BlockOrder) -> None:
     cache = poisoned_cache(kv, [(64, 48), (48, 64)], order=order)
     tables = Tables.scattered([23, 9], 5, 11)
