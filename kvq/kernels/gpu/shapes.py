@@ -280,7 +280,7 @@ def format_name(formats: LayerFormats) -> str:
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
     """Bytes of K's or V's rows of one scale, whichever are fewer; 0 if they aren't read as they lie."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
-    return min(_run(fmt, dim, block_size) for fmt, dim in parts)
+    return 0 if formats.v.is_per_channel else min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
 
 def _run(fmt: KVFormat, dim: int, block_size: int) -> int:

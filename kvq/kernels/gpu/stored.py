@@ -90,16 +90,9 @@ def channel_rows(
 
 @triton.jit
 def grouped_rows(
-    codes,
-    scales,
-    codes_at,
-    scales_at,
-    inside,
-    col,
-    DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-):
+    codes, scales, codes_at, scales_at, inside, col,
+    DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """Rows of grouped codes of any width, fp32 [rows, columns]; see codec/reference.py for their planes."""
     mask = inside[:, None] & (col < DIM)[None, :]
     code = _packed_codes(codes, codes_at[:, None], mask, col, DIM, BITS)
@@ -117,20 +110,9 @@ def mean_rows(means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def stored_rows(
-    codes,
-    scales,
-    static,
-    codes_at,
-    scales_at,
-    head,
-    inside,
-    col,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    STATIC: tl.constexpr,
-):
+    codes, scales, static, codes_at, scales_at, head, inside, col,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
     """Rows of any format, fp32 [rows, columns], still rotated."""
     mask = inside[:, None] & (col < DIM)[None, :]
     if KIND >= CHANNEL:

@@ -35,7 +35,12 @@ MANY = [
         "int3_per_channel/int3",
         "int2_per_channel/int8",
     ),
-    *("int6_per_channel/int5_per_channel", "int4_per_channel/int4_mean", "int4_per_channel/int4@fp32,64,64"),
+    *(
+        "int6_per_channel/int6",
+        "int5_per_channel/bf16",
+        "int4_per_channel/int4_mean",
+        "int4_per_channel/int4@fp32,64,64",
+    ),
     *("int4@bf16,256,256", "int8@bf16,256,256", "int4@fp16,48,60", "int4@fp32,128,128", "bf16@fp32,128,128"),
 ]
 
