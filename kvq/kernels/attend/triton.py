@@ -94,7 +94,7 @@ def _part(name: str, q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> d
     run = run_bytes(getattr(kv.formats, name), part[f"{upper}_DIM"])
     words = not code.is_float and run > 0 and _as_pairs(rows.codes)
     if getattr(kv.formats, name).is_per_channel:
-        words = words and name == "k" and kv.block_size % shape.keys == 0
+        words = name == "k" and _has_channel_words(kv, shape)
     means = mean_arguments(name, kv)
     if rows.means is not None:
         words = words and (apart or _means_in_runs(name, kv, shape))
@@ -133,10 +133,18 @@ def _part(name: str, q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> d
 
 
 def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
-    """Whether the means of all blocks are taken in before and after the loop over keys."""
+    """Whether the means of all blocks, or K's offsets, are taken in before and after the loop over keys."""
+    if kv.formats.k.is_per_channel and not kv.formats.v.mean:
+        return _has_channel_words(kv, shape)
     tensors = [tensor for x in (kv.k, kv.v) if x.means is not None for tensor in (x.codes, x.means)]
     as_pairs = all(map(_as_pairs, tensors))
     return as_pairs and takes_means_apart(kv.formats, shape, kv.block_size)
+
+
+def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
+    """Whether K's rows with scales per channel are read as words."""
+    run = run_bytes(kv.formats.k, kv.formats.k_head_dim)
+    return run > 0 and kv.block_size % shape.keys == 0 and _as_pairs(kv.k.codes)
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:

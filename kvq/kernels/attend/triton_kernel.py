@@ -10,7 +10,14 @@ Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding"
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_channels import channel_queries, channel_scores, channel_unit, is_paired
+from kvq.kernels.attend.triton_channels import (
+    added_offsets,
+    channel_queries,
+    channel_scores,
+    channel_unit,
+    is_paired,
+    score_offsets,
+)
 from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
 from kvq.kernels.attend.triton_means import mean_scores, score_means
 from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
@@ -33,7 +40,8 @@ from kvq.kernels.attend.triton_words import (
     packed_scores,
     word_queries,
 )
-from kvq.kernels.gpu.rows import CHANNEL, FLOAT, INT4, mean_rows, rotate, stored_rows, takes_ptx
+from kvq.kernels.gpu.rows import CHANNEL, FLOAT, INT4, rotate, takes_ptx
+from kvq.kernels.gpu.stored import mean_rows, stored_rows
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 
@@ -313,18 +321,25 @@ def attend_kernel(
     )  # fmt: skip
     runs = ()
     sums = ()
+    CHANNELS: tl.constexpr = K_WORDS and K_KIND >= CHANNEL
+    LEFT: tl.constexpr = APART and (K_MEAN_GROUP > 0 or CHANNELS)  # means or offsets of K are in the room
     k_mean_at = kv_head.to(tl.int64) * km_head
     v_mean_at = kv_head.to(tl.int64) * vm_head
     if APART:
         room_row = (1 + BLOCK_SIZE // KEYS) * table_stride
         room_at = tl.where(valid, token.to(tl.int32) * Q_HEADS + head, 0) * room_row
+        if CHANNELS:
+            score_offsets(
+                q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
+                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                k_scales + kv_head.to(tl.int64) * ks_head, ks_block, K_KIND, K_BITS, K_DIM,
+            )  # fmt: skip
         if K_MEAN_GROUP > 0:
             score_means(
                 q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
                 begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
                 k_means + k_mean_at, km_block, K_DIM, K_MEAN_GROUP, K_COMPUTE,
             )  # fmt: skip
-    CHANNELS: tl.constexpr = K_WORDS and K_KIND >= CHANNEL
     if CHANNELS:
         runs = channel_queries(q, K_KIND, K_BITS, K_DIM, K_RUN, K_WIDTH)
     elif K_WORDS:
@@ -346,10 +361,11 @@ def attend_kernel(
             row_scale = row_scale * tl.load(k_static + kv_head)
         if not K_ROUNDED:
             row_scale = row_scale * low_unit(K_KIND, K_COMPUTE)
-    if CHANNELS:
-        row_scale = row_scale * channel_unit(K_KIND, K_BITS, K_COMPUTE)
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
+    mean_scale = row_scale
+    if CHANNELS:
+        row_scale = row_scale * channel_unit(K_KIND, K_BITS, K_COMPUTE)
     last = tl.minimum(highest_key(position, recent, part_last, AGE, AGE_BLOCK), end - 1)
     before = lowest_key(position, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK) - 1
 
@@ -369,8 +385,8 @@ def attend_kernel(
         if LOWER:
             inside = inside & (own_key >= oldest - at)
         of_mean = tl.zeros((ROWS,), tl.float32)
-        if APART and K_MEAN_GROUP > 0:
-            of_mean = tl.load(room_ptr + (room_at + at // BLOCK_SIZE)) * row_scale
+        if LEFT:
+            of_mean = tl.load(room_ptr + (room_at + at // BLOCK_SIZE)) * mean_scale
         first = at % BLOCK_SIZE
         if ONE:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
@@ -384,10 +400,11 @@ def attend_kernel(
         codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
         scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
         if CHANNELS:
-            scores, of_mean = channel_scores(
+            if not LEFT:
+                of_mean = added_offsets(q, scales, K_KIND, K_BITS, K_DIM) * mean_scale
+            scores = channel_scores(
                 runs, codes, scales, codes_at, inside, K_KIND, K_BITS, K_DIM, K_RUN, K_WIDTH, K_COMPUTE
             )  # fmt: skip
-            of_mean = of_mean * row_scale
         else:
             scores = _scores(
                 q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
@@ -397,7 +414,7 @@ def attend_kernel(
             )  # fmt: skip
         p, sums_of_p, decay, top = weighed(
             scores, row_scale, of_mean, top, own_key, last - at, before - at, softcap,
-            SOFTCAP, LOWER, FOLDED, ENLARGED, CHANNELS or (APART and K_MEAN_GROUP > 0),
+            SOFTCAP, LOWER, FOLDED, ENLARGED, LEFT or CHANNELS,
         )  # fmt: skip
         totals = totals * decay[:, None] + sums_of_p
         if APART and V_MEAN_GROUP > 0:

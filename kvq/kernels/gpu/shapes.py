@@ -203,9 +203,10 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
 
 
 def _fills_registers(fmt: str) -> bool:
-    """Whether products of means, or words of two planes, take so many that in 168 some would be spilled."""
+    """Whether products of means, words of two planes or scales per channel take so many that in 168 some
+    would be spilled."""
     codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
-    return "_mean" in fmt or any(len(code.planes) > 1 for code in codes)
+    return "_mean" in fmt or "_per_channel" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:
@@ -279,7 +280,7 @@ def format_name(formats: LayerFormats) -> str:
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
     """Bytes of K's or V's rows of one scale, whichever are fewer; 0 if they aren't read as they lie."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
-    return min(_run(fmt, dim, block_size) for fmt, dim in parts)
+    return 0 if formats.v.is_per_channel else min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
 
 def _run(fmt: KVFormat, dim: int, block_size: int) -> int:

@@ -8,15 +8,8 @@ from torch import Tensor
 
 from kvq.kernels.codec import channel, narrow
 from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
-from kvq.kernels.gpu.rows import (
-    CENTER_STEP,
-    CHANNEL,
-    CHANNEL_INT8,
-    MOST_PAIRED,
-    channel_scale,
-    narrow_scale,
-    shared_bits,
-)
+from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, narrow_scale
+from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, channel_scale, shared_bits
 from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 from kvq.kernels.write_kv.triton import (
     cut_of,
@@ -157,10 +150,8 @@ def _write_channels(
     x, low, high, codes, scales, at, is_stored, inside, col,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store rows of a block whose channels lie between `low` and `high`, at `codes` + `at`.
-
-    One of the block's programs stores scales and offsets. The reference is codec/channel.py.
-    """
+    """Store rows of a block whose channels lie between `low` and `high`; one of its programs
+    stores scales and offsets. See codec/channel.py."""
     mask = inside[:, None] & (col < DIM)[None, :]
     to, once = scales + col[None, :], ((col < DIM) & is_stored)[None, :]
     if KIND == CHANNEL_INT8:
