@@ -1,6 +1,8 @@
 """KvqCache: a transformers cache whose memory is kvq's quantized blocks."""
 
 import copy
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder
+
+_log = logging.getLogger("kvq")
+
+
+@cache
+def _name_check() -> None:
+    """Once in a process: what is fine for one model ruins another, and a config doesn't tell which."""
+    _log.warning("what a KV format costs this model isn't known here: kvq.check(model, kv) measures it")
 
 
 class KvqCache(Cache):  # type: ignore[misc]
@@ -78,6 +88,8 @@ class KvqCache(Cache):  # type: ignore[misc]
             residual_length=residual_length,
         )
         self._state = CacheState(read_config(config), options)
+        if self._state.plan().recipe.is_quantized:
+            _name_check()
         super().__init__(layers=[KvqLayer(self._state, x) for x in self._state.config.geometry.layers])
 
     @property

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
+    ACCEPT,
     SPECULATION,
     ModelOptions,
     gathered,
@@ -73,6 +74,7 @@ class Marked:
 @gathered(Sampling, "sampling")
 @gathered(Marked, "marked")
 @click.option("--speculation", help=SPECULATION)
+@click.option("--accept-divergence", is_flag=True, help=ACCEPT)
 def command(
     prompt: str,
     kv: list[str],
@@ -80,9 +82,10 @@ def command(
     sampling: Sampling,
     marked: Marked,
     speculation: str | None,
+    accept_divergence: bool,
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
-    from kvq.commands.loading import check_for
+    from kvq.commands.loading import check_for, load_to_serve
     from kvq.engine import LLM
     from kvq.engine.build import check_cache
     from kvq.engine.grammar.compiler import check_structured
@@ -103,9 +106,9 @@ def command(
     check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
     room = check_room(length, params.max_tokens, known.max_context)
-    model = checked.load()
+    model = load_to_serve(checked, kv[0], accept_divergence=accept_divergence)
     longest = length + (params.max_tokens or room)
-    with LLM(model, kv[0], max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
+    with LLM(model, max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
         pieces = llm.stream(prompt, params)
         shown = prompt
         for piece in pieces:

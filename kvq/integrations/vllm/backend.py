@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvq.cache.centering import Centering
 from kvq.errors import ConfigError
-from kvq.integrations.vllm.names import recipe_of, requested
+from kvq.integrations.vllm.names import recipe_of, requested, say_checked
 from kvq.integrations.vllm.pages import Page, with_slots
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
 
@@ -128,6 +128,7 @@ class KvqImpl(AttentionImpl):
         name = asked(config)
         assert name is not None, "else vLLM's own was taken"
         self._name, self._num_layers = name, config.model_config.get_total_num_hidden_layers()
+        say_checked(str(config.model_config.model), name)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype

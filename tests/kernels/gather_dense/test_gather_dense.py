@@ -9,7 +9,16 @@ from kvq.kernels.gather_dense import reference
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
 from tests.kernels.backends import every_backend
-from tests.kernels.kit import CHANNELS, KINDS, MEANS, Tables, poisoned_cache, rows_like_kv, stored, write_sequence
+from tests.kernels.kit import (
+    CHANNELS,
+    KINDS,
+    MEANS,
+    Tables,
+    poisoned_cache,
+    rows_like_kv,
+    stored,
+    write_sequence,
+)
 
 gather_dense: Any = None  # the implementation under test
 
