@@ -83,11 +83,9 @@ def _compare(exact: KvqCache, other: KvqCache) -> list[Errors]:
     return errors
 
 
-def _attend_both(
-    attend: Any, beside: KvqLayer, found: Errors, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> Tensor:
+def _attend_both(attend: Any, beside: KvqLayer, found: Errors, *given: Any) -> Tensor:
     """As `KvqLayer.attend`."""
-    out: Tensor = attend(q, k, v, *rest)
-    beside.lazy_initialization(k, v)
-    found.update(beside.attend(q, k, v, *rest)[0], out[0])
+    out: Tensor = attend(*given)
+    beside.lazy_initialization(*given[1:3])
+    found.update(beside.attend(*given)[0], out[0])
     return out

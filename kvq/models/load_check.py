@@ -59,10 +59,8 @@ class LoadCheck:
         worst = sorted(enumerate(self.layer_errors), key=lambda pair: -pair[1])[:3]
         found = "attention is off most in layers " + ", ".join(f"{i} ({error:.0%})" for i, error in worst)
         if self.kl_mean is not None:
-            found = (
-                f"mean KL {self.kl_mean:.2g}, perplexity {self.perplexity_change:+.1%}, the same top token for "
-                f"{self.top1_agreement:.0%}; {found}"
-            )
+            change, same = f"{self.perplexity_change:+.1%}", f"{self.top1_agreement:.0%}"
+            found = f"mean KL {self.kl_mean:.2g}, perplexity {change}, the same top token for {same}; {found}"
         return f"{self.kv} {_SAID[self.verdict]} this model: over {self.tokens} tokens {found}"
 
     @property
@@ -72,8 +70,8 @@ class LoadCheck:
         if self.instead:
             other = f"take {self.instead}, which is about as large and fit"
         return (
-            f"{self}. Above {BROKEN_KL} or {BROKEN_CHANGE:+.0%} formats are refused: {other}; or use it all the "
-            f"same: --accept-divergence (accept_divergence=True)"
+            f"{self}. Above {BROKEN_KL} or {BROKEN_CHANGE:+.0%} formats are refused: {other}; or use it all "
+            f"the same: --accept-divergence (accept_divergence=True)"
         )
 
 
@@ -142,11 +140,12 @@ def measure(model: Model) -> LoadCheck:
 def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[int]) -> LoadCheck:
     """`found` with what logits, fp32 [tokens, vocab], say; harmless without `stored`.
 
-    Unjudgeable where the unquantized ones, `exact`, are no better than counting tokens.
+    Unjudgeable where the unquantized ones, `exact`, are no better than counting tokens. Of so few tokens
+    perplexity counts for what it changed by beyond two standard errors; divergence is far less noisy.
     """
     target = torch.tensor(ids[1:], device=exact.device)[:, None]
     reference = exact.log_softmax(-1)
-    losses = -reference[:-1].gather(1, target)
+    losses = -reference[:-1].gather(1, target)[:, 0]
     chance = chance_perplexity(np.array(ids[1:]), exact.shape[-1])
     if len(ids) < _LEAST_TOKENS or not losses.mean().exp() < chance:
         return replace(found, verdict="unjudgeable")
@@ -154,14 +153,19 @@ def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[
         return replace(found, verdict="harmless")
     own = stored.log_softmax(-1)
     kl = float((reference.exp() * (reference - own)).sum(-1).mean().nan_to_num(_BEYOND, posinf=_BEYOND))
-    change = math.expm1(min(50.0, float((-own[:-1].gather(1, target) - losses).mean())))
-    same = float((stored.argmax(-1) == exact.argmax(-1)).float().mean())
-    figures = {"kl_mean": kl, "perplexity_change": change, "top1_agreement": same}
-    return replace(found, verdict=verdict(kl, change), **figures)
+    more = (-own[:-1].gather(1, target)[:, 0] - losses).nan_to_num(50.0, posinf=50.0)
+    certain = more.mean() - 2 * more.std() / math.sqrt(len(more))
+    return replace(
+        found,
+        verdict=verdict(kl, math.expm1(float(certain))),
+        kl_mean=kl,
+        perplexity_change=math.expm1(float(more.mean())),
+        top1_agreement=float((stored.argmax(-1) == exact.argmax(-1)).float().mean()),
+    )
 
 
 def token_ids(tokenizer: Any, max_context: int, vocab_size: int, weights: int) -> list[int]:
-    """The first tokens of the text (prose, a function, German, a table), fewer for a model of many weights."""
+    """The first tokens of the text (prose, a function, German, a table); fewer where weights are many."""
     text = (Path(__file__).parent / "check.txt").read_text(encoding="utf-8")
     most = min(max_context, _TOKENS if weights < _LARGE else _FEW_TOKENS)
     return [token for token in tokenizer(text)["input_ids"][:most] if token < vocab_size]
