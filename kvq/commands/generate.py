@@ -67,22 +67,28 @@ class Marked:
         return {"watermark": "always", **asdict(self)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """How the model runs."""
+
+    speculation: str | None = option(None, SPECULATION)
+    accept_divergence: bool = option(False, ACCEPT)
+
+
 @click.command(name="generate")
 @click.argument("prompt")
 @kv_option("auto", many=False)
 @model_options
 @gathered(Sampling, "sampling")
 @gathered(Marked, "marked")
-@click.option("--speculation", help=SPECULATION)
-@click.option("--accept-divergence", is_flag=True, help=ACCEPT)
+@gathered(Served, "served")
 def command(
     prompt: str,
     kv: list[str],
     model_options: ModelOptions,
     sampling: Sampling,
     marked: Marked,
-    speculation: str | None,
-    accept_divergence: bool,
+    served: Served,
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import check_for, load_to_serve
@@ -101,12 +107,12 @@ def command(
     checked = check_for(model_options, kv)
     known = checked.prepared
     check_cache(known)
-    drafting = parse_speculation(speculation)
+    drafting = parse_speculation(served.speculation)
     check_speculation(drafting, known)
     check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
     room = check_room(length, params.max_tokens, known.max_context)
-    model = load_to_serve(checked, kv[0], accept_divergence=accept_divergence)
+    model = load_to_serve(checked, kv[0], accept_divergence=served.accept_divergence)
     longest = length + (params.max_tokens or room)
     with LLM(model, max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
         pieces = llm.stream(prompt, params)

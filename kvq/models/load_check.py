@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
-from kvq.errors import BrokenFormat, RequestError, UnfitFormat, UnsupportedKernel
+from kvq.errors import BrokenFormat, ModelError, RequestError, UnfitFormat, UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.models.check_memory import recall, remember
 from kvq.models.compared import ComparedCache
@@ -43,7 +43,7 @@ class LoadCheck:
     """What was found of a model and a KV format. Figures of logits are None where one pass sufficed."""
 
     kv: str
-    verdict: Verdict | Literal["unjudgeable"]  # the last: at chance on the text, or too few tokens
+    verdict: Verdict | Literal["unjudgeable"]  # the last: at chance, few tokens, or no tokenizer
     tokens: int
     layer_errors: tuple[float, ...] = ()  # |a - b| / |b| of attention outputs, the mean over tokens
     kl_mean: float | None = None  # nats per token, from unquantized KV
@@ -55,7 +55,7 @@ class LoadCheck:
     def __str__(self) -> str:
         """The verdict in words, without advice."""
         if self.verdict == "unjudgeable":
-            return f"what {self.kv} costs this model can't be told: it is at chance on the check's text"
+            return f"can't tell what {self.kv} costs this model: it guesses at the check's text, or can't read it"
         worst = sorted(enumerate(self.layer_errors), key=lambda pair: -pair[1])[:3]
         found = "attention is off most in layers " + ", ".join(f"{i} ({error:.0%})" for i, error in worst)
         if self.kl_mean is not None:
@@ -116,7 +116,11 @@ def measure(model: Model) -> LoadCheck:
     """
     recipe, known = model.recipe, model.prepared
     asked = model.with_kv(replace(recipe, exact=replace(recipe.exact, recent=0)))
-    ids = token_ids(model.tokenizer, known.max_context, known.geometry.vocab_size, known.stored_values)
+    try:
+        tokenizer = model.tokenizer
+    except ModelError:  # there is none that loads; such a model is given token ids
+        return LoadCheck(kv=recipe.name, verdict="unjudgeable", tokens=0)
+    ids = token_ids(tokenizer, known.max_context, known.geometry.vocab_size, known.stored_values)
     found = LoadCheck(kv=recipe.name, verdict="unjudgeable", tokens=len(ids))
     others = _others(model, asked.recipe)
     try:

@@ -201,8 +201,11 @@ def test_a_model_that_only_guesses_is_not_judged(tmp_path, caplog) -> None:
     one_character_tokenizer().save_pretrained(folder)
     kvq.LLM(folder, "int2", **SMALL).close()
     assert warnings_of(caplog) == [
-        "what int2 costs this model can't be told: it is at chance on the check's text"
+        "can't tell what int2 costs this model: it guesses at the check's text, or can't read it"
     ]
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert measure(load(folder, "int2")).tokens == 0
     assert measure(load(EMBEDDED["tiny"], "int2", max_context=9)).verdict == "unjudgeable"
 
 
