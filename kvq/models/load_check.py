@@ -55,7 +55,7 @@ class LoadCheck:
     def __str__(self) -> str:
         """The verdict in words, without advice."""
         if self.verdict == "unjudgeable":
-            return f"can't tell what {self.kv} costs this model: it guesses at the check's text, or can't read it"
+            return f"can't tell what {self.kv} costs this model: it only guesses at the check's text"
         worst = sorted(enumerate(self.layer_errors), key=lambda pair: -pair[1])[:3]
         found = "attention is off most in layers " + ", ".join(f"{i} ({error:.0%})" for i, error in worst)
         if self.kl_mean is not None:

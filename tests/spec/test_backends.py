@@ -65,7 +65,10 @@ def test_written_rows_are_those_of_the_specification(spec, backend: str, kv: str
 
 @pytest.mark.parametrize(
     ("backend", "kv"),
-    [*((backend, kv) for backend in BACKENDS for kv in STAGED), *(("reference", kv) for kv in CHANNELS)],
+    [
+        *((backend, kv) for backend in BACKENDS for kv in STAGED),
+        *((backend, kv) for backend in ("reference", "cpu") for kv in CHANNELS),
+    ],
 )
 def test_sealed_blocks_are_those_of_the_specification(spec, backend: str, kv: str) -> None:
     dims = dims_of(kv)
