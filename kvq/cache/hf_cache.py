@@ -2,13 +2,13 @@
 
 import copy
 import logging
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.utils.logging import warning_once
 
 from kvq.cache.attention import register_attention
 from kvq.cache.hf_config import read_config
@@ -21,12 +21,6 @@ from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder
 
 _log = logging.getLogger("kvq")
-
-
-@cache
-def _name_check() -> None:
-    """Once in a process: what is fine for one model ruins another, and a config doesn't tell which."""
-    _log.warning("what a KV format costs this model isn't known here: kvq.check(model, kv) measures it")
 
 
 class KvqCache(Cache):  # type: ignore[misc]
@@ -89,7 +83,9 @@ class KvqCache(Cache):  # type: ignore[misc]
         )
         self._state = CacheState(read_config(config), options)
         if self._state.plan().recipe.is_quantized:
-            _name_check()
+            warning_once(
+                _log, "what a KV format costs a model its config doesn't tell; kvq.check(model, kv) does"
+            )
         super().__init__(layers=[KvqLayer(self._state, x) for x in self._state.config.geometry.layers])
 
     @property

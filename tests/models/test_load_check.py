@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import warning_once
 
 import kvq
-from kvq.cache import KvqCache, hf_cache
+from kvq.cache import KvqCache
 from kvq.errors import BrokenFormat, ConfigError
 from kvq.integrations.vllm.names import say_checked
 from kvq.models import load, load_check
@@ -238,7 +239,7 @@ class TestInTransformers:
         assert kvq.check(model, "int8", tokenizer=AutoTokenizer.from_pretrained(ruined)).tokens == 384
 
     def test_is_named_once_in_a_process(self, tiny, caplog) -> None:
-        hf_cache._name_check.cache_clear()
+        warning_once.cache_clear()
         KvqCache(tiny.weights.model.config, "bf16")
         assert not warnings_of(caplog)
         for _ in range(2):
@@ -248,10 +249,8 @@ class TestInTransformers:
 
 
 def test_vllm_is_told_what_is_remembered(ruined, broken) -> None:
-    say_checked.cache_clear()
     assert "int4 was not checked on this model" in say_checked(str(ruined), "int4")
     check_on_load(broken, accept_divergence=True)
-    say_checked.cache_clear()
     assert say_checked(str(ruined), "int4").startswith("int4 breaks this model: ")
     assert "can't be checked" in say_checked("/no/such/model", "int4")
 

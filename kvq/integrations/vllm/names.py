@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from kvq.errors import ConfigError, KVQError, first_lines
@@ -38,9 +38,8 @@ def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str 
     return without_prefix(option)
 
 
-@cache
 def say_checked(model: str, name: str) -> str:
-    """Say in the log, once, whether kvq's load check ran for a model and a format, and what it found."""
+    """Say in the log whether kvq's load check ran for a model and a format, and what it found."""
     from kvq.models.load_check import recalled
     from kvq.models.prepared import prepare
 
