@@ -1,13 +1,15 @@
 """What a user asks vLLM for, and the recipe that it names. No vLLM is needed here."""
 
+import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, KVQError, first_lines
 from kvq.formats import KVRecipe
 from kvq.formats.names import VLLM_FILE_PREFIX, VLLM_PREFIX, known_names
 
+_log = logging.getLogger("vllm.kvq")
 OPTION = "kvq"  # of `--additional-config`, where vLLM takes no names but its own
 NAMES = tuple(VLLM_PREFIX + name for name in known_names())
 
@@ -34,6 +36,21 @@ def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str 
             f"--kv-cache-dtype is {kv_cache_dtype} and --additional-config {OPTION} is {option}; name one"
         )
     return without_prefix(option)
+
+
+def say_checked(model: str, name: str) -> str:
+    """Say in the log whether kvq's load check ran for a model and a format, and what it found."""
+    from kvq.models.load_check import recalled
+    from kvq.models.prepared import prepare
+
+    try:
+        prepared = prepare(model)
+        found = recalled(prepared, prepared.recipe(without_prefix(name)))
+        told = str(found or f"{name} was not checked on this model; kvq generate does it, once")
+    except KVQError as error:
+        told = f"{name} can't be checked on this model: {first_lines(error)}"
+    _log.warning("%s", told)
+    return told
 
 
 @lru_cache(maxsize=64)
