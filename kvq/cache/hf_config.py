@@ -8,7 +8,7 @@ from kvq.cache.attention import NAME, PACKED_NAME
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry, parse_geometry
-from kvq.layout import check_recipe_fits, named_recipe
+from kvq.layout import check_recipe_fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,19 +80,15 @@ def read_config(config: Any) -> CacheConfig:
     )
 
 
-def read_recipe(
-    kv: str | Path | KVRecipe,
-    scales: str | Path | None,
-    geometry: ModelGeometry,
-    *,
-    whole_blocks: bool = False,
-) -> KVRecipe:
-    """Return the recipe that `kv` means, with the static scales it needs; `whole_blocks` as `KVRecipe.named`.
+def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, geometry: ModelGeometry) -> KVRecipe:
+    """Return the recipe that `kv` means, with the static scales it needs.
+
+    Bare names keep tokens as they come: a prompt that is given at once would wait in bf16 as a whole.
 
     Raises:
         ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
     """
-    recipe = named_recipe(kv, geometry, whole_blocks=whole_blocks)
+    recipe = KVRecipe.named(kv, geometry.head_dims)
     check_recipe_fits(geometry, recipe)
     if scales is not None:
         recipe = recipe.with_scales(KVRecipe.load_scales(scales).static_scales)

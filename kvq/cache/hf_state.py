@@ -52,9 +52,7 @@ class CacheState:
             ConfigError: they don't fit the model.
         """
         stored = self.config.stored
-        # Dense K and V are the same for all queries of a step: no token may wait for its block there.
-        waits = self.config.attends_from_blocks and not self.options.residual_length
-        recipe = read_recipe(self.options.kv, self.options.scales, stored, whole_blocks=waits)
+        recipe = read_recipe(self.options.kv, self.options.scales, stored)
         if recipe.is_staged:
             self._check_stages(recipe)
         return plan_layout(stored, recipe, block_size=self.options.block_size, order=self.options.order)

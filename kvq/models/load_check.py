@@ -30,8 +30,8 @@ CLEAR_ERROR = 0.15  # of a layer's attention output: no pair that warned or brok
 _TOKENS, _FEW_TOKENS = 384, 256  # the latter of models above _LARGE, which take seconds for them
 _LARGE = 1_000_000_000  # weights
 _LEAST_TOKENS = 16
-_PER_CHANNEL = tuple(f"int{bits}_per_channel/int{bits}" for bits in (8, 6, 5, 4, 3, 2))
-_PER_TOKEN = ("int8", "int6", "k8v4", "int5", "int4")
+_OTHERS = ("int8", "int6", "k8v4", "int5", "int4", "int3", "int2")  # larger ones first
+_MOST_OTHERS = 3
 _SLACK = 1.05  # of the bits that another format of about the same size may have
 _BEYOND = 1e9  # nats, where logits are not finite
 _SAID = {"harmless": "is harmless to", "warning": "is not harmless to", "broken": "breaks"}
@@ -194,18 +194,17 @@ def _run(
 
 
 def _others(model: Model, asked: KVRecipe) -> list[Model]:
-    """The model in formats of about the same size that run here: two with K per channel, one per token."""
+    """The model in the largest formats of about the same size that run here."""
     prepared, found = model.prepared, list[Model]()
     heads, size = prepared.geometry.kv_heads, prepared.block_size
     most = float(asked.bits_per_element(heads, size)) * _SLACK
-    for names, enough in ((_PER_CHANNEL, 2), (_PER_TOKEN, 3)):
-        for name in names:
-            try:
-                recipe = prepared.recipe(name)
-                is_other = recipe.digest() != asked.digest() and recipe.bits_per_element(heads, size) <= most
-                if is_other and len(found) < enough:
-                    prepared.check_kernels(recipe)
-                    found.append(model.with_kv(recipe))
-            except (UnfitFormat, UnsupportedKernel):
-                continue
+    for name in _OTHERS:
+        try:
+            recipe = prepared.recipe(name)
+            is_other = recipe.digest() != asked.digest() and recipe.bits_per_element(heads, size) <= most
+            if is_other and len(found) < _MOST_OTHERS:
+                prepared.check_kernels(recipe)
+                found.append(model.with_kv(recipe))
+        except (UnfitFormat, UnsupportedKernel):
+            continue
     return found

@@ -95,8 +95,7 @@ def _loop(model: Any, cache: KvqCache, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "kv",
     [
-        *("int4_g8_s8_rot", "int8_per_token_head", "int4_g4", "int8_per_token_head/int4_g8"),
-        *("fp8_per_token_head", "int2_g8", "int3_g8_s8", "int2_g4_rot"),
+        *("int4", "int8", "int4_g4", "k8v4", "fp8", "int2", "int3", "int2_g4_rot"),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -27,7 +27,7 @@ def thousand(tiny: Any) -> list[int]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_thousand_tokens_in_int4_hold_a_third_of_bf16(
+def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
     tiny: Any, thousand: list[int], attention: str, whole: bool
 ) -> None:
     bf16_bytes = 1000 * tiny.with_kv("bf16").kv_bytes_per_token
@@ -37,7 +37,7 @@ def test_a_thousand_tokens_in_int4_hold_a_third_of_bf16(
         for part in (ids,) if whole else ids.split([1, *[111] * 9], dim=1):
             model(part, past_key_values=cache, logits_to_keep=1)
     assert cache.get_seq_length() == 1000
-    assert cache.nbytes <= 0.33 * bf16_bytes
+    assert cache.nbytes <= 0.30 * bf16_bytes
     assert cache.rows is not None
     blocks = cache.rows.blocks
     allocated = sum(blocks.pool(g).untyped_storage().nbytes() for g in range(len(blocks.num_blocks)))

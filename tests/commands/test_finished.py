@@ -89,7 +89,7 @@ def test_perplexity_keeps_the_windows_before_an_error(kvq, tmp_path, monkeypatch
 
     monkeypatch.setattr(divergence.TokenFigures, "take", fail)
     kept = _kept(kvq, tmp_path, "perplexity", "--kv", "bf16,int4", "--context", 80, "--max-windows", 5)
-    assert [(row["kv"], row["tokens"]) for row in kept] == [("bf16", 3 * 31), ("int4", 3 * 31)]
+    assert [(row["kv"], row["tokens"]) for row in kept] == [("bf16", 3 * 79), ("int4", 3 * 79)]
 
 
 def test_tune_keeps_the_trials_before_an_error(kvq, tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def test_other_layers_run_their_own_code(family: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kv", ["fp32", "int8", "int4", "int4_g8", "int3_mean+sinks=9+recent=5", "bf16+recent=20"]
+    "kv", ["fp32", "int8", "int4", "int4_g4", "int3_mean+sinks=9+recent=5", "bf16+recent=20"]
 )
 @pytest.mark.parametrize("family", FUSED)
 def test_all_layers_in_one_call_give_the_bits_of_calls_one_by_one(

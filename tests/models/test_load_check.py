@@ -59,13 +59,13 @@ def sound(tmp_path_factory):
 @pytest.fixture(scope="module")
 def broken(ruined):
     """That model with int4."""
-    return load(ruined, "int4")
+    return load(ruined, "int4_g32_s8_rot")
 
 
 @pytest.fixture(scope="module")
 def warned(harmed):
     """The other one with int4."""
-    return load(harmed, "int4")
+    return load(harmed, "int4_g32_s8_rot")
 
 
 @pytest.fixture(autouse=True)
@@ -89,32 +89,32 @@ def warnings_of(caplog):
 
 def test_a_format_that_breaks_the_model_is_refused_with_layers_and_another_format(ruined) -> None:
     with pytest.raises(BrokenFormat) as refused:
-        kvq.LLM(ruined, "int4", **SMALL)
+        kvq.LLM(ruined, "int4_g32_s8_rot", **SMALL)
     said = str(refused.value)
-    assert said.startswith("int4 breaks this model: over 384 tokens mean KL ")
+    assert said.startswith("int4_g32_s8_rot breaks this model: over 384 tokens mean KL ")
     assert "layers 4 (" in said
     assert "%), 1 (" in said  # the worst ones
-    assert "take int4_per_channel/int4, which" in said
+    assert "take int4, which" in said
     assert "--accept-divergence" in said
     with kvq.LLM(ruined, "int4_per_channel/int4", **SMALL) as llm:
         assert llm.generate("A", kvq.SamplingParams(max_tokens=2))[0].outputs
 
 
 def test_what_is_accepted_runs_and_is_warned_of(ruined, caplog) -> None:
-    with kvq.LLM(ruined, "int4", accept_divergence=True, **SMALL) as llm:
+    with kvq.LLM(ruined, "int4_g32_s8_rot", accept_divergence=True, **SMALL) as llm:
         assert llm.generate("A", kvq.SamplingParams(max_tokens=2))[0].outputs
     [line] = warnings_of(caplog)
-    assert line.startswith("int4 breaks this model: ")
+    assert line.startswith("int4_g32_s8_rot breaks this model: ")
     with pytest.raises(ConfigError, match="accept_divergence must be True or False"):
-        kvq.LLM(ruined, "int4", accept_divergence="yes", **SMALL)
+        kvq.LLM(ruined, "int4_g32_s8_rot", accept_divergence="yes", **SMALL)
 
 
 def test_what_harms_a_model_is_one_warning_and_what_does_not_is_none(harmed, sound, caplog) -> None:
-    kvq.LLM(sound, "int4", **SMALL).close()
+    kvq.LLM(sound, "int4_g32_s8_rot", **SMALL).close()
     assert not warnings_of(caplog)
-    kvq.LLM(harmed, "int4", **SMALL).close()
+    kvq.LLM(harmed, "int4_g32_s8_rot", **SMALL).close()
     [line] = warnings_of(caplog)
-    assert line.startswith("int4 is not harmless to this model: over 384 tokens mean KL 0.0")
+    assert line.startswith("int4_g32_s8_rot is not harmless to this model: over 384 tokens mean KL 0.0")
 
 
 def test_one_pass_suffices_where_no_layer_is_off_much(tiny, broken) -> None:
@@ -134,33 +134,39 @@ def test_one_pass_suffices_where_no_layer_is_off_much(tiny, broken) -> None:
 
 
 def test_where_nothing_of_the_size_is_fit_no_format_is_named(broken, monkeypatch) -> None:
-    for others, passes in ((("int3", "int4_g64", "int8", "int4_g7"), 3), ((), 2)):
-        monkeypatch.setattr(load_check, "_PER_CHANNEL", others)
+    for others, passes in ((("int3_g32", "int4_g64", "int8", "int4_g7"), 3), ((), 2)):
+        monkeypatch.setattr(load_check, "_OTHERS", others)
         found = measure(broken)
         assert (found.verdict, found.instead, found.passes) == ("broken", "", passes)
         assert "take a larger one, or bf16" in found.refusal
 
 
 def test_tokens_that_are_young_now_count_as_old(broken) -> None:
-    assert measure(broken.with_kv("int4+recent=4096")).kl_mean == measure(broken).kl_mean
+    assert measure(broken.with_kv("int4_g32_s8_rot+recent=4096")).kl_mean == measure(broken).kl_mean
 
 
 def test_a_pair_is_measured_once(broken, warned, passes) -> None:
     for _ in range(3):
         with pytest.raises(BrokenFormat):
             check_on_load(broken)
-    assert passes == ["int4"]
+    assert passes == ["int4_g32_s8_rot"]
     folder = broken.prepared.folder
-    first, again = (check_on_load(x, accept_divergence=True) for x in (broken, load(folder, "int4")))
+    first, again = (
+        check_on_load(x, accept_divergence=True) for x in (broken, load(folder, "int4_g32_s8_rot"))
+    )
     assert first == again
-    assert passes == ["int4"]
+    assert passes == ["int4_g32_s8_rot"]
     check_on_load(warned)  # another model
-    check_on_load(load(warned.prepared.folder, "int4", block_size=16))  # no block decides what its rows are
+    check_on_load(
+        load(warned.prepared.folder, "int4_g32_s8_rot", block_size=16)
+    )  # no block decides what its rows are
     check_on_load(broken.with_kv("int4_mean"), accept_divergence=True)  # another format
-    assert passes == ["int4", "int4", "int4_mean"]
+    assert passes == ["int4_g32_s8_rot", "int4_g32_s8_rot", "int4_mean"]
     check_on_load(load(folder, "int4_mean", block_size=16), accept_divergence=True)  # blocks do here
-    check_on_load(load(folder, "int4", weights="int8"), accept_divergence=True)  # weights are others
-    assert passes[3:] == ["int4_mean", "int4"]
+    check_on_load(
+        load(folder, "int4_g32_s8_rot", weights="int8"), accept_divergence=True
+    )  # weights are others
+    assert passes[3:] == ["int4_mean", "int4_g32_s8_rot"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "edited", "empty", "list", "number", "folder", "other"])
@@ -174,7 +180,7 @@ def test_damaged_memory_costs_another_check(warned, passes, damage: str) -> None
     else:
         data = json.loads(text)
         edited = json.dumps(data | {"found": data["found"] | {"verdict": "harmless"}})
-        other = json.dumps({"found": {"kv": "int4"}, "seal": data["seal"]})
+        other = json.dumps({"found": {"kv": "int4_g32_s8_rot"}, "seal": data["seal"]})
         texts = {"cut": text[:-9], "edited": edited, "empty": "", "list": "[]", "number": "7", "other": other}
         path.write_text(texts[damage])
     assert check_on_load(warned) == found
@@ -191,7 +197,12 @@ def test_a_memory_that_cannot_be_written_is_done_without(warned, passes) -> None
 
 
 def test_what_is_measured_unquantized_or_loaded_already_is_not_checked(ruined, broken, passes) -> None:
-    for model, kv in ((ruined, "bf16"), ("tiny", "int2"), (EMBEDDED["tiny"], "int4"), (broken, "int4")):
+    for model, kv in (
+        (ruined, "bf16"),
+        ("tiny", "int2"),
+        (EMBEDDED["tiny"], "int4_g32_s8_rot"),
+        (broken, "int4_g32_s8_rot"),
+    ):
         kvq.LLM(model, kv, **SMALL).close()
     assert not passes
     assert not memory_folder().exists()
@@ -223,13 +234,13 @@ class TestInTransformers:
     def test_finds_what_the_load_check_finds(self, ruined, broken) -> None:
         model = AutoModelForCausalLM.from_pretrained(ruined, dtype=torch.float32)
         before = model.config._attn_implementation
-        found, other = kvq.check(model, "int4"), measure(broken)
+        found, other = kvq.check(model, "int4_g32_s8_rot"), measure(broken)
         assert found.verdict == other.verdict == "broken"
         assert found.kl_mean == pytest.approx(other.kl_mean, rel=0.1)
         assert found.layer_errors == pytest.approx(other.layer_errors, rel=0.1)
         assert model.config._attn_implementation == before
         assert kvq.check(model, "int4_per_channel/int4").verdict == "harmless"
-        assert kvq.check(broken, "int4") == other
+        assert kvq.check(broken, "int4_g32_s8_rot") == other
 
     def test_needs_a_tokenizer(self, ruined) -> None:
         model = AutoModelForCausalLM.from_pretrained(ruined)
@@ -243,16 +254,16 @@ class TestInTransformers:
         KvqCache(tiny.weights.model.config, "bf16")
         assert not warnings_of(caplog)
         for _ in range(2):
-            KvqCache(AutoModelForCausalLM.from_pretrained(EMBEDDED["tiny"]).config, "int4")
+            KvqCache(AutoModelForCausalLM.from_pretrained(EMBEDDED["tiny"]).config, "int4_g32_s8_rot")
         [line] = warnings_of(caplog)
         assert "kvq.check(model, kv)" in line
 
 
 def test_vllm_is_told_what_is_remembered(ruined, broken) -> None:
-    assert "int4 was not checked on this model" in say_checked(str(ruined), "int4")
+    assert "int4_g32_s8_rot was not checked on this model" in say_checked(str(ruined), "int4_g32_s8_rot")
     check_on_load(broken, accept_divergence=True)
-    assert say_checked(str(ruined), "int4").startswith("int4 breaks this model: ")
-    assert "can't be checked" in say_checked("/no/such/model", "int4")
+    assert say_checked(str(ruined), "int4_g32_s8_rot").startswith("int4_g32_s8_rot breaks this model: ")
+    assert "can't be checked" in say_checked("/no/such/model", "int4_g32_s8_rot")
 
 
 class TestCommands:
@@ -272,29 +283,40 @@ class TestCommands:
         return run
 
     def test_generate_and_chat_end_with_1(self, kvq, ruined, passes, monkeypatch) -> None:
-        asked = ("generate", "--model", ruined, "--kv", "int4", "-n", 2, "Hi")
+        asked = ("generate", "--model", ruined, "--kv", "int4_g32_s8_rot", "-n", 2, "Hi")
         status, said = kvq(*asked)
         assert status == 1
-        assert "kvq: error: int4 breaks this model: " in said
+        assert "kvq: error: int4_g32_s8_rot breaks this model: " in said
         assert kvq(*asked, "--accept-divergence")[0] == 0
-        assert passes == ["int4"]
+        assert passes == ["int4_g32_s8_rot"]
 
     def test_serve_tells_what_is_remembered(self, kvq, ruined, broken) -> None:
-        asked = ("serve", "--check", "--port", 0, "--model", ruined, "--kv", "int4", "--kv-memory", "64MiB")
+        asked = (
+            "serve",
+            "--check",
+            "--port",
+            0,
+            "--model",
+            ruined,
+            "--kv",
+            "int4_g32_s8_rot",
+            "--kv-memory",
+            "64MiB",
+        )
         assert "warning formats: what they cost this model will be checked" in kvq(*asked)[1]
         check_on_load(broken, accept_divergence=True)
         status, said = kvq(*asked)
         assert status == 1
-        assert "error formats: int4 breaks this model: " in said
+        assert "error formats: int4_g32_s8_rot breaks this model: " in said
         status, said = kvq(*asked, "--accept-divergence")
-        assert (status, "warning formats: int4 breaks" in said) == (0, True)
+        assert (status, "warning formats: int4_g32_s8_rot breaks" in said) == (0, True)
 
     def test_an_engine_in_a_process_of_its_own_ends_with_1(self, kvq, ruined, tmp_path) -> None:
         source = tmp_path / "in.jsonl"
         body = {"model": "ruined", "prompt": "A", "max_tokens": 2}
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
         source.write_text(json.dumps(line))
-        asked = ("run-batch", source, tmp_path / "out.jsonl", "--model", ruined, "--kv", "int4")
+        asked = ("run-batch", source, tmp_path / "out.jsonl", "--model", ruined, "--kv", "int4_g32_s8_rot")
         status, said = kvq(*asked, "--kv-memory", "8MiB")
-        assert status == 1
-        assert "int4 breaks this model: " in said
+        assert status == 1, said
+        assert "int4_g32_s8_rot breaks this model: " in said

@@ -45,7 +45,7 @@ def say_checked(model: str, name: str) -> str:
 
     try:
         prepared = prepare(model)
-        found = recalled(prepared, prepared.recipe(without_prefix(name)))
+        found = recalled(prepared, prepared.recipe(without_prefix(name), whole_blocks=False))
         told = str(found or f"{name} was not checked on this model; kvq generate does it, once")
     except KVQError as error:
         told = f"{name} can't be checked on this model: {first_lines(error)}"
