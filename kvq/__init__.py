@@ -12,6 +12,7 @@ Importing kvq loads nothing else: torch and transformers come with the first nam
 from typing import TYPE_CHECKING
 
 from kvq.errors import (
+    BrokenFormat,
     ConfigError,
     EngineError,
     KVQError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
     from kvq.models import Model
+    from kvq.models.hf_check import check
 else:
     __getattr__ = lazily(
         __name__,
@@ -43,12 +45,14 @@ else:
             "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
             "kvq.formats": ("KVRecipe",),
             "kvq.models": ("Model",),
+            "kvq.models.hf_check": ("check",),
         },
     )
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BrokenFormat",
     "ConfigError",
     "EngineError",
     "KVQError",
@@ -65,6 +69,7 @@ __all__ = [
     "UnsupportedKernel",
     "__version__",
     "calibrate",
+    "check",
     "load",
     "perplexity",
     "plan",

@@ -12,7 +12,7 @@ from kvq.commands import completion
 from kvq.commands.interrupts import interruptible
 from kvq.commands.screen import echo, show_warnings, take_every_text
 from kvq.commands.shortage import check_addresses, shortage
-from kvq.errors import KVQError, nearest
+from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
 # Command name -> (module below kvq.commands, its one-line help, shown without loading the module).
@@ -103,7 +103,8 @@ def root() -> None:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Run the command line; errors that kvq raises on purpose become one line and exit code 2.
+    """Run the command line; errors that kvq raises on purpose become one line and exit code 2, or 1 for a KV
+    format that breaks the model.
 
     SIGTERM interrupts a command as Ctrl-C does, unless the command has its own way to end.
     """
@@ -126,7 +127,7 @@ def main(args: list[str] | None = None) -> Any:
         sys.exit(130)
     except KVQError as error:
         echo(f"kvq: error: {error}", err=True)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, BrokenFormat) else 2)
     except BrokenPipeError:  # the reader of our output, such as `head`, is gone
         sys.stderr.close()
         sys.exit(0)

@@ -16,6 +16,10 @@ class UnfitFormat(ConfigError):
     """A KV format that a model's head dimensions don't fit; others may."""
 
 
+class BrokenFormat(ConfigError):
+    """A KV format that breaks the model it was asked for, as the load check found. It may be accepted."""
+
+
 class ModelError(KVQError):
     """A model that is missing, damaged, or of a kind that kvq would run wrongly."""
 

@@ -14,6 +14,7 @@ after one token, each tensor as the model computes with it.
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import TypedDict
 
 from kvq.errors import ConfigError
@@ -344,6 +345,18 @@ def _plain(
         role=Role.SINKS if window is None else Role.RECENT,
         limit=limit,
     )
+
+
+def named_recipe(
+    kv: str | Path | KVRecipe, geometry: ModelGeometry, *, whole_blocks: bool = True
+) -> KVRecipe:
+    """Return the recipe that `kv` means for a model, as `KVRecipe.named`.
+
+    `whole_blocks`: whether tokens may wait until their block is full. Latents never do: a long prefill of
+    theirs is multiplied out to heads, from what is stored of every token.
+    """
+    waits = whole_blocks and not any(layer.is_latent for layer in geometry.layers)
+    return KVRecipe.named(kv, geometry.head_dims, whole_blocks=waits)
 
 
 def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:

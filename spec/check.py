@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from codec import decode, encode
+from codec import decode, encode, encode_block
 from findings import Wrong, load_json, need, sha256
 from layouts import PARTS, block_regions, read_layout
 from names import parse
@@ -70,6 +70,21 @@ def check_rows(folder: Path, vector: dict) -> str:
         )
         count += len(x)
     return f"{count} rows of {vector['format']} in {len(vector['cases'])} head dimensions"
+
+
+def check_channels(folder: Path, vector: dict) -> str:
+    """Whole blocks with scales per channel, encoded and decoded again."""
+    found = arrays(folder, vector)
+    for case in vector["cases"]:
+        dim, size, fmt = case["dim"], case["block_size"], parse(case["name"], case["dim"])
+        own = f"{dim}x{size}"
+        x, codes, scales = (found[f"{own}.{part}"] for part in ("input", "codes", "scales"))
+        need(x.shape[-2:] == (size, dim), f"{own}: blocks of {x.shape[-2:]}")
+        expected = encode_block(x, fmt)
+        same(codes.tobytes(), expected[0].tobytes(), f"{own}, codes [{len(x)}, {size}, {fmt.code_bytes}]")
+        same(scales.tobytes(), expected[1].tobytes(), f"{own}, scales [{len(x)}, 1, {fmt.channel_bytes}]")
+        same(found[f"{own}.decoded"].tobytes(), decode(codes, scales, fmt).tobytes(), f"{own}, decoded")
+    return f"blocks of {vector['format']} in {len(vector['cases'])} sizes"
 
 
 def check_blocks(folder: Path, vector: dict) -> str:
@@ -129,6 +144,7 @@ def check_recipe_vector(folder: Path, vector: dict) -> str:
 
 _KINDS = {
     "rows": check_rows,
+    "channels": check_channels,
     "blocks": check_blocks,
     "prefix": check_prefix_vector,
     "recipe": check_recipe_vector,

@@ -6,9 +6,10 @@ All arithmetic is in fp32, one rounding an operation, in the order that the spec
 from dataclasses import replace
 
 import numpy as np
+from channels import decode_channels, encode_channels
 from names import LARGEST, Format, mean_format
+from packing import F32, pack, scale_bytes, scale_values, unpack
 
-F32 = np.float32
 SPANS = {"int3": 0.9, "int2": 0.8}
 _FLOATS = {"fp32": np.finfo(F32).max, "bf16": F32(float.fromhex("0x1.fep127")), "fp16": F32(65504)}
 
@@ -51,6 +52,8 @@ def encode(x: np.ndarray, fmt: Format, static=None, clip: float = 1.0):
 def decode(codes: np.ndarray, scales: np.ndarray, fmt: Format, static=None) -> np.ndarray:
     """fp32 rows [..., dim] of bytes, still rotated."""
     with np.errstate(all="ignore"):
+        if fmt.is_per_channel:
+            return decode_channels(codes, scales, fmt)
         if fmt.code == "bf16":
             return (_view(codes, "<u2").astype(np.uint32) << 16).view(F32)
         if fmt.code in _FLOATS:
@@ -128,22 +131,18 @@ def _encode_grouped(x: np.ndarray, fmt: Format, clip: float):
         pairs = _bytes(np.concatenate((step, least), -1))
         scale, minimum = step.astype(F32), least.astype(F32)
     q = np.clip(np.floor((grouped - minimum) / scale + F32(0.5)), 0, levels).astype(np.uint8)
-    return pack(q.reshape(x.shape), fmt), pairs.reshape(*x.shape[:-1], -1)
+    return pack(q.reshape(x.shape), fmt.bits), pairs.reshape(*x.shape[:-1], -1)
 
 
 def _narrow_pairs(low: np.ndarray, high: np.ndarray, bits: int) -> np.ndarray:
-    wanted = np.maximum(high - low, np.abs(low)) / F32((1 << bits) - 1)
-    more = (1 << 20) - 1 if bits >= 5 else 1 << 19  # up, or to nearest
-    rounded = np.clip(wanted, F32(2.0**-19), F32(1920)).view(np.int32) + more
-    code = np.minimum((rounded >> 20) - (107 << 3), 247)
-    scale = ((code << 20) + (107 << 23)).astype(np.int32).view(F32)
+    code = scale_bytes(np.maximum(high - low, np.abs(low)) / F32((1 << bits) - 1), up=bits >= 5)
+    scale = scale_values(code)
     steps = np.clip(np.floor(low * F32(2.0 ** (7 - bits)) / scale + F32(0.5)), -128, 127).astype(np.int32)
     return np.concatenate((code, steps & 255), -1).astype(np.uint8)
 
 
 def _narrow_values(pairs: np.ndarray, bits: int) -> np.ndarray:
-    code, steps = pairs[..., :1].astype(np.int32), np.ascontiguousarray(pairs[..., 1:]).view(np.int8)
-    scale = ((code << 20) + (107 << 23)).astype(np.int32).view(F32)
+    scale, steps = scale_values(pairs[..., :1]), np.ascontiguousarray(pairs[..., 1:]).view(np.int8)
     return np.concatenate((scale, steps.astype(F32) * F32(2.0 ** (bits - 7)) * scale), -1)
 
 
@@ -152,34 +151,15 @@ def _decode_grouped(codes: np.ndarray, scales: np.ndarray, fmt: Format) -> np.nd
         pairs = _narrow_values(scales.reshape(*scales.shape[:-1], -1, 2), fmt.bits)
     else:
         pairs = _view(scales, "<f2").astype(F32).reshape(*scales.shape[:-1], -1, 2)
-    q = unpack(codes, fmt).astype(F32).reshape(*codes.shape[:-1], -1, fmt.group)
+    q = unpack(codes, fmt.bits).astype(F32).reshape(*codes.shape[:-1], -1, fmt.group)
     return (q * pairs[..., :1] + pairs[..., 1:]).reshape(*codes.shape[:-1], fmt.dim)
-
-
-def pack(q: np.ndarray, fmt: Format) -> np.ndarray:
-    """Codes [..., dim] in planes of bytes."""
-    planes, shift = [], 0
-    for width in fmt.planes:
-        parts = np.split((q >> shift) & ((1 << width) - 1), 8 // width, axis=-1)
-        planes.append(sum(part << (width * i) for i, part in enumerate(parts)).astype(np.uint8))
-        shift += width
-    return np.concatenate(planes, -1)
-
-
-def unpack(packed: np.ndarray, fmt: Format) -> np.ndarray:
-    """Codes [..., dim] of planes."""
-    codes, shift, at = np.zeros((*packed.shape[:-1], fmt.dim), np.uint8), 0, 0
-    for width in fmt.planes:
-        size = fmt.dim * width // 8
-        plane = packed[..., at : at + size]
-        parts = [(plane >> (width * i)) & ((1 << width) - 1) for i in range(8 // width)]
-        codes |= np.concatenate(parts, -1) << shift
-        shift, at = shift + width, at + size
-    return codes
 
 
 def encode_block(x: np.ndarray, fmt: Format, static=None, clip: float = 1.0):
     """(codes, scales, means) of the rows of a block, [..., block_size, dim]."""
+    if fmt.is_per_channel:
+        with np.errstate(all="ignore"):
+            return *encode_channels(prepared(x, fmt), fmt), _none(x[..., 0, :])
     if not fmt.mean:
         return *encode(x, fmt, static, clip), _none(x[..., 0, :])
     with np.errstate(all="ignore"):

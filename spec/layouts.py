@@ -82,7 +82,7 @@ def read_layout(data: dict) -> Layout:
     kinds = [[i for i, x in enumerate(geometry) if x["window"] == window] for window in windows]
     recent, sinks = recipe.get("recent", 0), -(-recipe.get("sinks", 0) // size) * size
     roles = [("sealed", None)]
-    if any(k.mean or v.mean for k, v in formats) or recent or sinks:
+    if any(f.mean or f.is_per_channel for pair in formats for f in pair) or recent or sinks:
         roles += [("recent", None)] + ([("sinks", sinks)] if sinks else [])
     groups = []
     for role, limit in roles:
@@ -132,7 +132,8 @@ def _plain(pair: tuple[Format, Format]) -> tuple[Format, Format]:
 
 def _regions(index: int, heads: int, pair: tuple[Format, Format], size: int) -> dict:
     k, v = pair
-    rows = [(size, k.code_bytes), (size, v.code_bytes), (size, k.scale_bytes), (size, v.scale_bytes)]
+    rows = [(size, k.code_bytes), (size, v.code_bytes)]
+    rows += [(1, f.channel_bytes) if f.is_per_channel else (size, f.scale_bytes) for f in pair]
     rows += [(1, k.mean_bytes), (1, v.mean_bytes)]
     sizes = [heads * count * row for count, row in rows]
     *offsets, end = accumulate((-(-n // 16) * 16 for n in sizes), initial=0)

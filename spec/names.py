@@ -8,7 +8,8 @@ BITS |= {f"int{bits}": bits for bits in (6, 5, 4, 3, 2)}
 FLOATS = ("fp32", "bf16", "fp16")
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 _NAME = re.compile(
-    r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})(_s8)?))?(_mean)?(_rot)?"
+    r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|(per_channel)|g(0|[1-9][0-9]{0,4})(_s8)?))?"
+    r"(_mean)?(_rot)?"
 )
 
 
@@ -21,6 +22,7 @@ class Format:
     group: int = 0  # elements; 0 unless grouped
     is_narrow: bool = False
     is_static: bool = False
+    is_per_channel: bool = False
     mean: bool = False
     rotated: bool = False
 
@@ -29,8 +31,15 @@ class Format:
         return BITS[self.code]
 
     @property
-    def planes(self) -> list[int]:
-        return [width for width in (8, 4, 2, 1) if self.bits & width]
+    def is_paired(self) -> bool:
+        """True if two channels share the bits of their codes."""
+        return self.is_per_channel and self.bits <= 4
+
+    @property
+    def multiple(self) -> int:
+        """Of which the elements of a row must be a multiple."""
+        bits = self.bits << self.is_paired
+        return (1 + self.is_paired) * (8 // min(8, bits & -bits))
 
     @property
     def code_bytes(self) -> int:
@@ -40,7 +49,12 @@ class Format:
     def scale_bytes(self) -> int:
         if self.group:
             return (2 if self.is_narrow else 4) * (self.dim // self.group)
-        return 2 if self.code in LARGEST and not self.is_static else 0
+        return 2 if self.code in LARGEST and not (self.is_static or self.is_per_channel) else 0
+
+    @property
+    def channel_bytes(self) -> int:
+        """Of the scales per channel, for a KV head and block."""
+        return (2 if self.code in LARGEST else 3) * self.dim if self.is_per_channel else 0
 
     @property
     def mean_bytes(self) -> int:
@@ -53,6 +67,8 @@ class Format:
         middle = f"_g{self.group}" + "_s8" * self.is_narrow if self.group else ""
         if self.code in LARGEST:
             middle = "_per_head" if self.is_static else "_per_token_head"
+        if self.is_per_channel:
+            middle = "_per_channel"
         return self.code + middle + "_mean" * self.mean + "_rot" * self.rotated
 
 
@@ -76,17 +92,23 @@ def parse(name: str, dim: int) -> Format:
     match = _NAME.fullmatch(name)
     if match is None or match[1] not in BITS:
         raise ValueError(f"no format is named {name!r}")
-    code, token, head, group, narrow, mean, rotated = match.groups()
+    code, token, head, channel, group, narrow, mean, rotated = match.groups()
     scaled, grouped = code in LARGEST, code not in LARGEST and code not in FLOATS
     if ((token or head) and not scaled) or ((group or mean) and not grouped):
         raise ValueError(f"no format is named {name!r}")
+    if channel and (mean or not (grouped or code == "int8")):
+        raise ValueError(f"no format is named {name!r}")
     fmt = Format(code, dim, is_static=bool(head), mean=bool(mean), rotated=bool(rotated))
-    if not grouped:
+    if channel:
+        fmt = replace(fmt, is_per_channel=True)
+    if dim % fmt.multiple:
+        raise ValueError(f"{name} does not fit rows of {dim} elements")
+    if channel or not grouped:
         return fmt
     if group is None:
         fmt = replace(fmt, group=_chosen(dim, 32), is_narrow=True, rotated=True)
     else:
         fmt = replace(fmt, group=int(group), is_narrow=bool(narrow))
-    if dim % (8 // fmt.planes[-1]) or fmt.group not in group_sizes(dim):
+    if fmt.group not in group_sizes(dim):
         raise ValueError(f"{name} does not fit rows of {dim} elements")
     return fmt

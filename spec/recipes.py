@@ -81,7 +81,8 @@ def _layer(layer: object, index: int, data: dict, centers: dict | None) -> dict:
         except ValueError as error:
             raise Wrong(f"{where}.{part}: {error}") from error
         clip = _number(layer.get(f"{part}_clip", 1.0), f"{where}.{part}_clip", 0.1, 1)
-        need(clip == 1 or fmt.code == "int2", f"{where}.{part}_clip: {clip} is for int2, not {fmt.name}")
+        grouped = fmt.code == "int2" and not fmt.is_per_channel
+        need(clip == 1 or grouped, f"{where}.{part}_clip: {clip} is for int2 in groups, not {fmt.name}")
         own |= {part: fmt.name, f"{part}_head_dim": dim} | ({f"{part}_clip": clip} if clip != 1 else {})
         rows = None if centers is None else centers["layers"][index][part]
         if rows is not None:

@@ -81,3 +81,14 @@ def wikitext() -> str:
     if not path.is_file():
         pytest.skip("WikiText-2 is not at hand")
     return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def load_checks(tmp_path_factory) -> Iterator[None]:
+    """What load checks find in this process is kept in a folder of the tests' own."""
+    from kvq.models import check_memory
+
+    folder = tmp_path_factory.mktemp("checks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_memory, "memory_folder", lambda: folder)
+        yield

@@ -172,12 +172,12 @@ def test_auto_for_both_halves_is_auto(run):
 @pytest.mark.parametrize("window", [16, 64])
 def test_a_cut_attention_window_goes_with_every_output(run, tmp_path, window):
     outputs = ["--json", tmp_path / "r.json", "--html", tmp_path / "r.html", "--plot", tmp_path / "r.png"]
-    args = ["--kv", "fp32,int4", "--attention-window", window, "--instrument", *outputs]
+    args = ["--kv", "fp32,int4_g32", "--attention-window", window, "--instrument", *outputs]
     code, _, err = run("perplexity", *args, *SHORT)
     assert (code, remarks(err)) == (1, [])  # a 64-token window can't hurt 64 tokens of context
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [(r["kv"], r["attention_window"], r["instrument"]) for r in rows] == [
-        ("fp32", window, ""), ("int4", window, ""), ("fp32", 64, "window"), ("int2", window, "int2"),
+        ("fp32", window, ""), ("int4_g32", window, ""), ("fp32", 64, "window"), ("int2", window, "int2"),
     ]  # fmt: skip
     assert (tmp_path / "r.png").stat().st_size > 1000
 
@@ -256,7 +256,7 @@ def test_the_library_refuses_what_it_can_not_use(tiny):
 def test_the_library_takes_what_people_hand_it(tiny, tmp_path):
     assert torch.equal(tiny.logits(torch.tensor([3, 4])), tiny.logits([3, 4]))
     tiny.with_kv("k8v4").recipe.save(tmp_path / "kvq.json")
-    assert tiny.with_kv(tmp_path / "kvq.json").kv_bytes_per_token == 1224
+    assert tiny.with_kv(tmp_path / "kvq.json").kv_bytes_per_token == 1248
     assert kvq.calibrate(tiny, "some words " * 40, context=32, max_windows=1).tokens == 32
     with_scales = kvq.load("tiny", scales=EMBEDDED["tiny"] / "kvq.json")
     assert with_scales.with_kv("int8_per_head").recipe.is_static

@@ -107,7 +107,7 @@ def test_perplexity_prints_a_table_and_writes_json_plot_and_report(run, tmp_path
         paths[2],
     )
     assert (code, remarks(err)) == (0, [])
-    assert re.search(r"^int4 +4\.5 +864 +3\.56x", out, re.M)
+    assert re.search(r"^int4 +4\.625 +[\d.]+ +888 +3\.46x", out, re.M)
     result = json.loads(paths[0].read_text())
     assert {"kvq_version", "commit", "date", "device", "versions", "command", "rows"} <= set(result)
     assert [row["kv"] for row in result["rows"]] == ["fp32", "fp8_per_head", "int4"]
@@ -123,10 +123,10 @@ def test_familiar_spellings_work_and_say_what_they_became(run):
     code, out, err = run("perplexity", "--kv-cache-dtype", "f16,q8_0", *SHORT)
     assert code == 0
     assert "q8_0 is read as kvq's int8" in err
-    assert re.search(r"^q8_0 +8\.25", out, re.M)
+    assert re.search(r"^q8_0 +8\.375", out, re.M)
     code, out, err = run("perplexity", "-ctk", "q8_0", "-ctv", "q4_0", *SHORT)
     assert code == 0
-    assert re.search(r"^q8_0/q4_0 +6\.625", out, re.M)
+    assert re.search(r"^q8_0/q4_0 +6\.75", out, re.M)
     assert "q4_0 is read as kvq's int4_g32" in err
 
 
@@ -166,16 +166,16 @@ def test_inspect_counts_bytes_and_reads_no_weights(run, copy, tmp_path):
     assert code == 0
     row = json.loads((tmp_path / "i.json").read_text())["rows"][0]
     k8v4 = next(f for f in row["formats"] if f["kv"] == "k8v4")
-    assert (k8v4["bits_per_element"], k8v4["kv_bytes_per_token"]) == (6.375, 1224)
+    assert (k8v4["bits_per_element"], k8v4["kv_bytes_per_token"]) == (6.5, 1248)
     assert row["layers"][0] == {
         "index": 0, "number": 0, "kind": "full", "kv_heads": 2, "head_dim": 64, "v_head_dim": 64,
         "window": None, "readers": [],
     }  # fmt: skip
     assert "does not fit: int4_g128" in out
     names = {f["kv"]: f["k"] for f in row["formats"] if "k" in f}
-    assert (names["int4"], names["int2"]) == ("int4_g32_s8_rot", "int2_g32_s8_rot")
+    assert (names["int4"], names["int2"]) == ("int4_per_channel", "int2_per_channel")
     assert {"int3", "int5", "int6", "int4_g64_rot", "int2_g32_rot"} <= set(names)
-    assert "what they were is int4_g64_rot and int2_g32_rot" in " ".join(out.split())
+    assert "what int4 was is int4_g32_s8_rot/int4_g32_s8_rot" in " ".join(out.split())
 
 
 def test_inspect_lays_out_means_and_the_groups_of_what_waits(run, tmp_path):
@@ -208,7 +208,7 @@ def test_the_help_of_kv_says_what_was_renamed(run):
     for command in ("serve", "perplexity"):
         code, out, _ = run(command, "--help")
         assert code == 0
-        assert "what they were is int4_g64_rot and int2_g32_rot" in " ".join(out.split())
+        assert "what int4 was is int4_g32_s8_rot/int4_g32_s8_rot" in " ".join(out.split())
 
 
 def test_doctor_says_what_runs_and_why_the_rest_does_not(run):

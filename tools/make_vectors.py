@@ -53,7 +53,9 @@ WHOLE = {  # blocks of these pairs, by the name of their vector
     "wide": "bf16/int4_g6",
     "means": "int4_mean/int2_mean",
     "staged": "int6/int4_mean+recent=7+sinks=4",
+    "channels": "int4_per_channel/int8_per_channel_rot",
 }
+CHANNELS = ((60, 16), (128, 32))  # head dimension and block size
 PREFIXES = {name: WHOLE[name] for name in ("plain", "staged")}
 LAYERS = (((60, 48), None), ((48, 60), 16))  # (K, V) head dimensions and window
 SIZE, HEADS = 5, 3
@@ -151,6 +153,41 @@ def add_rows(vectors: Vectors, name: str, clip: float = 1.0) -> None:
     vectors.describe(f"rows-{file}", vector)
 
 
+def channel_blocks(dim: int, size: int) -> Tensor:
+    """fp32 [1, size, dim]: channels of all ranges, so that pairs share bits in every way, and odd ones."""
+    x = random_rows(1000 * dim + size, 1, size, dim)
+    x *= torch.tensor([2.0 ** (i * 5 % 19 - 9) for i in range(dim)])
+    x[:, 3:5] = 0.0  # rows
+    low, high = x.aminmax(dim=1, keepdim=True)
+    x[..., ::7] += (100 * (high - low))[..., ::7]
+    x[..., 5::7] -= (100 * (high - low))[..., 5::7]
+    x[..., 1], x[..., 2], x[..., 3], x[..., 4] = 0.0, -1.7, 2.5, 3e-6
+    x[..., 8] = x[..., 8].sign() * 3.4e38
+    x[..., 9] *= 1e-42
+    x[..., 10] = 3.4e38
+    x[:, 7, 11:15] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    return x
+
+
+def add_channels(vectors: Vectors, code: str) -> None:
+    """Blocks of one format with scales per channel."""
+    name, arrays, cases = f"{code}_per_channel", {}, []
+    for dim, size in CHANNELS:
+        try:
+            fmt = parse_format(name, dim)
+        except ConfigError:
+            continue
+        x = channel_blocks(dim, size)
+        codes, scales, _ = encode_block(x, fmt)
+        assert scales is not None, f"{name} stores scales"
+        parts = {"codes": codes.view(torch.uint8), "scales": scales, "decoded": decode(codes, scales, fmt)}
+        arrays[f"{dim}x{size}.input"] = vectors.array("input-channels.bin", x)
+        arrays |= {f"{dim}x{size}.{p}": vectors.array(f"channels-{code}.bin", y) for p, y in parts.items()}
+        cases.append({"dim": dim, "block_size": size, "name": fmt.name})
+    vector = {"kind": "channels", "format": name, "cases": cases, "arrays": arrays}
+    vectors.describe(f"channels-{code}", vector)
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """uint8 [rows, bytes]."""
     if not x.shape[-1]:
@@ -208,7 +245,7 @@ def store(kv: PagedKV, rows: tuple[Tensor, Tensor], block: int) -> None:
         codes, scales, means = encode_block(x, fmt, static, clip=clip)
         own.codes[block] = codes
         if own.scales is not None:
-            own.scales[block] = scales
+            own.scales[block, :, : scales.shape[1]] = scales
         if own.means is not None:
             own.means[block] = means
 
@@ -312,6 +349,8 @@ def make(folder: Path) -> None:
         for pattern in GROUPED:
             add_rows(vectors, pattern.format(code, "{}"))
     add_rows(vectors, "int2", clip=0.7)
+    for code in ("int8", "int6", "int5", "int4", "int3", "int2"):
+        add_channels(vectors, code)
     for name, kv in WHOLE.items():
         add_blocks(vectors, name, kv)
     for name, kv in PREFIXES.items():

@@ -9,7 +9,7 @@ from benchmarks.instructions.compiling import pretended
 from kvq.formats import Code
 from kvq.kernels.attend import triton as attend
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.attend.rounding import ROUNDED
+from kvq.kernels.attend.rounding import limit_of
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_list import list_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
@@ -44,7 +44,7 @@ def _arithmetics(layer: PagedKV, device: str) -> tuple[bool, ...]:
     """Whether queries are rounded to 8 bits: in some rows where that GPU has products of K's codes."""
     code = layer.formats.k.code
     can = device.startswith("sm") and (code is not Code.FP8 or int(device.removeprefix("sm")) >= 89)
-    return (False, True) if can and code in ROUNDED else (False,)
+    return (False, True) if can and limit_of(layer.formats.k) is not None else (False,)
 
 
 def _on_gpu(q: torch.Tensor) -> Any:

@@ -19,7 +19,7 @@ from kvq.bench.workload import Workload, dense_kv, filled_cache, layout_of, quer
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, StagedBatch
-from kvq.kernels.attend.rounding import ROUNDED, rounded_queries
+from kvq.kernels.attend.rounding import limit_of, rounded_queries
 from kvq.kernels.gpu import support as gpu
 
 _SLACK = 1e-5  # a relative error as small as this is fine whatever SDPA's is
@@ -157,7 +157,7 @@ def _multiplies_8_bits(workload: Workload, cache: KVCache) -> bool:
         kv_heads=workload.kv_heads,
         block_size=workload.block_size,
     )
-    return formats.k.code in ROUNDED and gpu.supports_8bit(spec, Device.of(workload.device)).yes
+    return limit_of(formats.k) is not None and gpu.supports_8bit(spec, Device.of(workload.device)).yes
 
 
 def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:

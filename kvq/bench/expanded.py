@@ -67,7 +67,7 @@ def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iter
 
 
 def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
-    layout = layout_of(workload, kv, whole_blocks=False)
+    layout = layout_of(workload, kv)
     geometry = layout.geometry
     layers = tuple(replace(layer, is_latent=True, expansion=expansion.dims) for layer in geometry.layers)
     latent = plan_layout(
@@ -99,7 +99,7 @@ def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Conte
         head_dim=dims.k_dim + workload.head_dim,
         latent_dim=dims.v_dim,
     )
-    cache, batch = _filled(heads, layout_of(heads, kv, whole_blocks=False), expansion, of_heads=True)
+    cache, batch = _filled(heads, layout_of(heads, kv), expansion, of_heads=True)
     q, options = _queries(workload, expansion), _options(workload, expansion)
     new = torch.randn(len(q), expansion.latent_dim).to(q)
 

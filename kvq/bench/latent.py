@@ -40,7 +40,7 @@ def check_one_head(workload: Workload) -> None:
 def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, Tensor]]:
     """kvq, and the rows of all sequences as stored: keys and values fp32 [sequences, 1, tokens, dim]."""
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[workload.dtype]
-    layout, blocks = layout_of(workload, f"{name}/{kv}", whole_blocks=False), sum(blocks_of(workload))
+    layout, blocks = layout_of(workload, f"{name}/{kv}"), sum(blocks_of(workload))
     pool = PoolBytes(layout.groups[0], blocks, workload.device)
     layers = [pool.layer(i, layout.recipe) for i in range(len(layout.geometry.layers))]
     spec = KernelSpec(

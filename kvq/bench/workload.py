@@ -95,7 +95,7 @@ def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, i
     """A cache with random rows in shuffled blocks, and as many layers as rotate it past the CPU's or
     GPU's cache: every layer holds a copy of the same shape.
     """
-    layout, needs = layout_of(workload, kv, whole_blocks=False), blocks_of(workload)
+    layout, needs = layout_of(workload, kv), blocks_of(workload)
     layout.recipe.check_unstaged("a benchmark of writing, of new tokens or of tiles")
     cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=workload.backend)
     copies = len(layout.geometry.layers)
@@ -155,17 +155,16 @@ def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
     return table[position // block_size].long() * block_size + position % block_size
 
 
-def layout_of(workload: Workload, kv: str, *, whole_blocks: bool = True) -> KVLayout:
+def layout_of(workload: Workload, kv: str) -> KVLayout:
     """Of as many layers, alike, as rotate the data past the CPU's or GPU's cache.
 
-    `whole_blocks`: as `KVRecipe.uniform` takes it.
+    Bare names of formats are timed token by token: blocks that wait are timed where a name asks for them.
     """
-    one = _plan(workload, kv, 1, whole_blocks)
-    copies = copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens))
-    return _plan(workload, kv, copies, whole_blocks)
+    one = _plan(workload, kv, layers=1)
+    return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))
 
 
-def _plan(workload: Workload, kv: str, layers: int, whole_blocks: bool) -> KVLayout:
+def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
     heads, (k_dim, v_dim) = workload.kv_heads, workload.dims
     geometry = ModelGeometry(
         model_type="bench",
@@ -178,7 +177,7 @@ def _plan(workload: Workload, kv: str, layers: int, whole_blocks: bool) -> KVLay
         vocab_size=1,
         max_context=max(workload.contexts),
     )
-    recipe = KVRecipe.uniform(kv, [workload.dims] * layers, whole_blocks=whole_blocks)
+    recipe = KVRecipe.uniform(kv, [workload.dims] * layers)
     if recipe.is_static:  # random rows of deviation 1 stay within 6
         maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
         recipe = recipe.with_scales(

@@ -1,12 +1,14 @@
 """KvqCache: a transformers cache whose memory is kvq's quantized blocks."""
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.utils.logging import warning_once
 
 from kvq.cache.attention import register_attention
 from kvq.cache.hf_config import read_config
@@ -17,6 +19,8 @@ from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder
+
+_log = logging.getLogger("kvq")
 
 
 class KvqCache(Cache):  # type: ignore[misc]
@@ -78,6 +82,10 @@ class KvqCache(Cache):  # type: ignore[misc]
             residual_length=residual_length,
         )
         self._state = CacheState(read_config(config), options)
+        if self._state.plan().recipe.is_quantized:
+            warning_once(
+                _log, "what a KV format costs a model its config doesn't tell; kvq.check(model, kv) does"
+            )
         super().__init__(layers=[KvqLayer(self._state, x) for x in self._state.config.geometry.layers])
 
     @property

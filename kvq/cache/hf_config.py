@@ -83,6 +83,8 @@ def read_config(config: Any) -> CacheConfig:
 def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, geometry: ModelGeometry) -> KVRecipe:
     """Return the recipe that `kv` means, with the static scales it needs.
 
+    Bare names keep tokens as they come: a prompt that is given at once would wait in bf16 as a whole.
+
     Raises:
         ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
     """

@@ -16,9 +16,9 @@ from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
 from kvq.evals.plot import finish_kl
 from kvq.evals.sections import MOST, told
-from kvq.evals.verdict import verdict as verdict_of
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.verdict import verdict as verdict_of
 
 Row = dict[str, Any]
 _QUALITY: Columns = {

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import click
 
 from kvq.commands.chat_partner import Sampling
-from kvq.commands.options import ModelOptions, Size, gathered, given_options, kv_option, model_options, option
+from kvq.commands.options import (
+    ACCEPT,
+    ModelOptions,
+    Size,
+    gathered,
+    given_options,
+    kv_option,
+    model_options,
+    option,
+)
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.printable import one_line
@@ -31,6 +40,7 @@ class Asked:
     url: str | None = option(None, "Chat with a running server, such as http://127.0.0.1:8000.")
     api_key_env: str | None = option(None, "With --url: the environment variable that holds the key.")
     system: str | None = option(None, "The system message.")
+    accept_divergence: bool = option(False, ACCEPT)
     trim: bool = option(False, "Drop the oldest turns when the context is full.")
 
 
@@ -53,7 +63,11 @@ def command(kv: list[str], model_options: ModelOptions, asked: Asked, sampling: 
     else:
         from kvq.commands.chat_engine import EnginePartner
 
-        partner = EnginePartner(model_options, kv[0], sampling, kv_memory=asked.kv_memory)
+        partner = EnginePartner(
+            *(model_options, kv[0], sampling),
+            kv_memory=asked.kv_memory,
+            accept_divergence=asked.accept_divergence,
+        )
     is_terminal = sys.stdin.isatty()
     session = Session(partner, system=asked.system, trim=asked.trim, is_terminal=is_terminal)
     try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
-from kvq.commands.loading import check_for
+from kvq.commands.loading import check_for, load_to_serve
 from kvq.commands.options import ModelOptions
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.build import check_cache
@@ -25,13 +25,20 @@ class EnginePartner:
     """A model that is loaded here. What earlier turns computed is found in its prefix index."""
 
     def __init__(
-        self, options: ModelOptions, kv: str, sampling: Sampling, *, kv_memory: str | None = None
+        self,
+        options: ModelOptions,
+        kv: str,
+        sampling: Sampling,
+        *,
+        kv_memory: str | None = None,
+        accept_divergence: bool = False,
     ) -> None:
         """Load the model.
 
         Raises:
             ConfigError: it has no chat template, a broken one, or options that can't be used as given.
             ModelError: missing, damaged or refused model.
+            BrokenFormat: the format breaks the model, and that was not accepted.
         """
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -48,7 +55,8 @@ class EnginePartner:
             # Its loop outlives an answer: the engine may still have a word
             self._loop = held.enter_context(asyncio.Runner()).get_loop()
             self._read = held.enter_context(_reading(checked.prepared, self._loop))
-            self._engine = AsyncLLM(checked.load(), kv, max_num_seqs=1, kv_memory=kv_memory)
+            model = load_to_serve(checked, kv, accept_divergence=accept_divergence)
+            self._engine = AsyncLLM(model, max_num_seqs=1, kv_memory=kv_memory)
             held.callback(self._engine.close)
             self._held = held.pop_all()
         self._max_context = self._engine.core.max_context

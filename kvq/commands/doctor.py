@@ -63,7 +63,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
     from kvq.layout import BLOCK_SIZE
     from kvq.models.device import pick_device
 
-    formats = KVRecipe.uniform("int4", [(128, 128)]).layers[0]
+    formats = KVRecipe.uniform("int4", [(128, 128)], whole_blocks=True).layers[0]
     spec = KernelSpec(formats=formats, q_heads=8, kv_heads=1, block_size=BLOCK_SIZE)  # also of latents
     device = Device.of(pick_device("auto"))
     verdicts = []

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
+    ACCEPT,
     SPECULATION,
     ModelOptions,
     gathered,
@@ -66,23 +67,31 @@ class Marked:
         return {"watermark": "always", **asdict(self)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """How the model runs."""
+
+    speculation: str | None = option(None, SPECULATION)
+    accept_divergence: bool = option(False, ACCEPT)
+
+
 @click.command(name="generate")
 @click.argument("prompt")
 @kv_option("auto", many=False)
 @model_options
 @gathered(Sampling, "sampling")
 @gathered(Marked, "marked")
-@click.option("--speculation", help=SPECULATION)
+@gathered(Served, "served")
 def command(
     prompt: str,
     kv: list[str],
     model_options: ModelOptions,
     sampling: Sampling,
     marked: Marked,
-    speculation: str | None,
+    served: Served,
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
-    from kvq.commands.loading import check_for
+    from kvq.commands.loading import check_for, load_to_serve
     from kvq.engine import LLM
     from kvq.engine.build import check_cache
     from kvq.engine.grammar.compiler import check_structured
@@ -98,14 +107,14 @@ def command(
     checked = check_for(model_options, kv)
     known = checked.prepared
     check_cache(known)
-    drafting = parse_speculation(speculation)
+    drafting = parse_speculation(served.speculation)
     check_speculation(drafting, known)
     check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
     room = check_room(length, params.max_tokens, known.max_context)
-    model = checked.load()
+    model = load_to_serve(checked, kv[0], accept_divergence=served.accept_divergence)
     longest = length + (params.max_tokens or room)
-    with LLM(model, kv[0], max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
+    with LLM(model, max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
         pieces = llm.stream(prompt, params)
         shown = prompt
         for piece in pieces:

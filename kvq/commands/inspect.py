@@ -8,7 +8,7 @@ from kvq.commands.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
 from kvq.commands.names import MODEL, RENAMED
 from kvq.commands.options import BLOCK_SIZES, kv_option
 from kvq.commands.results import write_rows
-from kvq.layout import BLOCK_SIZE
+from kvq.layout import BLOCK_SIZE, named_recipe
 
 _FORMATS = (
     "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "int6", "k8v4", "int5",
@@ -52,12 +52,12 @@ def command(
         config, max_context=1, folder=source.folder
     )  # RoPE need not be pinned to count bytes
     name = "bf16" if kv[0] == "auto" else kv[0]
-    chosen = KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
+    chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)
     layout = plan_layout(geometry, chosen, block_size=block_size)
     rows = []
     for label in dict.fromkeys((*_FORMATS, *CODES, name)):
         try:
-            recipe = chosen if label == name else KVRecipe.uniform(label, geometry.head_dims)
+            recipe = chosen if label == name else named_recipe(label, geometry)
             rows.append(
                 _format_row(label, recipe, plan_layout(geometry, recipe, block_size=block_size), geometry)
             )

@@ -10,6 +10,7 @@ from kvq.commands.screen import echo
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
+from kvq.models.load_check import check_on_load
 from kvq.models.model import load_prepared
 from kvq.models.prepared import PreparedModel, find_scales, prepare
 
@@ -39,6 +40,19 @@ class CheckedModel:
             with progress_bar("calibrating") as progress:
                 model = with_fresh_scales(model, progress=progress)
         return model
+
+
+def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) -> Model:
+    """Load the weights, and check what the format costs the model; see `kvq.models.load_check`.
+
+    Raises:
+        ModelError: damaged weights, or a model that would be run wrongly.
+        BrokenFormat: the format breaks the model, and that was not accepted.
+    """
+    model = checked.load().with_kv(kv)
+    with status(f"checking {kv} on {checked.prepared.source}"):
+        check_on_load(model, accept_divergence=accept_divergence)
+    return model
 
 
 def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:

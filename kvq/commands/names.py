@@ -81,7 +81,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 # What --kv's help and `kvq inspect` say, since the same names once stored other bytes.
-RENAMED = "int4 and int2 have scales of 8 bits now; what they were is int4_g64_rot and int2_g32_rot"
+RENAMED = "bare names keep K per channel of a block; what int4 was is int4_g32_s8_rot/int4_g32_s8_rot"
 
 FORMATS = Names(_formats, separators=",", paths="file", halves=_halves)  # or a kvq.json
 ONE_FORMAT = Names(_formats, paths="file", halves=_halves)

@@ -41,6 +41,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 SPECULATION = (
     "How tokens are drafted: ngram, self, heads, or draft,model=FOLDER; ,k=4 for the most of a step."
 )
+ACCEPT = "Use a KV format even if the load check finds that it breaks the model."
 PATH = click.Path(path_type=Path)
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 

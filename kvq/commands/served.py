@@ -8,6 +8,7 @@ import click
 
 from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.commands.options import (
+    ACCEPT,
     POSITIVE,
     SPECULATION,
     Finite,
@@ -64,6 +65,7 @@ class EngineOptions:
     ttft_slo_s: float | None = option(
         None, "Seconds to the first token that prefill is hurried for.", names="--ttft-slo", type=POSITIVE
     )
+    accept_divergence: bool = option(False, ACCEPT)
     watermark: str = option(
         "off",
         "Texts to mark: off (none), asked (by their requests), unless-declined, or always; see "

@@ -126,7 +126,7 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin, json_beside
     from kvq.evals.figure import write_figure
-    from kvq.evals.verdict import verdict
+    from kvq.models.verdict import verdict
 
     if asked.budget is not None and asked.max_kl is not None:
         raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")

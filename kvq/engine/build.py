@@ -18,6 +18,7 @@ from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
 from kvq.models import Model
+from kvq.models.load_check import check_on_load
 from kvq.models.model import load_prepared
 from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.resolve import ModelSource
@@ -102,12 +103,15 @@ def build(
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option that can't be used, or options of `load` for a loaded model.
+        BrokenFormat: the format breaks the model, which was not loaded before, and that was not accepted.
         UnsupportedKernel: no kernel runs the formats here.
         OutOfMemory: not one block fits into `kv_memory`.
     """
     if not isinstance(model, Model):
         checked = check_engine(model, kv, options)
-        return checked.load(), checked.config
+        loaded = checked.load()
+        check_on_load(loaded, accept_divergence=checked.config.accept_divergence)
+        return loaded, checked.config
     _check_known(options, {*_ENGINE_OPTIONS}, "an engine over a loaded model takes")
     return model if kv == "auto" else model.with_kv(kv), EngineConfig(**options)
 

@@ -47,6 +47,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
     speculation: Speculation | Mapping[str, Any] | str | None = None  # how tokens are drafted, if they are
+    accept_divergence: bool = False  # use a KV format though the load check finds that it breaks the model
     watermark: str = "off"
     watermark_key_file: str | Path | None = None
     watermark_scheme: str = "green"  # as `parse_scheme` reads it: "green,delta=3"
@@ -65,7 +66,7 @@ class EngineConfig:
         swap_bytes = parse_bytes(self.swap_memory, "swap_memory")
         if self.swap_folder is not None and not swap_bytes:
             raise ConfigError("swap_folder needs swap_memory, the bytes that it may hold, such as '4GiB'")
-        for name in ("prefix_caching", "async_scheduling"):
+        for name in ("prefix_caching", "async_scheduling", "accept_divergence"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("reserve_fraction", "aging_s", "max_step_stretch", "step_deadline_s"):

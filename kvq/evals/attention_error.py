@@ -5,23 +5,17 @@ its own, and attends from it with the same Q: the error is the layer's own, not 
 left. K and V are also quantized one at a time, which says where the error comes from.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
-
-from torch import Tensor
+from typing import cast
 
 from kvq.cache.backend import CacheBackend
-from kvq.cache.kv_cache import attended
 from kvq.evals.divergence import UNWATCHED, TokenPlan, Watch, with_baseline
 from kvq.evals.side_by_side import one_by_one
 from kvq.evals.windows import spread
-from kvq.formats import KVRecipe
-from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.formats import ExactTokens, KVRecipe
 from kvq.models import Model
-
-_TINY = 1e-30  # a norm of zero has no relative error
+from kvq.models.compared import ComparedCache, Found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,60 +32,6 @@ class AttentionRow:
     error_max: float
     k_error_mean: float  # with K quantized alone; 0 where K is not
     v_error_mean: float
-
-
-@dataclass(slots=True)
-class _Errors:
-    """Running figures of one layer under one recipe."""
-
-    total: float = 0.0
-    largest: float = 0.0
-    tokens: int = 0
-
-    def update(self, got: Tensor, expected: Tensor) -> None:
-        """Take in outputs, [tokens, q_heads, v_head_dim] both."""
-        norm = expected.float().flatten(1).norm(dim=1).clamp(min=_TINY)
-        error = (got.float() - expected.float()).flatten(1).norm(dim=1) / norm  # [tokens]
-        self.total += float(error.double().sum())
-        self.largest = max(self.largest, float(error.max()))
-        self.tokens += error.shape[0]
-
-    @property
-    def mean(self) -> float:
-        """Over all tokens."""
-        return self.total / self.tokens
-
-
-_Found = dict[tuple[str, int], _Errors]  # by the digest of a recipe, and layer
-
-
-class _ComparedCache:
-    """A session's cache; everything written to it goes to others too, and they attend beside it."""
-
-    def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
-        """`others`: by the digest of their recipe."""
-        self._baseline = baseline
-        self._others = others
-        self.found: _Found = defaultdict(_Errors)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._baseline, name)
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        """Store new rows everywhere."""
-        for other in self._others.values():
-            other.write(layer, k, v, slots)
-        return self._baseline.write(layer, k, v, slots)
-
-    def attend(
-        self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        """The baseline's attention; how far the others are off it is kept."""
-        out, lse = self._baseline.attend(layer, q, batch, options)
-        for digest, other in self._others.items():
-            same = (batch,) * len(other.num_blocks)  # all are written alike: every group has these tables
-            self.found[digest, layer].update(attended(other, layer, q, same, options)[0], out)
-        return out, lse
 
 
 def measure_attention(
@@ -120,7 +60,7 @@ def measure_attention(
             if recipe.digest() not in others:
                 others[recipe.digest()] = baseline.with_kv(recipe).session(max_tokens=plan.context).cache
     session = baseline.session(max_tokens=plan.context)
-    compared = _ComparedCache(session.cache, others)
+    compared = ComparedCache(session.cache, others)
     session.cache = cast(CacheBackend, compared)
     for done in one_by_one(session, windows):
         watch.progress(done, len(windows))
@@ -128,20 +68,24 @@ def measure_attention(
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
-    """The recipe with V unquantized, and with K unquantized."""
+    """The recipe with V unquantized, and with K unquantized; both keep open blocks where it does."""
     pairs = list(zip(recipe.layers, baseline.layers, strict=True))
     k_only = tuple(replace(layer, v=plain.v, v_clip=1.0) for layer, plain in pairs)
     v_only = tuple(replace(layer, k=plain.k, k_clip=1.0) for layer, plain in pairs)
     k_centers, v_centers = (
         recipe.centers and recipe.centers.some([half] * len(pairs)) for half in ((True, False), (False, True))
     )
-    return (
-        replace(recipe, layers=k_only, centers=k_centers),
-        replace(recipe, layers=v_only, centers=v_centers),
+    k, v = (
+        replace(recipe, layers=layers, centers=centers)
+        for layers, centers in ((k_only, k_centers), (v_only, v_centers))
     )
+    if recipe.is_staged:
+        open_blocks = ExactTokens(recent=1)
+        k, v = (half if half.is_staged else replace(half, exact=open_blocks) for half in (k, v))
+    return k, v
 
 
-def _rows(recipe: KVRecipe, baseline: KVRecipe, found: _Found) -> list[AttentionRow]:
+def _rows(recipe: KVRecipe, baseline: KVRecipe, found: Found) -> list[AttentionRow]:
     digests = [one.digest() for one in (recipe, *_halves(recipe, baseline))]
     rows = []
     for layer in sorted(layer for digest, layer in found if digest == digests[0]):

@@ -17,11 +17,11 @@ from kvq.errors import RequestError
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
 from kvq.evals.simulated import SimulatedRecipe, model_in
-from kvq.evals.verdict import chance_perplexity
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
 from kvq.models.prepared import PreparedModel
+from kvq.models.verdict import chance_perplexity
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 Keep = Callable[[Callable[[], Any]], object]  # told how to make what is finished now

@@ -10,9 +10,9 @@ import numpy as np
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.divergence import INSTRUMENT_WINDOW, UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
 from kvq.evals.exact_tail import exact_keys
-from kvq.evals.verdict import cautions
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.verdict import cautions
 
 INSTRUMENT_LIMIT = 0.05  # an instrument that can see must lose this much, relatively
 _LOOK_TOKENS = 256  # over which the mean divergence tells what sees from what does not

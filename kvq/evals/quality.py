@@ -10,9 +10,9 @@ import numpy as np
 from kvq.evals.bootstrap import Bootstrap, Floats, Interval, told_change
 from kvq.evals.divergence import UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
-from kvq.evals.verdict import verdict
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.verdict import verdict
 
 QUARTERS = 4
 _SHALLOWEST = 16  # tokens; what has less context than this is one bucket

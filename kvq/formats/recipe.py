@@ -54,6 +54,11 @@ class LayerFormats:
                 )
 
     @property
+    def need_whole_blocks(self) -> bool:
+        """True if K or V is quantized block by block, not token by token."""
+        return self.k.needs_whole_blocks or self.v.needs_whole_blocks
+
+    @property
     def is_static(self) -> bool:
         """True if K or V needs calibrated scales."""
         return self.k.is_static or self.v.is_static
@@ -92,11 +97,11 @@ class KVRecipe:
                     )
 
     @classmethod
-    def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = True) -> "KVRecipe":
+    def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = False) -> "KVRecipe":
         """One `--kv` name for all layers; `head_dims` is (k_head_dim, v_head_dim) per layer.
 
-        `whole_blocks`: False where every token has to be stored when it comes; bare names then mean scales
-        per token for K, too.
+        `whole_blocks`: True where tokens may wait unquantized until their block is full; K's half of a bare
+        name then has scales per channel.
 
         Raises:
             ConfigError: unknown name, or a format that a head dimension does not fit.
@@ -116,7 +121,7 @@ class KVRecipe:
 
     @classmethod
     def named(
-        cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]], *, whole_blocks: bool = True
+        cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]], *, whole_blocks: bool = False
     ) -> "KVRecipe":
         """What a user named: a format or a pair for all layers, a kvq.json's path, or a recipe itself.
 
@@ -152,7 +157,7 @@ class KVRecipe:
     @property
     def is_staged(self) -> bool:
         """True if tokens wait unquantized in a staging area, as recent ones or until their block is whole."""
-        wait = any(layer.k.needs_whole_blocks or layer.v.needs_whole_blocks for layer in self.layers)
+        wait = any(layer.need_whole_blocks for layer in self.layers)
         return wait or self.exact != NOTHING_EXACT
 
     @property

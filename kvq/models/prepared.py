@@ -19,7 +19,7 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
 from kvq.kernels import check_backend
-from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, plan_layout
+from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
 from kvq.models.agreement import check_headers
 from kvq.models.checkpoint import TensorEntry, content_digest, weight_files
 from kvq.models.config_values import check_values
@@ -122,7 +122,7 @@ class PreparedModel:
         """
         kv = DTYPE_NAMES[self.dtype] if kv == "auto" else kv
         wait = self.cache == "kvq" if whole_blocks is None else whole_blocks
-        recipe = KVRecipe.named(kv, self.geometry.head_dims, whole_blocks=wait)
+        recipe = named_recipe(kv, self.geometry, whole_blocks=wait)
         check_recipe_fits(self.geometry, recipe)
         if recipe.is_static and recipe.static_scales is None:
             return recipe.with_scales(scales)

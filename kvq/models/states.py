@@ -26,7 +26,7 @@ _HIDDEN = "hidden_states"
 Rows = slice | Tensor  # of a step; int64 where they are no neighbours
 
 
-class LayerState:
+class _LayerState:
     """One layer's state as transformers' modules see a cache. Source: `transformers.Cache`, 5.x."""
 
     def __init__(self, values: Tensors | None = None) -> None:
@@ -140,7 +140,7 @@ class StepStates:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def run(
-        self, number: int, hidden: Tensor, compute: Callable[[Tensor, LayerState, Rows], Tensor]
+        self, number: int, hidden: Tensor, compute: Callable[[Tensor, _LayerState, Rows], Tensor]
     ) -> Tensor:
         """A module's results for a step, [1, rows, dim] in and out; rows behind its tokens give zeros.
 
@@ -156,14 +156,14 @@ class StepStates:
 
         rows, sources, targets = self._decodes
         if len(rows):
-            state = LayerState(self.slots.read(number, sources))
+            state = _LayerState(self.slots.read(number, sources))
             put(rows, compute(hidden[0, rows][:, None], state, rows))
             self._new.append((number, targets, state.values))
         for source, pieces in self._others:
-            state = LayerState(None if source is None else self.slots.read(number, source))
+            state = _LayerState(None if source is None else self.slots.read(number, source))
             for i, piece in enumerate(pieces):
                 if i:  # what was computed is to be stored as it is
-                    state = LayerState({key: value.clone() for key, value in state.values.items()})
+                    state = _LayerState({key: value.clone() for key, value in state.values.items()})
                 span = slice(piece.begin, piece.end)
                 put(span, compute(hidden[:, span], state, span))
                 kept = self._new if piece.draft_of is None else self._drafted.setdefault(piece.draft_of, [])
@@ -236,7 +236,7 @@ class _Cut:
 
         more: tuple[None, ...] = ()  # what some return behind their result, and nobody needs
 
-        def compute(tokens: Tensor, state: LayerState, rows: Rows) -> Tensor:
+        def compute(tokens: Tensor, state: _LayerState, rows: Rows) -> Tensor:
             nonlocal more
             cut = {name: _of_rows(value, rows, length) for name, value in given.items()}
             found = self._forward(tokens, **cut, **{self._cache: state})

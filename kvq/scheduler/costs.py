@@ -8,7 +8,7 @@ _FURTHEST = 3.0  # standard deviations; what lies further off counts as that far
 _DRIFT = 0.05  # how far coefficients may have moved from one measurement to the next, relative
 
 
-class Regression:
+class _Regression:
     """A linear estimate that follows noisy measurements.
 
     Coefficients, none below 0, of which each measurement shows one weighted sum: a Kalman filter.
@@ -177,12 +177,12 @@ class MeasuredCosts(CostModel):
         """The arguments hold until something was measured."""
         super().__init__(swap_block_s=swap_block_s)
         self._decodes = BySize()
-        self._drafts: dict[int, Regression] = {}  # what drafts add to steps of a size, and each of them
+        self._drafts: dict[int, _Regression] = {}  # what drafts add to steps of a size, and each of them
         self._since: dict[int, int] = {}  # of a size, steps with drafts since one without
         self._age: dict[int, int] = {}  # of a size of decodes, the step with prefill before its last time
         self._num_prefills = 0
         deviations = 10e-3, prefill_token_s, prefill_token_s / 1000
-        self._prefill = Regression((0.0, prefill_token_s, 0.0), deviations)
+        self._prefill = _Regression((0.0, prefill_token_s, 0.0), deviations)
 
     def decode_s(self, num_decodes: int) -> float:
         """The estimate of the nearest size that was measured; 0 before any was."""
@@ -245,7 +245,7 @@ class MeasuredCosts(CostModel):
         self._decodes.took_more(num_decodes, seconds)
         if key not in self._drafts:
             each = self.prefill_token_s(0)
-            self._drafts[key] = Regression((0.0, each), (seconds, each))
+            self._drafts[key] = _Regression((0.0, each), (seconds, each))
         added = max(0.0, seconds - self._decodes(num_decodes))
         self._drafts[key].observe((1, num_drafts), added, _NOISE * seconds)
 

@@ -9,6 +9,7 @@ from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
 from kvq.engine.memory import LENGTHS, planned_pools, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
+from kvq.models.load_check import is_to_check, recalled
 from kvq.models.prepared import PreparedModel
 from kvq.models.proof import prove
 from kvq.models.skeleton import build_skeleton
@@ -71,6 +72,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         *findings,
         _ok(f"model: {model.source}, digest {model.digest[:12]}"),
         _ok(f"formats: KV in {config.kv}, computed in {str(model.dtype)[6:]} on {model.device}"),
+        *_checked(engine),
         *_memory(engine),
         *_prefill(engine),
         *_template(config, model, tools),
@@ -102,6 +104,19 @@ def _events(config: ServerConfig) -> Iterator[Finding]:
         yield _error(f"block events: {error}")
     if not config.kv_events.is_local:
         yield _warning(f"block events: {config.kv_events.warning}")
+
+
+def _checked(engine: CheckedEngine) -> Iterator[Finding]:
+    """What the load check found of the formats, if it ran; it needs the weights."""
+    if not is_to_check(engine.model, engine.recipe):
+        return
+    found = recalled(engine.model, engine.recipe)
+    if found is None:
+        yield _warning("formats: what they cost this model will be checked when it is first loaded")
+    elif found.verdict == "broken" and not engine.config.accept_divergence:
+        yield _error(f"formats: {found.refusal}")
+    else:
+        yield (_ok if found.verdict == "harmless" else _warning)(f"formats: {found}")
 
 
 def _weights(model: PreparedModel) -> int:

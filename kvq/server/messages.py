@@ -79,6 +79,7 @@ class Refused(Message, frozen=True):
 
     reason: str
     may_pass: bool = False
+    breaks_model: bool = False  # the KV format does
 
 
 ErrorKind = Literal["request", "busy", "engine"]  # whose fault it is: busy is everybody's

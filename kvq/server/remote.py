@@ -12,7 +12,7 @@ from time import monotonic
 
 from kvq.engine import Piece
 from kvq.engine.terms import Terms
-from kvq.errors import ConfigError, EngineError, KVQError
+from kvq.errors import BrokenFormat, ConfigError, EngineError, KVQError
 from kvq.server.engine_process import EngineProcess
 from kvq.server.frames import from_engine
 from kvq.server.messages import (
@@ -238,7 +238,7 @@ class Remote:
         if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
             raise EngineError(first.reason)
         if isinstance(first, Refused):
-            raise self._failed(ConfigError(first.reason))
+            raise self._failed((BrokenFormat if first.breaks_model else ConfigError)(first.reason))
         if not isinstance(first, Ready):
             return
         if self.info is not None and first.model_digest != self.info.model_digest:

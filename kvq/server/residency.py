@@ -15,7 +15,7 @@ BOUNDS_S = (
 )
 
 
-class Spread(msgspec.Struct, kw_only=True):
+class _Spread(msgspec.Struct, kw_only=True):
     """Durations, counted by bucket."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  # last: longer ones
@@ -30,9 +30,9 @@ class Spread(msgspec.Struct, kw_only=True):
 class BlockTimes(msgspec.Struct, kw_only=True):
     """What was seen of indexed blocks."""
 
-    lifetime: Spread = msgspec.field(default_factory=Spread)  # from entering the index to leaving it
-    idle: Spread = msgspec.field(default_factory=Spread)  # from the last use to leaving it
-    reuse_gap: Spread = msgspec.field(default_factory=Spread)  # from a use to the next
+    lifetime: _Spread = msgspec.field(default_factory=_Spread)  # from entering the index to leaving it
+    idle: _Spread = msgspec.field(default_factory=_Spread)  # from the last use to leaving it
+    reuse_gap: _Spread = msgspec.field(default_factory=_Spread)  # from a use to the next
 
     def add(self, other: "BlockTimes") -> None:
         """Take in what was seen since."""

@@ -20,7 +20,15 @@ from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
 from kvq.engine.outputs import Event
-from kvq.errors import ConfigError, EngineError, KVQError, OutOfMemory, RequestError, first_lines
+from kvq.errors import (
+    BrokenFormat,
+    ConfigError,
+    EngineError,
+    KVQError,
+    OutOfMemory,
+    RequestError,
+    first_lines,
+)
 from kvq.layout import GroupLayout
 from kvq.lazy import unseen
 from kvq.server.frames import encode, to_engine
@@ -78,7 +86,8 @@ class Worker:
                 reason = f"the engine can't be built: {type(error).__name__}: {first_lines(error)}"
                 _log.error("the engine can't be built", exc_info=error)
             may_pass = isinstance(error, OutOfMemory | MemoryError | OSError)
-            self._send(Refused(reason=reason, may_pass=may_pass))
+            breaks = isinstance(error, BrokenFormat)
+            self._send(Refused(reason=reason, may_pass=may_pass, breaks_model=breaks))
             return
         loop = EngineLoop(core, on_stuck=lambda _: os._exit(STUCK))
         core.scheduler.manager.subscribe(self._residency)

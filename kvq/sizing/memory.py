@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry, StateTensor
-from kvq.layout import BLOCK_SIZE, KVLayout, plan_layout
+from kvq.layout import BLOCK_SIZE, KVLayout, named_recipe, plan_layout
 from kvq.sizing.held import HeldAs
 from kvq.sizing.parameters import Parameters
 
@@ -151,7 +150,7 @@ def kv_layout(
     `whole_blocks`: False for engines that store every token when it comes, as `KVRecipe.uniform` takes it.
     """
     named = Path(kv) if kv.endswith(".json") else kv
-    recipe = KVRecipe.named(named, geometry.head_dims, whole_blocks=whole_blocks)
+    recipe = named_recipe(named, geometry, whole_blocks=whole_blocks)
     return plan_layout(geometry, recipe, block_size=block_size)
 
 

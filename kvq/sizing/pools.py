@@ -199,14 +199,14 @@ def _seated(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crowd:
+class _Crowd:
     """How many equal sequences run at once."""
 
     count: int
     limit: GroupLayout | None  # the layer group whose blocks run out first; None: as many as may run at all
 
 
-def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> Crowd:
+def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> _Crowd:
     """How many sequences of so many tokens fit into pools, each with what it holds at most; maybe none."""
     own = sequence_blocks(layout, tokens, 1, step_tokens=pools.chunk)
     alone = sequence_alone(layout, tokens, 1, step_tokens=pools.chunk)
@@ -215,8 +215,8 @@ def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> Crowd:
         for count, each, most in zip(pools.num_blocks, own, alone, strict=True)
     ]
     if min(fits) >= pools.sequences:
-        return Crowd(count=pools.sequences, limit=None)
-    return Crowd(count=min(fits), limit=layout.groups[fits.index(min(fits))])
+        return _Crowd(count=pools.sequences, limit=None)
+    return _Crowd(count=min(fits), limit=layout.groups[fits.index(min(fits))])
 
 
 def longest_context(layout: KVLayout, pools: PoolPlan, max_context: int) -> int:

@@ -143,7 +143,7 @@ def test_saturation_and_the_best_row_within_the_slo_are_marked() -> None:
 def test_a_server_gives_every_token_and_counts_blocks_and_hits(model: Model) -> None:
     load = replace(LOAD, shared_prefix=0.9, input_lengths=Lengths(low=80, high=80))
     requests = load.draw(0)
-    server = KvqServer(model, "int4", Limits(), requests)
+    server = KvqServer(model, "int4_g32", Limits(), requests)
     found, again = server.run(requests, 1), server.run(requests, 1)
     server.close()
     assert [len(one.token_s) for one in found.served] == [request.output_tokens for request in requests]
@@ -202,7 +202,7 @@ def test_a_rival_that_cannot_run_has_a_row_that_says_why(
 def test_pressure_shows_as_preemptions(model: Model) -> None:
     load = replace(LOAD, input_lengths=Lengths(low=60, high=60), output_lengths=Lengths(low=40, high=40))
     requests = load.draw(0)
-    server = KvqServer(model, "int4", Limits(num_blocks=9), requests)
+    server = KvqServer(model, "int4_g32", Limits(num_blocks=9), requests)
     found = server.run(requests, None)
     server.close()
     assert found.preemptions

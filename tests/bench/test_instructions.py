@@ -16,7 +16,10 @@ from kvq.capacity.plan.gpus import known_gpus
 from kvq.kernels.gpu import shapes
 
 ROOT = Path(__file__).parents[2]
-DECODE = "bf16,fp8,int8,int4_g64,int4_g32,int4,int4_mean,int2,int3,int5,int6,int5_g64"
+DECODE = (
+    "bf16,fp8,int8,int4_g64,int4_g32,int4,int4_mean,int2,int3,int5,int6,int5_g64,"
+    "int4_per_channel/int4,int8_per_channel/int8"
+)
 
 # A loop over keys in a loop over work, with a branch that is laid out behind both; what is never reached.
 NESTED = """

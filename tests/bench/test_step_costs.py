@@ -59,7 +59,7 @@ def test_too_few_steps_say_nothing(tiny: Model):
 
 
 # Longer outputs than the least steps that are fitted, should a busy machine serve all at once.
-LOAD = ["--requests", "40", "--input-len", "8:64", "--output-len", "8:64", "--rate", "60", "--kv", "int4"]
+LOAD = ["--requests", "40", "--input-len", "8:64", "--output-len", "8:64", "--rate", "60", "--kv", "int4_g32"]
 
 
 def ran(*arguments: str) -> dict[str, Any]:

@@ -92,7 +92,12 @@ def _loop(model: Any, cache: KvqCache, ids: Tensor, mask: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize("kv", ["int4", "int8", "int4_g4", "k8v4", "fp8", "int2", "int3", "int2_g4_rot"])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        *("int4", "int8", "int4_g4", "k8v4", "fp8", "int2", "int3", "int2_g4_rot"),
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_both_modes_read_the_same_quantized_rows(family: str, kv: str) -> None:
     model = family_model(family)

@@ -39,11 +39,12 @@ def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
     assert cache.get_seq_length() == 1000
     assert cache.nbytes <= 0.30 * bf16_bytes
     assert cache.rows is not None
-    allocated = sum(cache.rows.blocks.pool(g).untyped_storage().nbytes() for g in range(1))
+    blocks = cache.rows.blocks
+    allocated = sum(blocks.pool(g).untyped_storage().nbytes() for g in range(len(blocks.num_blocks)))
     assert allocated == cache.nbytes, "what is reported is what is allocated"
 
 
-@pytest.mark.parametrize("kv", ["int4", "int4_g64_rot"])
+@pytest.mark.parametrize("kv", ["int4_g32_s8_rot", "int4_g64_rot"])
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
 def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(
     tiny: Any, attention: str, kv: str

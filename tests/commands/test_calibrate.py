@@ -16,13 +16,14 @@ FEW = ("--context", 128, "--max-windows", 2)
 
 def test_centered_int4_is_better_at_the_same_bytes(kvq, tmp_path):
     out = tmp_path / "kvq.json"
-    status, said, _ = kvq("calibrate", "tiny", "--kv", "int4", "--centered", "--out", out, "--max-windows", 8)
+    kv = "int4_g32_s8_rot"
+    status, said, _ = kvq("calibrate", "tiny", "--kv", kv, "--centered", "--out", out, "--max-windows", 8)
     assert status == 0
-    assert "int4, centered" in said
+    assert f"{kv}, centered" in said
     status, _, _ = kvq(
         "perplexity",
         "--kv",
-        f"fp32,int4,{out}",
+        f"fp32,{kv},{out}",
         "--max-windows",
         3,
         "--context",

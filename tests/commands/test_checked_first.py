@@ -10,7 +10,7 @@ import pytest
 from kvq.models.resolve import EMBEDDED
 
 DAMAGED = "NaN or infinity"
-FEW = ("--context", 32, "--max-windows", 1)
+FEW = ("--context", 80, "--max-windows", 1)
 COMMANDS = {
     "perplexity": ("--model", "M", *FEW),
     "eval": ("--model", "M", "--tasks", "kl", *FEW),

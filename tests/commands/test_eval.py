@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers_cli import remarks
 
-SHORT = ("--context", 32, "--max-windows", 12, "--resamples", 200)
+SHORT = ("--context", 80, "--max-windows", 12, "--resamples", 200)
 PROMISED = {
     "kv", "bits_per_element", "kv_bytes_per_token", "compression", "tokens", "perplexity",
     "perplexity_change", "kl_mean", "kl_median", "kl_p99", "kl_p999", "top1_agreement",
@@ -18,16 +18,15 @@ TASKS = "perplexity,kl,generation,attention"
 
 def test_everything_in_one_run(kvq, tmp_path):
     page = tmp_path / "e.html"
-    few = ("--prompts", 8, "--prompt-tokens", 16, "--new-tokens", 6, "--attention-windows", 2)
+    few = ("--prompts", 8, "--prompt-tokens", 90, "--new-tokens", 6, "--attention-windows", 2)
     status, out, err = kvq(
         "eval", "tiny", "--kv", "fp32,int8,int4", "--tasks", TASKS, *SHORT, *few, "--html", page
     )
     assert (status, remarks(err)) == (0, [])
     for task in ("perplexity,kl", "generation", "attention"):
         assert re.search(rf"^{task}: [\d.]+ s, peak memory [\d.]+ [MG]iB \(\+[\d.]+ ([KMG]i)?B\)$", out, re.M)
-    assert re.search(
-        r"^int4 +4\.5 +864 +3\.56x .* (harmless|warning|broken): KL [\d.]+, perplexity [+-]", out, re.M
-    )
+    verdict = r"(harmless|warning|broken): KL [\d.]+, perplexity [+-]"
+    assert re.search(rf"^int4 +4\.625 +[\d.]+ +888 +3\.46x .* {verdict}", out, re.M)
     text = page.with_suffix(".json").read_text()
     assert not re.search(r"\b(NaN|Infinity)\b", text)
     result = json.loads(text)
@@ -54,22 +53,29 @@ def test_methods_of_others_stand_beside(kvq, tmp_path):
     several = ("kl,needle", "--needle-lengths", 160, "--needle-trials", 1, "--needle-depths", 0.5)
     status, out, _ = kvq(
         *("eval", "--kv", "fp32,int4", "--simulate", "kivi-k4v4,kvarn-k2v2-g16+recent=8", "--tasks"),
-        *(*several, *SHORT, "--context", 40, "--json", path),  # blocks of 32 tokens are open till they end
+        *(*several, *SHORT, "--json", path),
     )
     assert status == 0
     rows = {row["kv"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == ["fp32", "int4", "kivi-k4v4", "kvarn-k2v2-g16+recent=8"]
     assert rows["kivi-k4v4"]["bits_per_element"] == 5
     assert rows["kvarn-k2v2-g16+recent=8"]["kl_mean"] > 0
-    assert re.search(r"^kivi-k4v4 +5 +33\.6 +960 ", out, re.M)
+    assert re.search(r"^kivi-k4v4 +5 +[\d.]+ +960 ", out, re.M)
 
 
 def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
     path = tmp_path / "e.json"
-    gates = ("--gate", "int8:kl_mean<9mnats", "--gate", "kl_mean<0.002", "--gate", "int8:top5_agreement>=90%")
+    gates = (
+        "--gate",
+        "int8:kl_mean<9mnats",
+        "--gate",
+        "kl_mean<0.0005",
+        "--gate",
+        "int8:top5_agreement>=90%",
+    )
     status, out, _ = kvq("eval", "--kv", "fp32,int8,int4", *SHORT, *gates, "--json", path)
     assert status == 1
-    assert re.search(r"^gate kl_mean<0\.002: FAILED by int4: 0\.0\d+, the limit is 0\.002$", out, re.M)
+    assert re.search(r"^gate kl_mean<0\.0005: FAILED by int4: 0\.0\d+, the limit is 0\.0005$", out, re.M)
     assert out.count("passed") == 2
     assert [gate["passed"] for gate in json.loads(path.read_text())["gates"]] == [True, False, True]
     assert kvq("eval", "--kv", "fp32,int8", *SHORT, *gates[:2])[0] == 0

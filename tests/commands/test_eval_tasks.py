@@ -210,7 +210,7 @@ def test_without_lm_eval_the_error_says_what_to_install(kvq, monkeypatch):
 def test_texts_may_be_rows_of_a_named_field(kvq, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"body": f"Row {i} of many. " * 9}) + "\n" for i in range(20)))
-    short = ("--context", 32, "--max-windows", 2, "--kv", "int8")
+    short = ("--context", 80, "--max-windows", 2, "--kv", "int8")
     for command in ("eval", "perplexity"):
         assert kvq(command, *short, "--text", path, "--text-field", "body")[0] == 0
         status, _, err = kvq(command, *short, "--text", path)

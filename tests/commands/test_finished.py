@@ -58,7 +58,7 @@ def test_nothing_is_shown_where_nothing_is_finished(tmp_path, capsys):
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],  # ends as Ctrl-C does
 )
 def test_a_signal_keeps_what_was_measured(tmp_path, number):
-    command = [sys.executable, "-m", "kvq", "perplexity", "--kv", "bf16,int4", "--context", "32"]
+    command = [sys.executable, "-m", "kvq", "perplexity", "--kv", "bf16,int4", "--context", "80"]
     partial = tmp_path / "r.partial.json"
     with subprocess.Popen(
         [*command, "--json", str(tmp_path / "r.json")],
@@ -88,8 +88,8 @@ def test_perplexity_keeps_the_windows_before_an_error(kvq, tmp_path, monkeypatch
         take(figures, chunk, reference, targets)
 
     monkeypatch.setattr(divergence.TokenFigures, "take", fail)
-    kept = _kept(kvq, tmp_path, "perplexity", "--kv", "bf16,int4", "--context", 32, "--max-windows", 5)
-    assert [(row["kv"], row["tokens"]) for row in kept] == [("bf16", 3 * 31), ("int4", 3 * 31)]
+    kept = _kept(kvq, tmp_path, "perplexity", "--kv", "bf16,int4", "--context", 80, "--max-windows", 5)
+    assert [(row["kv"], row["tokens"]) for row in kept] == [("bf16", 3 * 79), ("int4", 3 * 79)]
 
 
 def test_tune_keeps_the_trials_before_an_error(kvq, tmp_path, monkeypatch):
@@ -97,7 +97,7 @@ def test_tune_keeps_the_trials_before_an_error(kvq, tmp_path, monkeypatch):
         raise EngineError("no luck")
 
     monkeypatch.setattr(search, "measure_perplexity", fail)
-    few = ("--context", 32, "--max-windows", 1, "--formats", "int4", "--out", tmp_path / "new.json")
+    few = ("--context", 80, "--max-windows", 1, "--formats", "int4", "--out", tmp_path / "new.json")
     status, out, err = kvq("tune", "tiny", *few, "--json", tmp_path / "r.json")
     assert status == 2
     assert "no luck" in err
@@ -143,7 +143,7 @@ def test_simulate_keeps_the_row_before_an_error(kvq, tmp_path, monkeypatch):
 
 def test_comparing_with_an_unfinished_result_says_so(kvq, tmp_path):
     status, _, err = kvq(
-        "perplexity", "--kv", "int8", "--context", 32, "--max-windows", 1, "--json", tmp_path / "a.json"
+        "perplexity", "--kv", "int8", "--context", 80, "--max-windows", 1, "--json", tmp_path / "a.json"
     )
     assert status == 0, err
     whole = json.loads((tmp_path / "a.json").read_text())

@@ -22,7 +22,7 @@ from tests.waiting import wait_for
 
 LAYERS = 3  # of the other model; the embedded one has 6
 _SIZE = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 80, "max_position_embeddings": 512}
-FEW = ("--context", 32, "--max-windows", 1)
+FEW = ("--context", 80, "--max-windows", 1)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def test_a_plan_as_a_table_and_as_json(kvq, tmp_path):
             "--gpu",
             "a100-80",
             "--kv",
-            "fp16,int8,int4",
+            "fp16,int8_per_token_head,int4_g32_s8",
             "--context",
             "4096",
         ),
@@ -29,7 +29,7 @@ def test_a_plan_as_a_table_and_as_json(kvq, tmp_path):
     for part in ("linear weights", "KV pool, fp16", "12,687,769,600 x 0.5 B (int4_g128)", "GPUs needed"):
         assert part in out
     rows = json.loads(path.read_text())["rows"]
-    assert [row["kv"] for row in rows] == ["fp16", "int8", "int4"]
+    assert [row["kv"] for row in rows] == ["fp16", "int8_per_token_head", "int4_g32_s8"]
     needed = [row["gpus_needed"] for row in rows]
     assert needed[0] > needed[1] > needed[2] > 0
     for row in rows:

@@ -101,7 +101,7 @@ def test_times_are_said_to_two_units(seconds, words):
 
 
 def test_pipes_get_no_escape_codes(kvq, tmp_path, soon):
-    status, out, err = kvq("perplexity", "--kv", "int8", "--context", 32, "--max-windows", 2)
+    status, out, err = kvq("perplexity", "--kv", "int8", "--context", 80, "--max-windows", 2)
     assert status == 0
     assert "\x1b" not in out + err
     assert "\r" not in out + err

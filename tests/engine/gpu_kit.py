@@ -50,7 +50,7 @@ def model_on(
         patch.object(fused_layers, "norm_weight", _taken_as_is),
     ):
         assert fuse_layers(module, windows, in_triton=True)
-    return Model(LoadedWeights(found, module), found.recipe(kv))
+    return Model(LoadedWeights(found, module), found.recipe(kv, whole_blocks=False))
 
 
 def _taken_as_is(norm: Any) -> NormWeight:

@@ -40,7 +40,7 @@ class Watched:
         return self._cache.attend(layer, q, replace(batch, context_lens=tuple(context)), options)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int4"])
+@pytest.mark.parametrize("kv", ["fp32", "int4_g32"])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_steps_through_static_buffers_equal_plain_ones(tiny, kv, count):
     """Every step is run twice: writes are repeated into the same slots."""

@@ -75,11 +75,11 @@ def planned(model: kvq.Model, kv: str, block_size: int, users: int) -> CapacityP
 @pytest.mark.parametrize(
     ("kv", "block_size"),
     [
-        ("k8v4", 8),
+        ("int8_per_token_head/int4_g32", 8),
         ("bf16", 32),
         *(
             pytest.param(*x, marks=pytest.mark.long)
-            for x in (("fp32", 8), ("int2", 8), ("fp8", 32), ("int4", 32))
+            for x in (("fp32", 8), ("int2_g32", 8), ("fp8_per_token_head", 32), ("int4_g32", 32))
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_tables_are_as_wide_as_the_pool_and_not_as_the_context(tmp_path):
     shutil.copytree(resolve_model("tiny").folder, folder, ignore=shutil.ignore_patterns("kvq.json"))
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**9}))
-    with kvq.LLM(folder, "int4", num_blocks=70) as llm:
+    with kvq.LLM(folder, "int4_g32", num_blocks=70) as llm:
         assert [table.shape[1] for table in llm.core.runner._tables.here] == [70]
         output = llm.generate([[5] * 900], kvq.SamplingParams(max_tokens=70 * 16 - 900, ignore_eos=True))[0]
         assert len(output.outputs[0].token_ids) == 70 * 16 - 900, "the whole pool can be one request's"

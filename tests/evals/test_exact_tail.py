@@ -72,7 +72,7 @@ def test_formats_of_which_nothing_is_seen_are_not_measured(tiny, kv):
 
 def test_unquantized_formats_may_keep_all(tiny):
     plan = TokenPlan(context=96, max_windows=1)
-    rows = measure_perplexity(tiny, ["fp32", "bf16+recent=96", "int4"], default_text().text, plan)
+    rows = measure_perplexity(tiny, ["fp32", "bf16+recent=96", "int4_g32"], default_text().text, plan)
     assert [row.exact_keys for row in rows] == [0, 1, 0]
 
 

@@ -61,8 +61,8 @@ def test_chunk_size_does_not_change_perplexity(tiny, kv):
 
 def test_sizes_are_those_of_the_layout(tiny):
     row = measure_perplexity(tiny, ["fp32", "k8v4"], TEXT, TokenPlan(context=64, max_windows=1))[1]
-    assert row.bits_per_element == 6.375  # (8.25 + 4.5) / 2 at head_dim 64
-    assert row.kv_bytes_per_token == tiny.with_kv("k8v4").kv_bytes_per_token == 6 * 2 * (66 + 36)
+    assert row.bits_per_element == 6.5  # (8 + 16 / 32 + 4.5) / 2 in blocks of 32
+    assert row.kv_bytes_per_token == tiny.with_kv("k8v4").kv_bytes_per_token == 6 * 2 * (68 + 36)
     assert row.compression == pytest.approx(3072 / row.kv_bytes_per_token)
 
 

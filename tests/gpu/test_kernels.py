@@ -22,7 +22,16 @@ from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, registry
 from kvq.kernels.attend.reference import attend as reference_attend
 from kvq.kernels.attend.rounding import rounded_queries
 from kvq.layout import BlockOrder
-from tests.kernels.kit import KINDS, MEANS, POISON, Tables, poisoned_cache, rows_like_kv, write_sequence
+from tests.kernels.kit import (
+    KINDS,
+    MEANS,
+    PER_CHANNEL,
+    POISON,
+    Tables,
+    poisoned_cache,
+    rows_like_kv,
+    write_sequence,
+)
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
@@ -148,7 +157,7 @@ def test_attention_over_latents(kv: str, dtype: torch.dtype, heads: int, block_s
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kv", [*KINDS, *PLANES, *MEANS[:3], "int4_g32_rot", "int4_g16"])
+@pytest.mark.parametrize("kv", [*KINDS, *PLANES, *MEANS[:3], *PER_CHANNEL, "int4_g32_rot", "int4_g16"])
 @pytest.mark.parametrize(
     ("new", "block_size"),
     [(NEW, 64), (MANY_NEW, 64), (NEW, 32), (NEW, 16)],

@@ -16,7 +16,7 @@ from kvq.kernels.attend.options import Age, Part
 from kvq.kernels.attend.reference import attend as reference_attend
 from kvq.kernels.gather_dense.reference import gather_dense as reference_gather
 from kvq.kernels.seal import reference
-from tests.kernels.kit import MEANS, Tables, poisoned_cache, rows_like_kv
+from tests.kernels.kit import MEANS, PER_CHANNEL, Tables, poisoned_cache, rows_like_kv
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
@@ -56,7 +56,8 @@ def staged_on_gpu(batch: StagedBatch) -> StagedBatch:
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize(
-    "kv", [*MEANS[:3], "int4_mean+recent=40", "int3/int4_g32+recent=4+sinks=5", "int2_mean+sinks=4"]
+    "kv",
+    [*MEANS[:3], *PER_CHANNEL, "int4_mean+recent=40", "int3/int4_g32+recent=4+sinks=5", "int2_mean+sinks=4"],
 )
 def test_sealed_blocks_have_the_references_bytes(kv: str, size: int, is_captured: bool) -> None:
     cache, _, batch = staged(kv, size)
@@ -74,7 +75,7 @@ def test_sealed_blocks_have_the_references_bytes(kv: str, size: int, is_captured
 
 
 @pytest.mark.parametrize("size", [16, 64])
-@pytest.mark.parametrize("kv", [*MEANS[:3], "int4_mean", "int2_mean+sinks=4"])
+@pytest.mark.parametrize("kv", [*MEANS[:3], *PER_CHANNEL, "int4_mean", "int2_mean+sinks=4"])
 def test_every_part_of_a_staged_layer_is_attended_to(kv: str, size: int) -> None:
     """Through the cache, which merges them, for prompts and for single tokens; sealed blocks are gathered."""
     cache, whole, batch = staged(kv, size)

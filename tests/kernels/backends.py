@@ -51,7 +51,7 @@ def kernel(operation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Callab
     found = next(k for k in registry._KERNELS if (k.operation, k.backend) == (operation, backend))
 
     def run(*args: Any, **options: Any) -> Any:
-        kv = next((x for x in args if hasattr(x, "formats")), None)
+        kv = next((x for x in (getattr(x, "sealed", x) for x in args) if hasattr(x, "formats")), None)
         if kv is not None:
             heads = kv.k.codes.shape[1]
             spec = KernelSpec(

@@ -29,10 +29,11 @@ KINDS = (
 # Block means, which whole blocks are sealed with; these fit head_dim 48 and 64, the first 60, too.
 MEANS = ("int4_mean", "int3_mean/int2_mean", "int8/int4_g8_mean", "int6_mean/bf16")
 
-# Scales per channel of whole blocks; these fit head_dim 48, 60 and 64, but for 5 and 3 bits 60.
+# Scales per channel of a block; these fit head_dim 48 and 64, the first two 60, too. The others for CPUs.
+PER_CHANNEL = ("int4_per_channel/int4", "int8_per_channel/int8", "int3_per_channel/int3")
 CHANNELS = (
-    *("int4_per_channel/int4", "int8_per_channel/int8", "int2_per_channel/int6_per_channel"),
-    *("int4_per_channel_rot/int4_per_channel", "int6_per_channel/bf16", "int8_per_channel/int8_per_channel"),
+    *PER_CHANNEL,
+    *("int2_per_channel/int6_per_channel", "int4_per_channel_rot/int4_per_channel", "int6_per_channel/bf16"),
 )
 
 

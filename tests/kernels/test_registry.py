@@ -54,6 +54,18 @@ def test_products_of_rotated_int8_are_refused_and_taken_in_16_bits(
         assert support.supports_8bit(spec(other), gpu).yes
 
 
+def test_means_and_scales_per_channel_lie_in_whole_words_or_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(support, "_has_triton", lambda: True)
+    gpu = Device(type="cuda", name="H200", capability=(9, 0))
+    for kv in ("int4_per_channel/int8", "int8/int4_per_channel", "int4_mean/int8"):
+        for dim, is_taken in ((42, False), (60, True)):
+            formats = KVRecipe.uniform(kv, [(dim, dim)]).layers[0]
+            found = support.supports(KernelSpec(formats=formats, q_heads=4, kv_heads=2, block_size=16), gpu)
+            assert found.yes == is_taken, (kv, dim)
+
+
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
     """The registry's list, holding the reference only and put back after the test."""

@@ -100,7 +100,7 @@ def test_block_orders_and_sizes_give_the_same_logits():
 
     ids = list(range(50, 120))
     results = [
-        load("tiny", kv="k8v4", block_size=size, order=order).logits(ids)
+        load("tiny", kv="int8_per_token_head/int4_g32", block_size=size, order=order).logits(ids)
         for size in (1, 16, 17, 64)
         for order in BlockOrder
     ]

@@ -52,14 +52,14 @@ def biased_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("kv", "limit"), [("bf16", 0.02), ("int8", 0.1), ("k8v4", 0.15)])
+@pytest.mark.parametrize(("kv", "limit"), [("bf16", 0.02), ("int8", 0.02), ("k8v4", 0.15), ("int4", 0.15)])
 def test_huge_key_biases_keep_eight_bit_keys_close(kv, limit, biased_folder):
-    """INT8 steps of 100/127 are fine enough for such keys; INT4 steps are not, and it shows."""
+    """Per channel 4 bits are fine enough for such keys; per token they are not, and it shows."""
     model = load_fp32(biased_folder)
     ids = random_tokens(90, seed=1)
     exact = model.logits(ids)
     assert mean_kl(exact, model.with_kv(kv).logits(ids, chunk=13)) <= limit
-    assert mean_kl(exact, model.with_kv("int4").logits(ids, chunk=13)) > 3 * limit
+    assert mean_kl(exact, model.with_kv("int4_g8").logits(ids, chunk=13)) > 3 * limit
 
 
 @pytest.mark.parametrize("kv", ["int4", "int4_g8", "int2_g16_rot", "int2", "int6", "k8v4", "fp8"])

@@ -82,7 +82,7 @@ def test_how_many_requests_fit_at_once_is_told_and_a_warning_where_tokens_that_w
 
     plain = "requests: at once fit, and run out of first: "
     sealed = "75 of 100 tokens (full blocks), 9 of 1000 tokens (full blocks), 2 of 4096 tokens (full blocks)"
-    assert told("int4", "8MiB") == [("ok", plain + sealed)]
+    assert told("int4_g32_s8", "8MiB") == [("ok", plain + sealed)]
     [(level, text)] = told("int3_mean+sinks=4+recent=128", "8MiB")
     assert level == "warning"
     assert text.startswith(
@@ -103,7 +103,8 @@ def test_how_many_requests_fit_at_once_is_told_and_a_warning_where_tokens_that_w
         ("int3_mean+recent=65536", "8MiB"),
         ("int4_mean+recent=1024", "2MiB"),
         ("int3_mean+sinks=4+recent=128", "500KiB"),
-        ("int4", "512KiB"),
+        ("int4_g32_s8", "512KiB"),
+        ("int4", "1MiB"),
     ],
 )
 def test_the_context_that_is_told_is_the_longest_that_is_not_refused(kv, memory):

@@ -100,9 +100,9 @@ def test_numbers_are_those_of_the_requests(server):
     assert grown("kvq_block_reuse_gap_seconds_count") > 0
     for name in ("lifetime", "idle_before_evict"):
         assert value(after, f"kvq_block_{name}_seconds_count") == value(after, "kvq_evictions_total") > 0
-    kv = "int8_per_token_head/int4_g32_s8_rot"
+    kv = "int8_per_channel/int4_g32_s8_rot"
     [info] = [dict(labels) for name, labels in after if name == "kvq_engine_info"]
-    assert (info["model"], info["kv"], info["max_num_seqs"]) == ("tiny", kv, "4")
+    assert (info["model"], info["kv"], info["max_num_seqs"]) == ("tiny", f"{kv},bf16", "4")
     held = sum(value(after, "kvq_kv_bytes", kv=kv, state=state) for state in ("free", "cached", "live"))
     assert held == value(after, "kvq_pool_bytes", group="0", kv=kv) > 0
     assert value(after, "kvq_engine_memory_bytes", device="host") > held

@@ -114,12 +114,13 @@ def test_a_key_sees_its_own_requests_and_of_others_only_counts(server):
 
 
 def test_blocks_add_up(server):
-    [pool] = json.loads(get(server, "/pool", basic(KEYS[0]))[2])["picture"]["pools"]
+    pool, recent = json.loads(get(server, "/pool", basic(KEYS[0]))[2])["picture"]["pools"]
+    assert [part["kv"] for part in recent["parts"]] == ["bf16"]
     cells = base64.b64decode(pool["cells"])
     assert len(cells) == pool["usage"]["total"] == 160
     assert cells.count(0) == pool["usage"]["free"]
     assert {cell >> 2 for cell in cells if cell} == {1, 2}
-    assert [part["kv"] for part in pool["parts"]] == ["int8_per_token_head", "int4_g32_s8_rot"]
+    assert [part["kv"] for part in pool["parts"]] == ["int8_per_channel", "int4_g32_s8_rot"]
     assert sum(part["block_bytes"] for part in pool["parts"]) <= pool["block_bytes"]
 
 

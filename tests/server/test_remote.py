@@ -82,7 +82,7 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
         remote = Remote(START)
         remote.on_stepped = lambda stepped: seen.append(stepped.gauges)
         ready = await remote.start()
-        assert ready.shape.num_blocks == [64]
+        assert ready.shape.num_blocks == [64, 64]
         found = await asyncio.gather(*(collect(remote, p, q) for p, q in zip(prompts, params, strict=True)))
         assert [tokens for tokens, _ in found] == wanted
         for tokens, ended in found:

@@ -105,7 +105,7 @@ def test_a_step_of_a_staged_pool_takes_a_sixteenth_of_it_and_leaves_room_for_seq
 
 
 def test_an_unstaged_pool_and_one_without_a_limit_keep_their_steps() -> None:
-    for kv, budget in (("int4", 4 * MIB), ("int4+recent=1", None)):
+    for kv, budget in (("int4_g32", 4 * MIB), ("int4+recent=1", None)):
         pools = plan_pools(tiny(kv), budget, **LIMITS)
         assert pools.step_tokens == STEP
     assert pools.num_blocks == wanted_blocks(tiny("int4+recent=1"), **LIMITS)

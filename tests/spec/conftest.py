@@ -9,7 +9,10 @@ from types import ModuleType
 import pytest
 
 SPEC = Path(__file__).parents[2] / "spec"
-_MODULES = ("findings", "names", "codec", "xxh3", "recipes", "layouts", "prefixes", "check")
+_MODULES = (
+    *("findings", "names", "packing", "channels", "codec"),
+    *("xxh3", "recipes", "layouts", "prefixes", "check"),
+)
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,12 @@ import torch
 
 from kvq.cache.host_store import layout_digest
 from kvq.cache.pool import PoolBytes
-from kvq.formats import KVRecipe
+from kvq.formats import KVRecipe, parse_format
 from kvq.kernels import Device, KernelSpec, SequenceBatch, StagedBatch, StagedKV, select
+from kvq.kernels.codec import decode, encode_block
 from kvq.layout import plan_layout
 from tests.kernels.kit import geometry, poisoned_cache
-from tools.make_vectors import described, inputs, random_rows
+from tools.make_vectors import bytes_of, described, inputs, random_rows
 
 DIMS = {"int3": (64, 80), "int5": (80, 64)}  # K and V; rows of 60 elements don't fit these
 BACKENDS = ("reference", "cpu", "triton")
@@ -23,6 +24,7 @@ FORMATS = (
 )
 NARROW = ("int2", "int3", "int4", "int5", "int6", "int4_g10_s8", "int3_g8_s8")
 STAGED = ("int4_mean", "int3_mean/int5_mean", "int8/int4_mean", "int2_mean+sinks=4", "int4+recent=3")
+CHANNELS = ("int4_per_channel/int4", "int2_per_channel/int8_per_channel+recent=3", "int3_per_channel_rot")
 
 
 def kernel(operation: str, backend: str, spec: KernelSpec):
@@ -61,8 +63,10 @@ def test_written_rows_are_those_of_the_specification(spec, backend: str, kv: str
     check_pool(spec, cache.layout, 0, cache.pool(0).numpy(), {1: expected})
 
 
-@pytest.mark.parametrize("kv", STAGED)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "kv"),
+    [(backend, kv) for backend in BACKENDS for kv in (*STAGED, *CHANNELS)],
+)
 def test_sealed_blocks_are_those_of_the_specification(spec, backend: str, kv: str) -> None:
     dims = dims_of(kv)
     model = geometry([dims], kv_heads=2)
@@ -85,8 +89,35 @@ def test_sealed_blocks_are_those_of_the_specification(spec, backend: str, kv: st
 
 
 def test_layouts_of_the_checker_are_those_of_kvq(spec) -> None:
-    for kv in ("fp32", "int8/int4", "int3_mean/int5+recent=9", "k8v4+sinks=1"):
+    for kv in (
+        "fp32",
+        "int8/int4",
+        "int3_mean/int5+recent=9",
+        "k8v4+sinks=1",
+        "int4_per_channel/int8_per_channel",
+    ):
         model = geometry([(64, 80), (128, 64), (96, 96)], windows=[7, None, 30])
         layout = plan_layout(model, KVRecipe.uniform(kv, model.head_dims), block_size=7)
         own = spec["layouts"].read_layout(described(layout))
         assert (own.digest(), own.recipe_digest()) == (layout_digest(layout), layout.recipe.digest())
+
+
+@pytest.mark.parametrize("dim", [60, 128])
+@pytest.mark.parametrize("code", ["int2", "int3", "int4", "int5", "int6", "int8"])
+def test_channels_of_the_checker_are_those_of_the_reference(spec, code: str, dim: int) -> None:
+    """On numbers of any size: random bits of fp32, NaN and infinity among them."""
+    dim = dim + 4 if code in ("int3", "int5") and dim % 8 else dim
+    fmt, own = parse_format(f"{code}_per_channel", dim), spec["names"].parse(f"{code}_per_channel", dim)
+    source = torch.Generator().manual_seed(dim)
+    for size in (1, 16, 32):
+        bits = torch.randint(-(2**31), 2**31, (5, size, dim), generator=source, dtype=torch.int64)
+        usual = torch.randn(5, size, dim, generator=source) * 2.0 ** torch.randint(
+            -12, 13, (5, 1, dim), generator=source
+        )
+        for x in (bits.to(torch.int32).view(torch.float32), usual, usual + 100 * usual[:, :1]):
+            codes, scales, _ = encode_block(x, fmt)
+            found = spec["codec"].encode_block(x.numpy(), own)
+            spec["check"].same(bytes_of(codes), found[0].tobytes(), "codes")
+            spec["check"].same(bytes_of(scales), found[1].tobytes(), "scales")
+            rows = spec["codec"].decode(found[0], found[1], own)
+            spec["check"].same(bytes_of(decode(codes, scales, fmt)), rows.tobytes(), "rows")

@@ -190,8 +190,7 @@ def _recipe(kv: str | Path | KVRecipe, num_layers: int, head_dim: int | None) ->
         return recipe, [k for k, _ in dims]
     if head_dim is None:
         raise ConfigError(f"chunks don't tell their heads apart: give head_dim, the model's, with {kv}")
-    recipe = KVRecipe.named(kv, [(head_dim, head_dim)] * num_layers, whole_blocks=False)
-    return recipe, [head_dim] * num_layers
+    return KVRecipe.named(kv, [(head_dim, head_dim)] * num_layers), [head_dim] * num_layers
 
 
 def _layout(recipe: KVRecipe, channels: int, dims: list[int]) -> KVLayout:

@@ -132,8 +132,7 @@ def make_processor(options: dict[str, object]) -> SerdeProcessor:
     if not kv.endswith(".json"):
         if head_dim is None:
             raise ConfigError(f"the serde kvq needs the model's head_dim with kv={kv!r}")
-        # Refused now, not at the first chunk.
-        recipe = KVRecipe.uniform(kv, [(head_dim, head_dim)], whole_blocks=False)
+        recipe = KVRecipe.uniform(kv, [(head_dim, head_dim)])  # refused now, not at the first chunk
         recipe.check_unstaged("a chunk of any length")
     codecs, workers = Codecs(kv, head_dim), _count(options, "max_workers") or 1
     return AsyncSerdeProcessor(KvqSerializer(codecs), KvqDeserializer(codecs), max_workers=workers)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvq.cache.centering import Centering
 from kvq.errors import ConfigError
-from kvq.integrations.vllm.names import recipe_of, requested
+from kvq.integrations.vllm.names import recipe_of, requested, say_checked
 from kvq.integrations.vllm.pages import Page, with_slots
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
 
@@ -128,6 +128,7 @@ class KvqImpl(AttentionImpl):
         name = asked(config)
         assert name is not None, "else vLLM's own was taken"
         self._name, self._num_layers = name, config.model_config.get_total_num_hidden_layers()
+        self._model: str | None = str(config.model_config.model)  # None once it was said what is known of it
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
@@ -145,6 +146,9 @@ class KvqImpl(AttentionImpl):
         dims = self.head_size, getattr(layer, "head_size_v", None) or self.head_size
         recipe = recipe_of(self._name, dims, self._num_layers).share(*self._share)
         index = extract_layer_index(self.kv_sharing_target_layer_name or layer.layer_name)
+        if index == 0 and self._model is not None:
+            say_checked(self._model, self._name)
+            self._model = None
         return Page.of(recipe, index, self.num_kv_heads, block_size, dims)
 
     def spec(self, layer: Any, spec: AttentionSpec) -> AttentionSpec:

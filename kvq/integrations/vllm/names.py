@@ -1,13 +1,15 @@
 """What a user asks vLLM for, and the recipe that it names. No vLLM is needed here."""
 
+import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, KVQError, first_lines
 from kvq.formats import KVRecipe
 from kvq.formats.names import VLLM_FILE_PREFIX, VLLM_PREFIX, known_names
 
+_log = logging.getLogger("vllm.kvq")
 OPTION = "kvq"  # of `--additional-config`, where vLLM takes no names but its own
 NAMES = tuple(VLLM_PREFIX + name for name in known_names())
 
@@ -36,6 +38,21 @@ def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str 
     return without_prefix(option)
 
 
+def say_checked(model: str, name: str) -> str:
+    """Say in the log whether kvq's load check ran for a model and a format, and what it found."""
+    from kvq.models.load_check import recalled
+    from kvq.models.prepared import prepare
+
+    try:
+        prepared = prepare(model)
+        found = recalled(prepared, prepared.recipe(without_prefix(name), whole_blocks=False))
+        told = str(found or f"{name} was not checked on this model; kvq generate does it, once")
+    except KVQError as error:
+        told = f"{name} can't be checked on this model: {first_lines(error)}"
+    _log.warning("%s", told)
+    return told
+
+
 @lru_cache(maxsize=64)
 def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecipe:
     """The formats of every layer; `head_dims`: (K, V) in elements, of a layer that asks.
@@ -43,7 +60,7 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
     Raises:
         ConfigError: no such format, or a file for another model, or without the scales it needs.
     """
-    recipe = KVRecipe.named(name, [head_dims] * num_layers, whole_blocks=False)
+    recipe = KVRecipe.named(name, [head_dims] * num_layers)
     if len(recipe.layers) != num_layers:
         raise ConfigError(f"{name} is for {len(recipe.layers)} layers, the model has {num_layers}")
     recipe.require_scales()

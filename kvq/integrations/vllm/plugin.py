@@ -66,7 +66,7 @@ def _is_right(name: str) -> bool:
     from kvq.formats import KVRecipe
 
     try:
-        KVRecipe.named(without_prefix(name), [(128, 128)], whole_blocks=False)
+        KVRecipe.named(without_prefix(name), [(128, 128)])
     except KVQError as error:
         _log.error("%s: %s", name, error)
         return False

@@ -5,8 +5,13 @@ from torch import Tensor
 from kvq.formats import Code, KVFormat
 from kvq.kernels.codec import e4m3, rotate
 
-ROUNDED = {Code.FP8: 448.0, Code.INT8: 127.0}  # codes of K, and the largest that one holds
+_LARGEST = {Code.FP8: 448.0, Code.INT8: 127.0}  # codes of K, and the largest that one holds
 _LEAST = 1e-30  # what a row's largest element counts as at least
+
+
+def limit_of(fmt: KVFormat) -> float | None:
+    """The largest that a code of K holds; None where products are not of its codes as they lie."""
+    return None if fmt.is_per_channel else _LARGEST.get(fmt.code)
 
 
 def rounded_queries(q: Tensor, fmt: KVFormat) -> Tensor:
@@ -14,7 +19,7 @@ def rounded_queries(q: Tensor, fmt: KVFormat) -> Tensor:
 
     If the format rotates, it is what is rotated that is rounded; it is turned back.
     """
-    limit = ROUNDED.get(fmt.code)
+    limit = limit_of(fmt)
     if limit is None:
         return q.float()
     y = rotate(q.float()) if fmt.rotated else q.float()

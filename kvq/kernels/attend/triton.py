@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.formats import Code, Grouped, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
-from kvq.kernels.attend.rounding import ROUNDED
+from kvq.kernels.attend.rounding import limit_of
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
@@ -50,7 +50,7 @@ def attend(
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last, rounded=rounded)
         return out.to(q.dtype), lse
-    planned = _planned_rounded if rounded and kv.formats.k.code in ROUNDED else _planned
+    planned = _planned_rounded if rounded and limit_of(kv.formats.k) is not None else _planned
     plan = plan_of(planned, q, kv, options)
     results, gathered = launched(plan, q, batch, options.sinks, skip_last)
     if gathered:
@@ -93,12 +93,14 @@ def _part(name: str, q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> d
     rows, code = getattr(kv, name), getattr(kv.formats, name).code
     run = run_bytes(getattr(kv.formats, name), part[f"{upper}_DIM"])
     words = not code.is_float and run > 0 and _as_pairs(rows.codes)
+    if getattr(kv.formats, name).is_per_channel:
+        words = name == "k" and _has_channel_words(kv, shape)
     means = mean_arguments(name, kv)
     if rows.means is not None:
         words = words and (apart or _means_in_runs(name, kv, shape))
         if words:
             means |= _strided(f"{name}_means", f"{name}m", _narrow_words(rows.means))
-    if words and code.is_grouped:
+    if words and code.is_grouped and not getattr(kv.formats, name).is_per_channel:
         part[f"{upper}_KIND"] = PACKED[code.bits].value
     if words:
         part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
@@ -131,10 +133,18 @@ def _part(name: str, q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> d
 
 
 def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
-    """Whether the means of all blocks are taken in before and after the loop over keys."""
+    """Whether the means of all blocks, or K's offsets, are taken in before and after the loop over keys."""
+    if kv.formats.k.is_per_channel and not kv.formats.v.mean:
+        return _has_channel_words(kv, shape)
     tensors = [tensor for x in (kv.k, kv.v) if x.means is not None for tensor in (x.codes, x.means)]
     as_pairs = all(map(_as_pairs, tensors))
     return as_pairs and takes_means_apart(kv.formats, shape, kv.block_size)
+
+
+def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
+    """Whether K's rows with scales per channel are read as words."""
+    run = run_bytes(kv.formats.k, kv.formats.k_head_dim)
+    return run > 0 and kv.block_size % shape.keys == 0 and _as_pairs(kv.k.codes)
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:

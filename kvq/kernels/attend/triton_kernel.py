@@ -10,6 +10,14 @@ Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding"
 import triton
 import triton.language as tl
 
+from kvq.kernels.attend.triton_channels import (
+    added_offsets,
+    channel_queries,
+    channel_scores,
+    channel_unit,
+    is_paired,
+    score_offsets,
+)
 from kvq.kernels.attend.triton_list import ITEM_WORDS, highest_key, lowest_key
 from kvq.kernels.attend.triton_means import mean_scores, score_means
 from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
@@ -32,7 +40,8 @@ from kvq.kernels.attend.triton_words import (
     packed_scores,
     word_queries,
 )
-from kvq.kernels.gpu.rows import FLOAT, INT4, mean_rows, rotate, stored_rows, takes_ptx
+from kvq.kernels.gpu.rows import CHANNEL, FLOAT, INT4, rotate, takes_ptx
+from kvq.kernels.gpu.stored import mean_rows, stored_rows
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 
@@ -303,24 +312,37 @@ def attend_kernel(
 
     col = tl.arange(0, K_PAD)
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
-    q_at = token[:, None] * q_token + head[:, None] * q_head + col[None, :] * q_dim
+    q_col = col
+    if K_WORDS and is_paired(K_KIND, K_BITS):  # the second half backwards
+        q_col = tl.where(col < K_DIM // 2, col, K_DIM + K_DIM // 2 - 1 - col)
+    q_at = token[:, None] * q_token + head[:, None] * q_head + q_col[None, :] * q_dim
     q, unit = _read_queries(
         q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE, K_ROUNDED, K_KIND
     )  # fmt: skip
     runs = ()
     sums = ()
+    CHANNELS: tl.constexpr = K_WORDS and K_KIND >= CHANNEL
+    LEFT: tl.constexpr = APART and (K_MEAN_GROUP > 0 or CHANNELS)  # means or offsets of K are in the room
     k_mean_at = kv_head.to(tl.int64) * km_head
     v_mean_at = kv_head.to(tl.int64) * vm_head
     if APART:
         room_row = (1 + BLOCK_SIZE // KEYS) * table_stride
         room_at = tl.where(valid, token.to(tl.int32) * Q_HEADS + head, 0) * room_row
+        if CHANNELS:
+            score_offsets(
+                q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
+                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                k_scales + kv_head.to(tl.int64) * ks_head, ks_block, K_KIND, K_BITS, K_DIM,
+            )  # fmt: skip
         if K_MEAN_GROUP > 0:
             score_means(
                 q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
                 begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
                 k_means + k_mean_at, km_block, K_DIM, K_MEAN_GROUP, K_COMPUTE,
             )  # fmt: skip
-    if K_WORDS:
+    if CHANNELS:
+        runs = channel_queries(q, K_KIND, K_BITS, K_DIM, K_RUN, K_WIDTH)
+    elif K_WORDS:
         K_STEP: tl.constexpr = 1 if is_narrow(k_scales) else 2
         runs, sums = word_queries(q, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_STEP)
         if K_MEAN_GROUP > 0 and not APART:
@@ -341,6 +363,9 @@ def attend_kernel(
             row_scale = row_scale * low_unit(K_KIND, K_COMPUTE)
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
+    mean_scale = row_scale
+    if CHANNELS:
+        row_scale = row_scale * channel_unit(K_KIND, K_BITS, K_COMPUTE)
     last = tl.minimum(highest_key(position, recent, part_last, AGE, AGE_BLOCK), end - 1)
     before = lowest_key(position, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK) - 1
 
@@ -360,8 +385,8 @@ def attend_kernel(
         if LOWER:
             inside = inside & (own_key >= oldest - at)
         of_mean = tl.zeros((ROWS,), tl.float32)
-        if APART and K_MEAN_GROUP > 0:
-            of_mean = tl.load(room_ptr + (room_at + at // BLOCK_SIZE)) * row_scale
+        if LEFT:
+            of_mean = tl.load(room_ptr + (room_at + at // BLOCK_SIZE)) * mean_scale
         first = at % BLOCK_SIZE
         if ONE:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
@@ -374,15 +399,22 @@ def attend_kernel(
             blocks = block
         codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
         scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
-        scores = _scores(
-            q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
-            K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
-            K_PAIRED, SPREAD, LOWER, K_ROUNDED,
-            k_means, blocks * km_block + k_mean_at, 0 if APART else K_MEAN_GROUP,
-        )  # fmt: skip
+        if CHANNELS:
+            if not LEFT:
+                of_mean = added_offsets(q, scales, K_KIND, K_BITS, K_DIM) * mean_scale
+            scores = channel_scores(
+                runs, codes, scales, codes_at, inside, K_KIND, K_BITS, K_DIM, K_RUN, K_WIDTH, K_COMPUTE
+            )  # fmt: skip
+        else:
+            scores = _scores(
+                q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
+                K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
+                K_PAIRED, SPREAD, LOWER, K_ROUNDED,
+                k_means, blocks * km_block + k_mean_at, 0 if APART else K_MEAN_GROUP,
+            )  # fmt: skip
         p, sums_of_p, decay, top = weighed(
             scores, row_scale, of_mean, top, own_key, last - at, before - at, softcap,
-            SOFTCAP, LOWER, FOLDED, ENLARGED, APART and K_MEAN_GROUP > 0,
+            SOFTCAP, LOWER, FOLDED, ENLARGED, LEFT or CHANNELS,
         )  # fmt: skip
         totals = totals * decay[:, None] + sums_of_p
         if APART and V_MEAN_GROUP > 0:

@@ -65,7 +65,7 @@ def _in_column(out, x, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
+def even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
     """Queries [ROWS, PAD] as words have them: the even columns of each of HALVES * RUNS runs, then the odd
     ones, [ROWS, WIDTH], padded with zeros."""
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
@@ -94,7 +94,7 @@ def word_queries(
     if KIND >= INT4:
         PER: tl.constexpr = codes_a_byte(KIND)
         RUNS: tl.constexpr = DIM // PER // RUN
-        cut = _even_and_odd(q, PER, RUNS, RUN, WIDTH)
+        cut = even_and_odd(q, PER, RUNS, RUN, WIDTH)
         total = tl.zeros((q.shape[0], PAIRS), tl.float32)
         for j in tl.static_range(RUNS):
             for i in tl.static_range(2 * PER):
@@ -107,7 +107,7 @@ def word_queries(
         if STEP == 1:
             sums = (side_by_side(sums[0], sums[1]),)
     else:
-        parts = _even_and_odd(q, 1, 1, RUN, WIDTH)
+        parts = even_and_odd(q, 1, 1, RUN, WIDTH)
     return parts, sums
 
 

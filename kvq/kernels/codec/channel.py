@@ -23,7 +23,7 @@ from kvq.kernels.codec.packing import pack, unpack
 
 MOST_SHIFTED = 2  # bits that one channel of a pair takes from the other
 CENTER_STEP = 16  # scales that INT8's offsets are counted in
-_INT8_REACH = 127 - CENTER_STEP // 2  # codes from a range's middle to its end, if the middle is rounded
+INT8_REACH = 127 - CENTER_STEP // 2  # codes from a range's middle to its end, if the middle is rounded
 _FP16_LARGEST = 65504.0
 
 
@@ -35,7 +35,7 @@ def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
     low, high = x.aminmax(dim=-2, keepdim=True)  # [..., 1, dim]
     if fmt.code is Code.INT8:
         center = low * 0.5 + high * 0.5
-        reach = _number(_INT8_REACH, x), _number(127 * CENTER_STEP, x)
+        reach = _number(INT8_REACH, x), _number(127 * CENTER_STEP, x)
         wanted = torch.maximum((high * 0.5 - low * 0.5) / reach[0], center.abs() / reach[1])
         scale_codes = narrow.scale_codes(wanted, round_up=True)
         scale = narrow.scales(scale_codes)

@@ -57,7 +57,7 @@ class StackLayer:
         return self.group if isinstance(self.kv, PagedKV) else self.group + self.num_kinds
 
 
-class StackStep:
+class _StackStep:
     """A step's KvqStackStep, the arrays that it names, and all whose memory it names."""
 
     def __init__(self, groups: int, kinds: int) -> None:
@@ -163,9 +163,9 @@ class CpuStack:
 
     def step(
         self, batches: Sequence[SequenceBatch], bad: Tensor, rows: int, dtype: torch.dtype
-    ) -> "StackStep":
+    ) -> "_StackStep":
         """What a step over `rows` rows of a dtype takes, but for its angles; for arguments see `__call__`."""
-        step = StackStep(self._num_groups, self.kinds)
+        step = _StackStep(self._num_groups, self.kinds)
         named = step.named
         for layer in self._groups.values():
             for group, (kv, options) in layer.held.items():

@@ -5,7 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
-from kvq.kernels.gpu.rows import mean_rows, rotate, stored_rows
+from kvq.kernels.gpu.rows import rotate
+from kvq.kernels.gpu.stored import mean_rows, stored_rows
 from kvq.kernels.paged import PagedKV
 
 _TOKENS = 32  # of one program

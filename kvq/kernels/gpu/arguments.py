@@ -36,7 +36,7 @@ def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict
         f"{lower}static": static,
         **_strides(f"{of}c", rows.codes.stride()[:3]),
         **_strides(f"{of}s", strides),
-        f"{upper}KIND": kind_of(fmt.code),
+        f"{upper}KIND": kind_of(fmt),
         f"{upper}BITS": fmt.code.bits,
         f"{upper}DIM": dim,
         f"{upper}PAD": triton.next_power_of_2(dim),

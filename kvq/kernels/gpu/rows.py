@@ -10,11 +10,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvq.formats import Code
+from kvq.formats import Code, KVFormat
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # How a format's codes lie in memory: what the kernels are specialized by.
 FLOAT, FP8, INT8, INT4, GROUPED, INT2, INT3, INT5, INT6 = (tl.constexpr(kind) for kind in range(9))
+CHANNEL, CHANNEL_INT8 = tl.constexpr(9), tl.constexpr(10)  # with scales per channel: grouped codes, and INT8
 PACKED = {2: INT2, 3: INT3, 4: INT4, 5: INT5, 6: INT6}  # grouped codes that attention reads as words, by bits
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
@@ -126,11 +127,13 @@ def takes_ptx(_semantic: Any = None) -> tl.constexpr:
 takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
-def kind_of(code: Code) -> int:
+def kind_of(fmt: KVFormat) -> int:
     """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one, but
     where attention reads them as words: PACKED."""
-    grouped = INT4 if code.bits == 4 else GROUPED
-    kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: INT8}.get(code, FLOAT)
+    code = fmt.code
+    grouped = CHANNEL if fmt.is_per_channel else INT4 if code.bits == 4 else GROUPED
+    byte = CHANNEL_INT8 if fmt.is_per_channel else INT8
+    kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: byte}.get(code, FLOAT)
     return int(kind.value)
 
 
@@ -197,79 +200,6 @@ def scale_and_minimum(words, BITS: tl.constexpr):
         scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, minimum
-
-
-@triton.jit
-def _plane(codes, at, mask, col, DIM: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
-    """One plane's bits of codes, where they belong; BEFORE: bits of the wider planes."""
-    RUN: tl.constexpr = DIM * WIDTH // 8
-    packed = tl.load(codes + at + (DIM * BEFORE // 8 + col % RUN)[None, :], mask=mask, other=0).to(tl.int32)
-    return ((packed >> (col // RUN * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BEFORE
-
-
-@triton.jit
-def grouped_rows(
-    codes,
-    scales,
-    codes_at,
-    scales_at,
-    inside,
-    col,
-    DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Rows of grouped codes of any width, fp32 [rows, columns]; see codec/reference.py for their planes."""
-    mask = inside[:, None] & (col < DIM)[None, :]
-    code = tl.zeros((inside.shape[0], col.shape[0]), tl.int32)
-    at = codes_at[:, None]
-    for i in tl.static_range(4):
-        if BITS & (8 >> i):
-            code = code | _plane(codes, at, mask, col, DIM, 8 >> i, BITS & (16 - (16 >> i)))
-    words = tl.load(scales + scales_at[:, None] + (col // GROUP)[None, :], mask=mask, other=0)
-    scale, minimum = scale_and_minimum(words, BITS)
-    return code.to(tl.float32) * scale + minimum
-
-
-@triton.jit
-def mean_rows(means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
-    """Means of blocks, fp32 [rows, columns]; `at`: bytes before each. See mean_format."""
-    scales = (means + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
-    return grouped_rows(means, scales, at, at // 2, inside, col, DIM, GROUP, 4)
-
-
-@triton.jit
-def stored_rows(
-    codes,
-    scales,
-    static,
-    codes_at,
-    scales_at,
-    head,
-    inside,
-    col,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    STATIC: tl.constexpr,
-):
-    """Rows of any format, fp32 [rows, columns], still rotated."""
-    mask = inside[:, None] & (col < DIM)[None, :]
-    if KIND >= INT4:  # any grouped code
-        x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
-    else:
-        stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)
-        if KIND == FP8:
-            x = fp8_codes(stored, tl.float32) * 256.0
-        else:
-            x = stored.to(tl.float32)
-        if KIND != FLOAT:
-            if STATIC:
-                x = x * tl.load(static + head)
-            else:
-                x = x * tl.load(scales + scales_at, mask=inside, other=0.0).to(tl.float32)[:, None]
-    return x
 
 
 @triton.jit

@@ -22,6 +22,7 @@ MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for dr
 TABLE = Path(__file__).with_name("shapes.json")
 _MOST_BLOCK = 64  # tokens: larger blocks are as these
 _LEAST_WORDS = 16  # of two bytes that a product sums over
+_LEAST_KEYS = 16  # of a tile: what V's product sums over
 _MOST_RUN = 32  # bytes of codes in two planes: words of two, as many as a product sums over
 ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in what was compiled without one
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
@@ -145,7 +146,10 @@ def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) ->
     if kind == "extend" and device == "sm90" and _extends_wrongly(formats):
         kind = "decode"
     dim, run = max(formats.k_head_dim, formats.v_head_dim), _shortest_run(formats, block_size)
-    return _shape(kind, format_name(formats), dim, device, run, block_size)
+    shape = _shape(kind, format_name(formats), dim, device, run, block_size)
+    keys = gcd(block_size, shape.keys)
+    # Scales per channel go to the queries, so that a tile is to lie in one block.
+    return replace(shape, keys=keys) if formats.k.is_per_channel and keys >= _LEAST_KEYS else shape
 
 
 def tiled_as(kind: str, formats: LayerFormats, device: str, block_size: int) -> str:
@@ -199,9 +203,10 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
 
 
 def _fills_registers(fmt: str) -> bool:
-    """Whether products of means, or words of two planes, take so many that in 168 some would be spilled."""
+    """Whether products of means, words of two planes or scales per channel take so many that in 168 some
+    would be spilled."""
     codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
-    return "_mean" in fmt or any(len(code.planes) > 1 for code in codes)
+    return "_mean" in fmt or "_per_channel" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:
@@ -267,19 +272,21 @@ def format_name(formats: LayerFormats) -> str:
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
-        names.append(f"{fmt.code.name}{group}" + "_s8" * fmt.is_narrow + "_mean" * fmt.mean)
+        ends = "_s8" * fmt.is_narrow + "_mean" * fmt.mean + "_per_channel" * fmt.is_per_channel
+        names.append(f"{fmt.code.name}{group}{ends}")
     return "/".join(names)
 
 
 def _shortest_run(formats: LayerFormats, block_size: int) -> int:
     """Bytes of K's or V's rows of one scale, whichever are fewer; 0 if they aren't read as they lie."""
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
-    return min(_run(fmt, dim, block_size) for fmt, dim in parts)
+    return 0 if formats.v.is_per_channel else min(_run(fmt, dim, block_size) for fmt, dim in parts)
 
 
 def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
     # Tiles of rows with means are read so if they are INT4 and each lies in one block.
     is_read = not fmt.mean or (fmt.code.bits == 4 and block_size % _MOST_BLOCK == 0)
+    is_read = is_read and not (fmt.is_per_channel and block_size % _LEAST_KEYS)
     return _scaled_bytes(fmt, dim) if is_read and run_bytes(fmt, dim) else 0
 
 
@@ -296,6 +303,8 @@ def run_bytes(fmt: KVFormat, dim: int) -> int:
     A place in the second plane's bytes has bits of as many bytes of the first: `piece`.
     """
     scaled = _scaled_bytes(fmt, dim)
+    if fmt.is_per_channel:
+        return _channel_run(fmt, dim)
     if not isinstance(fmt.scale, Grouped):
         return scaled
     first, *others = fmt.code.planes
@@ -305,6 +314,15 @@ def run_bytes(fmt: KVFormat, dim: int) -> int:
     has_words = first <= 4 and len(others) <= 1 and run % 2 == 0 and piece % 2 == 0
     fits = row % run == 0 and scaled % run == 0 and (piece % run == 0 or run % piece == 0)
     return run if has_words and fits else 0
+
+
+def _channel_run(fmt: KVFormat, dim: int) -> int:
+    """The same of rows with scales per channel: runs fill columns, and what shares its bits is one code."""
+    planes = (fmt.code.doubled if fmt.is_paired else fmt.code).planes
+    row = dim * fmt.code.bits // 8 * planes[0] // sum(planes)
+    run = row if len(planes) == 1 else min(row, _MOST_RUN)
+    fills = dim & (dim - 1) == 0 and run >= 2 * _LEAST_WORDS and len(planes) <= 2
+    return run if fills and not fmt.rotated else 0
 
 
 def target(x: Tensor) -> str:

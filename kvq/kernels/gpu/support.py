@@ -54,8 +54,9 @@ def supports_stored(spec: KernelSpec, device: Device) -> Support:
 
 def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:
     runs, fmt = supports_linear(spec, device), spec.formats
-    if runs.yes and any(x.mean and d % 4 for x, d in ((fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim))):
-        return Support(False, "takes means out of heads of a multiple of 4 elements")
+    parts = (fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim)
+    if runs.yes and any((x.mean or x.is_per_channel) and dim % 4 for x, dim in parts):
+        return Support(False, "takes means and scales per channel of heads of a multiple of 4 elements")
     return spec.fits_compiled(most_dim) if runs.yes else runs
 
 

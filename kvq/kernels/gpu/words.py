@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.gpu.rows import (
+    CHANNEL,
     FP8,
     INT2,
     INT3,
@@ -38,6 +39,7 @@ _ENLARGEMENT = {
 # Of packed codes: bits in the first plane, and in the second one.
 _PLANES = {
     **{INT2.value: (2, 0), INT3.value: (2, 1), INT4.value: (4, 0), INT5.value: (4, 1), INT6.value: (4, 2)},
+    CHANNEL.value: (8, 0),  # pairs of 4 bits each
 }
 _LEAST_WITH_E4M3 = 89  # the first capability that converts FP8 by an instruction
 

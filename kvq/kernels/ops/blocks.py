@@ -206,7 +206,7 @@ def _bits(name: str) -> int:
 
 @lru_cache(maxsize=64)
 def _formats(kv: str, dims: tuple[int, int]) -> LayerFormats:
-    recipe = KVRecipe.uniform(kv, [dims], whole_blocks=False)
+    recipe = KVRecipe.uniform(kv, [dims])
     recipe.check_unstaged("an operator over blocks")
     return recipe.layers[0]
 

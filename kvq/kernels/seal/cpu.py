@@ -31,12 +31,12 @@ def moves_of(kv: StagedKV, batch: StagedBatch) -> tuple[Any, int]:
     Raises:
         IndexError: a table is too short.
     """
-    kept = batch.recent.kept  # all layers of a group seal the same blocks
-    if seal not in kept:
+    kept, name = batch.recent.kept, (seal, kv.exact)  # all layers of a group seal the same blocks
+    if name not in kept:
         moves = {move[1:]: move for move in _moves(kv, batch)}  # a shared block once
         numbers = [number for move in moves.values() for number in move]
-        kept[seal] = (c_int64 * len(numbers))(*numbers), len(moves)
-    found: tuple[Any, int] = kept[seal]
+        kept[name] = (c_int64 * len(numbers))(*numbers), len(moves)
+    found: tuple[Any, int] = kept[name]
     return found
 
 

@@ -6,12 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvq.kernels.codec import channel, narrow
 from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
+from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, narrow_scale
+from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, channel_scale, shared_bits
 from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 from kvq.kernels.write_kv.triton import (
     cut_of,
     finite_rows,
+    half_minimum,
     quantize_groups,
+    scale_byte,
     store_codes,
     stored_as_bits,
     turned_rows,
@@ -19,6 +24,9 @@ from kvq.kernels.write_kv.triton import (
 )
 
 _TOKENS = 16  # of a block that a program quantizes: few blocks are sealed in a step, which others wait for
+
+_REACH = tl.constexpr(float(channel.INT8_REACH))
+_ROUNDED_UP = tl.constexpr(narrow.ROUNDED_UP)
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
@@ -121,6 +129,60 @@ def _mean(
     return mean
 
 
+@triton.jit
+def _range(
+    x_ptr, x_slot, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The lowest and the highest of every channel of a block, fp32 [1, PAD]."""
+    low, high = tl.full((PAD,), float("inf"), tl.float32), tl.full((PAD,), float("-inf"), tl.float32)
+    for first in range(0, BLOCK_SIZE, TOKENS):
+        slot = first + tl.arange(0, TOKENS)
+        x = _rows(x_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
+        own = (slot < BLOCK_SIZE)[:, None]
+        low = tl.minimum(low, tl.min(tl.where(own, x, float("inf")), axis=0))
+        high = tl.maximum(high, tl.max(tl.where(own, x, float("-inf")), axis=0))
+    return low[None, :], high[None, :]
+
+
+@triton.jit
+def _write_channels(
+    x, low, high, codes, scales, at, is_stored, inside, col,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Store rows of a block whose channels lie between `low` and `high`; one of its programs
+    stores scales and offsets. See codec/channel.py."""
+    mask = inside[:, None] & (col < DIM)[None, :]
+    to, once = scales + col[None, :], ((col < DIM) & is_stored)[None, :]
+    if KIND == CHANNEL_INT8:
+        center = low * 0.5 + high * 0.5
+        reach = tl.div_rn(high * 0.5 - low * 0.5, _REACH)
+        byte = scale_byte(tl.maximum(reach, tl.div_rn(tl.abs(center), 127.0 * CENTER_STEP)), True)
+        scale = narrow_scale(byte)
+        steps = tl.floor(tl.div_rn(center, scale * CENTER_STEP) + 0.5)
+        steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+        q = tl.floor(tl.div_rn(x - steps * CENTER_STEP * scale, scale) + 0.5)
+        tl.store(codes + at, tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8), mask=mask)
+        tl.store(to + DIM, steps.to(tl.int8).to(tl.uint8, bitcast=True), mask=once)
+    else:
+        minimum = half_minimum(low)
+        levels: tl.constexpr = float((1 << BITS) - 1)
+        offset = minimum.to(tl.float32)
+        byte = scale_byte(tl.div_rn(high - offset, levels), BITS >= _ROUNDED_UP)
+        partner = tl.maximum(DIM - 1 - col, 0)[None, :]
+        own = shared_bits(byte, tl.gather(byte, partner, axis=1), BITS)
+        q = tl.floor(tl.div_rn(x - offset, channel_scale(byte, own, BITS)) + 0.5)
+        q = tl.minimum(tl.maximum(q, 0.0), ((1 << own) - 1).to(tl.float32)).to(tl.int32)
+        if BITS <= MOST_PAIRED:
+            q = q | (tl.gather(q, tl.broadcast_to(partner, q.shape), axis=1) << own)
+            store_codes(codes + at, q.to(tl.uint8), mask, col, DIM // 2, PAD, 2 * BITS)
+        else:
+            store_codes(codes + at, q.to(tl.uint8), mask, col, DIM, PAD, BITS)
+        halves = (scales + DIM).to(tl.pointer_type(tl.float16), bitcast=True)
+        tl.store(halves + col[None, :], minimum, mask=once)
+    tl.store(to, byte.to(tl.uint8), mask=once)
+
+
 @triton.jit(do_not_specialize=["recent_stride", "sealed_stride", "sinks_stride"])
 def _seal_kernel(
     lens_ptr, recent_tables, sealed_tables, sinks_tables,
@@ -159,10 +221,16 @@ def _seal_kernel(
             x -= _mean(
                 from_ptr, x_slot, to, piece == 0, col, DIM, PAD, ROTATED, MEAN_GROUP, BLOCK_SIZE, TOKENS
             )  # fmt: skip
-        write_rows(
-            x, codes, scales, static,
-            target * c_block + head * c_head + slot * c_slot,
-            target * s_block + head * s_head + slot * s_slot,
-            slot * 0 + head, col, slot < BLOCK_SIZE,
-            KIND, BITS, DIM, PAD, GROUP, 1, STATIC, CUT, TOKENS,
-        )  # fmt: skip
+        codes_at = target * c_block + head * c_head + slot * c_slot
+        if KIND >= CHANNEL:
+            low, high = _range(from_ptr, x_slot, col, DIM, PAD, ROTATED, BLOCK_SIZE, TOKENS)
+            _write_channels(
+                x, low, high, codes, scales + (target * s_block + head * s_head),
+                codes_at[:, None] + col[None, :], piece == 0, slot < BLOCK_SIZE, col, KIND, BITS, DIM, PAD,
+            )  # fmt: skip
+        else:
+            write_rows(
+                x, codes, scales, static, codes_at, target * s_block + head * s_head + slot * s_slot,
+                slot * 0 + head, col, slot < BLOCK_SIZE,
+                KIND, BITS, DIM, PAD, GROUP, 1, STATIC, CUT, TOKENS,
+            )  # fmt: skip

@@ -14,8 +14,13 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
 
     Raises:
         IndexError: a slot lies outside the pool; nothing was written.
-        ConfigError: shapes that don't fit the blocks.
+        ConfigError: shapes that don't fit the blocks, or formats of whole blocks.
     """
+    if kv.formats.need_whole_blocks:
+        raise ConfigError(
+            f"K {kv.formats.k.name}, V {kv.formats.v.name} are stored a block at a time, by `seal`; write "
+            f"tokens to its staging area"
+        )
     tokens, heads = k.shape[0], kv.k.codes.shape[1]
     check_shape("k", k, heads, kv.formats.k_head_dim)
     check_shape("v", v, heads, kv.formats.v_head_dim)

@@ -80,9 +80,15 @@ def _as_float(x, codes):
 
 
 @triton.jit
+def half_minimum(low):
+    """The minimum of codes that begin at `low`, in fp16; never -0."""
+    return (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
+
+
+@triton.jit
 def _wide_scale(low, high, LEVELS: tl.constexpr):
     """Scale and minimum of groups between `low` and `high`, fp32, and their words of 32 bits."""
-    minimum = (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
+    minimum = half_minimum(low)
     start = minimum.to(tl.float32)
     scale = _as_scale(tl.div_rn(high - start, LEVELS))
     low_half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -90,12 +96,18 @@ def _wide_scale(low, high, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
-    """The same in words of 16 bits; see codec/narrow.py. STEP: of a minimum, in scales."""
-    wanted = tl.div_rn(tl.maximum(high - low, tl.abs(low)), LEVELS)
+def scale_byte(wanted, UP: tl.constexpr):
+    """The byte of a scale, int32, nearest to `wanted` or, UP, the next not below; see codec/narrow.py."""
     bits = tl.minimum(tl.maximum(wanted, 2.0**-19), 1920.0).to(tl.int32, bitcast=True)
-    more: tl.constexpr = (1 << 20) - 1 if LEVELS >= 31 else 1 << 19  # rounded up, or to nearest
-    code = tl.minimum(((bits + more) >> 20) - (107 << 3), 247)
+    more: tl.constexpr = (1 << 20) - 1 if UP else 1 << 19
+    return tl.minimum(((bits + more) >> 20) - (107 << 3), 247)
+
+
+@triton.jit
+def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
+    """The same in words of 16 bits. STEP: of a minimum, in scales."""
+    wanted = tl.div_rn(tl.maximum(high - low, tl.abs(low)), LEVELS)
+    code = scale_byte(wanted, LEVELS >= 31)
     scale = narrow_scale(code)
     steps = tl.floor(tl.div_rn(low * (1 / STEP), scale) + 0.5)
     steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)

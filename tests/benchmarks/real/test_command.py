@@ -47,7 +47,7 @@ def test_a_second_run_measures_what_is_new_alone(lab, capsys, monkeypatch):
     capsys.readouterr()
     run(lab, *given, "--kv", "int4,int2")
     assert [row["kv"] for row in rows_of(lab)] == ["fp32", "int4", "int2"]
-    assert "| tiny | `int4` | 4.500 |" in capsys.readouterr().out
+    assert "| tiny | `int4` | 4.625 |" in capsys.readouterr().out
 
     def fails(*_):
         raise AssertionError("nothing is left to measure")
@@ -84,7 +84,7 @@ def test_every_part_gives_rows_in_the_projects_shape(lab, capsys):
         found = json.loads((out / f"real-{part}.json").read_text())
         assert {"commit", "date", "device", "versions", "command", "rows", "weights"} <= found.keys()
         assert [row["kv"] for row in found["rows"]] == ["fp32", "int4"]
-        assert found["rows"][1]["bits_held_8192"] == pytest.approx(4.5)
+        assert found["rows"][1]["bits_held_8192"] == pytest.approx(4.6875)
     first, second = json.loads((out / "real-retrieval.json").read_text())["rows"]
     assert "against_baseline" not in first
     assert second["against_baseline"]["gained"] <= second["hits"]

@@ -69,7 +69,9 @@ def test_how_many_requests_fit():
         assert found == wanted
 
 
-@pytest.mark.parametrize(("kv", "bits", "gpus"), [("fp16", 16, 143), ("int8", 8.125, 74), ("int4", 4.5, 41)])
+@pytest.mark.parametrize(
+    ("kv", "bits", "gpus"), [("fp16", 16, 143), ("int8_per_token_head", 8.125, 74), ("int4_g32_s8", 4.5, 41)]
+)
 def test_gpus_for_ten_thousand_users(kv, bits, gpus):
     """30% of them active, 13B with INT4 weights, 4K of context, A100-80 with 3 GB for all else."""
     free = 80 - 6.5 - 3
@@ -191,7 +193,7 @@ def test_a_folder_of_latent_attention_is_planned_in_latents(tmp_path):
     assert plan.kv_bytes_per_token == 4 * 576 * 2
 
 
-@pytest.mark.parametrize("kv", ["fp16", "int4"])
+@pytest.mark.parametrize("kv", ["fp16", "int4_g32"])
 def test_a_sequences_states_are_one_size_beside_what_grows(kv):
     short, long = (kvq.plan("qwen3-next-80b-a3b", gpu="h200", kv=kv, context=n, weights="int4",
                             split=Split(tensor=2)) for n in (1024, 32768))  # fmt: skip

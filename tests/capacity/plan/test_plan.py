@@ -88,7 +88,7 @@ def test_a_rate_by_littles_law():
 def test_a_recipe_is_planned_as_it_is_served(tmp_path):
     path = tmp_path / "kvq.json"
     geometry = make_target("llama-3-8b", weights="fp16").geometry
-    KVRecipe.uniform("k8v4", geometry.head_dims).save(path)
+    KVRecipe.uniform("k8v4", geometry.head_dims, whole_blocks=True).save(path)
     recipe, named = (kvq.plan("llama-3-8b", gpu="h100", kv=kv, context=4096) for kv in (str(path), "k8v4"))
     assert recipe.users == named.users
     assert recipe.num_blocks == named.num_blocks

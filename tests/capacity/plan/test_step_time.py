@@ -13,7 +13,7 @@ from kvq.sizing.memory import kv_layout
 
 GPU = Gpu(name="one", memory_gb=10, bandwidth_tb_s=2, usd_per_hour=1, tflops={"fp16": 400})
 TARGET = make_target("llama-3-8b", weights="fp16")
-LAYOUT = kv_layout(TARGET.geometry, "int4")
+LAYOUT = kv_layout(TARGET.geometry, "int4_g32_s8_rot")
 WEIGHTS = 2 * TARGET.parameters.total
 READ = read_share(TARGET.parameters, 1)  # embeddings are looked up, not read
 COSTS = {

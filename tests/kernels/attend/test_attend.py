@@ -22,6 +22,7 @@ from tests.kernels.kit import (
     CPU,
     KINDS,
     MEANS,
+    PER_CHANNEL,
     POISON,
     Tables,
     poisoned_cache,
@@ -240,7 +241,7 @@ def test_every_query_head_reads_its_groups_kv_head(heads: tuple[int, int], kv: s
     Case(kv, heads=heads).check()
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean", "fp8_rot"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean", "fp8_rot", PER_CHANNEL[0]])
 @pytest.mark.parametrize("dims", [(60, 60), (80, 80), (96, 96), (192, 128), (48, 80), (64, 256)])
 def test_any_head_dimension_and_k_unlike_v(dims: tuple[int, int], kv: str) -> None:
     Case(kv, dims=dims).check()
@@ -680,7 +681,7 @@ def test_a_part_holds_the_keys_of_its_age_and_the_empty_one_nothing(
     Case(kv).check(part=part, window=window, softcap=9.0)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean"])
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean", PER_CHANNEL[0]])
 @pytest.mark.parametrize("window", [None, 21])
 def test_parts_merge_to_all_keys_with_sinks_joining_once(kv: str, window: int | None) -> None:
     case, sinks = Case(kv), torch.linspace(-3, 3, 6)

@@ -261,6 +261,69 @@ def test_means_of_blocks_are_keys_and_values_of_tiles_that_lie_in_one(
     compare(q, cache, tables.batch(new, [130, 40]), allowed=5e-6 if compute == "fp32" else 4e-3, **options)
 
 
+def channel_cases() -> Iterator[Any]:
+    """Every code, block size, dimension and arithmetic, each in the daily run once or more."""
+    kinds = [
+        *(("int4_per_channel/int4", 64), ("int8_per_channel/int8", 32), ("int3_per_channel/int3", 128)),
+        *(("int2_per_channel/bf16", 128), ("int6_per_channel/int8", 128), ("int5_per_channel/int4_mean", 64)),
+        *(("int4_per_channel/int8_per_channel", 128),),
+    ]
+    for i, (kv, dim) in enumerate(kinds):
+        for j, (size, compute) in enumerate(product((16, 32, 48, 64), ("fp32", "fp16"))):
+            marks = [] if j == 3 * i % 8 else pytest.mark.long
+            yield pytest.param(kv, dim, size, compute, marks=marks)
+
+
+@pytest.mark.parametrize(("kv", "dim", "size", "compute"), list(channel_cases()))
+def test_scales_per_channel_go_to_queries_where_tiles_lie_in_one_block(
+    kv: str, dim: int, size: int, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels have offsets and ranges of their own; one sequence decodes over several parts, one extends."""
+    if compute == "fp16":
+        monkeypatch.setattr(kernel, "compute_dtype", lambda code, q, words: tl.float16)
+    monkeypatch.setattr(shapes, "_LEAST_SPLIT", 32)
+    contexts = [2 * size + 5, size + 3]
+    cache = poisoned_cache(kv, [(dim, dim)] * 2, kv_heads=3, q_heads=6, block_size=size, num_blocks=8)
+    tables, layer = Tables.scattered(contexts, size, 8), cache.layer(1)
+    ranges = torch.logspace(-2, 0.5, dim)[torch.randperm(dim, generator=torch.Generator().manual_seed(3))]
+    for i, n in enumerate(contexts):
+        k = (rows_like_kv(n, 3, dim, i) + 100 * rows_like_kv(1, 1, dim, 4)) * ranges
+        write_sequence(layer, k, rows_like_kv(n, 3, dim, i + 50), tables.blocks[i])
+    q = rows_like_kv(35, 6, dim, 9)
+    decode, extend = (own.fixed for own in kernel._planned(q, layer, AttentionOptions(scale=1.0)).attend)
+    assert decode["K_WORDS"]
+    assert extend["K_WORDS"]
+    assert decode["APART"]
+    assert size % decode["KEYS"] == size % extend["KEYS"] == 0
+    poisoned_memory(monkeypatch)
+    allowed = 2e-5 if compute == "fp32" else 8e-3
+    for options in ({}, {"window": 2 * size, "softcap": 3.0}):
+        compare(q, cache, tables.batch([1, 34], contexts), allowed=allowed, scale=0.02 / dim**0.5, **options)
+
+
+@pytest.mark.parametrize(
+    ("kv", "dim", "size"),
+    [
+        *(
+            ("int4_per_channel/int4", 60, 16),
+            ("int4_per_channel/int4", 64, 7),
+            ("int3_per_channel/int3", 64, 16),
+        ),
+        *(("int8_per_channel/int8", 40, 32), ("int4_per_channel_rot/int4", 64, 16)),
+    ],
+)
+def test_other_rows_with_scales_per_channel_are_read_one_by_one(kv: str, dim: int, size: int) -> None:
+    contexts = [2 * size + 1, 5]
+    cache = poisoned_cache(kv, [(dim, dim)] * 2, kv_heads=3, q_heads=6, block_size=size, num_blocks=8)
+    tables, layer = Tables.scattered(contexts, size, 8), cache.layer(1)
+    for i, n in enumerate(contexts):
+        rows = (rows_like_kv(n, 3, dim, i) + 5, rows_like_kv(n, 3, dim, i + 50))
+        write_sequence(layer, *rows, tables.blocks[i])
+    q = rows_like_kv(4, 6, dim, 9)
+    assert not _part("k", q, cache)["K_WORDS"]
+    compare(q, cache, tables.batch([3, 1], contexts), allowed=2e-5)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
 def test_a_scale_that_turns_scores_around_is_refused(scale: float) -> None:
     with pytest.raises(ConfigError, match=f"scale must be more than 0, got {scale}"):

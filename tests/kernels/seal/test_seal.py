@@ -29,6 +29,17 @@ STAGED = (
     *("int4_per_channel/int4", "int8_per_channel/int8+recent=4", "int3_per_channel/int2_per_channel+sinks=4"),
     *("int5_per_channel/int6_per_channel", "int4_per_channel_rot/fp8", "int2_per_channel/int4_mean"),
     *("int4_g24_s8_mean/bf16+recent=7", "int4+sinks=4+recent=8", "fp32+recent=6", "int3_mean_rot+recent=7"),
+    *(
+        "int4_per_channel/int4+recent=7",
+        "int8_per_channel/int8+sinks=4+recent=9",
+        "int3_per_channel/int4_mean",
+    ),
+)
+# Of every width, K's and V's.
+CHANNELS = (
+    "int4_per_channel/int2_per_channel",
+    "int3_per_channel/int6_per_channel",
+    "int8_per_channel/int5_per_channel",
 )
 
 
@@ -116,8 +127,9 @@ def test_steps_of_any_size_seal_the_same_and_twice_changes_nothing(kv: str) -> N
     assert done == [43, 29]
 
 
-def test_rows_that_overflow_sums_and_constant_ones_are_those_of_the_reference() -> None:
-    staged = Staged("int4_mean/int2_g16_mean")
+@pytest.mark.parametrize("kv", ["int4_mean/int2_g16_mean", *CHANNELS])
+def test_rows_that_overflow_sums_and_constant_ones_are_those_of_the_reference(kv: str) -> None:
+    staged = Staged(kv)
     staged.k[0][:10] = 3e38
     staged.k[0][3] = -3e38
     staged.v[0][:20] = 1.25
@@ -127,6 +139,37 @@ def test_rows_that_overflow_sums_and_constant_ones_are_those_of_the_reference() 
     want = staged.expected([43, 29])
     seal(staged.kv, staged.batch([43, 29], [43, 29]))
     assert torch.equal(staged.pools()[0], want[0])
+
+
+@pytest.mark.parametrize("kv", [*CHANNELS, "int4_per_channel_rot/int8_per_channel_rot"])
+def test_channels_of_any_range_and_offset_have_their_bytes_in_every_width(kv: str) -> None:
+    """Partners share their bits in every way; a range is next to nothing beside its offset, or all zeros."""
+    staged = Staged(kv + "+recent=5")
+    source = torch.Generator().manual_seed(7)
+    for rows in (staged.k, staged.v):
+        dim = rows[0].shape[-1]
+        size = torch.logspace(-3, 2, dim)[torch.randperm(dim, generator=source)]
+        size[3], size[5] = 0.0, 1e-9
+        offset = (
+            torch.randn(dim, generator=source) * torch.tensor([0.0, 1.0, 100.0, 1e6]).repeat(dim // 4) * size
+        )
+        for i, x in enumerate(rows):
+            rows[i] = (x.float() * size + offset).bfloat16()
+    for i, n in enumerate(staged.lengths):
+        write_kv(staged.k[i], staged.v[i], staged.kv.recent, torch.tensor(staged.tables[1].slots(i, 0, n)))
+    seal(staged.kv, staged.batch([43, 29], [43, 29]))
+    found = 0
+    for i, end in enumerate(staged.lengths):
+        for block in range((end - 5) // SIZE):
+            target = staged.tables[0].blocks[i][block]
+            for part, x in (("k", staged.k[i]), ("v", staged.v[i])):
+                paged = getattr(staged.kv.sealed, part)
+                rows = x[block * SIZE : (block + 1) * SIZE].transpose(0, 1)
+                codes, scales, _ = encode_block(rows, getattr(staged.kv.sealed.formats, part))
+                assert torch.equal(paged.codes[target], codes)
+                assert torch.equal(paged.scales[target, :, :1], scales)
+                found += 1
+    assert found == 22
 
 
 def test_a_block_that_two_sequences_share_is_sealed_once_for_both() -> None:

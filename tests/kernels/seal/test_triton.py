@@ -18,10 +18,10 @@ from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv
 NEW, CONTEXTS = [13, 1, 1, 6], [13, 26, 24, 22]  # the third makes no block old enough
 
 
-def staged(kv: str) -> tuple[KVCache, StagedKV, StagedBatch]:
-    """A cache whose recent blocks hold sequences, and nothing is sealed."""
-    cache = poisoned_cache(kv, [(64, 48)], block_size=5, num_blocks=24)
-    tables = [Tables.scattered(CONTEXTS, 5, 24, seed=i) for i in range(3)]
+def staged(kv: str, size: int = 5) -> tuple[KVCache, StagedKV, StagedBatch]:
+    """A cache whose recent blocks of `size` tokens hold sequences, and nothing is sealed."""
+    cache = poisoned_cache(kv, [(64, 48)], block_size=size, num_blocks=24)
+    tables = [Tables.scattered(CONTEXTS, size, 24, seed=i) for i in range(3)]
     views = cache.staged(0)
     for i, length in enumerate(CONTEXTS):
         k, v = rows_like_kv(length, 3, 64, i), rows_like_kv(length, 3, 48, i + 9)
@@ -31,9 +31,15 @@ def staged(kv: str) -> tuple[KVCache, StagedKV, StagedBatch]:
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("kv", ["int4_mean+recent=6", "int3/int4_g24+recent=4+sinks=5", "int2_mean/int8"])
-def test_blocks_have_the_references_bytes(kv: str, is_captured: bool) -> None:
-    (want, layer, batch), (got, own, given) = staged(kv), staged(kv)
+@pytest.mark.parametrize(
+    ("kv", "size"),
+    [
+        *(("int4_mean+recent=6", 5), ("int3/int4_g24+recent=4+sinks=5", 5), ("int2_mean/int8", 5)),
+        *(("int4_per_channel/int4+recent=3", 19), ("int8_per_channel/int8+recent=1", 17)),  # in two pieces
+    ],
+)
+def test_blocks_have_the_references_bytes(kv: str, size: int, is_captured: bool) -> None:
+    (want, layer, batch), (got, own, given) = staged(kv, size), staged(kv, size)
     reference.seal(layer, batch)
     if is_captured:
         recent = given.recent
@@ -46,8 +52,10 @@ def test_blocks_have_the_references_bytes(kv: str, is_captured: bool) -> None:
 
 
 @pytest.mark.parametrize("block_size", [5, 32])
-@pytest.mark.parametrize("kv", ["int4_mean", "int2_mean/int8"])
-def test_sealed_blocks_are_gathered_and_attended_to_with_their_means(kv: str, block_size: int) -> None:
+@pytest.mark.parametrize("kv", ["int4_mean", "int2_mean/int8", "int4_per_channel/int4"])
+def test_sealed_blocks_are_gathered_and_attended_to_with_what_they_have_once(
+    kv: str, block_size: int
+) -> None:
     contexts = [3 * block_size + 9, block_size]
     cache = poisoned_cache(kv, [(64, 48)], q_heads=6, block_size=block_size, num_blocks=14)
     tables, layer = Tables.scattered(contexts, block_size, 14), cache.layer(0)

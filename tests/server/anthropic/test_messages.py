@@ -102,7 +102,7 @@ def test_systems_blocks_and_a_begun_answer_are_the_prompt(client, expected):
 
 
 def test_an_answer_ends_before_a_stop_sequence_and_says_which(client):
-    asked = [{"role": "user", "content": "Tell me of the city."}]  # answered in words that differ
+    asked = [{"role": "user", "content": "Tell me of the river."}]  # answered in words that differ
     text = create(client, asked).content[0].text
     stop = text.split()[2]
     answer = create(client, asked, stop_sequences=["never", stop])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvq.evals.report import render
-from kvq.evals.verdict import cautions, chance_perplexity, verdict
+from kvq.models.verdict import cautions, chance_perplexity, verdict
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,231 @@
+"""Scores over rows of K with scales per channel in Triton, where a tile lies in one block.
+
+Scales go to the queries, once a tile, and minimums to one number a query row: codes are multiplied as they
+lie. Two channels that share their bits are one code of twice the bits, read as words of two bytes (see
+gpu/words.py) and cut in two by masks: its low bits, and its others where they are, a power of two too large.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.attend.triton_means import MEANS_TOGETHER, means_at
+from kvq.kernels.attend.triton_scales import runs_of
+from kvq.kernels.attend.triton_words import (
+    LEAST_COLUMNS,
+    added_dot,
+    dot,
+    even_and_odd,
+    run_of_words,
+    run_parts,
+)
+from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, INT8, PACKED, narrow_scale, takes_ptx
+from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, shared_bits
+from kvq.kernels.gpu.words import codes_a_byte, exponent, low_unit, plain, unit, word_parts
+
+ENLARGED = tl.constexpr(4)  # powers of two by which scales are larger, so that fp16 holds small ones
+
+
+def is_paired(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
+    """Whether two channels share their bits."""
+    return tl.constexpr(plain(kind) == CHANNEL.value and plain(bits) <= MOST_PAIRED.value)
+
+
+def word_kind(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
+    """The kind of codes that words hold, two of a pair in one; CHANNEL: of 8 bits without a sign."""
+    if plain(kind) == CHANNEL_INT8.value:
+        return INT8
+    width = plain(bits) * (2 if is_paired(kind, bits).value else 1)
+    return CHANNEL if width == 8 else PACKED[width]
+
+
+def channel_unit(kind: Any, bits: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
+    """What scores are to be multiplied by."""
+    lowest = low_unit(word_kind(kind, bits), compute, _semantic=_semantic).value
+    return tl.constexpr(lowest / 2**ENLARGED.value)
+
+
+for _function in (is_paired, word_kind, channel_unit):  # device code calls them with the compilation
+    _function.__triton_builtin__ = True
+
+
+@triton.jit
+def _in_order(first, COUNT: tl.constexpr, FORWARDS: tl.constexpr):
+    """Words of a row from `first` on and then from its first one: FORWARDS of them in their order, the others
+    backwards from the end; and which are those FORWARDS."""
+    word = (tl.arange(0, COUNT) + first) % COUNT
+    is_before = word < FORWARDS
+    return tl.where(is_before, word, COUNT + FORWARDS - 1 - word), is_before
+
+
+@triton.jit
+def _scale_bytes(words, first, DIM: tl.constexpr, N: tl.constexpr):
+    """Scale bytes int32 [DIM] in the order of `channel_queries`: of even elements, then of odd ones, of each
+    the first N / 2 and then those that share their bits with them. `first`: N / 4 changes their places."""
+    word, is_before = _in_order(first, DIM // 4, N // 4)
+    x = tl.load(words + word)
+    backwards = (x << 24) | ((x & 0xFF00) << 8) | ((x >> 8) & 0xFF00) | ((x >> 24) & 0xFF)
+    x = tl.where(is_before, x, backwards)[None, :, None]
+    below = 8 * tl.arange(0, 2)[:, None, None] + 16 * tl.arange(0, 2)[None, None, :]
+    return tl.reshape((x >> below) & 255, (DIM,))
+
+
+@triton.jit
+def _offsets(words, at, inside, KIND: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr):
+    """Offsets of blocks whose scales begin `at` words int32, [blocks, DIM], the first N as they lie, then the
+    others backwards; of INT8, over 4 * CENTER_STEP, so that fp16 holds them."""
+    rows, mask = words + at[:, None], inside[:, None]
+    if KIND == CHANNEL_INT8:
+        word, below = tl.arange(0, DIM // 4)[None, :], 8 * tl.arange(0, 4)[None, None, :]
+        byte = (tl.load(rows + word, mask=mask, other=0)[:, :, None] >> below) & 255
+        step = tl.load(rows + (DIM // 4 + word), mask=mask, other=0)[:, :, None] >> below
+        offset = step.to(tl.int8).to(tl.float32) * narrow_scale(byte) * 0.25
+    else:
+        word, is_before = _in_order(0, DIM // 2, N // 2)
+        x = tl.load(rows + (DIM // 4 + word)[None, :], mask=mask, other=0)
+        x = tl.where(is_before[None, :], x, (x << 16) | ((x >> 16) & 0xFFFF))
+        halves = x[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :]
+        offset = halves.to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(offset, (at.shape[0], DIM))
+
+
+@triton.jit
+def _times_offsets(q, offsets, KIND: tl.constexpr):
+    """q . offset of blocks [blocks, DIM], fp32 [rows, blocks]."""
+    scores = dot(q, tl.trans(offsets.to(q.dtype)))
+    return scores * (4.0 * CENTER_STEP) if KIND == CHANNEL_INT8 else scores
+
+
+@triton.jit
+def score_offsets(
+    q, room, rows_at, valid, table, first, last, scales, s_block,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Leave what offsets add in the blocks [first, last) in `room`, behind each row's `rows_at`."""
+    N: tl.constexpr = DIM // 2 if is_paired(KIND, BITS) else DIM
+    words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    for start in tl.range(first, last, MEANS_TOGETHER, num_stages=1):
+        block, inside, at = means_at(table, start, last, s_block // 4)
+        scores = _times_offsets(q, _offsets(words, at, inside, KIND, DIM, N), KIND)
+        tl.store(room + (rows_at[:, None] + block[None, :]), scores, mask=valid[:, None] & inside[None, :])
+    tl.debug_barrier()  # other threads read them
+
+
+@triton.jit
+def added_offsets(q, scales, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr):
+    """What offsets add in one block, fp32 [rows]."""
+    words, own = scales.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 1)
+    offset = _offsets(words, own, own == 0, KIND, DIM, DIM // 2 if is_paired(KIND, BITS) else DIM)
+    columns = tl.broadcast_to(offset, (LEAST_COLUMNS, DIM))
+    return tl.max(_times_offsets(q, columns, KIND), axis=1)  # columns are alike
+
+
+@triton.jit
+def channel_queries(
+    q, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Queries [ROWS, DIM], of pairs the second half backwards, as runs of words have them.
+
+    Products leave them in the layout of results, in which they can be scaled and multiplied as they are.
+    """
+    PER: tl.constexpr = codes_a_byte(word_kind(KIND, BITS))
+    cut = even_and_odd(q, PER, DIM // PER // RUN, RUN, WIDTH)
+    same = (tl.arange(0, WIDTH)[:, None] == tl.arange(0, WIDTH)[None, :]).to(q.dtype)
+    parts = ()
+    for i in tl.static_range(len(cut)):
+        parts = parts + (dot(cut[i], same).to(q.dtype),)
+    return parts
+
+
+@triton.jit
+def _once(x):
+    """Numbers x, computed once: the compiler computes again what is cheap, in every layout that is asked for
+    and in all threads that hold a copy there, but for sums, whose order it keeps."""
+    return tl.sum(tl.where(tl.arange(0, 2)[:, None] == 0, x, 0.0), axis=0)
+
+
+@triton.jit
+def _over(x, y):
+    """x / y of numbers that are neither large nor small, without the instructions that look for such."""
+    if takes_ptx():
+        x = tl.inline_asm_elementwise(
+            "div.approx.ftz.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        x = x / y
+    return x
+
+
+@triton.jit
+def _fields(words, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr,
+    HIGHER: tl.constexpr, PER: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
+    """Of every channel: its bits in a word's code, int16 [DIM], and what numbers of them are multiplied by,
+    COMPUTE. HIGHER: bits that codes lie higher from place to place of their bytes."""
+    byte = _scale_bytes(words, 0, DIM, N)
+    own = byte * 0 + BITS
+    at = tl.arange(0, DIM) % (DIM // 2)
+    field = (1 << own) - 1
+    if N < DIM:
+        own = shared_bits(byte, _scale_bytes(words, N // 4, DIM, N), BITS)
+        field = tl.where(at < N // 2, (1 << own) - 1, (1 << 2 * BITS) - (1 << 2 * BITS - own))
+    field = field << at % (N // 2) // (N // 2 // PER) * HIGHER
+    if KIND == CHANNEL_INT8:
+        factor = narrow_scale(byte) * 2**ENLARGED
+    else:
+        factor = _over(narrow_scale(byte) * (((1 << BITS) - 1) * 2**ENLARGED), field.to(tl.float32))
+    field = field.to(tl.int16).to(tl.float16, bitcast=True)
+    return _once(field).to(tl.int16, bitcast=True), _once(factor.to(COMPUTE))
+
+
+@triton.jit
+def _cut_in_two(part, field, COMPUTE: tl.constexpr):
+    """Numbers of codes -> those of the bits in a field, int16, and of the others."""
+    if COMPUTE == tl.float32 or not takes_ptx():
+        code = part.to(tl.int32)
+        low = code & field.to(tl.int32)
+        parts = (low.to(tl.float32).to(COMPUTE), (code - low).to(tl.float32).to(COMPUTE))
+    else:
+        parts = tl.inline_asm_elementwise(
+            "and.b32 $0, $2, $3; xor.b32 $1, $2, $0;", "=&r,=&r,r,r", [part, field],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return parts
+
+
+@triton.jit
+def channel_scores(
+    q, codes, scales, codes_at, inside,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """q . k of one tile without offsets, fp32 [rows, keys], to be multiplied by `channel_unit`; `q`: of
+    `channel_queries`, `scales`: of the tile's block."""
+    WORDS: tl.constexpr = word_kind(KIND, BITS)
+    PER: tl.constexpr = codes_a_byte(WORDS)
+    HALVES: tl.constexpr = 2 if is_paired(KIND, BITS) else 1
+    N: tl.constexpr = DIM // HALVES  # codes of a row
+    RUNS: tl.constexpr = N // PER // RUN
+    COUNT: tl.constexpr = 2 * HALVES * PER * RUNS
+    SECOND: tl.constexpr = exponent(unit(WORDS, COMPUTE, min(1, PER - 1)))
+    HIGHER: tl.constexpr = exponent(low_unit(WORDS, COMPUTE)) - SECOND
+    words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    field, factor = _fields(words, KIND, BITS, DIM, N, HIGHER, PER, COMPUTE)
+    factors = runs_of(tl.reshape(factor, (1, DIM)), COUNT)
+    fields = runs_of(tl.reshape(field, (1, DIM)), COUNT)
+    scores = tl.zeros((q[0].shape[0], inside.shape[0]), tl.float32)
+    for j in tl.static_range(RUNS):
+        if WORDS == INT8:
+            parts = word_parts(run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), (), INT8, COMPUTE, 0)
+        else:
+            parts = run_parts(codes, codes_at, inside, WORDS, j * RUN, N, RUN, WIDTH, COMPUTE)
+        for odd in tl.static_range(2):
+            for i in tl.static_range(PER):
+                own = (parts[odd * PER + i],)
+                if HALVES == 2:
+                    own = _cut_in_two(own[0], fields[(odd * HALVES * PER + i) * RUNS + j], COMPUTE)
+                for half in tl.static_range(HALVES):
+                    query = q[((odd * HALVES + half) * PER + i) * RUNS + j]
+                    factor = factors[((odd * HALVES + half) * PER + i) * RUNS + j]
+                    scores = added_dot(query * factor, tl.trans(own[half]), scores)
+    return scores
