@@ -20,6 +20,7 @@ from kvq.layout import BLOCK_SIZE
 from kvq.models.prepared import PreparedModel
 from kvq.sizes import parse_bytes
 
+_ENOUGH = 4.0  # bits per element, from which on nobody takes codes of 2
 _CONTEXT = 512  # tokens of a window, where nobody asks for others
 _LEAST_WINDOW = 32  # tokens
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
@@ -39,7 +40,7 @@ class TunePlan:
     recent: int = 0  # tokens
     sinks: int = 0
     context: int | None = None  # tokens per window; None: 512 or what the model takes
-    max_windows: int = 3  # to search on
+    max_windows: int = 2  # to search on
     verify_windows: int = 8  # to measure on
 
     def __post_init__(self) -> None:
@@ -139,10 +140,15 @@ def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
 
 
 def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:
-    """A plan's codes whose attention is compiled here; all that fit, where those can't meet its budget."""
-    dims = {half.head_dim for half in halves(model.geometry)}
-    fitting = tuple(code for code in plan.codes if not any(dim % code.multiple for dim in dims))
-    slow, budget = slow_codes(model, fitting), plan.budget_bytes
+    """A plan's codes that fit, less those that its budget makes no use of or that have no compiled attention.
+
+    Codes whose attention isn't compiled here are left out unless the others can't meet the budget.
+    """
+    dims, budget = {half.head_dim for half in halves(model.geometry)}, plan.budget_bytes
+    is_much = budget is not None and budget >= bytes_of_bits(model.geometry, _ENOUGH)
+    codes = [code for code in plan.codes if code.bits > 2 or not is_much]
+    fitting = tuple(code for code in codes if not any(dim % code.multiple for dim in dims))
+    slow = slow_codes(model, fitting)
     fast = tuple(code for code in fitting if code not in slow)
     if not fast or (budget is not None and budget < smallest_bytes(model, fast)):
         return fitting

@@ -1,8 +1,8 @@
 """What each format costs in each half of each layer: KL divergence of served decoding, one half at a time.
 
-K is tried in the narrowest format and, where that has 2 bits, in the next one: 2 bits break single attention
-patterns, which no law foresees. V is tried in the narrowest. What wider codes and larger groups cost follows
-from the square of a code's step, in which divergence is linear as long as it is small.
+K is tried in the two narrowest codes of at most 4 bits, since what 2 bits do to single attention patterns
+follows no law; V in the narrowest. Divergence is linear in the square of a code's step as long as it is
+small, so that a bit more has a quarter of it: what wider codes and larger groups cost follows.
 """
 
 import math
@@ -19,7 +19,7 @@ from kvq.models import Model
 
 Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
 
-_LAWLESS_BITS = 2  # of keys, from which costs of wider codes don't follow
+_MOST_TRIED = 4  # bits; wider codes differ from the baseline by little more than rounding
 _LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
 _LEAST_RECENT = ExactTokens(recent=1)  # what keeps the open block unquantized, and nothing else
 
@@ -61,7 +61,8 @@ def measure_sensitivities(
     """Try each half of each layer, and estimate what was not tried; windows are spread over the text.
 
     All trials are staged if keys are quantized by whole blocks, so that they differ in one half only. What
-    all of them lose is taken off: young tokens in bf16, and in 16-bit weights the rounding of other kernels.
+    all of them lose, as one half in INT8 shows it, is taken off: young tokens in bf16, and in 16-bit weights
+    the rounding of other kernels.
 
     Raises:
         RequestError: a text or context that can't be used, or K or V that are not finite.
@@ -72,7 +73,8 @@ def measure_sensitivities(
     is_staged = any(fmt.needs_whole_blocks for formats in found.values() for fmt in formats)
     exact = _LEAST_RECENT if is_staged and plan.exact == ExactTokens() else plan.exact
     pairs = [(half, fmt) for half, formats in found.items() for fmt in _tried(half, formats)]
-    pairs.insert(0, (pairs[0][0], KVFormat(code=Code.FP32)))
+    first = next(iter(found))
+    pairs.insert(0, (first, candidates(model.prepared, [Code.INT8])[first][0]))  # which costs next to nothing
 
     def recipe(half: Half, fmt: KVFormat) -> KVRecipe:
         one = recipe_of(model.geometry, {(half.layer, half.part): fmt}, rest)
@@ -101,8 +103,8 @@ def _tried(half: Half, formats: Sequence[KVFormat]) -> list[KVFormat]:
     """The formats of a half that are measured: of a code the largest, which is of its smallest groups."""
     largest = {fmt.code: fmt for fmt in formats}  # the last of a code
     codes = sorted(largest, key=lambda code: code.bits)
-    few = 2 if half.part == "k" and codes[0].bits <= _LAWLESS_BITS else 1
-    return [largest[code] for code in codes[:few]]
+    few = codes[:2] if half.part == "k" and codes[:2][-1].bits <= _MOST_TRIED else codes[:1]
+    return [largest[code] for code in few]
 
 
 def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:
@@ -118,8 +120,8 @@ def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:
 def _noise(fmt: KVFormat, half: Half) -> float:
     """The square of a code's step, in a unit that all formats of a half share.
 
-    A step is the range of what shares a scale over the levels: of n numbers of a normal distribution the
-    range's square goes as log n.
+    A step is the range of what shares a scale over 2^bits; the square of the range of n numbers of a normal
+    distribution goes as log n.
     """
     match fmt.scale:
         case Grouped(group_size=size):
@@ -128,5 +130,4 @@ def _noise(fmt: KVFormat, half: Half) -> float:
             shared = half.head_dim
         case _:
             shared = half.block_size
-    levels = 2.0**fmt.code.bits - 1
-    return math.log(shared) / levels**2
+    return math.log(shared) / 4.0**fmt.code.bits
