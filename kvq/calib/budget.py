@@ -40,7 +40,7 @@ class TunePlan:
     recent: int = 0  # tokens
     sinks: int = 0
     context: int | None = None  # tokens per window; None: 512 or what the model takes
-    max_windows: int = 2  # to search on
+    max_windows: int = 3  # to search on
     verify_windows: int = 8  # to measure on
 
     def __post_init__(self) -> None:

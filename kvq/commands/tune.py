@@ -74,7 +74,7 @@ class Asked:
     context: int | None = option(
         None, "Tokens per window.  [default: 512, or what the model takes]", type=int
     )
-    max_windows: int = option(2, "To search on.", type=AT_LEAST_1)
+    max_windows: int = option(3, "To search on.", type=AT_LEAST_1)
     verify_windows: int = option(8, "To measure on.", type=AT_LEAST_1)
     json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
