@@ -62,7 +62,6 @@ def with_fresh_scales(model: Model, progress: Progress = lambda done, total: Non
 class TuneKeywords(TypedDict, total=False):
     """What recipes of `tune` may keep unquantized, how much text it takes, and who is told how far it is."""
 
-    staged: bool
     recent: int
     sinks: int
     context: int | None
@@ -88,10 +87,9 @@ def tune(
     `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
     default); or `max_kl`, the mean KL divergence in nats to stay below. `text` is searched on and
     `held_out` measured on, by default CPython's help topics. `formats`: codes to choose from, such as
-    "int8,int4", by default those with fast kernels here. `staged` recipes may take out the means of blocks,
-    which wait unquantized until they are full; with `recent` or `sinks` so many tokens of every sequence,
-    the youngest and the first, stay so. The result's `recipe` is a `kv` for everything that takes one;
-    `recipe.save("kvq.json")` keeps it.
+    "int8,int4", by default those with fast kernels here. With `recent` or `sinks` so many tokens of every
+    sequence, the youngest and the first, stay unquantized. The result's `recipe` is a `kv` for everything
+    that takes one; `recipe.save("kvq.json")` keeps it.
 
     Raises:
         ConfigError: a budget that can't be met, or both ends of the trade.

@@ -11,9 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvq import cli
-from kvq.calib.budget import TunePlan
-from kvq.calib.candidates import ALL_CODES, grouped_formats
-from kvq.calib.search import uniform_recipes
+from kvq.calib.candidates import ALL_CODES, Half, formats_of
 from kvq.geometry import FAMILIES
 from tests.helpers_models import save_first_layers
 from tools.run_notebook import NOTEBOOK, code_cells, run, text_of
@@ -119,17 +117,14 @@ def test_the_formats_that_the_notebook_shows_are_searched_today():
     """A search that changed since the notebook was run shows in names."""
     *_, recipe, points, _ = (text_of(cell["outputs"]) for cell in code_cells(read_notebook()))
     stored = re.findall(r"[KV] (int\w+)", recipe)
-    formats = [
-        fmt.name
-        for code in ALL_CODES
-        if code.is_grouped
-        for rotated in (True, False)
-        for fmt in grouped_formats(64, code, rotated=rotated)
-    ]
+    k, v = (
+        {fmt.name for code in ALL_CODES for fmt in formats_of(half, code)}
+        for half in (Half(layer=0, part=part, kv_heads=2, head_dim=64) for part in "kv")
+    )
     assert len(stored) == 12
-    assert set(stored) <= {*formats, "int8", "int8_rot"}
+    assert set(stored) <= k | v
     uniform = re.search(r"The best uniform format of at most these bytes, (\S+) \(", points)[1]
-    assert uniform in uniform_recipes([(64, 64)], TunePlan(max_kl=1.0))
+    assert uniform in {*(code.name for code in ALL_CODES), *(f"{a}/{b}" for a in k for b in v)}
 
 
 @pytest.mark.long

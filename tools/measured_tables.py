@@ -316,8 +316,8 @@ def recipes_table(result: dict) -> str:
     is_held = any(row["bits_held"] > row["bits_per_element"] + 0.005 for row in rows)
     held_head = f" held at {result['context']:,} tokens |" if is_held else ""
     lines = [
-        f"| bits / element |{held_head} mean KL | sum of halves | perplexity "
-        "| best uniform format of at most these bytes | its bits / element | its mean KL "
+        f"| bits / element |{held_head} mean KL, 95% interval | sum of halves | perplexity "
+        "| best uniform format of at most these bytes | its bits / element | its mean KL, 95% interval "
         "| KL, recipe / uniform |",
         f"|--:|{'--:|' * is_held}--:|--:|--:|---|--:|--:|--:|",
     ]
@@ -327,13 +327,13 @@ def recipes_table(result: dict) -> str:
         cells = [f"{recipe['bits_per_element']:.4g}" + " (asked for)" * (recipe["kind"] == "chosen")]
         cells += [f"{recipe['bits_held']:.4g}"] * is_held
         total = recipe["expected_kl"]  # None of a uniform format that was better than the search's
-        cells += [f"{recipe['kl_mean']:.5f}", "-" if total is None else f"{total:.5f}"]
+        cells += [_with_interval(recipe), "-" if total is None else f"{total:.5f}"]
         cells += [f"{recipe['perplexity_change']:+.2%}"]
         if not rivals:
             cells += ["-"] * 4
         else:
             best = min(rivals, key=lambda row: row["kl_mean"])
-            cells += [f"`{best['kv']}`", f"{best['bits_per_element']:.4g}", f"{best['kl_mean']:.5f}"]
+            cells += [f"`{best['kv']}`", f"{best['bits_per_element']:.4g}", _with_interval(best)]
             cells += [f"{recipe['kl_mean'] / best['kl_mean']:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     text = (
@@ -342,6 +342,12 @@ def recipes_table(result: dict) -> str:
         f"{result['seconds']:,.0f} s. "
     )
     return "\n".join(lines) + "\n\n" + text + _measured(result)
+
+
+def _with_interval(row: dict) -> str:
+    """A mean divergence with its 95% interval, where windows were enough for one."""
+    bounds = row["kl_mean_interval"]
+    return f"{row['kl_mean']:.5f}" + (f" ({bounds[0]:.5f} to {bounds[1]:.5f})" if bounds else "")
 
 
 def quality_table(result: dict) -> str:

@@ -7,26 +7,21 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from kvq.calib.candidates import (
-    ALL_CODES,
-    Half,
-    grouped_formats,
-    halves,
-    has_fast_kernel,
-    staged_alike,
-    stored_in,
-)
+from kvq.calib.candidates import ALL_CODES, candidates, format_in, halves
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
-from kvq.formats import Code, ExactTokens, KVFormat, KVRecipe, PerTokenHead
+from kvq.formats import Code, ExactTokens, KVRecipe, LayerFormats
 from kvq.geometry import ModelGeometry
+from kvq.kernels import Device, KernelSpec, select
 from kvq.layout import BLOCK_SIZE
 from kvq.models.prepared import PreparedModel
 from kvq.sizes import parse_bytes
 
+_ENOUGH = 4.0  # bits per element, from which on nobody takes codes of 2
+_CONTEXT = 512  # tokens of a window, where nobody asks for others
 _LEAST_WINDOW = 32  # tokens
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 
@@ -36,18 +31,17 @@ class TunePlan:
     """What is searched for, among which formats, and on how much text.
 
     Exactly one of `budget_bytes` (per token, without block padding) and `max_kl` (nats per token) is given.
-    A staged recipe may take out block means; `recent` and `sinks` tokens of every sequence stay unquantized.
+    `recent` and `sinks` tokens of every sequence, the youngest and the first, stay unquantized.
     """
 
     budget_bytes: int | None = None
     max_kl: float | None = None
     codes: Sequence[Code] = ALL_CODES
-    staged: bool = False
-    recent: int = 0  # tokens; more than 0 makes it staged, as sinks do
+    recent: int = 0  # tokens
     sinks: int = 0
-    context: int | None = None  # tokens per window; None: 1,024 or what the model takes
-    max_windows: int = 8  # to search on
-    verify_windows: int = 16  # to measure on
+    context: int | None = None  # tokens per window; None: 512 or what the model takes
+    max_windows: int = 3  # to search on
+    verify_windows: int = 8  # to measure on
 
     def __post_init__(self) -> None:
         if (self.budget_bytes is None) == (self.max_kl is None):
@@ -59,10 +53,14 @@ class TunePlan:
         """The tokens that stay unquantized."""
         return ExactTokens(recent=self.recent, sinks=self.sinks)
 
-    @property
-    def is_staged(self) -> bool:
-        """True if recipes may have a staging area, and with it block means."""
-        return self.staged or self.exact != ExactTokens()
+    def windows(self, model: PreparedModel, text: str, count: int) -> list[list[int]]:
+        """So many windows, spread over a text, as token ids.
+
+        Raises:
+            RequestError: a text or context that can't be used.
+        """
+        context = min(_CONTEXT, model.max_context) if self.context is None else self.context
+        return spread_windows(model, text, context=context, max_windows=count)
 
     def check(self, model: PreparedModel, text: EvalText, held_out: EvalText) -> int:
         """Tokens of a window, if this can be done on these texts; asked before the weights are loaded.
@@ -71,13 +69,12 @@ class TunePlan:
             ConfigError: a budget below the smallest formats searched, or windows that stay unquantized.
             RequestError: a text or context that can't be used.
         """
-        least, budget = smallest_bytes(model.geometry, self.codes), self.budget_bytes
+        least, budget = smallest_bytes(model, self.codes), self.budget_bytes
         if budget is not None and budget < least:
             raise ConfigError(
                 f"the budget is {budget} bytes per token; the smallest formats searched take {float(least):g}"
             )
-        windows = spread_windows(model, text.text, context=self.context, max_windows=self.max_windows)
-        window = len(windows[0])
+        window = len(self.windows(model, text.text, self.max_windows)[0])
         if window < _LEAST_WINDOW:
             raise RequestError(
                 f"windows of {window} tokens say little of what a recipe costs; give --text (and --context) "
@@ -93,11 +90,9 @@ class TunePlan:
         Raises:
             ConfigError: all of it does: every recipe would look lossless.
         """
-        if not self.is_staged:
-            return []
         given = [f"--{name} {n}" for name, n in (("recent", self.recent), ("sinks", self.sinks)) if n]
-        recipe = KVRecipe.uniform(self.codes[-1].name, model.geometry.head_dims)
-        recipe = replace(staged_alike(recipe, self.exact), label=" ".join(given) or "--staged")
+        recipe = replace(model.recipe(self.codes[-1].name), exact=self.exact)
+        recipe = replace(recipe, label=" ".join(given) or recipe.label)
         advice = "give a longer --context, or a smaller --recent or --sinks"
         return check_exact(model, [recipe], [range(window - 1)], advice=advice)
 
@@ -134,9 +129,9 @@ def parse_budget(model: PreparedModel, text: str) -> int:
 
 
 def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe, block_size: int = BLOCK_SIZE) -> Fraction:
-    """Bytes per token of a recipe's rows, scales and block means included, block padding not."""
+    """Bytes per token of a recipe's rows, scales included, block padding not."""
     units = halves(geometry, block_size)
-    return sum((half.nbytes(stored_in(recipe, half).fmt) for half in units), Fraction(0))
+    return sum((half.nbytes(format_in(recipe, half)) for half in units), Fraction(0))
 
 
 def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
@@ -145,38 +140,45 @@ def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
 
 
 def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:
-    """A plan's codes whose attention is compiled here; all that fit, where those can't meet its budget."""
-    dims = {half.head_dim for half in halves(model.geometry)}
-    fitting = tuple(code for code in plan.codes if not any(dim % code.multiple for dim in dims))
-    slow, budget = slow_codes(model, replace(plan, codes=fitting)), plan.budget_bytes
+    """A plan's codes that fit, less those that its budget makes no use of or that have no compiled attention.
+
+    Codes whose attention isn't compiled here are left out unless the others can't meet the budget.
+    """
+    dims, budget = {half.head_dim for half in halves(model.geometry)}, plan.budget_bytes
+    is_much = budget is not None and budget >= bytes_of_bits(model.geometry, _ENOUGH)
+    codes = [code for code in plan.codes if code.bits > 2 or not is_much]
+    fitting = tuple(code for code in codes if not any(dim % code.multiple for dim in dims))
+    slow = slow_codes(model, fitting)
     fast = tuple(code for code in fitting if code not in slow)
-    if not fast or (budget is not None and budget < smallest_bytes(model.geometry, fast)):
+    if not fast or (budget is not None and budget < smallest_bytes(model, fast)):
         return fitting
     return fast
 
 
-def slow_codes(model: PreparedModel, plan: TunePlan) -> list[Code]:
-    """Those of a plan of which some layer's rows would be read by the reference kernel here."""
-    geometry, units = model.geometry, halves(model.geometry, model.block_size)
-
-    def is_fast(half: Half, code: Code) -> bool:
-        fmt = smallest_format(half.head_dim, code)
-        fmt = replace(fmt, mean=plan.is_staged and code.is_grouped)
-        return has_fast_kernel(geometry, half, fmt, model.device, is_staged=plan.is_staged)
-
-    return [code for code in plan.codes if not all(is_fast(half, code) for half in units)]
+def slow_codes(model: PreparedModel, codes: Sequence[Code]) -> list[Code]:
+    """Those codes of which some layer's rows would be read by the reference kernel here."""
+    return [code for code in codes if not has_fast_kernel(model, code)]
 
 
-def smallest_bytes(geometry: ModelGeometry, codes: Sequence[Code]) -> Fraction:
+def has_fast_kernel(model: PreparedModel, code: Code) -> bool:
+    """True if something faster than the reference attends from K and V of that code in every layer here."""
+    formats = [found[0] for found in candidates(model, [code]).values()]  # K and V in turn
+    layers = zip(model.geometry.layers, formats[::2], formats[1::2], strict=True)
+    specs = {
+        KernelSpec(
+            formats=LayerFormats(k=k, v=v, k_head_dim=layer.k_head_dim, v_head_dim=layer.v_head_dim),
+            q_heads=model.geometry.q_heads,
+            kv_heads=layer.kv_heads,
+            block_size=model.block_size,
+            is_staged=k.needs_whole_blocks,
+        )
+        for layer, k, v in layers
+    }
+    device = Device.of(model.device)
+    return all(select("attend", spec, device).backend != "reference" for spec in specs)
+
+
+def smallest_bytes(model: PreparedModel, codes: Sequence[Code]) -> Fraction:
     """Bytes per token where every half takes the smallest format of these codes."""
-    least = (
-        min(half.nbytes(smallest_format(half.head_dim, code)) for code in codes) for half in halves(geometry)
-    )
-    return sum(least, Fraction(0))
-
-
-def smallest_format(head_dim: int, code: Code) -> KVFormat:
-    """The format of a code that takes the fewest bytes."""
-    if code is Code.INT8:
-        return KVFormat(code=code, scale=PerTokenHead())
-    return grouped_formats(head_dim, code, rotated=True)[0]
+    found = candidates(model, codes).items()
+    return sum((min(map(half.nbytes, formats)) for half, formats in found), Fraction(0))

@@ -1,32 +1,34 @@
 """Finding the recipe that costs least quality within a memory budget, and proving it.
 
-What each half of each layer costs in each format is measured alone (`kvq.calib.sensitivity`). Small
-divergences add up well, so a knapsack finds the best recipe for every budget at once; recipes are then
-measured whole, on text that the search did not see, beside the uniform formats.
+What each half of each layer costs in each format is found alone (`kvq.calib.sensitivity`). Small divergences
+add up well, so a knapsack finds the best recipe for every budget at once; recipes are then measured whole, on
+text that the search did not see, beside the uniform formats.
 
 Source: per-layer pairs of formats from Li et al. 2025, KVTuner; the search here is exact instead.
 """
 
-import itertools
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import product
 from math import ceil
 
+import numpy as np
+
 from kvq.calib.allocate import Allocation
-from kvq.calib.budget import TunePlan, bytes_of_bits, recipe_bytes
-from kvq.calib.candidates import grouped_formats, halves, recipe_of, staged_alike
-from kvq.calib.observe import spread_windows
-from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
-from kvq.errors import ConfigError, UnfitFormat
-from kvq.evals.divergence import TokenPlan, Watch
-from kvq.evals.perplexity import PerplexityRow, instrument_facts, look, measure_perplexity
+from kvq.calib.budget import TunePlan, recipe_bytes
+from kvq.calib.candidates import halves, recipe_of
+from kvq.calib.sensitivity import Keep, Progress, Sensitivities, Trial, measure_sensitivities
+from kvq.errors import ConfigError
+from kvq.evals.bootstrap import Bootstrap, Interval
+from kvq.evals.divergence import TokenFigures, TokenPlan, Watch, measure_tokens
+from kvq.evals.perplexity import PerplexityRow, instrument_facts, look, perplexity_row
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
-from kvq.formats import Code, KVRecipe
+from kvq.formats import KVFormat, KVRecipe
 from kvq.models import Model
 
 _TRIES = 8  # to meet a limit of divergence, which costs add up to only nearly
+_RIVALS = 2  # uniform pairs of formats that are measured beside the short names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,12 @@ class Point:
 
     kind: str  # "uniform", "tuned" or "chosen"
     row: PerplexityRow
+    window_kl: tuple[float, ...]  # of every window
     expected_kl: float | None = None  # by the search, of tuned recipes
+
+    def ratio(self, other: "Point") -> Interval | None:
+        """Divergence over another's, 95% interval by drawing windows anew; None for too few of them."""
+        return Bootstrap().interval(np.divide, self.window_kl, other.window_kl)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +53,21 @@ class Tuned:
     budget_bytes: int  # per token
     expected_kl: float  # nats per token, by adding up
     search_kl: float  # of the whole recipe, on other windows of the search's text
-    points: tuple[Point, ...]  # the baseline first, then by bytes
+    points: tuple[Point, ...]  # the baseline first, the chosen recipe last
     sensitivities: Sensitivities
     cautions: tuple[str, ...] = ()  # why figures of this model on the text say nothing
 
     @property
     def chosen(self) -> PerplexityRow:
         """The chosen recipe on text that the search did not see."""
-        return next(point.row for point in self.points if point.kind == "chosen")
+        return self.points[-1].row
+
+    @property
+    def rival(self) -> Point | None:
+        """The best uniform format of at most the chosen recipe's bytes."""
+        most = self.chosen.kv_bytes_per_token
+        fitting = [x for x in self.points[1:-1] if x.kind == "uniform" and x.row.kv_bytes_per_token <= most]
+        return min(fitting, key=lambda x: x.row.kl_mean, default=None)
 
     def front(self) -> list[Point]:
         """The points that nothing else beats in both bytes and divergence, smallest first."""
@@ -90,28 +104,35 @@ def tune(
     if budget is None:
         assert plan.max_kl is not None, "one of both is given"
         budget = search.budget_for(plan.max_kl)
-    windows = spread_windows(model.prepared, text.text, context=window, max_windows=2 * plan.max_windows)
+    windows = plan.windows(model.prepared, text.text, 2 * plan.max_windows)
     unseen = [ids for ids in windows if ids not in found.windows]
     recipe, search_kl, is_tuned = search.best(budget, unseen or windows)
-    uniform, others = search.uniform, search.others(budget)
+    uniform, others = search.uniform(budget), search.others(budget)
     verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
     watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
-    recipes = [model.prepared.recipe("auto"), *uniform.values(), *others, replace(recipe, label="chosen")]
-    rows = measure_perplexity(model, recipes, held_out.text, verifying, watch)
+    recipes = [model.prepared.recipe("auto"), *uniform, *others, replace(recipe, label="chosen")]
+    figures = measure_tokens(model, recipes, held_out.text, verifying, watch)
     cost = search.allocation.cost
     kinds = ["uniform"] * (1 + len(uniform)) + ["tuned"] * len(others) + ["chosen"]
     expected = [None] * (1 + len(uniform)) + [cost(search.nbytes(other)) for other in others]
     expected.append(cost(budget) if is_tuned else None)
-    points = zip(kinds, rows, expected, strict=True)
+    points = tuple(_point(*of, figures[0]) for of in zip(kinds, figures, expected, strict=True))
+    rows = [point.row for point in points]
     return Tuned(
         recipe=recipe,
         budget_bytes=budget,
         expected_kl=cost(budget),
         search_kl=search_kl,
-        points=tuple(Point(kind=kind, row=row, expected_kl=kl) for kind, row, kl in points),
+        points=points,
         sensitivities=found,
         cautions=tuple(instrument_facts(rows, look(model, "auto", held_out.text, verifying))["cautions"]),
     )
+
+
+def _point(kind: str, figures: TokenFigures, expected: float | None, baseline: TokenFigures) -> Point:
+    by_window = figures.kl.mean(axis=1, dtype=np.float64).tolist()
+    row = perplexity_row(figures, baseline)
+    return Point(kind=kind, row=row, window_kl=tuple(by_window), expected_kl=expected)
 
 
 class _Search:
@@ -119,9 +140,9 @@ class _Search:
 
     def __init__(self, model: Model, found: Sensitivities, plan: TunePlan) -> None:
         self._model, self._found, self._plan = model, found, plan
-        units = halves(model.geometry, model.prepared.block_size)
-        self.allocation = Allocation([found.of(half) for half in units])
-        self.uniform = uniform_recipes(model.geometry.head_dims, plan)
+        self._units = halves(model.geometry, model.prepared.block_size)
+        self.allocation = Allocation([found.of(half) for half in self._units])
+        self._named = [model.prepared.recipe(f"{code.name}{plan.exact}") for code in plan.codes]
 
     def nbytes(self, recipe: KVRecipe) -> Fraction:
         """Per token."""
@@ -129,10 +150,12 @@ class _Search:
 
     def recipe(self, budget: Fraction | int, label: str) -> KVRecipe:
         """The recipe of least expected cost within `budget` bytes per token."""
-        chosen = self.allocation.choose(budget)
-        stored = {(trial.half.layer, trial.half.part): trial.stored for trial in chosen}
-        recipe = recipe_of(self._model.geometry, stored, self._found.rest, self._found.centers, label)
-        return staged_alike(recipe, self._plan.exact) if self._plan.is_staged else recipe
+        return self._recipe(self.allocation.choose(budget), label)
+
+    def _recipe(self, chosen: list[Trial], label: str) -> KVRecipe:
+        formats = {(trial.half.layer, trial.half.part): trial.fmt for trial in chosen}
+        recipe = recipe_of(self._model.geometry, formats, self._found.rest, label)
+        return replace(recipe, exact=self._plan.exact)
 
     def budget_for(self, max_kl: float) -> int:
         """Few bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`.
@@ -161,59 +184,36 @@ class _Search:
 
         `windows`: others than costs were measured on, where there are any; those would favour the search's.
         """
-        rivals = [recipe for recipe in self.uniform.values() if self.nbytes(recipe) <= budget]
-        recipes = [self.recipe(budget, "tuned"), *rivals]
+        recipes = [self.recipe(budget, "tuned"), *self._pairs(budget)]
         costs = mean_divergences(self._model, recipes, windows)
         best = min(range(len(recipes)), key=costs.__getitem__)
         recipe = replace(recipes[best], label="", model_digest=self._model.weights.digest)
         return recipe, costs[best], best == 0
 
+    def uniform(self, budget: int) -> list[KVRecipe]:
+        """The uniform formats to compare with: short names, and the best pairs within a budget."""
+        known = [recipe.layers for recipe in self._named]
+        return [*self._named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
+
+    def _pairs(self, budget: int) -> list[KVRecipe]:
+        """Uniform recipes of least expected cost within a budget, of one format for K and one for V each."""
+        of_part: dict[str, dict[KVFormat, list[Trial]]] = {"k": {}, "v": {}}
+        for trial in self._found.trials:
+            of_part[trial.half.part].setdefault(trial.fmt, []).append(trial)
+        pairs = [
+            [*k, *v]
+            for k, v in product(of_part["k"].values(), of_part["v"].values())
+            if len(k) + len(v) == len(self._units) and sum(x.nbytes for x in (*k, *v)) <= budget
+        ]
+        pairs.sort(key=lambda pair: sum(trial.kl for trial in pair))
+        exact = self._plan.exact
+        return [self._recipe(x, f"{x[0].fmt.name}/{x[-1].fmt.name}{exact}") for x in pairs[:_RIVALS]]
+
     def others(self, budget: int) -> list[KVRecipe]:
-        """Tuned recipes at the bytes of the uniform formats with short names, and between, for the front."""
-        named = _recipes(self._model.geometry.head_dims, _short_names(self._plan))
-        sizes = sorted({self.nbytes(recipe) for recipe in named.values()})
-        between = [(low + high) / 2 for low, high in itertools.pairwise(sizes)]
-        one_bit = bytes_of_bits(self._model.geometry, 1.0)
-        found = {
-            self.nbytes(recipe): recipe
-            for size in sorted({*sizes, *between} - {budget})
-            if self.allocation.least_bytes <= size < self.allocation.most_bytes
-            for recipe in [self.recipe(size, "")]
-        }
-        return [replace(one, label=f"tuned, {float(size / one_bit):.3g} bits") for size, one in found.items()]
-
-
-def uniform_recipes(head_dims: list[tuple[int, int]], plan: TunePlan) -> dict[str, KVRecipe]:
-    """The uniform formats to compare with, in a staged search less their block means, too.
-
-    Of every code all groups, rotated, and the smallest not rotated, too.
-    """
-    names = _short_names(plan)
-    smallest = min(map(min, head_dims))
-    for code in plan.codes:
-        if code.is_grouped:
-            rotated, plain = (grouped_formats(smallest, code, rotated=rotated) for rotated in (True, False))
-            formats = [*rotated, plain[-1]]
-            if plan.is_staged:
-                formats += [replace(fmt, mean=True) for fmt in rotated]
-            names += [f"{fmt.name}{plan.exact}" for fmt in formats]
-    recipes = _recipes(head_dims, names)
-    longest = {(x.layers, x.exact): name for name, x in recipes.items()}  # the name that says more
-    return {name: recipe for name, recipe in recipes.items() if longest[recipe.layers, recipe.exact] == name}
-
-
-def _short_names(plan: TunePlan) -> list[str]:
-    """Names without groups, which every head dimension has its own of; in a staged search less means."""
-    codes = plan.codes
-    names = [f"{code.name}_mean" if plan.is_staged and code.is_grouped else code.name for code in codes]
-    if {Code.INT8, Code.INT4} <= set(codes):
-        names.append("k8v4")
-    return [f"{name}{plan.exact}" for name in names]
-
-
-def _recipes(head_dims: list[tuple[int, int]], names: list[str]) -> dict[str, KVRecipe]:
-    recipes: dict[str, KVRecipe] = {}
-    for name in names:
-        with suppress(UnfitFormat):  # a group of one head dimension that another lacks
-            recipes[name] = KVRecipe.uniform(name, head_dims)
-    return recipes
+        """Tuned recipes at the bytes of the uniform formats with short names, for the front."""
+        sizes = {self.nbytes(recipe): recipe.name for recipe in self._named}
+        return [
+            self.recipe(size, f"tuned, as {name}")
+            for size, name in sorted(sizes.items())
+            if size != budget and self.allocation.least_bytes <= size < self.allocation.most_bytes
+        ]

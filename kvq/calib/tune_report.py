@@ -6,10 +6,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvq import fileio
-from kvq.calib.candidates import halves, stored_in
+from kvq.calib.candidates import format_in, halves
 from kvq.calib.search import Tuned
 from kvq.calib.sensitivity import Trial
+from kvq.evals.bootstrap import Bootstrap
 from kvq.evals.columns import Columns, bits, sizes, table
 from kvq.evals.figure import drawing, finish, legend_beside, new_figure, short
 from kvq.evals.labels import label_point
@@ -39,6 +42,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
         {
             **dataclasses.asdict(point.row),
             "kind": point.kind,
+            "kl_mean_interval": Bootstrap().interval(np.positive, point.window_kl),
             "expected_kl": point.expected_kl,
             "is_on_front": id(point) in front,
         }
@@ -56,6 +60,8 @@ def tuned_facts(model: Model, tuned: Tuned) -> Row:
         "search_kl": tuned.search_kl,
         "exact": str(tuned.recipe.exact),
         "is_staged": tuned.recipe.is_staged,
+        "rival": tuned.rival and tuned.rival.row.kv,
+        "ratio_to_rival": tuned.rival and tuned.points[-1].ratio(tuned.rival),
         "verdict": verdict(tuned),
         "recipe": recipe_rows(model, tuned.recipe),
         "sensitivities": sensitivity_rows(tuned.sensitivities.trials),
@@ -68,10 +74,10 @@ def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
         {
             "layer": trial.half.layer,
             "part": trial.half.part,
-            "format": trial.stored.fmt.name,
-            "centered": trial.stored.is_centered,
+            "format": trial.fmt.name,
             "bytes_per_token": float(trial.nbytes),
             "kl": trial.kl,
+            "is_estimated": trial.is_estimated,
         }
         for trial in trials
     ]
@@ -81,9 +87,7 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
     """A recipe as a table: layer, K, V."""
     cells: dict[int, list[str]] = {}
     for half in halves(model.geometry):
-        way = stored_in(recipe, half)
-        mark = ", centered" if way.is_centered else ""
-        cells.setdefault(half.layer, [str(half.layer)]).append(way.fmt.name + mark)
+        cells.setdefault(half.layer, [str(half.layer)]).append(format_in(recipe, half).name)
     return list(cells.values())
 
 
@@ -166,20 +170,19 @@ def verdict(tuned: Tuned) -> str:
     """The result in a sentence or two."""
     chosen = tuned.chosen
     of = "" if tuned.cautions else f", {verdict_of(chosen.kl_mean, chosen.perplexity_change)}"
-    rivals = [
-        point.row
-        for point in tuned.points[1:]
-        if point.kind == "uniform" and point.row.kv_bytes_per_token <= chosen.kv_bytes_per_token
-    ]
     words = (
         f"{chosen.bits_per_element:.4g} bits per element, {chosen.compression:.2f} times bf16's tokens in "
         f"the same memory{_staging(tuned)}: mean KL {chosen.kl_mean:.5f}, "
         f"perplexity {chosen.perplexity_change:+.2%}{of}"
     )
-    if not rivals:
+    rival = tuned.rival
+    if rival is None:
         return f"{words}; no uniform format is as small.{_mind(tuned)}"
-    best = min(rivals, key=lambda row: row.kl_mean)
-    times = f": the recipe has {chosen.kl_mean / best.kl_mean:.2f} times that" if best.kl_mean else ""
+    best, times = rival.row, ""
+    if best.kl_mean:
+        bounds = tuned.points[-1].ratio(rival)
+        between = f" (95%: {bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
+        times = f": the recipe has {chosen.kl_mean / best.kl_mean:.2f}{between} times that"
     return (
         f"{words}. The best uniform format of at most these bytes, {best.kv} "
         f"({best.bits_per_element:.4g} bits), has {best.kl_mean:.5f}{times}.{_mind(tuned)}"

@@ -32,7 +32,7 @@ class Asked:
     out: str = option("kvq.json", "Where to write the recipe.", type=click.Path())
     centered: bool = option(
         False,
-        "Store formats in groups, such as int4, without the means of K and V, which cost no bytes then.",
+        "Store formats in groups, as V in int4, without the means of their rows, which cost no bytes then.",
     )
     context: int | None = option(
         None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
@@ -92,7 +92,8 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     recipe = prepared.recipe(kv[0])
     if asked.centered and not any(map(any, _is_grouped(recipe))):
         raise ConfigError(
-            f"--centered is for formats in groups, such as int4, got --kv {recipe.name}; leave it out"
+            f"--centered is for formats in groups, such as int4_g32_s8_rot, got --kv {recipe.name}; "
+            f"leave it out"
         )
     spread_windows(prepared, source.text, context=asked.context, max_windows=asked.max_windows)
     if other is not None:
@@ -126,6 +127,11 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
         f"wrote {asked.out}: {recipe.name}{', centered' if asked.centered else ''}, static scales of "
         f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
     )
+    if asked.centered and any(one.k.is_per_channel for one in recipe.layers):
+        echo(
+            f"only V has centers: K of {recipe.name} has scales per channel, which take in what centers take "
+            f"out; for centers of both name groups, such as --kv int4_g32_s8_rot"
+        )
     if seen.tokens < _FEW_TOKENS:
         warn(
             f"{seen.tokens:,} tokens say little of the largest values and of means; give a --text of some "
@@ -161,7 +167,7 @@ def _check(
 
 def _notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
     """What stands out, a line each."""
-    notes, taken = [], "taken out" if centered else "--centered, or kvq tune, takes them out"
+    notes, taken = [], "taken out" if centered else "--centered, or K per channel as in int4, takes them out"
     for what, channels, size, why in (
         (
             "outlier channels",

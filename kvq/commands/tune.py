@@ -38,7 +38,6 @@ _TRIAL = {  # key -> its column where a search is not finished
     "layer": ("layer", "d"),
     "part": ("part", ""),
     "format": ("format", ""),
-    "centered": ("centered", str),
     "bytes_per_token": ("bytes / token", ",.4g"),
     "kl": ("KL alone", ".6f"),
 }
@@ -66,22 +65,17 @@ class Asked:
         None,
         "Codes to choose from: int8,int6,int5,int4,int3,int2.  [default: those with fast kernels here]",
     )
-    staged: bool = option(
-        False,
-        "Let formats take out block means; a block waits in bf16, which takes memory, until it is full.",
-    )
+    staged: bool = option(False, "Does nothing: recipes are staged wherever kvq's own cache serves.")
     recent: int = option(
-        0,
-        "Youngest tokens of a sequence to keep in bf16, much less than --context; makes it --staged.",
-        type=int,
+        0, "Youngest tokens of a sequence to keep in bf16, much less than --context.", type=int
     )
-    sinks: int = option(0, "First tokens of a sequence to keep in bf16; makes it --staged.", type=int)
+    sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=int)
     out: str = option("kvq.json", "Where the recipe goes.", type=click.Path())
     context: int | None = option(
-        None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
+        None, "Tokens per window.  [default: 512, or what the model takes]", type=int
     )
-    max_windows: int = option(8, "To search on.", type=AT_LEAST_1)
-    verify_windows: int = option(16, "To measure on.", type=AT_LEAST_1)
+    max_windows: int = option(3, "To search on.", type=AT_LEAST_1)
+    verify_windows: int = option(8, "To measure on.", type=AT_LEAST_1)
     json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
     html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
@@ -94,7 +88,6 @@ class Asked:
         plan = TunePlan(
             budget_bytes=nbytes,
             max_kl=self.max_kl,
-            staged=self.staged,
             recent=self.recent,
             sinks=self.sinks,
             context=self.context,
@@ -116,10 +109,9 @@ class Asked:
 def command(model_options: ModelOptions, asked: Asked) -> None:
     """Find formats for K and V of every layer of MODEL, within a budget, and write a kvq.json.
 
-    Each half of each layer is stored in each format alone, with and without rotation, centering and, if
-    --staged, block means, and the divergence of what is served measured. From these the best recipe within
-    the budget follows; it is measured whole, beside the uniform formats, on text that the search did not
-    see. `--kv kvq.json` serves it.
+    Each half of each layer is stored alone in one or two formats, and the divergence of what is served
+    measured; that of others follows. From these the best recipe within the budget follows; it is measured
+    whole, beside the uniform formats, on text that the search did not see. `--kv kvq.json` serves it.
     """
     from kvq.calib.candidates import ALL_CODES, codes_of
     from kvq.calib.tune_report import front_figure, write_report
@@ -223,7 +215,7 @@ def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[
 def _say_codes(model: "PreparedModel", plan: "TunePlan") -> None:
     from kvq.calib.budget import slow_codes
 
-    if slow := slow_codes(model, plan):
+    if slow := slow_codes(model, plan.codes):
         echo(
             f"kvq: {', '.join(code.name for code in slow)} has no fast kernel here: layers stored so are "
             f"read by the slow reference kernel. --formats chooses others.",

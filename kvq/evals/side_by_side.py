@@ -15,7 +15,7 @@ from torch import Tensor
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 
-_LOGITS_BYTES = 256 << 20  # of one chunk
+_LOGITS_BYTES = 64 << 20  # of one chunk
 _AT_ONCE = 12  # recipes that share a run of the baseline; each has a pool of one window
 
 
@@ -31,7 +31,7 @@ class Chunk:
 
 
 def chunk_size(model: Model, context: int) -> int:
-    """Tokens whose logits take a quarter of a gigabyte, `context` at most."""
+    """Tokens whose logits take 64 MiB, `context` at most: some five times that is held at once."""
     return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
 
 

@@ -2,7 +2,15 @@
 
 from kvq.formats.calibrated import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
 from kvq.formats.codes import CODES, Code, Kind
-from kvq.formats.names import FOREIGN_NAMES, ExactTokens, known_names, parse_format, split_exact, split_pair
+from kvq.formats.names import (
+    FOREIGN_NAMES,
+    ExactTokens,
+    known_names,
+    parse_format,
+    parse_key_format,
+    split_exact,
+    split_pair,
+)
 from kvq.formats.recipe import KVRecipe, LayerFormats
 from kvq.formats.spec import (
     BLOCK_SIZE,
@@ -38,6 +46,7 @@ __all__ = [
     "legal_group_sizes",
     "mean_format",
     "parse_format",
+    "parse_key_format",
     "split_exact",
     "split_pair",
 ]

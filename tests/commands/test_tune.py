@@ -95,7 +95,7 @@ def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_pa
 
 
 def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(budget, "has_fast_kernel", lambda *given, is_staged: "int2" not in given[2].name)
+    monkeypatch.setattr(budget, "has_fast_kernel", lambda model, code: code.name != "int2")
     plan = TunePlan(max_kl=1.0)
     tune._say_codes(tiny.prepared, plan)
     assert "kvq: int2 has no fast kernel here" in capsys.readouterr().err
@@ -107,10 +107,10 @@ def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
     ("arguments", "says"),
     [
         (("--budget", "int4", "--max-kl", "0.1"), "two ends of one trade"),
-        (("--budget", "2bits"), "the smallest formats searched take 432"),
+        (("--budget", "2bits"), "the smallest formats searched take 480"),
         (("--budget", "lots"), "--budget takes bits per element (4.5bits)"),
         (("--formats", "int4,fp6"), "--formats takes int8, int6, int5, int4, int3, int2, got 'fp6'"),
-        (("--recent", "1024"), "--recent 1024 keeps all of 1,024 tokens unquantized"),
+        (("--recent", "512"), "--recent 512 keeps all of 512 tokens unquantized"),
         (("--context", "64", "--sinks", "60", "--recent", "8"), "a smaller --recent or --sinks"),
         (("--recent", "-1"), "recent must be 0 to 65536 tokens"),
         (("--plot", "front.bmp"), "must end in .svg, .png, .pdf"),
@@ -138,7 +138,7 @@ def test_a_held_out_text_that_is_too_short_is_refused_before_the_search(kvq, tmp
     text.write_text("too few words")
     status, _, err = kvq("tune", "tiny", "--held-out", text, "--out", tmp_path / "k.json")
     assert status == 2
-    assert "one window needs 1024" in err
+    assert "one window needs 512" in err
     assert not (tmp_path / "k.json").exists()
 
 
