@@ -97,7 +97,7 @@ def test_tune_keeps_the_trials_before_an_error(kvq, tmp_path, monkeypatch):
         raise EngineError("no luck")
 
     monkeypatch.setattr(search, "measure_tokens", fail)
-    few = ("--context", 64, "--max-windows", 1, "--formats", "int4", "--out", tmp_path / "new.json")
+    few = ("--context", 80, "--max-windows", 1, "--formats", "int4", "--out", tmp_path / "new.json")
     status, out, err = kvq("tune", "tiny", *few, "--json", tmp_path / "r.json")
     assert status == 2
     assert "no luck" in err
