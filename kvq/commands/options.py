@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 from click.types import StringParamType
 
-from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT, RENAMED
+from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.formats import split_exact, split_pair
@@ -253,7 +253,7 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
                 "--kv",
                 "--kv-cache-dtype",
                 type=FORMATS if many else ONE_FORMAT,
-                help=f"{what}: a name, a pair K/V, or a kvq.json; {RENAMED}.  [default: {default}]",
+                help=f"{what}: a name, a pair K/V, or a kvq.json.  [default: {default}]",
             ),
         ):
             command = option(command)
