@@ -88,7 +88,7 @@ def test_more_bits_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
     for bits in WIDTHS:
         code = Code(name=f"uint{bits}", bits=bits, kind=Kind.GROUPED, group=32)
         monkeypatch.setitem(CODES, code.name, code)
-    names = ["fp32", "uint8", "uint7", "uint6", "uint5", "int4_g32_rot", "uint3", "int2"]
+    names = ["fp32", "uint8", "uint7", "uint6", "uint5", "int4", "uint3", "int2"]
     text = "The sea was calm. Then a storm rose, and the ship with all its sailors sank. " * 20
     rows = kvq.perplexity("tiny", kv=names, text=text, context=128)
     assert [row["kv"] for row in rows[:8]] == names
