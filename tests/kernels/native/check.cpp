@@ -48,7 +48,7 @@ struct Part {
         rows = {codes.data(), (int64_t)HEADS * BLOCK * bytes, (int64_t)BLOCK * bytes, bytes,
                 numbers ? scales.data() : nullptr, (int64_t)HEADS * BLOCK * size, (int64_t)BLOCK * size,
                 size, f.is_static ? fixed.data() : nullptr, f.code, f.bits, dim, f.group, f.rotated,
-                f.code == KVQ_GROUPED ? 0.125f : 0.0f, f.narrow, nullptr};
+                f.code == KVQ_GROUPED ? 0.125f : 0.0f, f.narrow, 0, nullptr};
     }
 };
 
