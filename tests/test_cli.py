@@ -204,11 +204,12 @@ def test_foreign_spellings_are_noted_before_what_stays_unquantized(run, tmp_path
     assert "after formats come +sinks=N and +recent=N" in err
 
 
-def test_the_help_of_kv_says_what_was_renamed(run):
-    for command in ("serve", "perplexity"):
-        code, out, _ = run(command, "--help")
+def test_what_names_meant_before_is_told_by_inspect_and_in_no_help(run):
+    told = "what int4 was is int4_g32_s8_rot/int4_g32_s8_rot"
+    for command, is_told in (("serve --help", False), ("perplexity --help", False), ("inspect", True)):
+        code, out, _ = run(*command.split())
         assert code == 0
-        assert "what int4 was is int4_g32_s8_rot/int4_g32_s8_rot" in " ".join(out.split())
+        assert (told in " ".join(out.split())) == is_told
 
 
 def test_doctor_says_what_runs_and_why_the_rest_does_not(run):
