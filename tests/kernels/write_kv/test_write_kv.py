@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvq.errors import ConfigError
 from kvq.kernels.codec import decode, encode
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.write_kv.reference import write_kv as reference_write_kv
@@ -190,3 +191,13 @@ def test_clipped_2_bit_groups_are_those_of_the_reference_bit_for_bit(group: int)
     assert torch.equal(cache.pool(0), ours)
     gathered = gather_dense(kv, torch.tensor([[1]], dtype=torch.int32), 2, 3)[1]  # slot 7
     assert torch.equal(gathered[0, :, 0], decode(*encode(v[0], kv.formats.v, clip=0.85), kv.formats.v))
+
+
+@pytest.mark.parametrize("kv", ["int4_per_channel/int4", "int4_mean/bf16"])
+def test_formats_of_whole_blocks_are_refused_in_cpp(kv: str, backend: str) -> None:
+    if not backend.startswith("cpu"):
+        pytest.skip("told by the C++ kernel's wrapper")
+    cache = poisoned_cache(kv, [(64, 64)])
+    x = rows_like_kv(2, 3, 64)
+    with pytest.raises(ConfigError, match="a block at a time"):
+        write_kv(x, x, cache.layer(0), torch.tensor([0, 1]))
