@@ -21,7 +21,7 @@ from benchmarks.real.hidden import BASELINE
 from benchmarks.real.lab import EMBEDDED, FOLDER, Lab
 from benchmarks.real.packages import MODELS
 from benchmarks.real.parts import PARTS, Sizes
-from benchmarks.real.records import STORED, Records, Row, Settings
+from benchmarks.real.records import STORED, Records, Row, Settings, merged, published
 from benchmarks.real.tables import compared, tables
 from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.evals.results import envelope, source_commit, write_json
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     options = options_of(arguments)
     source_commit()
     lab = Lab(folder=options.folder, data=options.data)
-    records = Records(lab.rows)
+    before = {part: published(_file(options.out, part)) for part in options.parts if options.out is not None}
+    records = Records(lab.rows, [row for some in before.values() for row in some])
     benches = {name: Bench(lab, name) for name in options.models}
     cases = {name: _cases(bench, options) for name, bench in benches.items()}
     todo = {
@@ -54,10 +55,15 @@ def main(arguments: Sequence[str]) -> None:
             failed += not measure(benches[name], case, records, clock)
         benches.pop(name)  # and its weights
     found = [_row(records, name, one) for name, some in cases.items() for one in some]
-    rows = compared([row for row in found if row is not None])
-    if options.out is not None:
-        keep(options.out, rows, ["python", "-m", "benchmarks.real", *arguments])
-    print("\n".join(tables(rows)))
+    rows = [row for row in found if row is not None]
+    for part, published_before in before.items():
+        of_part = [row for row in rows if row["part"] == part]
+        publish(
+            _file(options.out, part),
+            merged(published_before, of_part),
+            ["python", "-m", "benchmarks.real", *arguments],
+        )
+    print("\n".join(tables(compared(rows))))
     if failed:
         raise EngineError(f"{failed} measurements failed, see above; run it again to try only those")
 
@@ -76,23 +82,21 @@ def measure(bench: Bench, case: Case, records: Records, clock: Clock) -> bool:
     return True
 
 
-def keep(folder: Path, rows: Sequence[Row], command: list[str]) -> None:
-    """Write a file of rows for every part."""
-    for part in dict.fromkeys(row["part"] for row in rows):
-        some = [{name: value for name, value in row.items() if name != "key"} for row in rows]
-        some = [row for row in some if row["part"] == part]
-        facts = {
-            "weights": "4 to 8 bits in GGUF, dequantized",
-            "licences": {
-                row["model"]: MODELS[row["model"]].licence for row in some if row["model"] in MODELS
-            },
-        }
-        write_json(folder / f"real-{part}.json", envelope(command, torch.device("cpu"), some, facts))
+def publish(path: Path, rows: Sequence[Row], command: list[str]) -> None:
+    """Write a file of rows of one part."""
+    licences = {row["model"]: MODELS[row["model"]].licence for row in rows if row["model"] in MODELS}
+    facts = {"weights": "4 to 8 bits in GGUF, dequantized", "licences": licences}
+    some = [{name: value for name, value in row.items() if name != "key"} for row in compared(rows)]
+    write_json(path, envelope(command, torch.device("cpu"), some, facts))
+
+
+def _file(folder: Path, part: str) -> Path:
+    return folder / f"real-{part}.json"
 
 
 def _cases(bench: Bench, options: argparse.Namespace) -> list[Case]:
     """All that is asked for on a model, the baseline of each part first, rivals last."""
-    sizes = Sizes(**{name: getattr(options, name) for name in ("tokens", "problems", "facts")})
+    sizes = Sizes(**{name: getattr(options, name) for name in ("tokens", "problems", "facts", "windows")})
     formats = {kv: full_name(bench.prepared, kv) for kv in [BASELINE, *options.kv]}
     return [
         (part, dict(settings) | {STORED: stored}, kv)
@@ -146,6 +150,12 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=Sizes().tokens, help="of WikiText-2; of essays twice as many"
     )
+    parser.add_argument(
+        "--windows",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=Sizes().windows,
+        help="tokens of the essays' windows",
+    )
     parser.add_argument("--problems", type=int, default=Sizes().problems, help="of HumanEval, the first ones")
     parser.add_argument("--facts", type=int, default=Sizes().facts, help="planted and asked for")
     parser.add_argument("--again", action="store_true", help="measure what is there, too")
@@ -154,6 +164,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("tokens", "problems", "facts"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if min(options.windows) < 2:
+        raise ConfigError(f"--windows must be of 2 tokens at least, got {options.windows}")
     if options.out is not None:
         check_writable(options.out / "real-.json")
     return options

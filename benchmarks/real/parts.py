@@ -21,6 +21,7 @@ class Sizes:
     tokens: int = 16_000  # of WikiText-2; twice as many of the essays
     problems: int = 164
     facts: int = 50
+    windows: tuple[int, ...] = (4096, 8192)  # tokens of the essays' windows
     context: int = 8192  # tokens around the facts
 
 
@@ -48,7 +49,7 @@ def _wikitext(bench: Bench, sizes: Sizes) -> list[Settings]:
 
 
 def _essays(bench: Bench, sizes: Sizes) -> list[Settings]:
-    contexts = _fitting(bench, (4096, 8192))
+    contexts = _fitting(bench, sizes.windows)
     return [_of_text(bench.lab.essays(), context, 2 * sizes.tokens) for context in contexts]
 
 

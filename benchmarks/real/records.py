@@ -3,7 +3,7 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,49 @@ def key_of(model: str, part: str, kv: str, settings: Settings) -> str:
     return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
-class Records:
-    """The rows of one file. A later row replaces an earlier one of the same key."""
+def published(path: Path) -> list[Row]:
+    """The rows of a file that `publish` wrote; none if there is no such file.
 
-    def __init__(self, path: Path) -> None:
-        """Read what is there.
+    Raises:
+        ConfigError: another file.
+    """
+    try:
+        return list(json.loads(path.read_bytes())["rows"])
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no file of rows ({error}); name another folder with --out") from error
+
+
+def merged(before: Iterable[Row], rows: Iterable[Row]) -> list[Row]:
+    """Rows in the place of those that measured the same before, and others behind them, models together."""
+    found = {_asked(row): row for row in before}
+    found |= {_asked(row): row for row in rows}
+    models = list(dict.fromkeys(row["model"] for row in found.values()))
+    return sorted(found.values(), key=lambda row: models.index(row["model"]))
+
+
+def _key(row: Row) -> str:
+    return key_of(row["model"], row["part"], row["kv"], row["settings"])
+
+
+def _asked(row: Row) -> str:
+    """The key, whatever the format's name meant."""
+    settings = {name: value for name, value in row["settings"].items() if name != STORED}
+    return key_of(row["model"], row["part"], row["kv"], settings)
+
+
+class Records:
+    """The rows of one file, and of published ones. A later row replaces an earlier one of the same key."""
+
+    def __init__(self, path: Path, published: Iterable[Row] = ()) -> None:
+        """Read what is there; of rows that were published before, too, those that are not in the file.
 
         Raises:
             ConfigError: a line before the last one that is no row.
         """
         self._path = path
-        self._rows: dict[str, Row] = {}
+        self._rows = {_key(row): row for row in published}
         lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:

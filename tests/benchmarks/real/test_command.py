@@ -113,3 +113,27 @@ def test_models_that_are_not_there_are_refused_with_what_to_do(lab):
         run(lab, "--models", "smollm2", "--parts", "wikitext")
     with pytest.raises(SystemExit):
         run(lab, "--models", "nobody")
+
+
+def test_published_rows_count_as_measured_and_stay(lab, monkeypatch, capsys):
+    out = lab / "out"
+    out.mkdir()
+    given = ("--parts", "wikitext", "--tokens", "1024", "--out", str(out))
+    run(lab, *given, "--kv", "int4,int2")
+    (lab / "lab" / "rows.jsonl").unlink()
+    first = json.loads((out / "real-wikitext.json").read_text())["rows"]
+    run(lab, *given, "--kv", "int8,int4")
+    again = json.loads((out / "real-wikitext.json").read_text())["rows"]
+    assert [row["kv"] for row in again] == ["fp32", "int4", "int2", "int8"]
+    assert again[:3] == first
+    assert [row["kv"] for row in rows_of(lab)] == ["int8"]
+    monkeypatch.setattr(
+        command, "full_name", lambda model, kv: "int4_g64" if kv == "int4" else full_name(model, kv)
+    )
+    run(lab, *given, "--kv", "int4")  # the name means another format: its row is replaced
+    again = json.loads((out / "real-wikitext.json").read_text())["rows"]
+    assert [row["kv"] for row in again] == ["fp32", "int4", "int2", "int8"]
+    assert again[1]["settings"]["stored"] == "int4_g64"
+    (out / "real-wikitext.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"no file of rows .*--out"):
+        run(lab, *given)
