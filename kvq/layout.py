@@ -196,6 +196,11 @@ class KVLayout:
         return tuple(group for group in self.groups if group.role is not Role.STATES)
 
     @property
+    def is_staged(self) -> bool:
+        """True if there is a staging area, in which tokens wait."""
+        return any(group.role is Role.RECENT for group in self.groups)
+
+    @property
     def states(self) -> GroupLayout | None:
         """The group of recurrent states, if the model has any."""
         return self.groups[-1] if self.groups[-1].role is Role.STATES else None
@@ -222,7 +227,7 @@ class KVLayout:
         recent tokens.
         """
         own, exact = self.groups[group], self.exact
-        if own.role is not Role.SEALED or not self.recipe.is_staged:
+        if own.role is not Role.SEALED or not self.is_staged:
             return 0
         window = own.layers[0].geometry.window
         return exact.sinks if window is None or window > exact.recent else None
@@ -234,7 +239,7 @@ class KVLayout:
             windows=[group.group.window for group in self.groups],
             limits=[group.limit for group in self.groups],
             block_bytes=[group.block_bytes for group in self.groups],
-            lag=self.recipe.exact.recent,
+            lag=self.recipe.exact.recent if self.is_staged else 0,
             state_group=None if self.states is None else self.states.group.index,
         )
 
@@ -254,8 +259,11 @@ def plan_layout(
     *,
     block_size: int = BLOCK_SIZE,
     order: BlockOrder = BlockOrder.LAYER_MAJOR,
+    staging: bool = True,
 ) -> KVLayout:
     """Lay out the blocks of a model under a recipe.
+
+    `staging`: False for whoever keeps tokens by itself until their block is full, see `KVCache.store`.
 
     Raises:
         ConfigError: block size out of range, or a recipe made for other layers.
@@ -276,7 +284,7 @@ def plan_layout(
         )
         for group in geometry.groups()
     )
-    if recipe.is_staged:
+    if recipe.is_staged and staging:
         groups = tuple(_outlasting(group, recipe.exact.recent) for group in groups)
         groups += _staging(groups, recipe.exact)
     if geometry.states:
@@ -328,12 +336,7 @@ def _plain(
     layers = tuple(
         plan_layer(
             x.geometry,
-            LayerFormats(
-                k=parse_format(STAGED_FORMAT, x.geometry.k_head_dim),
-                v=parse_format(STAGED_FORMAT, x.geometry.v_head_dim),
-                k_head_dim=x.geometry.k_head_dim,
-                v_head_dim=x.geometry.v_head_dim,
-            ),
+            staged_formats(x.geometry),
             group.block_size,
         )
         for x in group.layers
@@ -344,6 +347,17 @@ def _plain(
         layers=layers,
         role=Role.SINKS if window is None else Role.RECENT,
         limit=limit,
+    )
+
+
+def staged_formats(layer: LayerGeometry) -> LayerFormats:
+    """The formats of a layer's tokens in a staging area."""
+    k_dim, v_dim = layer.k_head_dim, layer.v_head_dim
+    return LayerFormats(
+        k=parse_format(STAGED_FORMAT, k_dim),
+        v=parse_format(STAGED_FORMAT, v_dim),
+        k_head_dim=k_dim,
+        v_head_dim=v_dim,
     )
 
 

@@ -45,4 +45,4 @@ def difference(outcomes: str, baseline: str) -> Difference:
 def _exact(gained: int, lost: int) -> float:
     """Two-sided probability of a binomial with p = 1/2."""
     discordant, fewer = gained + lost, min(gained, lost)
-    return min(1.0, 2 * sum(comb(discordant, k) for k in range(fewer + 1)) / 2**discordant)
+    return min(1.0, 2.0 * sum(comb(discordant, k) for k in range(fewer + 1)) / float(2**discordant))

@@ -73,7 +73,7 @@ def _expanded(
     kernel multiplies latents as fast as anything.
     """
     batch, geometry = batches[cache.group_of[layer]], cache.layout.geometry.layers[layer]
-    if cache.layout.recipe.is_staged or batch.tables.device.type != "cpu":
+    if cache.layout.is_staged or batch.tables.device.type != "cpu":
         return []
     rate = cache.absorbed_rate(layer)
     return [

@@ -80,15 +80,16 @@ def read_config(config: Any) -> CacheConfig:
     )
 
 
-def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, geometry: ModelGeometry) -> KVRecipe:
+def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, config: CacheConfig) -> KVRecipe:
     """Return the recipe that `kv` means, with the static scales it needs.
 
-    Bare names keep tokens as they come: a prompt that is given at once would wait in bf16 as a whole.
+    Of latents bare names keep every token by itself, as in kvq's own sessions.
 
     Raises:
         ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
     """
-    recipe = KVRecipe.named(kv, geometry.head_dims)
+    geometry = config.stored
+    recipe = KVRecipe.named(kv, geometry.head_dims, whole_blocks=config.latent is None)
     check_recipe_fits(geometry, recipe)
     if scales is not None:
         recipe = recipe.with_scales(KVRecipe.load_scales(scales).static_scales)

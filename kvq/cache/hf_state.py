@@ -1,6 +1,6 @@
 """What the layers of one KvqCache share: the rows, the scratch memory, and where a step stands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,25 +51,20 @@ class CacheState:
         Raises:
             ConfigError: they don't fit the model.
         """
-        stored = self.config.stored
-        recipe = read_recipe(self.options.kv, self.options.scales, stored)
-        if recipe.is_staged:
-            self._check_stages(recipe)
-        return plan_layout(stored, recipe, block_size=self.options.block_size, order=self.options.order)
-
-    def _check_stages(self, recipe: KVRecipe) -> None:
-        """Raise ConfigError where a query could not see each token in the form that is its own."""
-        if not self.config.attends_from_blocks:
+        stored, options = self.config.stored, self.options
+        recipe = read_recipe(options.kv, options.scales, self.config)
+        if recipe.exact.sinks:
             raise ConfigError(
-                f"{recipe.name} keeps recent tokens unquantized, which only attention over blocks can tell "
-                f"apart; call model.set_attn_implementation('kvq') before the cache is made, or use a format "
-                f"without means, sinks and recent tokens"
+                f"{recipe.name} keeps first tokens unquantized, which KvqCache can't do; leave out +sinks="
             )
-        if self.options.residual_length:
+        if recipe.exact.recent and options.residual_length:
             raise ConfigError(
-                f"residual_length={self.options.residual_length} is for formats that keep no recent tokens "
-                f"themselves; leave it out with {recipe.name}, and say +recent=N"
+                f"residual_length={options.residual_length} and {recipe.name} both say how many recent "
+                f"tokens stay unquantized; leave one out"
             )
+        if recipe.is_staged and options.residual_length:
+            recipe = replace(recipe, exact=replace(recipe.exact, recent=options.residual_length))
+        return plan_layout(stored, recipe, block_size=options.block_size, order=options.order, staging=False)
 
     def open(self, layer: int, k: Tensor, v: Tensor) -> BatchRows:
         """Check new rows [batch, heads, tokens, dim] of one layer; allocate if they are the first.

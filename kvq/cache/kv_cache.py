@@ -1,6 +1,7 @@
 """The KV cache: the tensors behind the block pools, and the kernels that write and read them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
 from kvq.cache.staging import Seal, StagedLayer
 from kvq.cache.states import StateSlots
-from kvq.formats import LayerCenters
+from kvq.formats import ExactTokens, LayerCenters
 from kvq.kernels import (
     AttentionOptions,
     Device,
@@ -27,8 +28,9 @@ from kvq.kernels import (
     select,
 )
 from kvq.kernels.attend_latent.cpu import relative_speed
+from kvq.kernels.plain import Rows, as_tokens, plain_blocks, tables_of_tokens
 from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.layout import KVLayout, LayerLayout, Role
+from kvq.layout import KVLayout, LayerLayout, Role, staged_formats
 
 
 class KVCache(BlockCache):
@@ -65,6 +67,7 @@ class KVCache(BlockCache):
         self._copy: list[Kernel] = []
         self._centering: dict[int, Centering] = {}
         self._staged: dict[int, StagedLayer] = {}
+        self._stored: dict[int, StagedLayer] = {}  # of a staged recipe without a staging area: see `store`
         self.version = 0  # of the tensors and kernels behind layers: what was made of them before is stale
         self.group_of: dict[int, int] = {}
         self.states: StateSlots | None = None  # recurrent ones, if the model has any; others after `grow`
@@ -85,7 +88,10 @@ class KVCache(BlockCache):
         """Choose a layer's kernels; of a staged one, those that write are the staging area's."""
         index, spec = layer.geometry.index, _kernel_spec(self.layout, layer)
         written = spec
-        if self.layout.recipe.is_staged:
+        if self.layout.recipe.is_staged and not self.layout.is_staged:
+            written = replace(spec, formats=staged_formats(layer.geometry), block_size=1)
+            self._stored[index] = StagedLayer(spec, written, where, backend)
+        if self.layout.is_staged:
             plain = self.layout.staging_of(self.group_of[index]).layers
             written = next(_kernel_spec(self.layout, x) for x in plain if x.geometry.index == index)
             sees_old = self.layout.written_from(self.group_of[index]) is not None
@@ -190,6 +196,48 @@ class KVCache(BlockCache):
         if layer in self._centering:
             heads = self._centering[layer].taken_from(heads)
         self._kernels[layer]["rope_write"].run(joined, angles, self._written(layer), slots, bad, heads)
+
+    def store(self, layer: int, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
+        """Quantize whole blocks [blocks, kv_heads, block_size, dim], of tokens that waited elsewhere.
+
+        For a staged recipe under a layout without a staging area.
+        """
+        own = plain_blocks(*self._centered(layer, k, v), self.layout.block_size)
+        end = [len(blocks) * self.layout.block_size]
+        step = SequenceBatch.of([range(len(blocks))], [], end, end, k.device)
+        sealed = SequenceBatch.of([blocks], [], end, end, k.device)
+        kv = StagedKV(sealed=self.layer(layer), recent=own, sinks=None, exact=ExactTokens())
+        self._stored[layer].seal(kv, StagedBatch(sealed=sealed, recent=step, sinks=None))
+
+    def attend_stored(
+        self,
+        layer: int,
+        q: Tensor,
+        recent: Rows,
+        batch: SequenceBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """`attend` from stored blocks and from the last rows as they came, [sequences, kv_heads, some, dim].
+
+        Which form of a token a query sees depends on their positions alone, as in a staging area.
+        """
+        own = as_tokens(self._centered(layer, *recent))
+        name = (tables_of_tokens, recent[0].shape, recent[0].stride())
+        if name not in batch.kept:
+            batch.kept[name] = replace(batch, tables=tables_of_tokens(recent, batch.context_lens))
+        both = StagedBatch(sealed=batch, recent=batch.kept[name], sinks=None)
+        kv = StagedKV(sealed=self.layer(layer), recent=own, sinks=None, exact=self.layout.recipe.exact)
+        kernel, centering = self._stored[layer].attend_sealed, self._centering.get(layer)
+        if centering is None:
+            return kernel(q, kv, both, options)[0]
+        return centering.attended(kernel, q, kv, both, options)[0]
+
+    def _centered(self, layer: int, k: Tensor, v: Tensor) -> Rows:
+        """Rows [any, kv_heads, any, dim] without the recipe's centers."""
+        if layer not in self._centering:
+            return k, v
+        k, v = self._centering[layer].centered(k.transpose(1, 2), v.transpose(1, 2))
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(
         self,

@@ -8,15 +8,12 @@ from torch import Tensor
 
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.memory import allocate_bytes
-from kvq.formats import LayerFormats, parse_format
-from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
 from kvq.kernels.codec import rotate
+from kvq.kernels.plain import Rows, as_tokens, plain_blocks
 
-Segment = tuple[Tensor, Tensor]  # K and V
-# Formats of rows as they came, `attend` for them in blocks of any size, and `merge_partials`
-_Plan = tuple[LayerFormats, Callable[..., Any], Callable[..., Any]]
+_Plan = tuple[Callable[..., Any], Callable[..., Any]]  # `attend` for rows as they came, and `merge_partials`
 _LEAST_BLOCK = 256  # tokens
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class RecentRows:
@@ -52,6 +49,24 @@ class RecentRows:
         for tail in self._layers.values():
             tail.held = max(0, tail.held - count)
             tail.end -= min(tail.end, count)
+
+    @property
+    def held(self) -> int:
+        """How many of the last tokens are there, in all layers."""
+        return min((tail.held for tail in self._layers.values()), default=0)
+
+    def rows(self, layer: int, count: int) -> Rows:
+        """A copy of a layer's last `count` rows, zero before those that are held."""
+        tail = self._layers[layer]
+        have = [x[:, :, tail.end - tail.held : tail.end] for x in (tail.k, tail.v)]
+        k, v = (torch.nn.functional.pad(x[:, :, -count:], (0, 0, max(0, count - tail.held), 0)) for x in have)
+        return k, v
+
+    def refill(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take rows [batch, kv_heads, at most `limit`, dim] as a layer's last ones."""
+        tail = self._layers[layer]
+        tail.held = tail.end = k.shape[2]
+        tail.k[:, :, : tail.end], tail.v[:, :, : tail.end] = k, v
 
     @torch.inference_mode(False)
     def select(self, indices: Tensor) -> None:
@@ -124,7 +139,7 @@ def attend_both(
     layer: int,
     q: Tensor,
     batch: SequenceBatch,
-    recent: Segment,
+    recent: Rows,
     options: AttentionOptions,
 ) -> Tensor:
     """What `KVCache.attend` does, but with `recent` in place of the last tokens in the blocks.
@@ -135,8 +150,8 @@ def attend_both(
     """
     some = recent[0].shape[2]
     whole = min(batch.context_lens) >= some
-    formats, attend, merge = _plan(cache.layer(layer), q, recent)
-    kv = _as_blocks(recent, formats) if whole else _as_tokens(recent, formats)
+    kv = _as_blocks(recent) if whole else as_tokens(recent)
+    attend, merge = _plan(cache.layer(layer), q, kv)
     own = _own(batch, recent, whole)
     # On a CPU both parts stay fp32 until they are merged; GPUs multiply in 16 bits.
     query = q.float() if q.device.type == "cpu" else q
@@ -149,26 +164,20 @@ def attend_both(
     return out.to(q.dtype)
 
 
-def _plan(older: PagedKV, q: Tensor, recent: Segment) -> _Plan:
+def _plan(older: PagedKV, q: Tensor, own: PagedKV) -> _Plan:
     """Found once for a layer's blocks and kept with them."""
-    k, v = recent
-    name = (_plan, k.dtype, v.dtype)
+    name = (_plan, own.k.codes.dtype, own.v.codes.dtype)
     if name not in older.kept:
-        formats = LayerFormats(
-            k=parse_format(_NAMES[k.dtype], k.shape[3]),
-            v=parse_format(_NAMES[v.dtype], v.shape[3]),
-            k_head_dim=k.shape[3],
-            v_head_dim=v.shape[3],
-        )
-        spec = KernelSpec(formats=formats, q_heads=q.shape[1], kv_heads=k.shape[1], block_size=1)
+        heads = own.k.codes.shape[1]
+        spec = KernelSpec(formats=own.formats, q_heads=q.shape[1], kv_heads=heads, block_size=1)
         where = Device.of(q.device)
-        kernels = [select(operation, spec, where).run for operation in ("attend", "merge_partials")]
-        older.kept[name] = (formats, *kernels)
+        attend, merge = (select(operation, spec, where).run for operation in ("attend", "merge_partials"))
+        older.kept[name] = (attend, merge)
     plan: _Plan = older.kept[name]
     return plan
 
 
-def _own(batch: SequenceBatch, recent: Segment, whole: bool) -> SequenceBatch:
+def _own(batch: SequenceBatch, recent: Rows, whole: bool) -> SequenceBatch:
     """The step as the recent rows see it: one for all layers that lie alike, so kernels plan once."""
     sequences, _, some, _ = recent[0].shape
     apart = 0 if whole else recent[0].stride(0) // recent[0].stride(2)  # rows from one sequence to the next
@@ -191,27 +200,10 @@ def _own(batch: SequenceBatch, recent: Segment, whole: bool) -> SequenceBatch:
     return own
 
 
-def _as_blocks(recent: Segment, formats: LayerFormats) -> PagedKV:
+def _as_blocks(recent: Rows) -> PagedKV:
     """Dense rows [sequences, kv_heads, some, dim] as one unquantized block per sequence.
 
     The block is said to be larger than it is: no key lies past the rows, and kernels that are
     compiled per block size see few sizes.
     """
-    return _paged(recent, formats, max(_LEAST_BLOCK, 1 << (recent[0].shape[2] - 1).bit_length()))
-
-
-def _as_tokens(recent: Segment, formats: LayerFormats) -> PagedKV:
-    """The same as blocks of one token, so that every sequence may begin at a row of its own."""
-    sequences, heads, some, _ = recent[0].shape
-    rows = []
-    for x in recent:
-        apart = x.stride(0) // x.stride(2)
-        assert apart == recent[0].stride(0) // recent[0].stride(2), "K and V lie alike"
-        size = ((sequences - 1) * apart + some, heads, 1, x.shape[3])
-        rows.append(x.as_strided(size, (x.stride(2), x.stride(1), x.stride(2), 1)))
-    return _paged((rows[0], rows[1]), formats, 1)
-
-
-def _paged(codes: Segment, formats: LayerFormats, block_size: int) -> PagedKV:
-    k, v = (PagedRows(codes=x, scales=None, static_scale=None) for x in codes)
-    return PagedKV(k=k, v=v, formats=formats, block_size=block_size)
+    return plain_blocks(*recent, max(_LEAST_BLOCK, 1 << (recent[0].shape[2] - 1).bit_length()))

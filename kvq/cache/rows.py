@@ -8,8 +8,10 @@ from kvq.cache.kv_cache import KVCache
 from kvq.cache.recent import RecentRows, attend_both, put_over
 from kvq.cache.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
-from kvq.kernels import AttentionOptions, SequenceBatch, StagedBatch
-from kvq.layout import KVLayout, Role
+from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels.attend.options import parts_of
+from kvq.kernels.plain import Rows
+from kvq.layout import KVLayout
 
 _GROWTH = 32  # a pool that is full grows by one part in so many
 
@@ -48,7 +50,9 @@ class BatchRows:
             **layout.holding,
         )
         self.scratch = DenseScratch(self.blocks, device)
-        self.recent = RecentRows(residual_length) if residual_length else None
+        self._waits = layout.recipe.is_staged  # tokens are in `recent` alone until their block is full
+        kept = max(residual_length, layout.recipe.exact.recent) + layout.block_size * self._waits
+        self.recent = RecentRows(kept) if kept else None
         self._prefers_dense = [
             backend == "auto" and self.blocks.backend_of("attend", layer.index) == "reference"
             for layer in layout.geometry.layers
@@ -126,9 +130,15 @@ class BatchRows:
         self._place = self._places(counts) if any(new != count for new in counts) else None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`."""
-        slots = self.blocks.batch_of(layer, self.batches).slots
-        bad = self.blocks.write(layer, self._packed(k), self._packed(v), slots)
+        """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`.
+
+        Of blocks that are stored as wholes `attend` and `dense` do it.
+        """
+        rows = self._packed(k), self._packed(v)
+        if self._waits:
+            bad = torch.stack([~x.isfinite().flatten(1).all(1) for x in rows]).any(0)
+        else:
+            bad = self.blocks.write(layer, *rows, self.blocks.batch_of(layer, self.batches).slots)
         self.bad_rows |= self._unpacked(bad).any(dim=1)
 
     def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor], options: AttentionOptions) -> Tensor:
@@ -141,10 +151,10 @@ class BatchRows:
         """
         own = self.layout.geometry.layers[layer]
         options = options.reaching(own.window, is_chunked=own.is_chunked)
-        batch = self.blocks.batch_of(layer, self.batches)
-        if isinstance(batch, StagedBatch):
-            return self._unpacked(self.blocks.attend(layer, self._packed(q), batch, options)[0])
-        exact = None if self.recent is None else self.recent.take(layer, *new)
+        batch, exact = self.batches[self.blocks.group_of[layer]], self._exact(layer, new)
+        if self._waits:
+            assert exact is not None, "where tokens wait"
+            return self._unpacked(self.blocks.attend_stored(layer, self._packed(q), exact, batch, options))
         if self._prefers_dense[layer] and options.softcap is None and options.sinks is None:
             out = self.scratch.attend(layer, q, batch, options, exact)
             if out is not None:
@@ -161,14 +171,18 @@ class BatchRows:
         `new`: the step's own K and V, just written; the result has their dtypes. It lies in `scratch`
         and is overwritten by the next layer's. Rows must be without padding.
         """
+        exact = self._exact(layer, new)
         tables = self.batches[self.blocks.group_of[layer]].tables
         dtypes = (new[0].dtype, new[1].dtype)
         positions = range(start, self.length)
         k, v = self.scratch.gather(layer, tables, positions, dtypes=dtypes, unrotate=True)
-        if self.recent is not None:
-            lengths = (self.length,) * self.batch
-            for dense, exact in zip((k, v), self.recent.take(layer, *new), strict=True):
-                put_over(dense, exact, lengths, start, rotated=False)
+        if exact is not None:
+            lengths, some = (self.length,) * self.batch, exact[0].shape[2]
+            if self._waits:  # those that the step's first token sees so
+                old, *_ = parts_of(self.layout.exact, self.layout.block_size)
+                some = self.length - old.edge(self.length - self._count)
+            for dense, rows in zip((k, v), exact, strict=True):
+                put_over(dense, rows[:, :, rows.shape[2] - some :], lengths, start, rotated=False)
         return k, v
 
     def check_finite(self) -> None:
@@ -195,6 +209,7 @@ class BatchRows:
         for sequence, pad in zip(self.sequences, self.padding, strict=True):
             if sequence.length > self.length - pad:
                 self.manager.truncate(sequence, self.length - pad)
+        self._refill()
 
     def select(self, indices: list[int]) -> None:
         """Make row i what row `indices[i]` was; rows named twice share their blocks."""
@@ -218,6 +233,42 @@ class BatchRows:
             if self.recent is not None:
                 self.recent.select(picked.clone())
 
+    def _exact(self, layer: int, new: Rows) -> Rows | None:
+        """The last rows as they came, a step's own among them. Blocks that these fill are stored."""
+        if self.recent is None:
+            return None
+        exact = self.recent.take(layer, *new)
+        group, size = self.blocks.group_of[layer], self.layout.block_size
+        for row, filled in enumerate(self.batches[group].sealing(0, size) if self._waits else ()):
+            if filled:
+                first = exact[0].shape[2] - self.sequences[row].length + filled.start * size
+                rows = (x[row, :, first : first + len(filled) * size] for x in exact)
+                k, v = (x.unflatten(1, (-1, size)).transpose(0, 1) for x in rows)
+                self.blocks.store(layer, k, v, self.sequences[row].tables[group][filled.start : filled.stop])
+        return exact
+
+    def _refill(self) -> None:
+        """Read tokens of blocks that are no longer full back from these, if they aren't held as they came."""
+        size, recent = self.layout.block_size, self.recent
+        waiting = [sequence.length % size for sequence in self.sequences]
+        if recent is None or not self._waits or recent.held >= max(waiting):
+            return
+        filled = {}
+        for layer, group in self.blocks.group_of.items():
+            k, v = recent.rows(layer, max(waiting))
+            for row, (sequence, count) in enumerate(zip(self.sequences, waiting, strict=True)):
+                lost = count - recent.held
+                if lost > 0:
+                    table = torch.tensor([sequence.tables[group]], dtype=torch.int32, device=self.device)
+                    where = sequence.length - count, sequence.length - recent.held
+                    found = self.blocks.gather(layer, table, *where, unrotate=True)
+                    at = slice(max(waiting) - count, max(waiting) - recent.held)
+                    for x, read in zip((k, v), found, strict=True):
+                        x[row, :, at] = read[0]
+            filled[layer] = k, v
+        for layer, rows in filled.items():
+            recent.refill(layer, *rows)
+
     def _packed(self, x: Tensor) -> Tensor:
         """[batch, heads, count, dim] -> [tokens, heads, dim] without the padding."""
         flat = x.transpose(1, 2).flatten(0, 1)
@@ -236,12 +287,8 @@ class BatchRows:
         return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def _least_blocks(self, batch: int) -> list[int]:
-        """Blocks per group that `batch` rows start with: `max_tokens` each, or one block.
-
-        Staging areas grow to what a step takes.
-        """
-        most = batch * -(-(self.max_tokens or 1) // self.layout.block_size)
-        return [most if group.role is Role.SEALED else batch for group in self.layout.groups]
+        """Blocks per group that `batch` rows start with: `max_tokens` each, or one block."""
+        return [batch * -(-(self.max_tokens or 1) // self.layout.block_size)] * len(self.layout.groups)
 
     def _make_room(self, work: list[tuple[Sequence, int]]) -> None:
         """Let the pools grow until the tokens fit: by what they lack, and a little more."""

@@ -57,7 +57,7 @@ class PagedKV:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagedKV:
-    """One layer's blocks under a staged recipe: sealed ones, and what stays in bf16."""
+    """One layer's blocks under a staged recipe: sealed ones, and what stays unquantized."""
 
     sealed: PagedKV
     recent: PagedKV

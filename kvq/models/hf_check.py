@@ -45,7 +45,7 @@ def check(
     batch = torch.tensor([ids], device=model.device)
     with _attending_from_blocks(model):
         config = read_config(model.config)
-        recipe = read_recipe(kv, scales, config.stored)
+        recipe = read_recipe(kv, scales, config)
         aged = replace(recipe, exact=replace(recipe.exact, recent=0))
         exact, beside, own = (KvqCache(model.config, x) for x in (DTYPE_NAMES[model.dtype], aged, aged))
         errors = [] if config.latent else _compare(exact, beside)

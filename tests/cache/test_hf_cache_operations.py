@@ -49,7 +49,7 @@ def test_assisted_generation_gives_plain_greedy_tokens(family: str, attention: s
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int4"])
+@pytest.mark.parametrize("kv", ["fp32", "int4_g4"])
 @pytest.mark.parametrize("family", SLIDING)
 def test_crop_takes_back_steps_as_if_they_had_not_been(family: str, kv: str) -> None:
     model = family_model(family)
@@ -66,6 +66,27 @@ def test_crop_takes_back_steps_as_if_they_had_not_been(family: str, kv: str) -> 
             want = model(ids[:, a:b], past_key_values=plain).logits
     assert torch.allclose(out, want, atol=1e-4)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("drop", [3, 13])
+def test_tokens_of_a_block_that_crop_opens_are_held_or_read_back(attention: str, drop: int) -> None:
+    model = family_model("llama")
+    model.set_attn_implementation(attention)
+    ids, _ = _prompt(40, batch=2)
+    cropped, plain = (KvqCache(model.config, kv="int6", block_size=8) for _ in range(2))
+    with torch.no_grad():
+        for part in ids[:, :36].split(1, dim=1):
+            model(part, past_key_values=cropped)
+        cropped.crop(-drop)
+        rest = ids[:, 36 - drop :].split(1, dim=1)
+        found = [model(part, past_key_values=cropped).logits for part in rest]
+        for part in ids[:, : 36 - drop].split(1, dim=1):
+            model(part, past_key_values=plain)
+        wanted = [model(part, past_key_values=plain).logits for part in rest]
+    error = (torch.cat(found) - torch.cat(wanted)).abs().max() / torch.cat(wanted).abs().max()
+    assert error < (1e-5 if drop == 3 else 2e-2), "of tokens that are read back a code may flip"
+    cropped.check_integrity()
 
 
 def test_crop_beyond_a_window_needs_recording_and_crop_needs_sense() -> None:
@@ -197,7 +218,7 @@ def test_nan_is_told_with_its_row_and_again_until_it_is_dropped(attention: str) 
 def test_max_tokens_allocates_exactly_and_is_kept() -> None:
     model = family_model("llama")
     model.set_attn_implementation("sdpa")
-    cache = KvqCache(model.config, kv="int4", block_size=8, max_tokens=50)
+    cache = KvqCache(model.config, kv="int4_g4", block_size=8, max_tokens=50)
     ids, mask = _prompt(30, batch=3)
     generate(model, cache, ids, mask, num_beams=2)
     assert cache.rows is not None
@@ -347,13 +368,10 @@ def test_configs_and_options_that_do_not_fit_are_refused_by_name(tmp_path: Path)
         KvqCache(config, kv="fp8_per_head")
     with pytest.raises(ConfigError, match="unknown KV format"):
         KvqCache(config, kv="int7")
-    for kv in ("int4_mean", "int8+recent=16", "bf16+sinks=4"):
-        with pytest.raises(ConfigError, match=r"set_attn_implementation\('kvq'\) before the cache is made"):
-            KvqCache(config, kv=kv)
-    config._attn_implementation = "kvq"
-    with pytest.raises(ConfigError, match=r"residual_length=8 is for formats.*say \+recent=N"):
+    with pytest.raises(ConfigError, match=r"bf16\+sinks=4 keeps first tokens .* leave out \+sinks="):
+        KvqCache(config, kv="bf16+sinks=4")
+    with pytest.raises(ConfigError, match=r"residual_length=8 and int8\+recent=16 both say .* leave one out"):
         KvqCache(config, kv="int8+recent=16", residual_length=8)
-    config._attn_implementation = "sdpa"
     with pytest.raises(ConfigError, match="max_tokens"):
         KvqCache(config, max_tokens=0)
     with pytest.raises(ConfigError, match="unknown backend"):

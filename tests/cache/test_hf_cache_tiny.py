@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.utils import is_optimum_quanto_available
 
 from kvq.cache import KvqCache
+from kvq.cache.recent import RecentRows
 from kvq.models import Session
 from kvq.models.probe import relative_error
 from tests.cache.hf_kit import attention_of
@@ -27,7 +28,7 @@ def thousand(tiny: Any) -> list[int]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
+def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16_and_an_open_block(
     tiny: Any, thousand: list[int], attention: str, whole: bool
 ) -> None:
     bf16_bytes = 1000 * tiny.with_kv("bf16").kv_bytes_per_token
@@ -37,11 +38,14 @@ def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
         for part in (ids,) if whole else ids.split([1, *[111] * 9], dim=1):
             model(part, past_key_values=cache, logits_to_keep=1)
     assert cache.get_seq_length() == 1000
-    assert cache.nbytes <= 0.30 * bf16_bytes
     assert cache.rows is not None
+    assert cache.rows.recent is not None
+    recent = cache.rows.recent.nbytes
+    assert recent == bf16_bytes / 1000 * 2 * 40, "a block in fp32 and a quarter more"
+    assert cache.nbytes - recent <= 0.30 * bf16_bytes
     blocks = cache.rows.blocks
     allocated = sum(blocks.pool(g).untyped_storage().nbytes() for g in range(len(blocks.num_blocks)))
-    assert allocated == cache.nbytes, "what is reported is what is allocated"
+    assert allocated + recent == cache.nbytes, "what is reported is what is allocated"
 
 
 @pytest.mark.parametrize("kv", ["int4_g32_s8_rot", "int4_g64_rot"])
@@ -101,18 +105,23 @@ def test_the_benchmark_against_transformers_quantized_cache_runs(tmp_path: Path)
     assert (tmp_path / "out.json").is_file()
 
 
-@pytest.mark.parametrize("kv", ["int4_mean", "int3_mean+sinks=4+recent=40"])
-@pytest.mark.parametrize("parts", [[300], [1, 7, 64, *[1] * 20, 208]])
-def test_staged_tokens_give_the_logits_of_kvqs_own_sessions(
-    tiny: Any, thousand: list[int], kv: str, parts: list[int]
+@pytest.mark.parametrize("kv", ["int4", "int3_mean+recent=40"])
+def test_how_tokens_come_changes_nothing_and_kvqs_own_sessions_say_the_same(
+    tiny: Any, thousand: list[int], kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    take = RecentRows.take
+
+    def rounded(own: RecentRows, layer: int, *rows: torch.Tensor) -> Any:
+        return take(own, layer, *(x.bfloat16().float() for x in rows))
+
+    monkeypatch.setattr(RecentRows, "take", rounded)  # as sessions hold what waits
     ids = thousand[:300]
     expected = tiny.with_kv(kv).logits(ids)
-    found = []
+    logits = []
     with attention_of(tiny.weights.model, "kvq") as model, torch.inference_mode():
-        cache = KvqCache(model.config, kv=kv)
-        for part in torch.tensor([ids]).split(parts, dim=1):
-            found.append(model(part, past_key_values=cache).logits[0])
-    assert relative_error(torch.cat(found), expected) <= 2e-4
-    held = tiny.with_kv(kv).layout.sequence_bytes(300)
-    assert cache.nbytes >= held, "what waits in bf16 is counted"
+        for parts in ([300], [1, 7, 64, *[1] * 20, 208]):
+            cache = KvqCache(model.config, kv=kv)
+            pieces = torch.tensor([ids]).split(parts, dim=1)
+            logits.append(torch.cat([model(part, past_key_values=cache).logits[0] for part in pieces]))
+    for found in logits:
+        assert relative_error(found, expected) <= 2e-4

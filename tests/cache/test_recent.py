@@ -50,7 +50,7 @@ def test_both_attentions_see_the_same_recent_and_older_rows(family: str) -> None
     logits = {}
     for attention in ("sdpa", "kvq"):
         model.set_attn_implementation(attention)
-        cache = KvqCache(model.config, kv="int4", block_size=8, residual_length=6)
+        cache = KvqCache(model.config, kv="int4_g4", block_size=8, residual_length=6)
         with torch.inference_mode():
             parts = [model(x, past_key_values=cache).logits for x in ids.split([9, 1, 1, 20, 1, 7, 1], dim=1)]
         logits[attention] = torch.cat(parts, dim=1)
@@ -146,6 +146,6 @@ def test_a_residual_length_is_a_number_of_tokens(bad: Any) -> None:
 
 
 def test_more_recent_tokens_than_memory_are_refused_as_that() -> None:
-    cache = KvqCache(family_model("llama").config, residual_length=10**9)
+    cache = KvqCache(family_model("llama").config, kv="int4_g4", residual_length=10**9)
     with pytest.raises(OutOfMemory, match="recent tokens"):
         family_model("llama")(torch.tensor([[1, 2]]), past_key_values=cache)

@@ -20,7 +20,7 @@ from kvq.cache import KVCache
 from kvq.cache.host_store import BlockDigests, layout_digest
 from kvq.cache.sealed import header_text, seal
 from kvq.errors import ConfigError, DamagedData, NumericalError
-from kvq.formats import KVRecipe
+from kvq.formats import ExactTokens, KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, plan_layout
 
@@ -61,7 +61,7 @@ class ChunkCodec:
         if dtype not in DTYPES:
             raise ConfigError(f"chunks must be {', '.join(DTYPES.values())}, got {dtype}")
         recipe, dims = _recipe(kv, num_layers, head_dim)
-        recipe.check_unstaged("a chunk of any length")
+        check_recipe(recipe)
         self._shape, self._dtype = (num_layers, channels), dtype
         self._layout = _layout(recipe, channels, dims)
         [group] = self._layout.groups
@@ -90,9 +90,14 @@ class ChunkCodec:
             raise ConfigError(f"a coded chunk takes {needed} bytes, got {out.numel()} of {out.dtype}")
         self._cache.scrub(0, [self._num_blocks(num_tokens) - 1])  # slots after the last token are zero
         slots = torch.arange(num_tokens, device=chunk.device)
+        table = range(self._num_blocks(num_tokens))
         for layer, (k, v) in enumerate(self._rows(chunk)):
-            if bool(self._cache.write(layer, k, v, slots).any()):
+            if not bool(k.isfinite().all() & v.isfinite().all()):
                 raise NumericalError(f"K or V of layer {layer} hold NaN or infinity; the chunk is not stored")
+            if self._layout.recipe.is_staged:
+                self._cache.store(layer, _whole_blocks(k), _whole_blocks(v), table)
+            else:
+                self._cache.write(layer, k, v, slots)
         content = blocks.cpu()
         header = header_text(self._header(num_tokens, place, self._digests.of(content, 0).hex())).encode()
         front = _FRONT.pack(_MAGIC, FORMAT_VERSION, len(header), seal(header.decode()).encode()) + header
@@ -172,6 +177,22 @@ class ChunkCodec:
         }
 
 
+def _whole_blocks(x: Tensor) -> Tensor:
+    """Rows [tokens, kv_heads, dim] as [blocks, kv_heads, BLOCK_SIZE, dim]; the last one, again, fills up."""
+    missing = -len(x) % BLOCK_SIZE
+    whole = torch.cat((x, x[-1:].expand(missing, -1, -1))) if missing else x
+    return torch.reshape(whole, (-1, BLOCK_SIZE, *x.shape[1:])).transpose(1, 2)
+
+
+def check_recipe(recipe: KVRecipe) -> None:
+    """Raise ConfigError for a recipe that keeps tokens unquantized for good."""
+    if recipe.exact != ExactTokens():
+        raise ConfigError(
+            f"{recipe.name} keeps first or recent tokens unquantized, and a chunk may lie anywhere in a "
+            f"text; leave out +sinks= and +recent="
+        )
+
+
 def _recipe(kv: str | Path | KVRecipe, num_layers: int, head_dim: int | None) -> tuple[KVRecipe, list[int]]:
     """The recipe, and the head dimension of every layer."""
     if isinstance(kv, KVRecipe) or str(kv).endswith(".json"):
@@ -190,7 +211,8 @@ def _recipe(kv: str | Path | KVRecipe, num_layers: int, head_dim: int | None) ->
         return recipe, [k for k, _ in dims]
     if head_dim is None:
         raise ConfigError(f"chunks don't tell their heads apart: give head_dim, the model's, with {kv}")
-    return KVRecipe.named(kv, [(head_dim, head_dim)] * num_layers), [head_dim] * num_layers
+    recipe = KVRecipe.named(kv, [(head_dim, head_dim)] * num_layers, whole_blocks=True)
+    return recipe, [head_dim] * num_layers
 
 
 def _layout(recipe: KVRecipe, channels: int, dims: list[int]) -> KVLayout:
@@ -209,7 +231,7 @@ def _layout(recipe: KVRecipe, channels: int, dims: list[int]) -> KVLayout:
         vocab_size=1,
         max_context=1,
     )
-    return plan_layout(geometry, recipe, block_size=BLOCK_SIZE, order=BlockOrder.BLOCK_MAJOR)
+    return plan_layout(geometry, recipe, block_size=BLOCK_SIZE, order=BlockOrder.BLOCK_MAJOR, staging=False)
 
 
 def _parts(content: Tensor) -> tuple[dict[str, Any], Tensor]:

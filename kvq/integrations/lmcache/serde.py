@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvq.errors import ConfigError, DamagedData, nearest
 from kvq.formats import KVRecipe
-from kvq.integrations.lmcache.chunk import ChunkCodec
+from kvq.integrations.lmcache.chunk import ChunkCodec, check_recipe
 
 NAME = "kvq"
 _OPTIONS = ("kv", "head_dim", "max_workers")
@@ -132,8 +132,7 @@ def make_processor(options: dict[str, object]) -> SerdeProcessor:
     if not kv.endswith(".json"):
         if head_dim is None:
             raise ConfigError(f"the serde kvq needs the model's head_dim with kv={kv!r}")
-        recipe = KVRecipe.uniform(kv, [(head_dim, head_dim)])  # refused now, not at the first chunk
-        recipe.check_unstaged("a chunk of any length")
+        check_recipe(KVRecipe.uniform(kv, [(head_dim, head_dim)]))  # refused now, not at the first chunk
     codecs, workers = Codecs(kv, head_dim), _count(options, "max_workers") or 1
     return AsyncSerdeProcessor(KvqSerializer(codecs), KvqDeserializer(codecs), max_workers=workers)
 

@@ -1,0 +1,185 @@
+"""Time KV formats on the real models of a lab: `python -m benchmarks.real.speed`, formats in turns.
+
+Rows are of one depth and number of sequences: milliseconds from a prompt to its first token, one sequence
+alone, and between tokens, all sequences in one step. Weights are int4, as who serves on a CPU has them.
+Every format's session is open at once; they take steps in turns. Only the first sequence's prompt is read,
+the others get copies of its blocks, in blocks of their own.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import kvq
+from benchmarks.real.lab import FOLDER, Lab
+from benchmarks.real.packages import MODELS
+from kvq.bench.timing import percentile
+from kvq.blockmgr import Sequence as Held
+from kvq.errors import KVQError
+from kvq.evals.results import envelope, write_json
+from kvq.evals.windows import text_ids
+from kvq.fileio import check_writable
+from kvq.models import Model, Session
+
+_STEP = 2048  # tokens of a prompt that are read at once
+_WARM_UP = 4
+Row = dict[str, Any]
+
+
+class Runner:
+    """Sequences of one model over one format, all equally deep."""
+
+    def __init__(self, model: Model, kv: str, ids: list[int], *, sequences: int, spare: int) -> None:
+        """Open a session and read the first sequence's prompt, which is timed."""
+        self.kv, self._ids = kv, ids
+        self._session: Session = model.with_kv(kv).session(
+            max_tokens=len(ids) + spare, max_sequences=sequences + 1
+        )
+        self.first = self._read()
+        self._all = [self.first, *(self._copy() for _ in range(sequences - 1))]
+
+    def time_prompt(self) -> float:
+        """Seconds to the first token of one more sequence."""
+        begin = perf_counter()
+        sequence = self._read()
+        seconds = perf_counter() - begin
+        self._session.free(sequence)
+        return seconds
+
+    def time_steps(self, count: int) -> list[float]:
+        """Seconds of each of some steps, one token a sequence."""
+        found = []
+        for number in range(count):
+            work = [(sequence, [self._ids[number % len(self._ids)]]) for sequence in self._all]
+            begin = perf_counter()
+            self._session.forward(work)
+            found.append(perf_counter() - begin)
+        return found
+
+    def _read(self) -> Held:
+        sequence = self._session.new_sequence()
+        for at in range(0, len(self._ids), _STEP):
+            self._session.forward([(sequence, self._ids[at : at + _STEP])])
+        return sequence
+
+    def _copy(self) -> Held:
+        """A sequence of blocks of its own with what the first one's hold."""
+        manager, cache = self._session.manager, self._session.cache
+        sequence = self._session.new_sequence()
+        for at in range(0, len(self._ids), _STEP):
+            manager.append([(sequence, len(self._ids[at : at + _STEP]))])
+            cache.carry_out(manager.take_orders())
+            manager.commit(sequence)
+            cache.carry_out(manager.take_orders())
+        for group in range(len(self._session.layout.groups)):
+            pairs = zip(self.first.held_in(group), sequence.held_in(group), strict=True)
+            cache.copy(group, list(pairs))
+        return sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How often is timed what."""
+
+    rounds: int  # turns of every format
+    steps: int  # of a turn
+    prompts: int  # that every format reads
+
+    @property
+    def tokens(self) -> int:
+        """That a sequence gets in all, beyond its prompt."""
+        return _WARM_UP + self.rounds * self.steps
+
+
+def measure(
+    model: Model, formats: Sequence[str], ids: list[int], sequences: int, effort: Effort
+) -> list[Row]:
+    """One row a format, timed in turns."""
+    runners = [Runner(model, kv, ids, sequences=sequences, spare=effort.tokens) for kv in formats]
+    first: dict[str, list[float]] = {kv: [] for kv in formats}
+    between: dict[str, list[float]] = {kv: [] for kv in formats}
+    for _ in range(effort.prompts):
+        for runner in runners:
+            first[runner.kv].append(runner.time_prompt())
+    for runner in runners:
+        runner.time_steps(_WARM_UP)
+    for number in range(effort.rounds):
+        for runner in runners[:: 1 if number % 2 else -1]:
+            between[runner.kv] += runner.time_steps(effort.steps)
+    return [
+        {"kv": kv, "depth": len(ids), "sequences": sequences}
+        | _told("first_ms", first[kv], first[formats[0]])
+        | _told("between_ms", between[kv], between[formats[0]])
+        for kv in formats
+    ]
+
+
+def _told(name: str, seconds: list[float], against: list[float]) -> Row:
+    """Median and spread in milliseconds, and medians' ratio to the first format's."""
+    if not seconds:
+        return {}
+    return {
+        name: round(1000 * median(seconds), 3),
+        f"{name}_p10": round(1000 * percentile(seconds, 10), 3),
+        f"{name}_p90": round(1000 * percentile(seconds, 90), 3),
+        f"{name}_ratio": round(median(seconds) / median(against), 4),
+    }
+
+
+def _integers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure and print, and keep rows as they come."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.real.speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the lab (%(default)s)")
+    parser.add_argument("--models", default="qwen05,qwen15", help=f"of {', '.join(MODELS)} (%(default)s)")
+    parser.add_argument("--kv", default="int8,int4", help="formats, ratios are to the first (%(default)s)")
+    parser.add_argument("--depths", type=_integers, default=[200, 512, 8192], help="tokens of prompts")
+    parser.add_argument("--sequences", type=_integers, default=[1, 8], help="in a step")
+    parser.add_argument("--weights", default="int4", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of every format (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="of a turn (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=3, help="read by every format (%(default)s)")
+    parser.add_argument("--out", type=Path, help="a JSON")
+    options = parser.parse_args(arguments)
+    if options.out is not None:
+        check_writable(options.out)
+    rows: list[Row] = []
+    lab = Lab(folder=options.folder)
+    for name in options.models.split(","):
+        model = kvq.load(lab.model(name), weights=options.weights)
+        text = text_ids(model.prepared.tokenizer, lab.essays().text[: 12 * max(options.depths)])
+        for depth in options.depths:
+            for sequences in options.sequences:
+                effort = Effort(
+                    rounds=options.rounds,
+                    steps=options.steps,
+                    prompts=options.prompts if sequences == options.sequences[0] else 0,
+                )
+                found = measure(model, options.kv.split(","), text[:depth], sequences, effort)
+                rows += [{"model": name, "weights": options.weights} | row for row in found]
+                for row in rows[-len(found) :]:
+                    print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        if options.out is not None:
+            command = ["python", "-m", "benchmarks.real.speed", *arguments]
+            write_json(options.out, envelope(command, torch.device("cpu"), rows))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (KVQError, OSError) as error:
+        sys.exit(f"python -m benchmarks.real.speed: {error}")
