@@ -19,7 +19,7 @@ from typing import TypedDict
 
 from kvq.errors import ConfigError
 from kvq.formats import BLOCK_SIZE as BLOCK_SIZE
-from kvq.formats import ExactTokens, KVFormat, KVRecipe, LayerFormats, parse_format
+from kvq.formats import ExactTokens, KVFormat, KVRecipe, LayerFormats
 from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry, StateTensor
 
 VERSION = 1  # of the byte order inside a block; blocks of another version must not be read
@@ -336,7 +336,7 @@ def _plain(
     layers = tuple(
         plan_layer(
             x.geometry,
-            staged_formats(x.geometry),
+            LayerFormats.plain(STAGED_FORMAT, x.geometry.k_head_dim, x.geometry.v_head_dim),
             group.block_size,
         )
         for x in group.layers
@@ -347,17 +347,6 @@ def _plain(
         layers=layers,
         role=Role.SINKS if window is None else Role.RECENT,
         limit=limit,
-    )
-
-
-def staged_formats(layer: LayerGeometry) -> LayerFormats:
-    """The formats of a layer's tokens in a staging area."""
-    k_dim, v_dim = layer.k_head_dim, layer.v_head_dim
-    return LayerFormats(
-        k=parse_format(STAGED_FORMAT, k_dim),
-        v=parse_format(STAGED_FORMAT, v_dim),
-        k_head_dim=k_dim,
-        v_head_dim=v_dim,
     )
 
 

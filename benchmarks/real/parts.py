@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.real import humaneval, retrieval, rivals
+from benchmarks.real import checked, humaneval, retrieval, rivals
 from benchmarks.real.bench import Bench
 from benchmarks.real.closeness import compare, in_format, row_of
 from benchmarks.real.records import Settings
@@ -33,7 +33,7 @@ class Part:
     settings: Callable[[Bench, Sizes], list[Settings]]
     measure: Measure
     others: tuple[str, ...] = ()  # that are measured beside the formats that are asked for
-    when_asked: bool = False  # it needs more than make real brings by itself
+    when_asked: bool = False  # of every format, or with more than make real brings by itself
 
 
 def _fitting(bench: Bench, contexts: tuple[int, ...]) -> list[int]:
@@ -91,6 +91,12 @@ PARTS = {
         what="facts asked for behind 8,192 tokens of essays",
         settings=_retrieval,
         measure=retrieval.measure,
+    ),
+    "checks": Part(
+        what="verdicts of the load check beside what is measured on WikiText-2",
+        settings=lambda bench, sizes: [_of_text(bench.lab.wikitext(), 1024, checked.TOKENS)],
+        measure=checked.measure,
+        when_asked=True,
     ),
     "rivals": Part(
         what="divergence of other engines' KV from their own unquantized KV, on WikiText-2",

@@ -65,6 +65,15 @@ _COLUMNS: dict[str, dict[str, Cell]] = {
         "KL there": _number("canonical_kl_mean", ".5f"),
     },
     "retrieval": _TASK,
+    "checks": {
+        "measured KL": _number("kl_mean", ".5f"),
+        "change": _number("perplexity_change", "+.2%"),
+        "measured": lambda row: row.get("measured", ""),
+        "the check said": lambda row: row.get("said", ""),
+        "its KL": _number("check_kl_mean", ".5f"),
+        "worst layer": _number("check_worst_layer", ".1%"),
+        "seconds": _number("check_s", ".1f"),
+    },
     "rivals": _TEXT | {"logits": lambda row: row["logits"]},
 }
 

@@ -62,7 +62,7 @@ class CacheState:
                 f"residual_length={options.residual_length} and {recipe.name} both say how many recent "
                 f"tokens stay unquantized; leave one out"
             )
-        if recipe.is_staged and options.residual_length:
+        if options.residual_length:
             recipe = replace(recipe, exact=replace(recipe.exact, recent=options.residual_length))
         return plan_layout(stored, recipe, block_size=options.block_size, order=options.order, staging=False)
 
@@ -137,7 +137,6 @@ class CacheState:
                 max_tokens=self.options.max_tokens,
                 device=k.device,
                 backend=self.options.backend,
-                residual_length=self.options.residual_length,
             )
         elif rows.batch != batch:
             rows.start(batch)

@@ -15,7 +15,7 @@ from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
 from kvq.cache.staging import Seal, StagedLayer
 from kvq.cache.states import StateSlots
-from kvq.formats import ExactTokens, LayerCenters
+from kvq.formats import ExactTokens, LayerCenters, LayerFormats
 from kvq.kernels import (
     AttentionOptions,
     Device,
@@ -30,7 +30,7 @@ from kvq.kernels import (
 from kvq.kernels.attend_latent.cpu import relative_speed
 from kvq.kernels.plain import Rows, as_tokens, plain_blocks, tables_of_tokens
 from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.layout import KVLayout, LayerLayout, Role, staged_formats
+from kvq.layout import STAGED_FORMAT, KVLayout, LayerLayout, Role
 
 
 class KVCache(BlockCache):
@@ -89,11 +89,12 @@ class KVCache(BlockCache):
         index, spec = layer.geometry.index, _kernel_spec(self.layout, layer)
         written = spec
         if self.layout.recipe.is_staged and not self.layout.is_staged:
-            written = replace(spec, formats=staged_formats(layer.geometry), block_size=1)
+            plain = LayerFormats.plain(STAGED_FORMAT, layer.geometry.k_head_dim, layer.geometry.v_head_dim)
+            written = replace(spec, formats=plain, block_size=1)
             self._stored[index] = StagedLayer(spec, written, where, backend)
         if self.layout.is_staged:
-            plain = self.layout.staging_of(self.group_of[index]).layers
-            written = next(_kernel_spec(self.layout, x) for x in plain if x.geometry.index == index)
+            staging = self.layout.staging_of(self.group_of[index]).layers
+            written = next(_kernel_spec(self.layout, x) for x in staging if x.geometry.index == index)
             sees_old = self.layout.written_from(self.group_of[index]) is not None
             self._staged[index] = StagedLayer(
                 spec, written, where, backend, sees_old=sees_old, is_latent=layer.geometry.is_latent

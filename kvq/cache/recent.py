@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.cache.kv_cache import KVCache
 from kvq.cache.memory import allocate_bytes
-from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
-from kvq.kernels.codec import rotate
-from kvq.kernels.plain import Rows, as_tokens, plain_blocks
+from kvq.kernels.plain import Rows
 
 _Plan = tuple[Callable[..., Any], Callable[..., Any]]  # `attend` for rows as they came, and `merge_partials`
 _LEAST_BLOCK = 256  # tokens
@@ -121,89 +118,7 @@ class _Tail:
         return self.k[:, :, held], self.v[:, :, held]
 
 
-def put_over(dense: Tensor, exact: Tensor, lengths: tuple[int, ...], start: int, rotated: bool) -> None:
-    """Put exact rows over the last dequantized ones of every row.
-
-    `dense`: [batch, kv_heads, tokens, dim], the positions from `start` on, of rotated formats maybe;
-    `exact`: [batch, kv_heads, some, dim], the last ones of each row; row i is `lengths[i]` long.
-    """
-    if rotated:
-        exact = rotate(exact)
-    for i, length in enumerate(lengths):
-        some = min(exact.shape[2], length - start)
-        dense[i, :, length - start - some : length - start] = exact[i, :, exact.shape[2] - some :]
-
-
-def attend_both(
-    cache: KVCache,
-    layer: int,
-    q: Tensor,
-    batch: SequenceBatch,
-    recent: Rows,
-    options: AttentionOptions,
-) -> Tensor:
-    """What `KVCache.attend` does, but with `recent` in place of the last tokens in the blocks.
-
-    `recent`: K and V of every sequence's last tokens, the step's own among them,
-    [sequences, kv_heads, some, dim]; of shorter sequences the last rows count. Both parts are
-    merged by their log-sum-exp, exactly. Returns [tokens, q_heads, v_head_dim] in q's dtype.
-    """
-    some = recent[0].shape[2]
-    whole = min(batch.context_lens) >= some
-    kv = _as_blocks(recent) if whole else as_tokens(recent)
-    attend, merge = _plan(cache.layer(layer), q, kv)
-    own = _own(batch, recent, whole)
-    # On a CPU both parts stay fp32 until they are merged; GPUs multiply in 16 bits.
-    query = q.float() if q.device.type == "cpu" else q
-    without_sinks = options.without_sinks()
-    parts = [attend(query, kv, own, without_sinks)]
-    if max(batch.context_lens) > some:
-        parts.append(cache.attend(layer, query, batch, without_sinks, skip_last=some))
-    outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-    out: Tensor = merge(outs, lses, options.sinks)[0]
-    return out.to(q.dtype)
-
-
-def _plan(older: PagedKV, q: Tensor, own: PagedKV) -> _Plan:
-    """Found once for a layer's blocks and kept with them."""
-    name = (_plan, own.k.codes.dtype, own.v.codes.dtype)
-    if name not in older.kept:
-        heads = own.k.codes.shape[1]
-        spec = KernelSpec(formats=own.formats, q_heads=q.shape[1], kv_heads=heads, block_size=1)
-        where = Device.of(q.device)
-        attend, merge = (select(operation, spec, where).run for operation in ("attend", "merge_partials"))
-        older.kept[name] = (attend, merge)
-    plan: _Plan = older.kept[name]
-    return plan
-
-
-def _own(batch: SequenceBatch, recent: Rows, whole: bool) -> SequenceBatch:
-    """The step as the recent rows see it: one for all layers that lie alike, so kernels plan once."""
-    sequences, _, some, _ = recent[0].shape
-    apart = 0 if whole else recent[0].stride(0) // recent[0].stride(2)  # rows from one sequence to the next
-    name = (_own, some, apart)
-    if name not in batch.kept:
-        tables = torch.arange(sequences, dtype=torch.int32)[:, None]
-        if not whole:
-            tables = torch.zeros(sequences, some, dtype=torch.int32)
-            for i, context in enumerate(batch.context_lens):
-                held = min(some, context)
-                first = i * apart + some - held
-                tables[i, :held] = torch.arange(first, first + held, dtype=torch.int32)
-        batch.kept[name] = SequenceBatch(
-            query_lens=batch.query_lens,
-            context_lens=tuple(min(some, context) for context in batch.context_lens),
-            tables=tables.to(recent[0].device),
-            slots=batch.slots,
-        )
-    own: SequenceBatch = batch.kept[name]
-    return own
-
-
-def _as_blocks(recent: Rows) -> PagedKV:
-    """Dense rows [sequences, kv_heads, some, dim] as one unquantized block per sequence.
-
-    The block is said to be larger than it is: no key lies past the rows, and kernels that are
-    compiled per block size see few sizes.
-    """
-    return plain_blocks(*recent, max(_LEAST_BLOCK, 1 << (recent[0].shape[2] - 1).bit_length()))
+def put_over(dense: Tensor, exact: Tensor) -> None:
+    """Put exact rows [batch, kv_heads, some, dim] over the last dequantized ones."""
+    some = min(exact.shape[2], dense.shape[2])
+    dense[:, :, dense.shape[2] - some :] = exact[:, :, exact.shape[2] - some :]

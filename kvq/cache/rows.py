@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.recent import RecentRows, attend_both, put_over
+from kvq.cache.recent import RecentRows, put_over
 from kvq.cache.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -31,11 +31,8 @@ class BatchRows:
         max_tokens: int | None,
         device: torch.device,
         backend: str,
-        residual_length: int = 0,
     ) -> None:
         """Start `batch` empty rows; `max_tokens` per row are allocated at once, or one block each.
-
-        `residual_length`: last tokens of every row that `dense` hands out as they came.
 
         Raises:
             OutOfMemory: the pools don't fit.
@@ -50,9 +47,9 @@ class BatchRows:
             **layout.holding,
         )
         self.scratch = DenseScratch(self.blocks, device)
-        self._waits = layout.recipe.is_staged  # tokens are in `recent` alone until their block is full
-        kept = max(residual_length, layout.recipe.exact.recent) + layout.block_size * self._waits
-        self.recent = RecentRows(kept) if kept else None
+        # recent tokens, and those whose block is not full yet: they are there alone
+        kept = layout.recipe.exact.recent + layout.block_size
+        self.recent = RecentRows(kept) if layout.recipe.is_staged else None
         self._prefers_dense = [
             backend == "auto" and self.blocks.backend_of("attend", layer.index) == "reference"
             for layer in layout.geometry.layers
@@ -135,7 +132,7 @@ class BatchRows:
         Of blocks that are stored as wholes `attend` and `dense` do it.
         """
         rows = self._packed(k), self._packed(v)
-        if self._waits:
+        if self.recent is not None:
             bad = torch.stack([~x.isfinite().flatten(1).all(1) for x in rows]).any(0)
         else:
             bad = self.blocks.write(layer, *rows, self.blocks.batch_of(layer, self.batches).slots)
@@ -152,18 +149,13 @@ class BatchRows:
         own = self.layout.geometry.layers[layer]
         options = options.reaching(own.window, is_chunked=own.is_chunked)
         batch, exact = self.batches[self.blocks.group_of[layer]], self._exact(layer, new)
-        if self._waits:
-            assert exact is not None, "where tokens wait"
+        if exact is not None:
             return self._unpacked(self.blocks.attend_stored(layer, self._packed(q), exact, batch, options))
         if self._prefers_dense[layer] and options.softcap is None and options.sinks is None:
-            out = self.scratch.attend(layer, q, batch, options, exact)
+            out = self.scratch.attend(layer, q, batch, options)
             if out is not None:
                 return out
-        if exact is None:
-            packed, _ = self.blocks.attend(layer, self._packed(q), batch, options)
-        else:
-            packed = attend_both(self.blocks, layer, self._packed(q), batch, exact, options)
-        return self._unpacked(packed)
+        return self._unpacked(self.blocks.attend(layer, self._packed(q), batch, options)[0])
 
     def dense(self, layer: int, start: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
@@ -177,12 +169,10 @@ class BatchRows:
         positions = range(start, self.length)
         k, v = self.scratch.gather(layer, tables, positions, dtypes=dtypes, unrotate=True)
         if exact is not None:
-            lengths, some = (self.length,) * self.batch, exact[0].shape[2]
-            if self._waits:  # those that the step's first token sees so
-                old, *_ = parts_of(self.layout.exact, self.layout.block_size)
-                some = self.length - old.edge(self.length - self._count)
+            old, *_ = parts_of(self.layout.exact, self.layout.block_size)
+            first = max(start, old.edge(self.length - self._count))  # that the step's first token sees so
             for dense, rows in zip((k, v), exact, strict=True):
-                put_over(dense, rows[:, :, rows.shape[2] - some :], lengths, start, rotated=False)
+                put_over(dense[:, :, first - start :], rows)
         return k, v
 
     def check_finite(self) -> None:
@@ -203,13 +193,13 @@ class BatchRows:
     def truncate(self, count: int) -> None:
         """Drop the last `count` tokens of every row."""
         self.length -= count
-        if self.recent is not None:
-            self.recent.truncate(count)
         self.padding = [min(pad, self.length) for pad in self.padding]
         for sequence, pad in zip(self.sequences, self.padding, strict=True):
             if sequence.length > self.length - pad:
                 self.manager.truncate(sequence, self.length - pad)
-        self._refill()
+        if self.recent is not None:
+            self.recent.truncate(count)
+            self._refill(self.recent)
 
     def select(self, indices: list[int]) -> None:
         """Make row i what row `indices[i]` was; rows named twice share their blocks."""
@@ -239,34 +229,29 @@ class BatchRows:
             return None
         exact = self.recent.take(layer, *new)
         group, size = self.blocks.group_of[layer], self.layout.block_size
-        for row, filled in enumerate(self.batches[group].sealing(0, size) if self._waits else ()):
+        for row, filled in enumerate(self.batches[group].sealing(0, size)):
             if filled:
-                first = exact[0].shape[2] - self.sequences[row].length + filled.start * size
+                sequence = self.sequences[row]
+                first = exact[0].shape[2] - sequence.length + filled.start * size
                 rows = (x[row, :, first : first + len(filled) * size] for x in exact)
                 k, v = (x.unflatten(1, (-1, size)).transpose(0, 1) for x in rows)
-                self.blocks.store(layer, k, v, self.sequences[row].tables[group][filled.start : filled.stop])
+                self.blocks.store(layer, k, v, sequence.tables[group][filled.start : filled.stop])
         return exact
 
-    def _refill(self) -> None:
+    def _refill(self, recent: RecentRows) -> None:
         """Read tokens of blocks that are no longer full back from these, if they aren't held as they came."""
-        size, recent = self.layout.block_size, self.recent
-        waiting = [sequence.length % size for sequence in self.sequences]
-        if recent is None or not self._waits or recent.held >= max(waiting):
+        waiting, held = max(s.length % self.layout.block_size for s in self.sequences), recent.held
+        if held >= waiting:
             return
-        filled = {}
         for layer, group in self.blocks.group_of.items():
-            k, v = recent.rows(layer, max(waiting))
-            for row, (sequence, count) in enumerate(zip(self.sequences, waiting, strict=True)):
-                lost = count - recent.held
-                if lost > 0:
+            rows = recent.rows(layer, waiting)
+            for row, sequence in enumerate(self.sequences):
+                first, end = max(0, sequence.length - waiting), sequence.length - held
+                if first < end:
                     table = torch.tensor([sequence.tables[group]], dtype=torch.int32, device=self.device)
-                    where = sequence.length - count, sequence.length - recent.held
-                    found = self.blocks.gather(layer, table, *where, unrotate=True)
-                    at = slice(max(waiting) - count, max(waiting) - recent.held)
-                    for x, read in zip((k, v), found, strict=True):
-                        x[row, :, at] = read[0]
-            filled[layer] = k, v
-        for layer, rows in filled.items():
+                    stored = self.blocks.gather(layer, table, first, end, unrotate=True)
+                    for x, read in zip(rows, stored, strict=True):
+                        x[row, :, waiting - held - (end - first) : waiting - held] = read[0]
             recent.refill(layer, *rows)
 
     def _packed(self, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.memory import allocate_bytes
-from kvq.cache.recent import put_over
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import rotate_by_product
 
@@ -60,12 +59,10 @@ class DenseScratch:
         q: Tensor,
         batch: SequenceBatch,
         options: AttentionOptions,
-        recent: Rows | None = None,
     ) -> Tensor | None:
         """Causal attention of each row's last tokens, without softcap or sinks.
 
-        `q`: [batch, q_heads, count, k_head_dim]; `recent`: K and V of every row's last tokens as they
-        came, [batch, kv_heads, some, dim]. Returns [batch, count, q_heads, v_head_dim]. A row's
+        `q`: [batch, q_heads, count, k_head_dim]. Returns [batch, count, q_heads, v_head_dim]. A row's
         new tokens are the last of its `count` queries; those before are padding and give zero. Stored
         rows stay rotated: Q is rotated instead, and the output once. Returns None for windows over
         rows of unequal length, where the oldest blocks of some rows were given back.
@@ -80,9 +77,6 @@ class DenseScratch:
         for i, length in enumerate(lengths):
             k[i, :, length - start :] = 0  # slots past a row's end may decode to NaN
             v[i, :, length - start :] = 0
-        if recent is not None:
-            for x, exact, fmt in zip((k, v), recent, (formats.k, formats.v), strict=True):
-                put_over(x, exact, lengths, start, rotated=fmt.rotated)
         if formats.k.rotated:
             q = rotate_by_product(q).to(q.dtype)  # its own inverse
         sees_all = even and count == 1 and window is None

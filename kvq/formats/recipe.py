@@ -53,6 +53,13 @@ class LayerFormats:
                     f"{name}={clip} is for 2-bit formats in groups, got {fmt.name}; leave it out"
                 )
 
+    @classmethod
+    def plain(cls, name: str, k_dim: int, v_dim: int) -> "LayerFormats":
+        """Rows as they come, by the name of their dtype."""
+        return cls(
+            k=parse_format(name, k_dim), v=parse_format(name, v_dim), k_head_dim=k_dim, v_head_dim=v_dim
+        )
+
     @property
     def need_whole_blocks(self) -> bool:
         """True if K or V is quantized block by block, not token by token."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvq.formats import LayerFormats, parse_format
+from kvq.formats import LayerFormats
 from kvq.kernels.paged import PagedKV, PagedRows
 
 Rows = tuple[Tensor, Tensor]  # K and V
@@ -13,12 +13,8 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def plain_blocks(k: Tensor, v: Tensor, block_size: int) -> PagedKV:
-    """Rows as blocks: [blocks, kv_heads, block_size, dim], fp32, bf16 or fp16."""
-    names = [_NAMES[x.dtype] for x in (k, v)]
-    k_dim, v_dim = k.shape[3], v.shape[3]
-    formats = LayerFormats(
-        k=parse_format(names[0], k_dim), v=parse_format(names[1], v_dim), k_head_dim=k_dim, v_head_dim=v_dim
-    )
+    """Rows as blocks: [blocks, kv_heads, block_size, dim], of one dtype: fp32, bf16 or fp16."""
+    formats = LayerFormats.plain(_NAMES[k.dtype], k.shape[3], v.shape[3])
     rows = [PagedRows(codes=x, scales=None, static_scale=None) for x in (k, v)]
     return PagedKV(k=rows[0], v=rows[1], formats=formats, block_size=block_size)
 

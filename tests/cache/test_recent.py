@@ -51,8 +51,8 @@ def test_both_attentions_see_the_same_recent_and_older_rows(family: str) -> None
     for attention in ("sdpa", "kvq"):
         model.set_attn_implementation(attention)
         cache = KvqCache(model.config, kv="int4_g4", block_size=8, residual_length=6)
-        with torch.inference_mode():
-            parts = [model(x, past_key_values=cache).logits for x in ids.split([9, 1, 1, 20, 1, 7, 1], dim=1)]
+        with torch.inference_mode():  # one by one: "sdpa" shows a step all of its own tokens
+            parts = [model(x, past_key_values=cache).logits for x in ids.split(1, dim=1)]
         logits[attention] = torch.cat(parts, dim=1)
     difference = (logits["sdpa"] - logits["kvq"]).abs().max() / logits["sdpa"].abs().max()
     assert difference < 2e-2  # a code may flip; a row out of place would change far more
@@ -145,7 +145,11 @@ def test_a_residual_length_is_a_number_of_tokens(bad: Any) -> None:
         KvqCache(family_model("llama").config, residual_length=bad)
 
 
-def test_more_recent_tokens_than_memory_are_refused_as_that() -> None:
-    cache = KvqCache(family_model("llama").config, kv="int4_g4", residual_length=10**9)
+def test_more_recent_tokens_than_memory_are_refused_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family_model("llama")
+    with pytest.raises(ConfigError, match="recent must be 0 to 65536 tokens"):
+        KvqCache(model.config, residual_length=65_537)
+    cache = KvqCache(model.config, residual_length=65_536)
+    monkeypatch.setattr("kvq.cache.memory.available_bytes", lambda device: 100_000)
     with pytest.raises(OutOfMemory, match="recent tokens"):
-        family_model("llama")(torch.tensor([[1, 2]]), past_key_values=cache)
+        model(torch.tensor([[1, 2]]), past_key_values=cache)
