@@ -1,6 +1,8 @@
 """What users name inside vLLM, and the pages that the names cut; vLLM itself runs in `make scale`."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +10,12 @@ import torch
 from kvq.errors import ConfigError
 from kvq.formats import Centers, KVRecipe, LayerCenters, StaticScales
 from kvq.formats.calibrated import HeadMaxima
-from kvq.integrations.vllm.names import is_own, recipe_of, requested
+from kvq.integrations.vllm.names import is_own, recipe_of, requested, say_checked
 from kvq.integrations.vllm.pages import Page, with_slots
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend
 from kvq.kernels.write_kv.reference import write_kv
+from kvq.models.resolve import EMBEDDED
 from tests.kernels.kit import poisoned_cache, rows_like_kv
 
 
@@ -141,3 +144,12 @@ def test_padding_without_a_slot_is_not_written():
     whole = torch.arange(5)
     assert with_slots(k, v, whole)[2] is whole
     assert len(with_slots(k[:0], v[:0], whole[:0])[2]) == 0
+
+
+def test_an_unchecked_format_is_named_as_it_is_kept_there(tmp_path: Path) -> None:
+    model = shutil.copytree(EMBEDDED["tiny"], tmp_path / "model")
+    told = say_checked(str(model), "kvq_int4")
+    assert told.startswith("kvq_int4 was not checked on this model; kvq generate --kv ")
+    full = told.split("--kv ")[1].split()[0]
+    assert KVRecipe.uniform(full, [(64, 64)], whole_blocks=True) == KVRecipe.uniform(full, [(64, 64)])
+    assert KVRecipe.uniform(full, [(64, 64)]).layers == KVRecipe.uniform("int4", [(64, 64)]).layers

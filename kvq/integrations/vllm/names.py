@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -45,8 +46,11 @@ def say_checked(model: str, name: str) -> str:
 
     try:
         prepared = prepare(model)
-        found = recalled(prepared, prepared.recipe(without_prefix(name), whole_blocks=False))
-        told = str(found or f"{name} was not checked on this model; kvq generate does it, once")
+        recipe = prepared.recipe(without_prefix(name), whole_blocks=False)
+        told = str(recalled(prepared, recipe) or "")
+        if not told:  # by its full name: a bare one means blocks that are quantized as wholes, but not here
+            full = name if name.endswith(".json") else replace(recipe, label="").name
+            told = f"{name} was not checked on this model; kvq generate --kv {full} does it, once"
     except KVQError as error:
         told = f"{name} can't be checked on this model: {first_lines(error)}"
     _log.warning("%s", told)
