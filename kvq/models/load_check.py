@@ -85,7 +85,11 @@ def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck
         return None
     found = recalled(model.prepared, model.recipe)
     if found is None:
-        _log.info("checking what %s costs this model, for the first time", model.recipe.name)
+        name, formats = model.recipe.name, model.recipe.layers
+        is_short = not name.endswith(".json") and "_per_channel" not in name
+        news = " (it keeps K per channel since 2026-11-28: CHANGELOG.md)"
+        told = news if is_short and any(layer.k.is_per_channel for layer in formats) else ""
+        _log.info("checking what %s costs this model, for the first time%s", name, told)
         found = measure(model)
         remember(model.prepared, model.recipe, found)
     if found.verdict == "broken" and not accept_divergence:

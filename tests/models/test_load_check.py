@@ -117,6 +117,14 @@ def test_what_harms_a_model_is_one_warning_and_what_does_not_is_none(harmed, sou
     assert line.startswith("int4_g32_s8_rot is not harmless to this model: over 384 tokens mean KL 0.0")
 
 
+def test_that_a_short_name_means_another_format_is_said_once(sound, caplog) -> None:
+    caplog.set_level(logging.INFO, "kvq")
+    for kv in ("int4", "int4", "int4_per_channel/int4", "int4_g32_s8_rot"):
+        kvq.LLM(sound, kv, **SMALL).close()
+    said = [x.getMessage() for x in caplog.records if "for the first time" in x.getMessage()]
+    assert ["keeps K per channel since" in line for line in said] == [True, False]  # the third is the first
+
+
 def test_one_pass_suffices_where_no_layer_is_off_much(tiny, broken) -> None:
     found = measure(tiny.with_kv("int8"))
     assert (found.verdict, found.passes, found.kl_mean) == ("harmless", 1, None)
