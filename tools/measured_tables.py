@@ -34,6 +34,8 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
+    if "part" in result["rows"][0]:
+        return real_table(result)
     if "quota_cores" in result:
         return peers_table(result)
     if "load" in result["rows"][0]:
@@ -73,6 +75,48 @@ def table(result: dict) -> str:
     if "intervals" in result["rows"][0]:
         return quality_table(result)
     return caches_table(result) if "step_ms_median" in result["rows"][0] else perplexity_table(result)
+
+
+REAL_MODELS = {
+    "smollm2": "SmolLM2 135M",
+    "gemma3": "Gemma 3 270M",
+    "qwen05": "Qwen2.5-Coder 0.5B",
+    "qwen15": "Qwen2.5-Coder 1.5B",
+}
+
+
+def real_table(result: dict) -> str:
+    """The table of a part of `python -m benchmarks.real`: formats by models, over the most tokens measured."""
+    most = max(row["tokens"] for row in result["rows"])
+    cells, bits = {}, {}
+    for row in result["rows"]:
+        if row["tokens"] < most * 0.99 or row["kv"] == "fp32":
+            continue
+        bits[row["kv"]] = row["bits_per_element"]
+        if row["part"] == "checks":
+            kl = "clear" if row["check_kl_mean"] is None else f"{row['check_kl_mean']:.4f}"
+            told = f"{row['said']} ({kl}), {row['measured']} ({row['kl_mean']:.4f})"
+        else:
+            low, high = row["intervals"]["kl_mean"]
+            told = (
+                f"{row['kl_mean']:.4f} ± {(high - low) / 2:.4f}, {row['perplexity_change']:+.1%}, "
+                f"{row['top1_agreement']:.1%}"
+            )
+        cells[row["kv"], row["model"]] = told
+    models = [model for model in REAL_MODELS if any(model == name for _, name in cells)]
+    lines = [
+        f"| KV | bits / element | {' | '.join(REAL_MODELS[model] for model in models)} |",
+        f"|---|--:|{'--:|' * len(models)}",
+    ]
+    for kv in sorted(bits, key=lambda kv: -bits[kv]):
+        told = " | ".join(cells.get((kv, model), "") for model in models)
+        lines.append(f"| `{kv}` | {bits[kv]:g} | {told} |")
+    dates = sorted(row["date"][:10] for row in result["rows"])
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    told = f"{most:,} tokens in windows of {result['rows'][0]['settings']['context']:,}, against KV in fp32."
+    versions = result["versions"]
+    where = f"{when}, {result['device']}, torch {versions['torch']}, transformers {versions['transformers']}."
+    return "\n".join([*lines, "", f"{told} {where}"])
 
 
 def snapshots_table(result: dict) -> str:

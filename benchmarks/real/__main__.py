@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.real.bench import Bench
+from benchmarks.real.bench import AS_STORED, Bench
 from benchmarks.real.clock import Clock
 from benchmarks.real.closeness import full_name
 from benchmarks.real.hidden import BASELINE
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     lab = Lab(folder=options.folder, data=options.data)
     before = {part: published(_file(options.out, part)) for part in options.parts if options.out is not None}
     records = Records(lab.rows, [row for some in before.values() for row in some])
-    benches = {name: Bench(lab, name) for name in options.models}
+    benches = {name: Bench(lab, name, options.weights) for name in options.models}
     cases = {name: _cases(bench, options) for name, bench in benches.items()}
     todo = {
         name: [one for one in some if options.again or _row(records, name, one) is None]
@@ -97,9 +97,10 @@ def _file(folder: Path, part: str) -> Path:
 def _cases(bench: Bench, options: argparse.Namespace) -> list[Case]:
     """All that is asked for on a model, the baseline of each part first, rivals last."""
     sizes = Sizes(**{name: getattr(options, name) for name in ("tokens", "problems", "facts", "windows")})
+    rounded = {} if bench.weights == AS_STORED else {"weights": bench.weights}
     formats = {kv: full_name(bench.prepared, kv) for kv in [BASELINE, *options.kv]}
     return [
-        (part, dict(settings) | {STORED: stored}, kv)
+        (part, dict(settings) | rounded | {STORED: stored}, kv)
         for part in options.parts
         for settings in PARTS[part].settings(bench, sizes)
         for kv, stored in (formats | {name: name for name in PARTS[part].others}).items()
@@ -158,6 +159,11 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--problems", type=int, default=Sizes().problems, help="of HumanEval, the first ones")
     parser.add_argument("--facts", type=int, default=Sizes().facts, help="planted and asked for")
+    parser.add_argument(
+        "--weights",
+        default=AS_STORED,
+        help="rounded on load, as kvq's --weights: tasks take less time (%(default)s: as stored)",
+    )
     parser.add_argument("--again", action="store_true", help="measure what is there, too")
     parser.add_argument("--out", type=Path, help="folder of real-PART.json")
     options = parser.parse_args(arguments)

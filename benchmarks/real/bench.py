@@ -12,6 +12,7 @@ from kvq.evals.windows import token_windows
 from kvq.models import Model
 from kvq.models.prepared import PreparedModel, prepare
 
+AS_STORED = "auto"
 _LONGEST = 12  # characters of a token, on average, of any text here
 
 
@@ -21,6 +22,7 @@ class Bench:
 
     lab: Lab
     name: str
+    weights: str = AS_STORED  # or what they are rounded to on load
     found_together: dict[str, Any] = field(default_factory=dict, init=False)  # that one run measured at once
     _windows: dict[tuple[str, int, int], list[list[int]]] = field(default_factory=dict, init=False)
 
@@ -32,12 +34,13 @@ class Bench:
     @cached_property
     def model(self) -> Model:
         """The model over unquantized KV."""
-        return kvq.load(self.lab.model(self.name), kv=BASELINE)
+        return kvq.load(self.lab.model(self.name), kv=BASELINE, weights=self.weights)
 
     @property
     def baseline(self) -> Baseline:
         """What it makes of texts over unquantized KV."""
-        return Baseline(self.model, self.lab.baselines)
+        folder = self.lab.baselines
+        return Baseline(self.model, folder if self.weights == AS_STORED else folder / self.weights)
 
     def windows(self, text: EvalText, *, context: int, tokens: int) -> list[list[int]]:
         """The first windows of a text, of about so many tokens together, one at least.

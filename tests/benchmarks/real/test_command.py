@@ -137,3 +137,13 @@ def test_published_rows_count_as_measured_and_stay(lab, monkeypatch, capsys):
     (out / "real-wikitext.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"no file of rows .*--out"):
         run(lab, *given)
+
+
+def test_other_weights_are_another_measurement_with_a_baseline_of_their_own(lab):
+    given = ("--parts", "wikitext", "--tokens", "1024", "--kv", "int8")
+    run(lab, *given)
+    run(lab, *given, "--weights", "int4")
+    rows = rows_of(lab)
+    assert [row["settings"].get("weights") for row in rows] == [None, None, "int4", "int4"]
+    assert rows[2]["perplexity"] != rows[0]["perplexity"]
+    assert rows[3]["kl_mean"] < 0.001
