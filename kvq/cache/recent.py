@@ -1,7 +1,4 @@
-"""The last tokens of every row as they came, beside their quantized blocks, and attention over both."""
-
-from collections.abc import Callable
-from typing import Any
+"""The last tokens of every row as they came: recent ones, and those whose block is not full yet."""
 
 import torch
 from torch import Tensor
@@ -9,16 +6,9 @@ from torch import Tensor
 from kvq.cache.memory import allocate_bytes
 from kvq.kernels.plain import Rows
 
-_Plan = tuple[Callable[..., Any], Callable[..., Any]]  # `attend` for rows as they came, and `merge_partials`
-_LEAST_BLOCK = 256  # tokens
-
 
 class RecentRows:
-    """K and V of each layer's last tokens, unquantized.
-
-    Attention looks at recent tokens most, so a few of them exact save much of what 4 bits cost. The
-    blocks hold these tokens too: dropping recent rows loses precision, never tokens.
-    """
+    """K and V of each layer's last tokens, unquantized. Tokens of a block that is not full are here alone."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # tokens per row
@@ -42,7 +32,7 @@ class RecentRows:
         return self._layers[layer].push(k, v, self.limit)
 
     def truncate(self, count: int) -> None:
-        """Drop the last `count` tokens; those before them stay exact as far as they are held."""
+        """Drop the last `count` tokens; those before them stay as far as they are held."""
         for tail in self._layers.values():
             tail.held = max(0, tail.held - count)
             tail.end -= min(tail.end, count)

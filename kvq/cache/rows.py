@@ -47,7 +47,6 @@ class BatchRows:
             **layout.holding,
         )
         self.scratch = DenseScratch(self.blocks, device)
-        # recent tokens, and those whose block is not full yet: they are there alone
         kept = layout.recipe.exact.recent + layout.block_size
         self.recent = RecentRows(kept) if layout.recipe.is_staged else None
         self._prefers_dense = [
@@ -129,7 +128,7 @@ class BatchRows:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`.
 
-        Of blocks that are stored as wholes `attend` and `dense` do it.
+        Where tokens wait for their block to fill up, `attend` and `dense` do it.
         """
         rows = self._packed(k), self._packed(v)
         if self.recent is not None:
@@ -239,7 +238,7 @@ class BatchRows:
         return exact
 
     def _refill(self, recent: RecentRows) -> None:
-        """Read tokens of blocks that are no longer full back from these, if they aren't held as they came."""
+        """Read tokens of blocks that are no longer full back from these, where they were given up."""
         waiting, held = max(s.length % self.layout.block_size for s in self.sequences), recent.held
         if held >= waiting:
             return
