@@ -166,6 +166,11 @@ class BlockManager(BlockKeeper):
         self._tables.share_all(sequence, twin)
         return twin
 
+    def can_truncate(self, sequence: Sequence, length: int) -> bool:
+        """True if `truncate` can end the sequence there. Changes nothing."""
+        self._register.check_ready(sequence)
+        return length == sequence.length or self._tables.can_shorten(sequence, length)
+
     def truncate(self, sequence: Sequence, length: int, *, state_is_due: bool = False) -> None:
         """End a sequence after its first `length` tokens: rejected drafts, or a rewind.
 

@@ -59,8 +59,8 @@ class KvqCache(Cache):  # type: ignore[misc]
         KVRecipe. `max_tokens`: tokens per batch row to allocate at once and never exceed; without it
         the pools grow as needed. `scales`: a kvq.json with static scales, made from this very model:
         from its config alone it can't be told from others with as many heads. `residual_length`:
-        last tokens of every row that attention gets as they came, and with them all of a step's own;
-        they take as much memory as without quantization, and a quarter more. 0 for none.
+        last tokens of every row that attention gets as they came, as `+recent=N` of a format. They, and a
+        block's tokens until it is full, take as much memory as without quantization, and a quarter more.
 
         Raises:
             ConfigError: an unknown family or format, an encoder-decoder, static scales missing, or

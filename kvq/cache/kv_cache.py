@@ -222,8 +222,8 @@ class KVCache(BlockCache):
 
         Which form of a token a query sees depends on their positions alone, as in a staging area.
         """
-        own = as_tokens(self._centered(layer, *recent))
-        name = (tables_of_tokens, recent[0].shape, recent[0].stride())
+        recent = self._centered(layer, *recent)
+        own, name = as_tokens(recent), (tables_of_tokens, recent[0].shape, recent[0].stride())
         if name not in batch.kept:
             batch.kept[name] = replace(batch, tables=tables_of_tokens(recent, batch.context_lens))
         both = StagedBatch(sealed=batch, recent=batch.kept[name], sinks=None)
@@ -234,11 +234,11 @@ class KVCache(BlockCache):
         return centering.attended(kernel, q, kv, both, options)[0]
 
     def _centered(self, layer: int, k: Tensor, v: Tensor) -> Rows:
-        """Rows [any, kv_heads, any, dim] without the recipe's centers."""
+        """Rows [any, kv_heads, any, dim] without the recipe's centers, K's and V's in memory alike."""
         if layer not in self._centering:
             return k, v
         k, v = self._centering[layer].centered(k.transpose(1, 2), v.transpose(1, 2))
-        return k.transpose(1, 2), v.transpose(1, 2)
+        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
 
     def attend(
         self,

@@ -190,12 +190,23 @@ class BatchRows:
             self.manager.commit(sequence)
 
     def truncate(self, count: int) -> None:
-        """Drop the last `count` tokens of every row."""
-        self.length -= count
-        self.padding = [min(pad, self.length) for pad in self.padding]
-        for sequence, pad in zip(self.sequences, self.padding, strict=True):
-            if sequence.length > self.length - pad:
-                self.manager.truncate(sequence, self.length - pad)
+        """Drop the last `count` tokens of every row.
+
+        Raises:
+            RequestError: what is seen there was given back; nothing has changed.
+        """
+        length = self.length - count
+        padding = [min(pad, length) for pad in self.padding]
+        shorter = [(s, min(s.length, length - pad)) for s, pad in zip(self.sequences, padding, strict=True)]
+        if not all(self.manager.can_truncate(sequence, tokens) for sequence, tokens in shorter):
+            raise RequestError(
+                f"can't drop {count} tokens: a window that slid on gave back what is seen there; call "
+                f"activate_past_recording() before the forward passes that crop() may undo, and crop once"
+            )
+        self.length, self.padding = length, padding
+        for sequence, tokens in shorter:
+            if tokens < sequence.length:
+                self.manager.truncate(sequence, tokens)
         if self.recent is not None:
             self.recent.truncate(count)
             self._refill(self.recent)
@@ -238,8 +249,10 @@ class BatchRows:
         return exact
 
     def _refill(self, recent: RecentRows) -> None:
-        """Read tokens of blocks that are no longer full back from these, where they were given up."""
-        waiting, held = max(s.length % self.layout.block_size for s in self.sequences), recent.held
+        """Read back from blocks what is no longer full there, or seen as recent again, and was given up."""
+        size, held = self.layout.block_size, recent.held
+        old, *_ = parts_of(self.layout.exact, size)
+        waiting = max(max(s.length % size, s.length - old.edge(s.length)) for s in self.sequences)
         if held >= waiting:
             return
         for layer, group in self.blocks.group_of.items():

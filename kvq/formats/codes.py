@@ -53,6 +53,9 @@ class Code:
     def __str__(self) -> str:
         return self.name
 
+    def __deepcopy__(self, memo: object) -> "Code":
+        return self  # codes are told apart by identity
+
     @property
     def is_float(self) -> bool:
         """True for the unquantized codes, which carry no scale."""

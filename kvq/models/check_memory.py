@@ -48,6 +48,16 @@ def remember(model: PreparedModel, recipe: KVRecipe, found: Any) -> None:
         _log.info("what the check found can't be kept, so it will run again: %s", error)
 
 
+def is_first(news: str) -> bool:
+    """True if that was never told on this machine; from now on it was. False, too, if it can't be kept."""
+    try:
+        memory_folder().mkdir(parents=True, exist_ok=True)
+        (memory_folder() / f"{news}.told").touch(exist_ok=False)
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
 def _key(model: PreparedModel, recipe: KVRecipe) -> str:
     """Of all that the result depends on."""
     rounded_to = None if model.rounded_to is None else model.rounded_to.name

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvq.cache.backend import CacheBackend
 from kvq.errors import BrokenFormat, ModelError, RequestError, UnfitFormat, UnsupportedKernel
 from kvq.formats import KVRecipe
-from kvq.models.check_memory import recall, remember
+from kvq.models.check_memory import is_first, recall, remember
 from kvq.models.compared import ComparedCache
 from kvq.models.model import Model
 from kvq.models.prepared import PreparedModel
@@ -35,6 +35,7 @@ _MOST_OTHERS = 3
 _SLACK = 1.05  # of the bits that another format of about the same size may have
 _BEYOND = 1e9  # nats, where logits are not finite
 _SAID = {"harmless": "is harmless to", "warning": "is not harmless to", "broken": "breaks"}
+_NEWS = "short-names-of-2026-11-28"
 _log = logging.getLogger("kvq")
 
 
@@ -85,11 +86,11 @@ def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck
         return None
     found = recalled(model.prepared, model.recipe)
     if found is None:
-        name, formats = model.recipe.name, model.recipe.layers
+        name = model.recipe.name
+        _log.info("checking what %s costs this model, for the first time", name)
         is_short = not name.endswith(".json") and "_per_channel" not in name
-        news = " (it keeps K per channel since 2026-11-28: CHANGELOG.md)"
-        told = news if is_short and any(layer.k.is_per_channel for layer in formats) else ""
-        _log.info("checking what %s costs this model, for the first time%s", name, told)
+        if is_short and any(layer.k.is_per_channel for layer in model.recipe.layers) and is_first(_NEWS):
+            _log.warning("%s keeps K per channel since 2026-11-28, as all short names: CHANGELOG.md", name)
         found = measure(model)
         remember(model.prepared, model.recipe, found)
     if found.verdict == "broken" and not accept_divergence:

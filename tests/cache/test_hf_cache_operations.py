@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from transformers import DynamicCache
 
 from kvq.cache import KvqCache
+from kvq.cache.hf_config import read_config
 from kvq.errors import ConfigError, ModelError, OutOfMemory, RequestError
+from kvq.formats import Centers, KVRecipe, LayerCenters
 from tests.cache.hf_kit import attention_of, dense_attention_name, family_model, generate, left_padded
 from tests.helpers_models import build_model, random_tokens, small_config
 
@@ -69,12 +72,17 @@ def test_crop_takes_back_steps_as_if_they_had_not_been(family: str, kv: str) -> 
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("drop", [3, 13])
-def test_tokens_of_a_block_that_crop_opens_are_held_or_read_back(attention: str, drop: int) -> None:
+@pytest.mark.parametrize("recent", [0, 13])
+@pytest.mark.parametrize("drop", [3, 13, 29])
+def test_tokens_of_a_block_that_crop_opens_are_held_or_read_back(
+    attention: str, recent: int, drop: int
+) -> None:
     model = family_model("llama")
     model.set_attn_implementation(attention)
     ids, _ = _prompt(40, batch=2)
-    cropped, plain = (KvqCache(model.config, kv="int6", block_size=8) for _ in range(2))
+    cropped, plain = (
+        KvqCache(model.config, kv="int8", block_size=8, residual_length=recent) for _ in range(2)
+    )
     with torch.no_grad():
         for part in ids[:, :36].split(1, dim=1):
             model(part, past_key_values=cropped)
@@ -87,6 +95,61 @@ def test_tokens_of_a_block_that_crop_opens_are_held_or_read_back(attention: str,
     error = (torch.cat(found) - torch.cat(wanted)).abs().max() / torch.cat(wanted).abs().max()
     assert error < (1e-5 if drop == 3 else 2e-2), "of tokens that are read back a code may flip"
     cropped.check_integrity()
+
+
+def test_a_crop_that_windows_do_not_allow_changes_nothing() -> None:
+    model = family_model("gemma3_text")
+    model.set_attn_implementation("sdpa")
+    ids, _ = _prompt(60)
+    cache = KvqCache(model.config, kv="int4", block_size=8)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :50], past_key_values=cache)
+        cache.crop(-2)
+        with pytest.raises(RequestError, match=r"can't drop 10 tokens: .* crop once"):
+            cache.crop(-10)
+        assert cache.get_seq_length() == 48
+        model(ids[:, 48:49], past_key_values=cache)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8", "k8v4"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_deep_copy_goes_on_as_the_original(kv: str, backend: str) -> None:
+    model = family_model("llama")
+    model.set_attn_implementation("kvq")
+    ids, _ = _prompt(40, batch=2)
+    cache = KvqCache(model.config, kv=kv, block_size=8, backend=backend)
+    with torch.no_grad():
+        model(ids[:, :21], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        found = [model(ids[:, 21:], past_key_values=one).logits for one in (copied, cache)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("kv", "has_k"), [("int4_per_channel/int4_g4", False), ("int4_g4_mean", True)])
+def test_centered_recipes_are_read_alike_by_both_attentions(kv: str, has_k: bool) -> None:
+    model = family_model("llama")
+    ids, _ = _prompt(30, batch=2)
+    stored = read_config(model.config).stored
+    draw = torch.Generator().manual_seed(1)
+    layers = []
+    for layer in stored.layers:
+        k, v = (
+            tuple(map(tuple, torch.randn(layer.kv_heads, dim, generator=draw).tolist()))
+            for dim in (layer.k_head_dim, layer.v_head_dim)
+        )
+        layers.append(LayerCenters(k=k if has_k else None, v=v))
+    centers = Centers(model_digest="d", text_digest="t", tokens=1, layers=tuple(layers))
+    recipe = replace(KVRecipe.uniform(kv, stored.head_dims), centers=centers)
+    logits = []
+    for attention in ATTENTIONS:
+        model.set_attn_implementation(attention)
+        cache = KvqCache(model.config, kv=recipe, block_size=8)
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
+        logits.append(torch.cat(parts, dim=1))
+    assert (logits[0] - logits[1]).abs().max() / logits[0].abs().max() < 2e-2
 
 
 def test_crop_beyond_a_window_needs_recording_and_crop_needs_sense() -> None:

@@ -149,7 +149,7 @@ def test_padding_without_a_slot_is_not_written():
 def test_an_unchecked_format_is_named_as_it_is_kept_there(tmp_path: Path) -> None:
     model = shutil.copytree(EMBEDDED["tiny"], tmp_path / "model")
     told = say_checked(str(model), "kvq_int4")
-    assert told.startswith("kvq_int4 was not checked on this model; kvq generate --kv ")
+    assert told.startswith("kvq_int4 was not checked on this model; kvq generate -m MODEL --kv ")
     full = told.split("--kv ")[1].split()[0]
     assert KVRecipe.uniform(full, [(64, 64)], whole_blocks=True) == KVRecipe.uniform(full, [(64, 64)])
     assert KVRecipe.uniform(full, [(64, 64)]).layers == KVRecipe.uniform("int4", [(64, 64)]).layers

@@ -50,7 +50,7 @@ def say_checked(model: str, name: str) -> str:
         told = str(recalled(prepared, recipe) or "")
         if not told:  # by its full name: a bare one means blocks that are quantized as wholes, but not here
             full = name if name.endswith(".json") else replace(recipe, label="").name
-            told = f"{name} was not checked on this model; kvq generate --kv {full} does it, once"
+            told = f"{name} was not checked on this model; kvq generate -m MODEL --kv {full} does it"
     except KVQError as error:
         told = f"{name} can't be checked on this model: {first_lines(error)}"
     _log.warning("%s", told)
