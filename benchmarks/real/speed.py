@@ -1,9 +1,9 @@
 """Time KV formats on the real models of a lab: `python -m benchmarks.real.speed`, formats in turns.
 
-Rows are of one depth and number of sequences: milliseconds from a prompt to its first token, one sequence
-alone, and between tokens, all sequences in one step. Weights are int4, as who serves on a CPU has them.
-Every format's session is open at once; they take steps in turns. Only the first sequence's prompt is read,
-the others get copies of its blocks, in blocks of their own.
+Rows are of one depth and number of sequences: milliseconds between tokens, all sequences in one step, and
+from a prompt to its first token, one sequence alone. Weights are int4, as who serves on a CPU has them. Every
+format's session is open at once, and they take steps in turns. Only the first sequence's prompt is read; the
+others get copies of its blocks, in blocks of their own.
 """
 
 import argparse
@@ -38,35 +38,32 @@ class Runner:
 
     def __init__(self, model: Model, kv: str, ids: list[int], *, sequences: int, spare: int) -> None:
         """Open a session and read the first sequence's prompt, which is timed."""
-        self.kv, self._ids = kv, ids
+        self.kv, self._ids, self.first_s = kv, ids, []  # type: str, list[int], list[float]
         self._session: Session = model.with_kv(kv).session(
             max_tokens=len(ids) + spare, max_sequences=sequences + 1
         )
-        self.first = self._read()
-        self._all = [self.first, *(self._copy() for _ in range(sequences - 1))]
+        self._first = self._read()
+        self._all = [self._first, *(self._copy() for _ in range(sequences - 1))]
 
-    def time_prompt(self) -> float:
-        """Seconds to the first token of one more sequence."""
-        begin = perf_counter()
-        sequence = self._read()
-        seconds = perf_counter() - begin
-        self._session.free(sequence)
-        return seconds
+    def time_prompt(self) -> None:
+        """Time the first token of one more sequence."""
+        self._session.free(self._read())
 
-    def time_steps(self, count: int) -> list[float]:
-        """Seconds of each of some steps, one token a sequence."""
+    def time_steps(self, sequences: int, count: int) -> list[float]:
+        """Seconds of each of some steps, one token for each of so many sequences."""
         found = []
         for number in range(count):
-            work = [(sequence, [self._ids[number % len(self._ids)]]) for sequence in self._all]
+            token = self._ids[number % len(self._ids)]
             begin = perf_counter()
-            self._session.forward(work)
+            self._session.forward([(sequence, [token]) for sequence in self._all[:sequences]])
             found.append(perf_counter() - begin)
         return found
 
     def _read(self) -> Held:
-        sequence = self._session.new_sequence()
+        begin, sequence = perf_counter(), self._session.new_sequence()
         for at in range(0, len(self._ids), _STEP):
             self._session.forward([(sequence, self._ids[at : at + _STEP])])
+        self.first_s.append(perf_counter() - begin)
         return sequence
 
     def _copy(self) -> Held:
@@ -79,7 +76,7 @@ class Runner:
             manager.commit(sequence)
             cache.carry_out(manager.take_orders())
         for group in range(len(self._session.layout.groups)):
-            pairs = zip(self.first.held_in(group), sequence.held_in(group), strict=True)
+            pairs = zip(self._first.held_in(group), sequence.held_in(group), strict=True)
             cache.copy(group, list(pairs))
         return sequence
 
@@ -92,39 +89,36 @@ class Effort:
     steps: int  # of a turn
     prompts: int  # that every format reads
 
-    @property
-    def tokens(self) -> int:
-        """That a sequence gets in all, beyond its prompt."""
-        return _WARM_UP + self.rounds * self.steps
-
 
 def measure(
-    model: Model, formats: Sequence[str], ids: list[int], sequences: int, effort: Effort
+    model: Model, formats: Sequence[str], ids: list[int], sequences: Sequence[int], effort: Effort
 ) -> list[Row]:
-    """One row a format, timed in turns."""
-    runners = [Runner(model, kv, ids, sequences=sequences, spare=effort.tokens) for kv in formats]
-    first: dict[str, list[float]] = {kv: [] for kv in formats}
-    between: dict[str, list[float]] = {kv: [] for kv in formats}
-    for _ in range(effort.prompts):
+    """One row a format and number of sequences, timed in turns."""
+    spare = len(sequences) * (_WARM_UP + effort.rounds * effort.steps)
+    runners = [Runner(model, kv, ids, sequences=max(sequences), spare=spare) for kv in formats]
+    for _ in range(effort.prompts - 1):
         for runner in runners:
-            first[runner.kv].append(runner.time_prompt())
-    for runner in runners:
-        runner.time_steps(_WARM_UP)
-    for number in range(effort.rounds):
-        for runner in runners[:: 1 if number % 2 else -1]:
-            between[runner.kv] += runner.time_steps(effort.steps)
-    return [
-        {"kv": kv, "depth": len(ids), "sequences": sequences}
-        | _told("first_ms", first[kv], first[formats[0]])
-        | _told("between_ms", between[kv], between[formats[0]])
-        for kv in formats
-    ]
+            runner.time_prompt()
+    rows = []
+    for count in sequences:
+        between: dict[str, list[float]] = {kv: [] for kv in formats}
+        for runner in runners:
+            runner.time_steps(count, _WARM_UP)
+        for number in range(effort.rounds):
+            for runner in runners[:: 1 if number % 2 else -1]:
+                between[runner.kv] += runner.time_steps(count, effort.steps)
+        rows += [
+            {"kv": kv, "depth": len(ids), "sequences": count}
+            | _told("between_ms", between[kv], between[formats[0]])
+            for kv in formats
+        ]
+    for runner, row in zip(runners, rows, strict=False):
+        row.update(_told("first_ms", runner.first_s, runners[0].first_s))
+    return rows
 
 
 def _told(name: str, seconds: list[float], against: list[float]) -> Row:
     """Median and spread in milliseconds, and medians' ratio to the first format's."""
-    if not seconds:
-        return {}
     return {
         name: round(1000 * median(seconds), 3),
         f"{name}_p10": round(1000 * percentile(seconds, 10), 3),
@@ -163,16 +157,11 @@ def main(arguments: Sequence[str]) -> None:
         model = kvq.load(lab.model(name), weights=options.weights)
         text = text_ids(model.prepared.tokenizer, lab.essays().text[: 12 * max(options.depths)])
         for depth in options.depths:
-            for sequences in options.sequences:
-                effort = Effort(
-                    rounds=options.rounds,
-                    steps=options.steps,
-                    prompts=options.prompts if sequences == options.sequences[0] else 0,
-                )
-                found = measure(model, options.kv.split(","), text[:depth], sequences, effort)
-                rows += [{"model": name, "weights": options.weights} | row for row in found]
-                for row in rows[-len(found) :]:
-                    print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            effort = Effort(rounds=options.rounds, steps=options.steps, prompts=options.prompts)
+            found = measure(model, options.kv.split(","), text[:depth], options.sequences, effort)
+            rows += [{"model": name, "weights": options.weights} | row for row in found]
+            for row in rows[-len(found) :]:
+                print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         if options.out is not None:
             command = ["python", "-m", "benchmarks.real.speed", *arguments]
             write_json(options.out, envelope(command, torch.device("cpu"), rows))
