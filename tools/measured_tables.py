@@ -34,7 +34,7 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
-    if "part" in result["rows"][0]:
+    if "licences" in result:
         return real_table(result)
     if "quota_cores" in result:
         return peers_table(result)
@@ -86,20 +86,20 @@ REAL_MODELS = {
 
 
 def real_table(result: dict) -> str:
-    """The table of a part of `python -m benchmarks.real`: formats by models, over the most tokens measured."""
+    """The table of a part of `python -m benchmarks.real`: formats by models, of the most tokens measured."""
     most = max(row["tokens"] for row in result["rows"])
     cells, bits = {}, {}
     for row in result["rows"]:
         if row["tokens"] < most * 0.99 or row["kv"] == "fp32":
             continue
-        bits[row["kv"]] = row["bits_per_element"]
+        bits[row["kv"]] = max(row["bits_per_element"], bits.get(row["kv"], 0))
         if row["part"] == "checks":
             kl = "clear" if row["check_kl_mean"] is None else f"{row['check_kl_mean']:.4f}"
             told = f"{row['said']} ({kl}), {row['measured']} ({row['kl_mean']:.4f})"
         else:
             low, high = row["intervals"]["kl_mean"]
             told = (
-                f"{row['kl_mean']:.4f} ± {(high - low) / 2:.4f}, {row['perplexity_change']:+.1%}, "
+                f"{row['kl_mean']:.5f} ± {(high - low) / 2:.5f}, {row['perplexity_change']:+.2%}, "
                 f"{row['top1_agreement']:.1%}"
             )
         cells[row["kv"], row["model"]] = told
@@ -116,7 +116,7 @@ def real_table(result: dict) -> str:
     told = f"{most:,} tokens in windows of {result['rows'][0]['settings']['context']:,}, against KV in fp32."
     versions = result["versions"]
     where = f"{when}, {result['device']}, torch {versions['torch']}, transformers {versions['transformers']}."
-    return "\n".join([*lines, "", f"{told} {where}"])
+    return "\n".join([*lines, "", f"{told} {where}\n"])
 
 
 def snapshots_table(result: dict) -> str:
