@@ -2,14 +2,15 @@
 
 Rows are of one depth and number of sequences: milliseconds between tokens, all sequences in one step, and
 from a prompt to its first token, one sequence alone. Weights are int4, as who serves on a CPU has them. Every
-format's session is open at once, and they take steps in turns. Only the first sequence's prompt is read; the
-others get copies of its blocks, in blocks of their own.
+format's session is open at once, and they take steps in turns. Only one prompt is read, 8,192 tokens of it at
+most; sequences get copies of its blocks, over and over if they are deeper, in blocks of their own.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -29,6 +30,7 @@ from kvq.fileio import check_writable
 from kvq.models import Model, Session
 
 _STEP = 2048  # tokens of a prompt that are read at once
+_MOST_READ = 8192  # tokens
 _WARM_UP = 4
 Row = dict[str, Any]
 
@@ -36,14 +38,22 @@ Row = dict[str, Any]
 class Runner:
     """Sequences of one model over one format, all equally deep."""
 
-    def __init__(self, model: Model, kv: str, ids: list[int], *, sequences: int, spare: int) -> None:
-        """Open a session and read the first sequence's prompt, which is timed."""
+    def __init__(
+        self, model: Model, kv: str, ids: list[int], *, depth: int, sequences: int, spare: int
+    ) -> None:
+        """Open a session and read a prompt, which is timed."""
         self.kv, self._ids, self.first_s = kv, ids, []  # type: str, list[int], list[float]
         self._session: Session = model.with_kv(kv).session(
-            max_tokens=len(ids) + spare, max_sequences=sequences + 1
+            max_tokens=depth + spare, max_sequences=sequences + 1
         )
-        self._first = self._read()
-        self._all = [self._first, *(self._copy() for _ in range(sequences - 1))]
+        first = self._read()
+        self._all = [self._copy(first, depth) for _ in range(sequences)]
+        self._session.free(first)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Pool bytes of sealed blocks."""
+        return self._session.layout.kv_bytes_per_token
 
     def time_prompt(self) -> None:
         """Time the first token of one more sequence."""
@@ -66,39 +76,48 @@ class Runner:
         self.first_s.append(perf_counter() - begin)
         return sequence
 
-    def _copy(self) -> Held:
-        """A sequence of blocks of its own with what the first one's hold."""
+    def _copy(self, first: Held, depth: int) -> Held:
+        """A sequence of blocks of its own with what the first one's hold, again and again."""
         manager, cache = self._session.manager, self._session.cache
         sequence = self._session.new_sequence()
-        for at in range(0, len(self._ids), _STEP):
-            manager.append([(sequence, len(self._ids[at : at + _STEP]))])
+        for at in range(0, depth, _STEP):
+            manager.append([(sequence, min(_STEP, depth - at))])
             cache.carry_out(manager.take_orders())
             manager.commit(sequence)
             cache.carry_out(manager.take_orders())
         for group in range(len(self._session.layout.groups)):
-            pairs = zip(self._first.held_in(group), sequence.held_in(group), strict=True)
-            cache.copy(group, list(pairs))
+            source, target = first.held_in(group), sequence.held_in(group)
+            cache.copy(group, list(zip(cycle(source), target, strict=False)))
         return sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How often is timed what."""
+    """What is timed, and how often."""
 
+    depth: int  # tokens
     rounds: int  # turns of every format
     steps: int  # of a turn
     prompts: int  # that every format reads
 
 
 def measure(
-    model: Model, formats: Sequence[str], ids: list[int], sequences: Sequence[int], effort: Effort
+    model: Model,
+    formats: Sequence[str],
+    text: list[int],
+    depth: int,
+    sequences: Sequence[int],
+    effort: Effort,
 ) -> list[Row]:
     """One row a format and number of sequences, timed in turns."""
-    spare = len(sequences) * (_WARM_UP + effort.rounds * effort.steps)
-    runners = [Runner(model, kv, ids, sequences=max(sequences), spare=spare) for kv in formats]
+    depth = effort.depth
+    spare, ids = len(sequences) * (_WARM_UP + effort.rounds * effort.steps), text[: min(depth, _MOST_READ)]
+    most = max(sequences)
+    runners = [Runner(model, kv, ids, depth=depth, sequences=most, spare=spare) for kv in formats]
     for _ in range(effort.prompts - 1):
         for runner in runners:
             runner.time_prompt()
+    token_bytes = {runner.kv: runner.kv_bytes_per_token for runner in runners}
     rows = []
     for count in sequences:
         between: dict[str, list[float]] = {kv: [] for kv in formats}
@@ -108,11 +127,11 @@ def measure(
             for runner in runners[:: 1 if number % 2 else -1]:
                 between[runner.kv] += runner.time_steps(count, effort.steps)
         rows += [
-            {"kv": kv, "depth": len(ids), "sequences": count}
+            {"kv": kv, "depth": depth, "sequences": count, "kv_bytes_per_token": token_bytes[kv]}
             | _told("between_ms", between[kv], between[formats[0]])
             for kv in formats
         ]
-    for runner, row in zip(runners, rows, strict=False):
+    for runner, row in zip(runners, rows if depth == len(ids) else [], strict=False):
         row.update(_told("first_ms", runner.first_s, runners[0].first_s))
     return rows
 
@@ -155,10 +174,10 @@ def main(arguments: Sequence[str]) -> None:
     lab = Lab(folder=options.folder)
     for name in options.models.split(","):
         model = kvq.load(lab.model(name), weights=options.weights)
-        text = text_ids(model.prepared.tokenizer, lab.essays().text[: 12 * max(options.depths)])
+        text = text_ids(model.prepared.tokenizer, lab.essays().text[: 12 * _MOST_READ])
         for depth in options.depths:
-            effort = Effort(rounds=options.rounds, steps=options.steps, prompts=options.prompts)
-            found = measure(model, options.kv.split(","), text[:depth], options.sequences, effort)
+            effort = Effort(depth=depth, rounds=options.rounds, steps=options.steps, prompts=options.prompts)
+            found = measure(model, options.kv.split(","), text, options.sequences, effort)
             rows += [{"model": name, "weights": options.weights} | row for row in found]
             for row in rows[-len(found) :]:
                 print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
