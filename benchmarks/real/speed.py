@@ -102,12 +102,7 @@ class Effort:
 
 
 def measure(
-    model: Model,
-    formats: Sequence[str],
-    text: list[int],
-    depth: int,
-    sequences: Sequence[int],
-    effort: Effort,
+    model: Model, formats: Sequence[str], text: list[int], sequences: Sequence[int], effort: Effort
 ) -> list[Row]:
     """One row a format and number of sequences, timed in turns."""
     depth = effort.depth
