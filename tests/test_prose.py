@@ -104,6 +104,17 @@ def told_in_quality():
     yield f"here {ratio(SHORT, 'int4_mean', 'int4')}"
     yield f"{ratio(LONG, f'int3{TAIL}', 'int4', 1)} times as much, here {ratio(SHORT, f'int3{TAIL}', 'int4')}"
 
+    rows = {
+        (one["kv"], one["depth"]): one
+        for one in result("real-speed")["rows"]
+        if one["model"] == "qwen05" and one["sequences"] == 1
+    }
+    now, before = (
+        (rows[kv, 32_600]["between_ms"] - rows[kv, 512]["between_ms"]) / rows[kv, 512]["kv_bytes_per_token"]
+        for kv in ("int4", "int4_g32_s8_rot")
+    )
+    yield f"At 32,600 tokens a byte of today's takes {now / before:.2f} times as long as a byte of that one"
+
 
 def told_in_readme():
     best = result(TUNED)["rival"]

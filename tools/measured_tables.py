@@ -34,6 +34,8 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
+    if "between_ms" in result["rows"][0]:
+        return real_speed_table(result)
     if "licences" in result:
         return real_table(result)
     if "quota_cores" in result:
@@ -117,6 +119,24 @@ def real_table(result: dict) -> str:
     versions = result["versions"]
     where = f"{when}, {result['device']}, torch {versions['torch']}, transformers {versions['transformers']}."
     return "\n".join([*lines, "", f"{told} {where}\n"])
+
+
+def real_speed_table(result: dict) -> str:
+    """The table of `python -m benchmarks.real.speed`: two formats, and what the second takes of the first."""
+    lines = [
+        "| model | depth | sequences | KV | ms between tokens (p10 - p90) | of `int8`'s "
+        "| ms to the first token | of `int8`'s |",
+        "|---|--:|--:|---|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        first = row.get("first_ms")
+        told = f"{first:,.0f} | {row['first_ms_ratio']:.2f}" if first else " | "
+        lines.append(
+            f"| {REAL_MODELS[row['model']]} | {row['depth']:,} | {row['sequences']} | `{row['kv']}` "
+            f"| {row['between_ms']:.1f} ({row['between_ms_p10']:.1f} - {row['between_ms_p90']:.1f}) "
+            f"| {row['between_ms_ratio']:.2f} | {told} |"
+        )
+    return "\n".join([*lines, "", f"Weights in INT4. {_measured(result)}"])
 
 
 def snapshots_table(result: dict) -> str:
