@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 from codec import decode, encode, encode_block
-from findings import Wrong, load_json, need, sha256
 from layouts import PARTS, block_regions, read_layout
 from names import parse
 from prefixes import chain, check_prefix
 from recipes import read_recipe
+
+from findings import Wrong, load_json, need, sha256
 
 _TYPES = {"fp32": "<f4", "uint8": "u1"}
 

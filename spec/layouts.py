@@ -6,10 +6,11 @@ from itertools import accumulate
 
 import numpy as np
 from codec import encode_block
-from findings import check_keys, integer, items, need, sha256
 from names import Format, parse
 from recipes import read_recipe
 from xxh3 import xxh3_128
+
+from findings import check_keys, integer, items, need, sha256
 
 MOST_BLOCK = 4096  # tokens
 _MOST = (1 << 31) - 1

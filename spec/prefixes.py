@@ -4,8 +4,9 @@ import hashlib
 import json
 
 import numpy as np
-from findings import check_keys, integer, items, load_json, need, sha256, text
 from layouts import Layout
+
+from findings import check_keys, integer, items, load_json, need, sha256, text
 
 _MOST_BYTES = (1 << 63) - 1
 _HEADER = {"format_version", "layout", "recipe", "root", "length", "tokens", "starts", "blocks"}

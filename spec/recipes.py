@@ -3,8 +3,9 @@
 import json
 from itertools import pairwise
 
-from findings import Wrong, check_keys, integer, items, need, sha256, text
 from names import parse
+
+from findings import Wrong, check_keys, integer, items, need, sha256, text
 
 MOST_DIM = 65536  # elements of a row
 _LARGEST = float.fromhex("0x1.fffffep127")
