@@ -221,14 +221,14 @@ def test_what_is_measured_unquantized_or_loaded_already_is_not_checked(ruined, b
 def test_a_model_that_only_guesses_is_not_judged(tmp_path, caplog) -> None:
     folder = save_model(tmp_path / "model", "llama", head_dim=32)
     one_character_tokenizer().save_pretrained(folder)
-    kvq.LLM(folder, "int2", **SMALL).close()
+    kvq.LLM(folder, "int2_g32_s8_rot", **SMALL).close()
     assert warnings_of(caplog) == [
-        "can't tell what int2 costs this model: it only guesses at the check's text"
+        "can't tell what int2_g32_s8_rot costs this model: it only guesses at the check's text"
     ]
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    assert measure(load(folder, "int2")).tokens == 0
-    assert measure(load(EMBEDDED["tiny"], "int2", max_context=9)).verdict == "unjudgeable"
+    assert measure(load(folder, "int2_g32_s8_rot")).tokens == 0
+    assert measure(load(EMBEDDED["tiny"], "int2_g32_s8_rot", max_context=9)).verdict == "unjudgeable"
 
 
 def test_the_text_is_the_same_for_all_and_shorter_for_large_models(tiny) -> None:
