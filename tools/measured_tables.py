@@ -88,22 +88,18 @@ REAL_MODELS = {
 
 
 def real_table(result: dict) -> str:
-    """The table of a part of `python -m benchmarks.real`: formats by models, of the most tokens measured."""
+    """The table of a part of `python -m benchmarks.real`: formats by models, of the most tokens."""
     most = max(row["tokens"] for row in result["rows"])
     cells, bits = {}, {}
     for row in result["rows"]:
         if row["tokens"] < most * 0.99 or row["kv"] == "fp32":
             continue
         bits[row["kv"]] = max(row["bits_per_element"], bits.get(row["kv"], 0))
-        if row["part"] == "checks":
-            kl = "clear" if row["check_kl_mean"] is None else f"{row['check_kl_mean']:.4f}"
-            told = f"{row['said']} ({kl}), {row['measured']} ({row['kl_mean']:.4f})"
-        else:
-            low, high = row["intervals"]["kl_mean"]
-            told = (
-                f"{row['kl_mean']:.5f} ± {(high - low) / 2:.5f}, {row['perplexity_change']:+.2%}, "
-                f"{row['top1_agreement']:.1%}"
-            )
+        low, high = row["intervals"]["kl_mean"]
+        told = (
+            f"{row['kl_mean']:.5f} ± {(high - low) / 2:.5f}, {row['perplexity_change']:+.2%}, "
+            f"{row['top1_agreement']:.1%}"
+        )
         cells[row["kv"], row["model"]] = told
     models = [model for model in REAL_MODELS if any(model == name for _, name in cells)]
     lines = [

@@ -39,7 +39,7 @@ class RecentRows:
 
     @property
     def held(self) -> int:
-        """How many of the last tokens are there, in all layers."""
+        """Count the last tokens that all layers hold."""
         return min((tail.held for tail in self._layers.values()), default=0)
 
     def rows(self, layer: int, count: int) -> Rows:

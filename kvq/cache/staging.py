@@ -61,7 +61,7 @@ class StagedLayer:
     def attend_sealed(
         self, q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """The same where blocks that are old enough were sealed before."""
+        """Attend likewise, where blocks that are old enough were sealed before."""
         own = options.without_sinks()
         sealed, recent, sinks = (own.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size))
         query = q.float() if q.device.type == "cpu" else q  # parts stay fp32 there until they are merged

@@ -92,12 +92,13 @@ class ChunkCodec:
         slots = torch.arange(num_tokens, device=chunk.device)
         table = range(self._num_blocks(num_tokens))
         for layer, (k, v) in enumerate(self._rows(chunk)):
-            if not bool(k.isfinite().all() & v.isfinite().all()):
-                raise NumericalError(f"K or V of layer {layer} hold NaN or infinity; the chunk is not stored")
             if self._layout.recipe.is_staged:
                 self._cache.store(layer, _whole_blocks(k), _whole_blocks(v), table)
+                bad = ~(k.isfinite().all() & v.isfinite().all())
             else:
-                self._cache.write(layer, k, v, slots)
+                bad = self._cache.write(layer, k, v, slots).any()
+            if bool(bad):
+                raise NumericalError(f"K or V of layer {layer} hold NaN or infinity; the chunk is not stored")
         content = blocks.cpu()
         header = header_text(self._header(num_tokens, place, self._digests.of(content, 0).hex())).encode()
         front = _FRONT.pack(_MAGIC, FORMAT_VERSION, len(header), seal(header.decode()).encode()) + header

@@ -147,3 +147,10 @@ def test_other_weights_are_another_measurement_with_a_baseline_of_their_own(lab)
     assert [row["settings"].get("weights") for row in rows] == [None, None, "int4", "int4"]
     assert rows[2]["perplexity"] != rows[0]["perplexity"]
     assert rows[3]["kl_mean"] < 0.001
+
+
+def test_windows_of_the_essays_are_chosen(lab):
+    run(lab, "--parts", "essays", "--tokens", "256", "--windows", "128,256", "--kv", "int8")
+    assert [row["settings"]["context"] for row in rows_of(lab)] == [128, 128, 256, 256]
+    with pytest.raises(ConfigError, match=r"--windows must be of 2 tokens at least, got \(1,\)"):
+        run(lab, "--parts", "essays", "--windows", "1")
