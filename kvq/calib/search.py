@@ -7,8 +7,10 @@ text that the search did not see, beside the uniform formats.
 Source: per-layer pairs of formats from Li et al. 2025, KVTuner; the search here is exact instead.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from math import ceil
 
@@ -106,7 +108,8 @@ def tune(
         budget = search.budget_for(plan.max_kl)
     windows = plan.windows(model.prepared, text.text, 2 * plan.max_windows)
     unseen = [ids for ids in windows if ids not in found.windows]
-    recipe, search_kl, is_tuned = search.best(budget, unseen or windows)
+    choosing = partial(progress, "comparing the recipe with pairs of formats")
+    recipe, search_kl, is_tuned = search.best(budget, unseen or windows, choosing)
     uniform, others = search.uniform(budget), search.others(budget)
     verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
     watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
@@ -179,21 +182,31 @@ class _Search:
             )
         return min(enough)
 
-    def best(self, budget: int, windows: list[list[int]]) -> tuple[KVRecipe, float, bool]:
+    def best(
+        self, budget: int, windows: list[list[int]], progress: Callable[[int, int], None]
+    ) -> tuple[KVRecipe, float, bool]:
         """The recipe of least divergence within a budget, its divergence, and whether it is the search's.
 
         `windows`: others than costs were measured on, where there are any; those would favour the search's.
         """
         recipes = [self.recipe(budget, "tuned"), *self._pairs(budget)]
-        costs = mean_divergences(self._model, recipes, windows)
+        costs = mean_divergences(
+            self._model, recipes, windows, progress=lambda done: progress(done, len(recipes))
+        )
         best = min(range(len(recipes)), key=costs.__getitem__)
         recipe = replace(recipes[best], label="", model_digest=self._model.weights.digest)
         return recipe, costs[best], best == 0
 
     def uniform(self, budget: int) -> list[KVRecipe]:
-        """The uniform formats to compare with: short names, and the best pairs within a budget."""
-        known = [recipe.layers for recipe in self._named]
-        return [*self._named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
+        """The uniform formats to compare with: short names near a budget, and the best pairs within it."""
+        named = self._near(budget)
+        known = [recipe.layers for recipe in named]
+        return [*named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
+
+    def _near(self, budget: int) -> list[KVRecipe]:
+        """Short names within a budget, and the next larger one: each takes as long as the recipe itself."""
+        named = sorted(self._named, key=self.nbytes)
+        return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 
     def _pairs(self, budget: int) -> list[KVRecipe]:
         """Uniform recipes of least expected cost within a budget, of one format for K and one for V each."""
@@ -210,8 +223,8 @@ class _Search:
         return [self._recipe(x, f"{x[0].fmt.name}/{x[-1].fmt.name}{exact}") for x in pairs[:_RIVALS]]
 
     def others(self, budget: int) -> list[KVRecipe]:
-        """Tuned recipes at the bytes of the uniform formats with short names, for the front."""
-        sizes = {self.nbytes(recipe): recipe.name for recipe in self._named}
+        """Tuned recipes at the bytes of the short names near a budget, for the front."""
+        sizes = {self.nbytes(recipe): recipe.name for recipe in self._near(budget)}
         return [
             self.recipe(size, f"tuned, as {name}")
             for size, name in sorted(sizes.items())

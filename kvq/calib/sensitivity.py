@@ -85,12 +85,14 @@ def measure_sensitivities(
         done = zip(pairs[1:], others, strict=False)
         return [Trial(half=half, fmt=fmt, kl=max(kl - floor, _LEAST_COST)) for (half, fmt), kl in done]
 
-    def tell(costs: list[float]) -> None:
-        progress("trying K and V of every layer", len(costs), len(pairs))
-        done = trials(costs)
-        keep(done.copy)
-
-    measured = trials(mean_divergences(model, [recipe(*pair) for pair in pairs], windows, progress=tell))
+    costs = mean_divergences(
+        model,
+        [recipe(*pair) for pair in pairs],
+        windows,
+        progress=lambda done: progress("trying K and V of every layer", done, len(pairs)),
+        keep=lambda costs: keep(trials(costs).copy),
+    )
+    measured = trials(costs)
     every = [
         _estimate([trial for trial in measured if trial.half == half], fmt)
         for half, formats in found.items()

@@ -134,7 +134,7 @@ class TokenFigures:
         same = reference.top5[:, :, None] == _likeliest(log_probs)[:, None, :]  # [tokens, 5, 5]
         place = chunk.window, slice(chunk.at, chunk.at + len(targets))
         self.nll[place] = -log_probs.gather(1, target[:, None])[:, 0].cpu()
-        self.kl[place] = (reference.probs * (reference.log_probs - log_probs)).sum(-1).cpu()
+        self.kl[place] = (reference.log_probs - log_probs).mul_(reference.probs).sum(-1).cpu()
         self.top1[place] = (log_probs.argmax(-1) == reference.top1).float().cpu()
         self.top5[place] = same.any(-1).float().mean(-1).cpu()
 

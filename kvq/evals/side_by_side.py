@@ -57,11 +57,14 @@ def mean_divergences(
     model: Model,
     recipes: Sequence[KVRecipe],
     windows: Sequence[list[int]],
-    progress: Callable[[list[float]], None] = lambda found: None,
+    *,
+    progress: Callable[[int], None] = lambda done: None,
+    keep: Callable[[list[float]], object] = lambda found: None,
 ) -> list[float]:
     """Mean KL divergence of recipes from unquantized KV, in nats per token, over all tokens of `windows`.
 
-    The baseline is the weights' own type. `progress` hears of the recipes that are done.
+    The baseline is the weights' own type. `progress` hears for how many recipes' worth of time it has run,
+    `keep` the divergences of those that are done.
 
     Raises:
         RequestError: K or V that are not finite.
@@ -69,22 +72,31 @@ def mean_divergences(
     """
     found: list[float] = []
     for at in range(0, len(recipes), _AT_ONCE):
-        found += _together(model, recipes[at : at + _AT_ONCE], windows)
-        progress(found)
+        some = recipes[at : at + _AT_ONCE]
+        found += _together(model, some, windows, lambda done: progress(len(found) + done))
+        keep(found)
     return found
 
 
-def _together(model: Model, recipes: Sequence[KVRecipe], windows: Sequence[list[int]]) -> list[float]:
+def _together(
+    model: Model,
+    recipes: Sequence[KVRecipe],
+    windows: Sequence[list[int]],
+    progress: Callable[[int], None],
+) -> list[float]:
     context = max(map(len, windows))
     models = [model.with_kv("auto"), *map(model.with_kv, recipes)]
     sessions = [one.session(max_tokens=context) for one in models]
     totals = torch.zeros(len(recipes), dtype=torch.float64)
-    for chunk in side_by_side(sessions, windows, chunk_size(model, context)):
+    size, tokens = chunk_size(model, context), sum(map(len, windows))
+    steps = len(sessions) * sum(-(-len(ids) // size) for ids in windows)
+    for step, chunk in enumerate(side_by_side(sessions, windows, size), start=1):
         if chunk.session == 0:
             reference, weights = chunk.log_probs, chunk.log_probs.exp()
         else:
-            totals[chunk.session - 1] += float((weights * (reference - chunk.log_probs)).sum())
-    return (totals / sum(map(len, windows))).tolist()
+            totals[chunk.session - 1] += float((reference - chunk.log_probs).mul_(weights).sum())
+        progress(len(recipes) * step // steps)
+    return (totals / tokens).tolist()
 
 
 def one_by_one(session: Session, windows: Sequence[list[int]]) -> Iterator[int]:
