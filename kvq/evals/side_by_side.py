@@ -71,9 +71,12 @@ def mean_divergences(
         ConfigError: a recipe that does not fit the model.
     """
     found: list[float] = []
+
+    def tell(done: int) -> None:
+        progress(len(found) + done)
+
     for at in range(0, len(recipes), _AT_ONCE):
-        some = recipes[at : at + _AT_ONCE]
-        found += _together(model, some, windows, lambda done: progress(len(found) + done))
+        found += _together(model, recipes[at : at + _AT_ONCE], windows, tell)
         keep(found)
     return found
 
