@@ -95,12 +95,7 @@ def real_table(result: dict) -> str:
         if row["tokens"] < most * 0.99 or row["kv"] == "fp32":
             continue
         bits[row["kv"]] = max(row["bits_per_element"], bits.get(row["kv"], 0))
-        low, high = row["intervals"]["kl_mean"]
-        told = (
-            f"{row['kl_mean']:.5f} ± {(high - low) / 2:.5f}, {row['perplexity_change']:+.2%}, "
-            f"{row['top1_agreement']:.1%}"
-        )
-        cells[row["kv"], row["model"]] = told
+        cells[row["kv"], row["model"]] = _checked(row) if "said" in row else _against_fp32(row)
     models = [model for model in REAL_MODELS if any(model == name for _, name in cells)]
     lines = [
         f"| KV | bits / element | {' | '.join(REAL_MODELS[model] for model in models)} |",
@@ -115,6 +110,18 @@ def real_table(result: dict) -> str:
     versions = result["versions"]
     where = f"{when}, {result['device']}, torch {versions['torch']}, transformers {versions['transformers']}."
     return "\n".join([*lines, "", f"{told} {where}\n"])
+
+
+def _against_fp32(row: dict) -> str:
+    low, high = row["intervals"]["kl_mean"]
+    change, same = row["perplexity_change"], row["top1_agreement"]
+    return f"{row['kl_mean']:.5f} ± {(high - low) / 2:.5f}, {change:+.2%}, {same:.1%}"
+
+
+def _checked(row: dict) -> str:
+    """What the load check said of a format, and what it costs."""
+    said = row["said"] if row["check_kl_mean"] is None else f"{row['said']} ({row['check_kl_mean']:.3f})"
+    return f"{said}; {row['measured']} ({row['kl_mean']:.4f}, {row['perplexity_change']:+.1%})"
 
 
 def real_speed_table(result: dict) -> str:

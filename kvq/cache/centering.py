@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,10 +76,9 @@ class Centering:
         kv: PagedKV | StagedKV,
         batch: SequenceBatch | StagedBatch,
         options: AttentionOptions,
-        **more: Any,
     ) -> tuple[Tensor, Tensor]:
         """What the kernel `attend` would give over rows that were not centered."""
-        out, lse = attend(q, kv, batch, options.without_sinks(), **more)
+        out, lse = attend(q, kv, batch, options.without_sinks())
         return self.restored(q, out, lse, options)
 
     def restored(

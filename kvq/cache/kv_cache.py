@@ -246,21 +246,17 @@ class KVCache(BlockCache):
         q: Tensor,
         batch: SequenceBatch | StagedBatch,
         options: AttentionOptions,
-        *,
-        skip_last: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`attend` for one layer; returns (out, lse). A staged layer's blocks are sealed first."""
         kernel: Callable[..., tuple[Tensor, Tensor]] = self._kernels[layer]["attend"].run
         kv: PagedKV | StagedKV = self.layer(layer)
-        more = {"skip_last": skip_last}
         assert isinstance(batch, StagedBatch) == (layer in self._staged), "see batch_of"
         if isinstance(batch, StagedBatch):
-            assert not skip_last, "a staged layer holds its last tokens itself"
-            kernel, kv, more = self._staged[layer].attend, self.staged(layer), {}
+            kernel, kv = self._staged[layer].attend, self.staged(layer)
         centering = self._centering.get(layer)
         if centering is None:
-            return kernel(q, kv, batch, options, **more)
-        return centering.attended(kernel, q, kv, batch, options, **more)
+            return kernel(q, kv, batch, options)
+        return centering.attended(kernel, q, kv, batch, options)
 
     def _written(self, layer: int) -> PagedKV:
         """Where a layer's new tokens go."""

@@ -101,11 +101,10 @@ def check_attention(
     bf16 where that is what K or V are in."""
     tokens = sum(batch.query_lens)
     q = rows_like_kv(tokens, 6, dims[0], 77).to(dtype)
-    skip = options.pop("skip_last", 0)
     settings = AttentionOptions(scale=dims[0] ** -0.5, **options)
-    want, want_lse = reference_attend(q.float(), cache.layer(1), batch, settings, skip_last=skip)
+    want, want_lse = reference_attend(q.float(), cache.layer(1), batch, settings)
     moved_settings = replace(settings, sinks=None if settings.sinks is None else settings.sinks.to(GPU))
-    out, lse = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), moved_settings, skip_last=skip)
+    out, lse = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), moved_settings)
     assert out.dtype == dtype
     codes = {fmt.code for fmt in (cache.layer(1).formats.k, cache.layer(1).formats.v)}
     rounding = torch.bfloat16 if dtype is torch.float16 and Code.BF16 in codes else dtype
@@ -230,7 +229,7 @@ def test_values_of_any_size(kv: str) -> None:
         assert relative_error(out.cpu(), want.double()) < 3e-2
 
 
-@pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 5.0, "sinks": SINKS}, {"skip_last": 20}])
+@pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 5.0, "sinks": SINKS}])
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("kv", ["int4", "fp8", "bf16"])
 def test_windows_caps_sinks_and_splits(
@@ -264,7 +263,7 @@ def gather_all(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     monkeypatch.setattr(gathered, "SCRATCH_BYTES", chunk_bytes)
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": SINKS}, {"skip_last": 5}])
+@pytest.mark.parametrize("options", [{}, {"sinks": SINKS}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv", ["int4", "fp8", "int8_per_head", "fp16"])
 def test_gathered_rows_attend_as_blocks_do(

@@ -20,7 +20,6 @@ def attend(
     batch: SequenceBatch,
     options: AttentionOptions,
     *,
-    skip_last: int = 0,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there.
@@ -33,9 +32,7 @@ def attend(
         MemoryError: no room for scratch memory.
         ConfigError: shapes that don't fit the blocks or the batch.
     """
-    return run_attention(
-        "attend", q, kv, batch, options, q_dim=kv.formats.k_head_dim, skip_last=skip_last, exact=exact
-    )
+    return run_attention("attend", q, kv, batch, options, q_dim=kv.formats.k_head_dim, exact=exact)
 
 
 def run_attention(
@@ -46,26 +43,23 @@ def run_attention(
     options: AttentionOptions,
     *,
     q_dim: int,
-    skip_last: int,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
     """One of the C++ kernels that attend over blocks, with queries of `q_dim` elements; see `attend`."""
     tokens, q_heads, _ = q.shape
     check_shape("q", q, q_heads, q_dim)
-    check_batch(batch, tokens, kv.block_size, options, skip_last)
+    check_batch(batch, tokens, kv.block_size, options)
     asked, _kept_sinks = options_of(options, q_heads, kv.k.codes.shape[1], exact=exact)
     queries, kept_q = dense_of(q)
     out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=kept_q.dtype)
     lse = torch.empty(tokens, q_heads)
     results, _ = dense_of(out)
-    sequences, _kept_tables = batch_of(batch, min(skip_last, _MOST))
+    sequences, _kept_tables = batch_of(batch)
     run(kernel, layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)
     return out.to(q.dtype), lse
 
 
-def check_batch(
-    batch: SequenceBatch, tokens: int, block_size: int, options: AttentionOptions, skip_last: int = 0
-) -> None:
+def check_batch(batch: SequenceBatch, tokens: int, block_size: int, options: AttentionOptions) -> None:
     """Raise unless a batch is one of so many new tokens, with tables long enough for what they see.
 
     Raises:
@@ -74,15 +68,15 @@ def check_batch(
     """
     new, contexts = batch.query_lens, batch.context_lens
     rows, width = batch.tables.shape
-    if tokens != sum(new) or len(contexts) != len(new) or rows < len(new) or skip_last < 0:
+    if tokens != sum(new) or len(contexts) != len(new) or rows < len(new):
         raise ConfigError(
             f"q holds {tokens} tokens, query_lens are {new}, context_lens {contexts}, tables have "
-            f"{rows} rows, skip_last is {skip_last}; they don't belong together"
+            f"{rows} rows; they don't belong together"
         )
     if any(not 0 <= count <= context for count, context in zip(new, contexts, strict=True)):
         raise ConfigError(f"every query_len must be 0 to its context_len, got {new} and {contexts}")
     reach = width * block_size
-    ends = (min(context - skip_last, options.end(context - 1)) for context in contexts)
+    ends = (options.end(context - 1) for context in contexts)
     if any(end > reach for end in ends) or max(contexts, default=0) > _MOST:
         raise IndexError("a table or a slot names a block outside the pool: it is shorter than its sequence")
 

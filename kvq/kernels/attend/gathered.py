@@ -86,9 +86,7 @@ def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
     return new * share >= LEAST_ROWS and new * q_heads * keys >= LEAST_PAIRS
 
 
-def chosen(
-    batch: SequenceBatch, q_heads: int, share: int, window: int | None, skip_last: int
-) -> Iterator[Gathered]:
+def chosen(batch: SequenceBatch, q_heads: int, share: int, window: int | None) -> Iterator[Gathered]:
     """The sequences for which it pays. A captured graph has none: its host doesn't know the contexts."""
     if batch.is_captured:
         return
@@ -97,8 +95,8 @@ def chosen(
         zip(starts, batch.query_lens, batch.context_lens, strict=False)
     ):
         sees_all = window is None or window >= context
-        if sees_all and pays(new, q_heads, share, context - skip_last):
-            yield Gathered(i, first, new, context - new, context - skip_last)
+        if sees_all and pays(new, q_heads, share, context):
+            yield Gathered(i, first, new, context - new, context)
 
 
 def attend_gathered(

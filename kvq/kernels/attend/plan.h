@@ -41,8 +41,8 @@ struct Seen {
     int low, high;
 };
 
-// A query at a position, of the `keys` keys that exist. Neither end ever goes down from a position to the next.
-inline Seen seen_from(const KvqAttention& options, int position, int keys) {
+// A query at a position. Neither end ever goes down from a position to the next.
+inline Seen seen_from(const KvqAttention& options, int position) {
     int low = options.window ? position + 1 - options.window : 0, high = position + 1;
     if (low < 0) low = 0;
     if (options.chunk && position / options.chunk * options.chunk > low) low = position / options.chunk * options.chunk;
@@ -52,13 +52,13 @@ inline Seen seen_from(const KvqAttention& options, int position, int keys) {
         if (first > low) low = first;
         if (options.part == KVQ_OLD) high = edge < options.last ? edge : options.last;
     }
-    return {low, high < keys ? high : keys};
+    return {low, high};
 }
 
 // What any row of a task sees.
 inline Seen seen_by(const Call& call, const Task& task) {
-    Seen oldest = seen_from(call.options, position(call, task, 0), task.keys);
-    Seen newest = seen_from(call.options, position(call, task, task.rows - 1), task.keys);
+    Seen oldest = seen_from(call.options, position(call, task, 0));
+    Seen newest = seen_from(call.options, position(call, task, task.rows - 1));
     return {oldest.low, newest.high};
 }
 
@@ -97,12 +97,11 @@ inline void plan_work(const Call& call, Plan& plan) {
     int64_t token = 0;
     for (int s = 0; s < call.batch.sequences; s++) {
         int count = call.batch.query_lens[s], context = call.batch.context_lens[s];
-        int keys = context - call.batch.skip_last, rows = count * call.group;
-        if (keys < 0) keys = 0;
+        int rows = count * call.group;
         int cuts = (rows + call.most_rows - 1) / call.most_rows, most = rows ? (rows + cuts - 1) / cuts : call.most_rows;
         for (int head = 0; head < call.layer.kv_heads; head++)
             for (int row = 0; row < rows; row += most) {
-                Task task = {s, head, row, rows - row < most ? rows - row : most, token, context - count, keys, 0, 0, -1};
+                Task task = {s, head, row, rows - row < most ? rows - row : most, token, context - count, 0, 0, -1};
                 Seen seen = seen_by(call, task);
                 if (seen.low < seen.high) task.first = seen.low / SPLIT, task.last = (seen.high + SPLIT - 1) / SPLIT;
                 int splits = task.last - task.first;
@@ -126,9 +125,9 @@ inline bool blocks_exist(const Call& call) {
     for (int s = 0; s < call.batch.sequences; s++) {
         if (!call.batch.query_lens[s]) continue;
         const int32_t* table = call.batch.tables + s * call.batch.table_stride;
-        int context = call.batch.context_lens[s], keys = context - call.batch.skip_last;
-        int low = seen_from(call.options, context - call.batch.query_lens[s], keys).low;
-        int high = seen_from(call.options, context - 1, keys).high;
+        int context = call.batch.context_lens[s];
+        int low = seen_from(call.options, context - call.batch.query_lens[s]).low;
+        int high = seen_from(call.options, context - 1).high;
         if (low >= high) continue;
         int last = (high + size - 1) / size;
         if (last > call.batch.table_width) return false;

@@ -25,15 +25,11 @@ def attend(
     kv: PagedKV,
     batch: SequenceBatch,
     options: AttentionOptions,
-    *,
-    skip_last: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence's new tokens over its blocks.
 
     The new tokens' K and V must already be written. `q`: [tokens, q_heads, k_head_dim] in packed
-    order; query head h reads KV head h * kv_heads // q_heads. `skip_last`: keys at the end of every
-    sequence that are left out, for those who hold them in another form and merge both parts with
-    `merge_partials`.
+    order; query head h reads KV head h * kv_heads // q_heads.
 
     Returns out [tokens, q_heads, v_head_dim] in q's dtype and lse fp32 [tokens, q_heads], natural
     log, sinks included; (0, -inf) where a query sees nothing.
@@ -45,7 +41,7 @@ def attend(
         k, v = (x[0] for x in gather_dense(kv, table, start, end))
         return k, v
 
-    out, lse = attend_rows(query, rows, fmt.v_head_dim, batch, options, skip_last)
+    out, lse = attend_rows(query, rows, fmt.v_head_dim, batch, options)
     if fmt.v.rotated:
         out = rotate(out)
     return out.to(q.dtype), lse
@@ -57,7 +53,6 @@ def attend_rows(
     v_dim: int,
     batch: SequenceBatch,
     options: AttentionOptions,
-    skip_last: int,
 ) -> tuple[Tensor, Tensor]:
     """The same over rows from anywhere, fp32: `rows_of` gives K and V [kv_heads, keys, dim] of a table's
     positions [start, end). `query`: fp32 [tokens, q_heads, dim].
@@ -72,7 +67,7 @@ def attend_rows(
         if new:
             start = context - new
             oldest = options.oldest(start)
-            end = min(context - skip_last, options.end(context - 1))
+            end = options.end(context - 1)
             if end <= oldest:
                 continue
             k, v = rows_of(batch.tables[i : i + 1], oldest, end)

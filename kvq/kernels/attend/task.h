@@ -13,7 +13,7 @@ constexpr int SPLIT = 1024;  // keys of one part of a context; a multiple of TIL
 struct Task {
     int sequence, head, row, rows;
     int64_t token;    // index of the sequence's first new token
-    int start, keys;  // position of that token; keys that exist
+    int start;        // its position
     int first, last;  // splits
     int64_t partial;  // where the splits' partial results begin, or -1 to merge as they come
 };

@@ -37,7 +37,6 @@ def attend(
     batch: SequenceBatch,
     options: AttentionOptions,
     *,
-    skip_last: int = 0,
     rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there. Tables are not checked.
@@ -48,11 +47,11 @@ def attend(
     captured in a graph.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
-        out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last, rounded=rounded)
+        out, lse = attend(q.float(), kv, batch, options, rounded=rounded)
         return out.to(q.dtype), lse
     planned = _planned_rounded if rounded and limit_of(kv.formats.k) is not None else _planned
     plan = plan_of(planned, q, kv, options)
-    results, gathered = launched(plan, q, batch, options.sinks, skip_last)
+    results, gathered = launched(plan, q, batch, options.sinks)
     if gathered:
         attend_gathered(q, kv, batch, options, gathered, results)
     return results

@@ -50,7 +50,7 @@ def highest_key(position, recent, part_last, AGE: tl.constexpr, AGE_BLOCK: tl.co
 
 @triton.jit
 def _tiles(
-    slot, lens_ptr, lens_row, sequences, search_bits, fewest, most, window, skip_last, part,
+    slot, lens_ptr, lens_row, sequences, search_bits, fewest, most, window, part,
     SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def _tiles(
     last = tl.minimum(row + ROWS, rows) - 1
     recent, part_first, part_last = part
     highest = highest_key(context - new + last // SHARE, recent, part_last, AGE, AGE_BLOCK)
-    end = tl.minimum(highest + 1, context - skip_last)
+    end = highest + 1
     lowest = lowest_key(
         context - new + row // SHARE, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK
     )  # fmt: skip
@@ -129,7 +129,7 @@ def _fill(words, begin, end, value, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 
 _COUNTS = [
     *("lens_row", "sequences", "search_bits", "slots", "num_items", "num_merged"),
-    *("fewest", "most", "window", "skip_last", "pieces", "least"),
+    *("fewest", "most", "window", "pieces", "least"),
     *("recent", "part_first", "part_last"),
 ]
 
@@ -137,7 +137,7 @@ _COUNTS = [
 @triton.jit(do_not_specialize=_COUNTS)
 def list_kernel(
     lens_ptr, items_ptr, merged_ptr, lens_row, sequences, search_bits, slots, num_items, num_merged,
-    fewest, most, window, skip_last, pieces, least, recent, part_first, part_last,
+    fewest, most, window, pieces, least, recent, part_first, part_last,
     SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         _, _, _, _, _, _, _, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
+            part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
         )  # fmt: skip
         total += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
     total = tl.maximum(total, 1)
@@ -160,7 +160,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         _, _, _, _, _, _, _, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
+            part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
         )  # fmt: skip
         _, _, found = _pieces(keys, work, total, wanted)
         counts += tl.sum(found, axis=0)
@@ -172,7 +172,7 @@ def list_kernel(
     for done in range(0, slots, BLOCK):
         sequence, row, first, new, context, begin, end, keys = _tiles(
             done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            skip_last, part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
+            part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
         )  # fmt: skip
         parts, own, found = _pieces(keys, work, total, wanted)
         before = starts[None, :] + tl.cumsum(found, axis=0) - found

@@ -119,13 +119,13 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
 
 
 def launched(
-    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None, skip_last: int
+    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], list[Gathered]]:
     """Launch a step's work; the results, out and lse, and what is left to gathered rows."""
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
-    step = _step(batch, plan, skip_last)
+    step = _step(batch, plan)
     for work in step.works:
         room = _room(batch, tokens * q_heads * plan.room) if plan.room and not work.is_extend else lse
         _launch(plan, work, q, batch.tables, (out, lse), sinks, room)
@@ -152,26 +152,25 @@ class _Step:
     gathered: list[Gathered]
 
 
-def _step(batch: SequenceBatch, plan: Plan, skip_last: int) -> _Step:
+def _step(batch: SequenceBatch, plan: Plan) -> _Step:
     """Tiles of a batch, and what is gathered; worked out once for all layers that cut alike."""
-    name = plan.name, skip_last
-    found: _Step | None = batch.kept.get(name)
+    found: _Step | None = batch.kept.get(plan.name)
     if found is None:
-        found = batch.kept[name] = _shared_out(batch, plan.cutting, skip_last)
+        found = batch.kept[plan.name] = _shared_out(batch, plan.cutting)
     return found
 
 
-def _shared_out(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> _Step:
+def _shared_out(batch: SequenceBatch, cutting: Cutting) -> _Step:
     gathered: list[Gathered] = []
     if cutting.may_gather:
         q_heads = cutting.share * cutting.kv_heads
         sees = min((x for x in (cutting.window, cutting.chunk) if x is not None), default=None)
-        gathered = list(chosen(batch, q_heads, cutting.share, sees, skip_last))
+        gathered = list(chosen(batch, q_heads, cutting.share, sees))
     rest = batch.without(own.sequence for own in gathered)
-    return _Step(list(_works(rest, cutting, skip_last)), gathered)
+    return _Step(list(_works(rest, cutting)), gathered)
 
 
-def _works(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> Iterator[_Work]:
+def _works(batch: SequenceBatch, cutting: Cutting) -> Iterator[_Work]:
     limits = (1, cutting.most_decode), (cutting.most_decode + 1, _MANY)
     for shape, (fewest, most) in zip((cutting.decode, cutting.extend), limits, strict=True):
         cut = Cut(
@@ -183,7 +182,6 @@ def _works(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> Iterator[_
             window=cutting.window,
             chunk=cutting.chunk,
             part=cutting.part,
-            skip_last=skip_last,
             pieces=pieces(shape, cutting.kv_heads, batch.tables.device),
             least=least_split(shape),
         )

@@ -32,7 +32,6 @@ class Cut(NamedTuple):
     fewest: int
     most: int
     window: int | None
-    skip_last: int
     pieces: int  # that the keys of one KV head are cut into, if there are keys enough
     least: int  # keys of a piece on average, a multiple of a tile's
     part: Part | None = None  # of the keys
@@ -70,7 +69,7 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
     sequences = len(batch.query_lens)
     slots = sum(batch.query_lens) * cut.share // cut.rows + sequences
     counts = sequences, (sequences - 1).bit_length(), slots, len(items), len(merged)
-    limits = cut.fewest, cut.most, cut.window or 0, cut.skip_last, cut.pieces, cut.least // cut.keys
+    limits = cut.fewest, cut.most, cut.window or 0, cut.pieces, cut.least // cut.keys
     part = part_numbers(cut.part)
     launch(
         list_kernel,

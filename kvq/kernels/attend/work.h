@@ -12,9 +12,9 @@ namespace {
 inline void weigh_tile(const Call& call, const Task& task, float* scores, Partial run, Running running, int at,
                        int skip, int keys) {
     int own = position(call, task, 0), left = call.group - task.row % call.group;  // rows of the same token
-    Seen seen = seen_from(call.options, own, task.keys);
+    Seen seen = seen_from(call.options, own);
     for (int r = 0; r < task.rows; r++, left--) {
-        if (left == 0) left = call.group, seen = seen_from(call.options, ++own, task.keys);
+        if (left == 0) left = call.group, seen = seen_from(call.options, ++own);
         int low = seen.low - at, high = seen.high - at;
         mask(scores + r * TILE, low > skip ? low : skip, high < keys ? high : keys, call.options.softcap);
     }

@@ -23,7 +23,6 @@ def attend_latent(
     batch: SequenceBatch,
     options: AttentionOptions,
     *,
-    skip_last: int = 0,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there.
@@ -39,7 +38,7 @@ def attend_latent(
     if (heads := kv.k.codes.shape[1]) != 1:
         raise ConfigError(f"latents are of one KV head for all query heads, got {heads}")
     dim = kv.formats.v_head_dim + kv.formats.k_head_dim
-    return run_attention("attend_latent", q, kv, batch, options, q_dim=dim, skip_last=skip_last, exact=exact)
+    return run_attention("attend_latent", q, kv, batch, options, q_dim=dim, exact=exact)
 
 
 @lru_cache(maxsize=1)

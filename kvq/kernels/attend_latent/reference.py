@@ -15,15 +15,12 @@ def attend_latent(
     kv: PagedKV,
     batch: SequenceBatch,
     options: AttentionOptions,
-    *,
-    skip_last: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence's new tokens over what a token has stored once for all heads.
 
     Blocks of one KV head hold the rotary part of its key as K and its latent as V, each in a format of its
     own. A key is the latent and, behind it, the rotary part; the value is the latent. `q`: [tokens,
-    q_heads, v_head_dim + k_head_dim], with the projection from latents to keys absorbed. `skip_last`: as in
-    `attend`.
+    q_heads, v_head_dim + k_head_dim], with the projection from latents to keys absorbed.
 
     Returns out [tokens, q_heads, v_head_dim] in q's dtype, latents that the projection to values is still to
     be applied to, and lse fp32 [tokens, q_heads], as `attend` does.
@@ -40,7 +37,7 @@ def attend_latent(
         return torch.cat((v, k), dim=-1), v
 
     query = torch.cat((latent, rotary), dim=-1)
-    out, lse = attend_rows(query, rows, fmt.v_head_dim, batch, options, skip_last)
+    out, lse = attend_rows(query, rows, fmt.v_head_dim, batch, options)
     if fmt.v.rotated:
         out = rotate(out)
     return out.to(q.dtype), lse

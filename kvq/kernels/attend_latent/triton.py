@@ -26,21 +26,19 @@ def attend_latent(
     kv: PagedKV,
     batch: SequenceBatch,
     options: AttentionOptions,
-    *,
-    skip_last: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there, and Triton's `attend` for dtypes. Tables are not checked."""
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
-        out, lse = attend_latent(q.float(), kv, batch, options, skip_last=skip_last)
+        out, lse = attend_latent(q.float(), kv, batch, options)
         return out.to(q.dtype), lse
     assert options.chunk is None, "no model of latent attention has chunks"
     plan = plan_of(_planned, q, kv, options)
     fmt = kv.formats
     if not (fmt.k.rotated or fmt.v.rotated):
-        return launched(plan, q, batch, options.sinks, skip_last)[0]
+        return launched(plan, q, batch, options.sinks)[0]
     latent, rotary = ((dim, hadamard_block(dim) if own.rotated else 1) for own, dim in _parts_of(kv))
     queries = turned(q, (latent, rotary), torch.float32)
-    (out, lse), _ = launched(plan, queries, batch, options.sinks, skip_last)
+    (out, lse), _ = launched(plan, queries, batch, options.sinks)
     return turned(out, (latent,), q.dtype), lse
 
 

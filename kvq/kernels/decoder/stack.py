@@ -170,7 +170,7 @@ class CpuStack:
         for layer in self._groups.values():
             for group, (kv, options) in layer.held.items():
                 check_batch(batches[group], rows, kv.block_size, options)
-                step.batches[group], tables = batch_of(batches[group], 0)
+                step.batches[group], tables = batch_of(batches[group])
                 named += batches[group], tables
             given = batches[layer.written].slots
             if given.shape != (rows,) or bad.shape != (rows,):

@@ -53,7 +53,6 @@ struct KvqBatch {
     int64_t table_stride;         // entries
     int32_t table_width;
     int32_t sequences;
-    int32_t skip_last;  // keys at every sequence's end that are left out
 };
 
 // One run of bytes of every block of a pool.

@@ -104,7 +104,7 @@ def dense_of(x: Tensor) -> tuple[Any, Tensor]:
     return Dense(x.data_ptr(), x.stride(0) * size, x.stride(1) * size, DTYPES[x.dtype]), x
 
 
-def batch_of(batch: SequenceBatch, skip_last: int) -> tuple[Any, Tensor]:
+def batch_of(batch: SequenceBatch) -> tuple[Any, Tensor]:
     """The sequences of a step, and the table tensor whose memory it names."""
     lens = batch.kept.get(Batch)
     if lens is None:
@@ -112,7 +112,7 @@ def batch_of(batch: SequenceBatch, skip_last: int) -> tuple[Any, Tensor]:
         lens = batch.kept[Batch] = (array(*batch.query_lens), array(*batch.context_lens))
     tables = entries_of(batch.tables)
     width, sequences = tables.shape[1], len(batch.query_lens)
-    found = Batch(*map(addressof, lens), tables.data_ptr(), tables.stride(0), width, sequences, skip_last)
+    found = Batch(*map(addressof, lens), tables.data_ptr(), tables.stride(0), width, sequences)
     return found, tables
 
 

@@ -179,9 +179,8 @@ class Case:
 
     def attend(self, **options: Any) -> tuple[Tensor, Tensor]:
         """Run the kernel on the whole batch."""
-        skip_last = options.pop("skip_last", 0)
         asked = AttentionOptions(**{"scale": self.dims[0] ** -0.5, **options})
-        return attend(self.q, self.cache.layer(1), self.batch, asked, skip_last=skip_last)
+        return attend(self.q, self.cache.layer(1), self.batch, asked)
 
     def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
         """The same by `dense`, sequence after sequence."""
@@ -463,33 +462,6 @@ def test_narrower_formats_are_further_from_exact_attention(backend: str) -> None
     assert errors[3] > 0.1
 
 
-@pytest.mark.parametrize("window", [None, 7, 40])
-@pytest.mark.parametrize("skip", [1, 5, 9, 16, 17, 40])
-def test_keys_left_out_at_the_end_are_seen_by_no_query(skip: int, window: int | None) -> None:
-    case = Case("int4", query_lens=[3, 1, 17, 1], context_lens=[9, 16, 17, 40])
-    options = {"window": window, "softcap": 9.0, "scale": 0.2}
-    out, lse = case.attend(skip_last=skip, **options)
-    kept = Case("int4", query_lens=[3, 1, 17, 1], context_lens=[9, 16, 17, 40])
-    for rows in (kept.k, kept.v):
-        for x in rows:
-            x[max(0, len(x) - skip) :] = math.nan
-    row = 0
-    for i, (new, context) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
-        for j in range(new):
-            position = context - new + j
-            low = 0 if window is None else max(0, position + 1 - window)
-            high = min(position + 1, context - skip)
-            if high <= low:
-                assert not out[row].any()
-                assert torch.isneginf(lse[row]).all()
-            else:
-                want, want_lse = dense(
-                    case.q[row : row + 1], kept.k[i][low:high], kept.v[i][low:high], scale=0.2, softcap=9.0
-                )
-                check_against((out[row : row + 1], lse[row : row + 1]), (want, want_lse), "int4")
-            row += 1
-
-
 @pytest.mark.daily(110)
 @pytest.mark.parametrize(
     ("kv", "dim"),
@@ -715,15 +687,10 @@ def test_infinite_sinks_are_what_the_reference_makes_of_them(backend: str) -> No
         pytest.skip("gives NaN")
     case = Case("int8", query_lens=[1, 2], context_lens=[3, 2])
     sinks = torch.tensor([math.inf, -math.inf, 0.0, math.inf, -math.inf, 0.0])
-    for skip in (0, 3):
-        out, lse = case.attend(sinks=sinks, skip_last=skip)
-        want, want_lse = reference.attend(
-            case.q,
-            case.cache.layer(1),
-            case.batch,
-            AttentionOptions(scale=48**-0.5, sinks=sinks),
-            skip_last=skip,
-        )
+    for part in (None, OLD):
+        out, lse = case.attend(sinks=sinks, part=part)
+        options = AttentionOptions(scale=48**-0.5, sinks=sinks, part=part)
+        want, want_lse = reference.attend(case.q, case.cache.layer(1), case.batch, options)
         torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 

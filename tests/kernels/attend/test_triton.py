@@ -61,20 +61,17 @@ def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e
 
     As in a captured graph, this one's host knows only an upper limit of the contexts.
     """
-    skip_last = options.pop("skip_last", 0)
     limits = replace(
         batch, context_lens=(4096,) * len(batch.context_lens), lens=batch.device_lens(), is_captured=True
     )
     settings = AttentionOptions(**{"scale": q.shape[2] ** -0.5, **options})
-    want, want_lse = reference(q.float(), cache.layer(1), batch, settings, skip_last=skip_last)
-    out, lse = kernel.attend(q, cache.layer(1), limits, settings, skip_last=skip_last)
+    want, want_lse = reference(q.float(), cache.layer(1), batch, settings)
+    out, lse = kernel.attend(q, cache.layer(1), limits, settings)
     assert float((out - want).abs().max() / want.abs().max()) < allowed
     torch.testing.assert_close(lse, want_lse, rtol=max(allowed, 1e-5), atol=max(allowed, 1e-5))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 70}, {"window": 9, "sinks": SINKS, "skip_last": 3}, {"chunk": 72}]
-)
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": 9, "sinks": SINKS}, {"chunk": 72}])
 @pytest.mark.parametrize("kv", ["int4", "bf16", "k8v4"])
 def test_keys_split_over_programs_merge_to_the_same(
     kv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from tests.kernels.kit import poisoned_memory
 
 MULTIPROCESSORS, KV_HEADS = 132, 8
 CUT = Cut(
-    share=4, rows=16, keys=64, fewest=1, most=64, window=None, skip_last=0, pieces=198, least=256
+    share=4, rows=16, keys=64, fewest=1, most=64, window=None, pieces=198, least=256
 )  # of an int4 decode step on an H100 or H200, 8 KV heads
 WIDE = TileShape(rows=64, keys=64, warps=4, stages=5)
 EXTEND = CUT._replace(rows=64, fewest=65, most=1 << 30, pieces=99, least=least_split(WIDE))
@@ -50,7 +50,7 @@ def tiles(batch: SequenceBatch, cut: Cut) -> Iterator[tuple[tuple[int, ...], ran
         rows = new * cut.share
         for row in range(0, rows if cut.fewest <= rows <= cut.most else 0, cut.rows):
             last = (min(row + cut.rows, rows) - 1) // cut.share
-            end = min(context - new + last + 1, context - cut.skip_last)
+            end = context - new + last + 1
             oldest = 0
             if cut.window is not None:
                 oldest = max(0, context - new + row // cut.share - cut.window + 1) // cut.keys * cut.keys
@@ -109,7 +109,6 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
             share=draw.choice([1, 3, 4]),
             keys=draw.choice([16, 32]),
             window=draw.choice([None, 1, 50, 700]),
-            skip_last=draw.choice([0, 0, 3, 150]),
             pieces=draw.choice([3, 20]),
             least=draw.choice([32, 96]),
         )

@@ -112,7 +112,7 @@ bool check(const Format& f, int dim) {
     KvqDense queries = {(uint8_t*)q.data(), HEADS * GROUP * row, row, KVQ_FP32}, results = queries;
     results.data = (uint8_t*)out.data();
     int32_t fresh = NEW, context = CONTEXT;
-    KvqBatch batch = {&fresh, &context, table.data(), (int64_t)table.size(), (int32_t)table.size(), 1, 0};
+    KvqBatch batch = {&fresh, &context, table.data(), (int64_t)table.size(), (int32_t)table.size(), 1};
     double worst = 0;
     for (int window : {0, 9, 70}) {
         KvqAttention options = {1 / std::sqrt((float)dim), 0, window, 0, HEADS * GROUP, nullptr, THREADS, 1};

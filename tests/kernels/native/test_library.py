@@ -13,6 +13,7 @@ from kvq.errors import ConfigError, UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.kernels import AttentionOptions, Device, KernelSpec, registry, select
 from kvq.kernels.attend.cpu import attend
+from kvq.kernels.attend.options import Age, Part
 from kvq.kernels.gather_dense.cpu import gather_dense
 from kvq.kernels.merge_partials.cpu import merge_partials
 from kvq.kernels.native import library
@@ -125,6 +126,7 @@ import re, torch
 from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv
 from kvq.kernels import AttentionOptions
 from kvq.kernels.attend.cpu import attend
+from kvq.kernels.attend.options import Age, Part
 torch.set_num_threads(2)
 cache = poisoned_cache("int4", [(48, 48)], fill=0)
 batch = Tables([[0, 1, 2, 3, 4, 5]], 5).batch([30], [30])
@@ -196,4 +198,5 @@ def test_windows_softcaps_and_lengths_out_of_range_are_refused_and_never_wrap() 
             attend(q, kv, replace(batch, context_lens=(context,)), PLAIN)
     plain = attend(q, kv, batch, PLAIN)[0]
     assert torch.equal(attend(q, kv, batch, AttentionOptions(scale=1.0, window=(1 << 32) + 1))[0], plain)
-    assert not attend(q, kv, batch, PLAIN, skip_last=1 << 32)[0].any()
+    none = Part(age=Age.OLD, recent=1 << 32, block_size=kv.block_size)
+    assert not attend(q, kv, batch, AttentionOptions(scale=1.0, part=none))[0].any()
