@@ -89,10 +89,11 @@ REAL_MODELS = {
 
 def real_table(result: dict) -> str:
     """The table of a part of `python -m benchmarks.real`: formats by models, of the most tokens."""
-    most = max(row["tokens"] for row in result["rows"])
+    most = max(row["settings"]["tokens"] for row in result["rows"])
+    longest = [row for row in result["rows"] if row["settings"]["tokens"] == most]
     cells, bits = {}, {}
-    for row in result["rows"]:
-        if row["tokens"] < most * 0.99 or row["kv"] == "fp32":
+    for row in longest:
+        if row["kv"] == "fp32":
             continue
         bits[row["kv"]] = max(row["bits_per_element"], bits.get(row["kv"], 0))
         cells[row["kv"], row["model"]] = _checked(row) if "said" in row else _against_fp32(row)
@@ -106,7 +107,8 @@ def real_table(result: dict) -> str:
         lines.append(f"| `{kv}` | {bits[kv]:g} | {told} |")
     dates = sorted(row["date"][:10] for row in result["rows"])
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    told = f"{most:,} tokens in windows of {result['rows'][0]['settings']['context']:,}, against KV in fp32."
+    tokens = max(row["tokens"] for row in longest)
+    told = f"{tokens:,} tokens in windows of {longest[0]['settings']['context']:,}, against KV in fp32."
     versions = result["versions"]
     where = f"{when}, {result['device']}, torch {versions['torch']}, transformers {versions['transformers']}."
     return "\n".join([*lines, "", f"{told} {where}\n"])

@@ -15,7 +15,7 @@ from kvq.calib.budget import TunePlan, bytes_of_bits, default_codes, parse_budge
 from kvq.calib.candidates import ALL_CODES, Half, candidates, codes_of, formats_of, recipe_of
 from kvq.calib.tune_report import verdict
 from kvq.errors import ConfigError, UnfitFormat
-from kvq.evals import calibration_text, default_text
+from kvq.evals import calibration_text, default_text, side_by_side
 from kvq.evals.side_by_side import mean_divergences
 from kvq.formats import Code, ExactTokens, KVRecipe, parse_format
 from kvq.models import linear
@@ -64,6 +64,13 @@ def test_no_uniform_format_lies_below_the_front(tuned):
         assert best <= point.row.kl_mean
     at = [p for p in tuned.points if p.row.kv_bytes_per_token == parse_budget_of(tuned, "int3")]
     assert [p.kind for p in sorted(at, key=lambda p: p.row.kl_mean)] == ["tuned", "uniform"]
+
+
+def test_short_names_are_measured_up_to_the_next_beyond_the_budget(tuned):
+    """Each takes as long as the recipe itself."""
+    names = {p.row.kv for p in tuned.points} & {f"int{bits}" for bits in (2, 3, 4, 5, 6, 8)}
+    assert names == {"int2", "int3", "int4"}
+    assert {p.row.kv for p in tuned.points if p.kind == "tuned"} == {f"tuned, as {name}" for name in names}
 
 
 def parse_budget_of(tuned, name):
@@ -291,6 +298,18 @@ def test_divergences_are_those_of_kvq_perplexity(tiny):
     for kl, row in zip(found[:2], rows[1:], strict=True):
         assert kl == pytest.approx(row["kl_mean"], rel=0.05)  # this one counts a window's last token too
     assert abs(found[2]) < 1e-9
+
+
+def test_who_compares_many_recipes_hears_how_far_it_is(tiny, monkeypatch):
+    monkeypatch.setattr(side_by_side, "_AT_ONCE", 2)
+    recipes = [tiny.with_kv(kv).recipe for kv in ("int4", "int8", "int3")]
+    heard, kept = [], []
+    found = mean_divergences(
+        tiny, recipes, [list(range(64))] * 4, progress=heard.append, keep=lambda costs: kept.append([*costs])
+    )
+    assert heard == sorted(heard)
+    assert set(heard) == {0, 1, 2, 3}
+    assert kept == [found[:2], found]
 
 
 def test_a_clipped_recipe_is_read_like_any_other(tiny):
