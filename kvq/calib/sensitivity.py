@@ -14,14 +14,13 @@ from kvq.calib.budget import TunePlan
 from kvq.calib.candidates import Half, candidates, recipe_of
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
-from kvq.formats import Code, ExactTokens, Grouped, KVFormat, KVRecipe, PerTokenHead
+from kvq.formats import Code, Grouped, KVFormat, KVRecipe, PerTokenHead
 from kvq.models import Model
 
 Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
 
 _MOST_TRIED = 4  # bits; wider codes differ from the baseline by little more than rounding
 _LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
-_LEAST_RECENT = ExactTokens(recent=1)  # what keeps the open block unquantized, and nothing else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +59,9 @@ def measure_sensitivities(
 ) -> Sensitivities:
     """Try each half of each layer, and estimate what was not tried; windows are spread over the text.
 
-    All trials are staged if keys are quantized by whole blocks, so that they differ in one half only. What
-    all of them lose, as one half in INT8 shows it, is taken off: young tokens in bf16, and in 16-bit weights
-    the rounding of other kernels.
+    In all trials the first half is in INT8 at least, which makes all of them staged if keys are quantized by
+    whole blocks: they differ in one half only. What that alone loses is taken off: young tokens in bf16, and
+    in 16-bit weights the rounding of other kernels.
 
     Raises:
         RequestError: a text or context that can't be used, or K or V that are not finite.
@@ -70,15 +69,13 @@ def measure_sensitivities(
     windows = plan.windows(model.prepared, text.text, plan.max_windows)
     rest = model.with_kv("auto").recipe.layers[0].k
     found = candidates(model.prepared, plan.codes)
-    is_staged = any(fmt.needs_whole_blocks for formats in found.values() for fmt in formats)
-    exact = _LEAST_RECENT if is_staged and plan.exact == ExactTokens() else plan.exact
-    pairs = [(half, fmt) for half, formats in found.items() for fmt in _tried(half, formats)]
     first = next(iter(found))
-    pairs.insert(0, (first, candidates(model.prepared, [Code.INT8])[first][0]))  # which costs next to nothing
+    pairs = [(first, candidates(model.prepared, [Code.INT8])[first][0])]  # which costs next to nothing
+    pairs += [(half, fmt) for half, formats in found.items() for fmt in _tried(half, formats)]
 
     def recipe(half: Half, fmt: KVFormat) -> KVRecipe:
-        one = recipe_of(model.geometry, {(half.layer, half.part): fmt}, rest)
-        return one if one.is_staged and exact is _LEAST_RECENT else replace(one, exact=exact)
+        some = {(one.layer, one.part): fmt for one, fmt in (pairs[0], (half, fmt))}
+        return replace(recipe_of(model.geometry, some, rest), exact=plan.exact)
 
     def trials(costs: Sequence[float]) -> list[Trial]:
         floor, *others = costs
@@ -89,6 +86,7 @@ def measure_sensitivities(
         model,
         [recipe(*pair) for pair in pairs],
         windows,
+        firsts=[half.layer for half, _ in pairs[1:]],
         progress=lambda done: progress("trying K and V of every layer", done, len(pairs)),
         keep=lambda costs: keep(trials(costs).copy),
     )

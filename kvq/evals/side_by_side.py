@@ -58,13 +58,15 @@ def mean_divergences(
     recipes: Sequence[KVRecipe],
     windows: Sequence[list[int]],
     *,
+    firsts: Sequence[int] = (),
     progress: Callable[[int], None] = lambda done: None,
     keep: Callable[[list[float]], object] = lambda found: None,
 ) -> list[float]:
     """Mean KL divergence of recipes from unquantized KV, in nats per token, over all tokens of `windows`.
 
-    The baseline is the weights' own type. `progress` hears for how many recipes' worth of time it has run,
-    `keep` the divergences of those that are done.
+    The baseline is the weights' own type. `firsts`: of all recipes but the first, the layer from which on
+    they differ from it; layers before are run once for several. `progress` hears for how many recipes' worth
+    of time it has run, `keep` the divergences of those that are done.
 
     Raises:
         RequestError: K or V that are not finite.
@@ -73,10 +75,13 @@ def mean_divergences(
     found: list[float] = []
 
     def tell(done: int) -> None:
-        progress(len(found) + done)
+        progress(min(len(found) + done, len(recipes)))
 
-    for at in range(0, len(recipes), _AT_ONCE):
-        found += _together(model, recipes[at : at + _AT_ONCE], windows, tell)
+    again = 1 if firsts else 0  # the first of all goes before those of every run
+    for at in range(again, len(recipes), _AT_ONCE):
+        some, begins = recipes[at : at + _AT_ONCE], firsts[at - again : at - again + _AT_ONCE]
+        costs = _together(model, [*recipes[:again], *some], begins, windows, tell)
+        found += costs[again:] if found else costs
         keep(found)
     return found
 
@@ -84,12 +89,17 @@ def mean_divergences(
 def _together(
     model: Model,
     recipes: Sequence[KVRecipe],
+    firsts: Sequence[int],
     windows: Sequence[list[int]],
     progress: Callable[[int], None],
 ) -> list[float]:
     context = max(map(len, windows))
     models = [model.with_kv("auto"), *map(model.with_kv, recipes)]
     sessions = [one.session(max_tokens=context) for one in models]
+    inputs: list[Tensor] = []
+    for session, first in zip(sessions[2:], firsts, strict=False):
+        sessions[1].shared = inputs, 0
+        session.shared = (inputs, first) if first else None
     totals = torch.zeros(len(recipes), dtype=torch.float64)
     size, tokens = chunk_size(model, context), sum(map(len, windows))
     steps = len(sessions) * sum(-(-len(ids) // size) for ids in windows)

@@ -57,7 +57,14 @@ class CpuLayers:
         return make(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
 
     def _one_by_one(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
-        for layer in self._layers:
+        inputs, first = step.shared or ([], 0)
+        if first:
+            x = inputs[first]
+        else:
+            inputs.clear()
+        for layer in self._layers[first:]:
+            if step.shared is not None and not first:
+                inputs.append(x)
             parts = layer.parts
             heads = layer.before(x, *angles[parts.angles])
             q, k, v = heads.split(parts.heads.counts, 1)

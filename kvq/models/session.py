@@ -15,7 +15,7 @@ from kvq.layout import KVLayout
 from kvq.models.packing import positions_of, run_packed
 from kvq.models.prepared import make_cache
 from kvq.models.states import StepStates
-from kvq.models.step import Observer, PackedStep
+from kvq.models.step import Observer, PackedStep, SharedInputs
 from kvq.models.weights import LoadedWeights
 
 
@@ -75,6 +75,7 @@ class Session:
         )
         self.window_limit: int | None = None
         self.observer: Observer | None = None
+        self.shared: SharedInputs | None = None
 
     def new_sequence(self) -> Sequence:
         return self.manager.new_sequence()
@@ -156,4 +157,5 @@ class Session:
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
             window_limit=self.window_limit,
             observer=self.observer,
+            shared=self.shared,
         )

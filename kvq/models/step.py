@@ -18,6 +18,8 @@ from kvq.kernels.rope_write.reference import turned_heads
 from kvq.models.states import StepStates
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
+# What layers were given, [rows, hidden] each, and the one to begin at; from 0 on all run, and are noted down.
+SharedInputs = tuple[list[Tensor], int]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -30,6 +32,7 @@ class PackedStep:
     bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
     window_limit: int | None = None  # shortens every layer's window, to see what context is worth
     observer: Observer | None = None
+    shared: SharedInputs | None = None  # with steps over caches that differ in later layers alone
     states: StepStates | None = None  # of a model with layers that keep some
     positions: Tensor | None = None  # int64 [rows], of a row's token in its sequence
     keeps_hidden: bool = False  # `hidden` is wanted
@@ -39,7 +42,8 @@ class PackedStep:
     @property
     def is_plain(self) -> bool:
         """True if layers have nothing to do but to write and to attend."""
-        return self.observer is None and self.window_limit is None and self.states is None
+        extras = self.observer, self.window_limit, self.states, self.shared
+        return all(extra is None for extra in extras)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Write the new tokens of one layer, then attend from them.

@@ -422,27 +422,21 @@ def test_a_recipe_with_exact_tokens_is_served_as_it_was_measured(short, tmp_path
 
 
 def test_trials_of_a_search_differ_in_their_half_only(short):
-    """What all of them lose, young tokens in bf16, is no cost of a format."""
+    """What all of them lose, young tokens in bf16, is no cost of a format; layers before it run once."""
     for recent in (0, 40):
         plan = TunePlan(max_kl=1.0, codes=(Code.INT4,), recent=recent, context=64, max_windows=1)
         found = search.measure_sensitivities(
             short, calibration_text(), plan, lambda what, done, total: None, lambda make: None
         )
         assert [trial.half.part for trial in found.trials] == ["k", "v", "v"] * 2  # V in groups of 64 and 32
-        trial = found.trials[2]
-        alone = recipe_of(short.geometry, {(0, "v"): trial.fmt}, found.rest)
-        lossless = recipe_of(short.geometry, {(0, "k"): parse_format("int8_per_channel", 64)}, found.rest)
-        exact = ExactTokens(recent=recent)
-        staged, none = mean_divergences(
-            short,
-            # Without recent tokens V waits as K does, whose open block waits.
-            [
-                replace(alone, exact=exact if recent else ExactTokens(recent=1)),
-                replace(lossless, exact=exact),
-            ],
-            found.windows,
+        lossless, exact = {(0, "k"): parse_format("int8_per_channel", 64)}, ExactTokens(recent=recent)
+        chosen = [{(t.half.layer, t.half.part): t.fmt} for t in found.trials if not t.is_estimated]
+        recipes = [recipe_of(short.geometry, lossless | one, found.rest) for one in ({}, *chosen)]
+        none, *costs = mean_divergences(
+            short, [replace(recipe, exact=exact) for recipe in recipes], found.windows
         )
-        assert trial.kl == pytest.approx(max(staged - none, 1e-9), rel=1e-3, abs=1e-9)
+        measured = [trial.kl for trial in found.trials if not trial.is_estimated]
+        assert measured == pytest.approx([max(kl - none, 1e-9) for kl in costs], rel=1e-6, abs=1e-9)
 
 
 def test_bytes_of_scales_per_channel_count(short):

@@ -5,6 +5,7 @@ import torch
 
 import kvq
 from kvq.errors import ModelError, OutOfBlocks, RequestError
+from kvq.models.fused_layers import is_fused
 from tests.helpers_models import changed_embedding
 
 
@@ -35,6 +36,19 @@ def test_a_nan_fails_its_own_sequence_alone_and_its_blocks_are_scrubbed(poisoned
             assert not pool[run.offset : run.offset + run.nbytes].any()
     again = session.forward([(good, [11])])[0].logits
     assert torch.equal(again[0], model.logits([1, 2, 3, 9, 10, 11])[-1])
+
+
+def test_a_step_begins_at_what_another_ones_layer_was_given(tiny):
+    ids, inputs = list(range(40)), []
+    whole, late, other = (tiny.with_kv("fp32").session(max_tokens=64) for _ in range(3))
+    whole.shared, late.shared, other.shared = (inputs, 0), (inputs, 3), (inputs, 3)
+    expected = whole.forward([(whole.new_sequence(), ids)], all_rows=True)[0].logits
+    assert len(inputs) == (len(tiny.geometry.layers) if is_fused(tiny.weights.model) else 0)
+    assert torch.equal(late.forward([(late.new_sequence(), ids)], all_rows=True)[0].logits, expected)
+    if inputs:
+        inputs[3] = -inputs[3]
+        found = other.forward([(other.new_sequence(), ids)], all_rows=True)[0].logits
+        assert not torch.equal(found, expected)
 
 
 def test_logits_that_can_not_be_trusted_are_an_error(poisoned):
