@@ -20,6 +20,11 @@ def result(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}-cpu.json").read_text(encoding="utf-8"))
 
 
+def real(part):
+    path = ROOT / "benchmarks" / "results" / f"real-{part}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+
 def row(name, kv):
     return next(one for one in result(name)["rows"] if one["kv"] == kv)
 
@@ -61,8 +66,7 @@ def fewer(kv):
 
 def worst(kv):
     """Of the trained models."""
-    path = ROOT / "benchmarks" / "results" / "real-wikitext.json"
-    rows = [one for one in json.loads(path.read_text(encoding="utf-8"))["rows"] if one["kv"] == kv]
+    rows = [one for one in real("wikitext") if one["kv"] == kv]
     assert len(rows) == 4
     top = min(one["top1_agreement"] for one in rows)
     kl_mean, change = (max(one[name] for one in rows) for name in ("kl_mean", "perplexity_change"))
@@ -95,7 +99,23 @@ def told_in_choosing():
     yield f"plain 2 bits {needles('fp32') - needles('int2'):.1f}"
 
 
+def told_of_tasks():
+    exact, *rows = real("humaneval")
+    assert [one["kv"] for one in rows] == ["int4", "int3"]
+    yield f"writes {exact['hits']} that pass over KV in fp32, {rows[0]['hits']} over"
+    yield f"and {rows[1]['hits']} over `int3`"
+    for one in rows:
+        found = one["against_baseline"]
+        low, high = found["interval"]
+        yield f"({found['gained']} gained, {found['lost']} lost; "
+        yield f"{found['difference']:+.1%}, {low:+.1%} to {high:+.1%})"
+    yield " and ".join(f"{one['canonical_top1_agreement']:.1%}" for one in rows)
+    exact, packed = (one["hits"] for one in real("retrieval") if one["model"] == "qwen15")
+    yield f"it finds {exact} over fp32 and {packed} over `int4`"
+
+
 def told_in_quality():
+    yield from told_of_tasks()
     for name in (DEFAULT, SHORT):
         check = result(name)["instrument"]
         assert check["passed"]
@@ -143,6 +163,13 @@ def test_intervals_overlap_where_the_page_says_so():
     theirs, own = (deepest(SIMULATED, kv) for kv in ("kvarn-k4v4", "recipe-4.5625bits.json"))
     assert own["intervals"]["kl_mean"][1] < theirs["intervals"]["kl_mean"][0]
     assert own["first_depth"] == 512
+
+
+def test_the_load_check_refuses_all_that_is_broken_and_nothing_that_is_harmless():
+    rows = [one for one in real("checks") if "said" in one]
+    assert len(rows) == 4 * 15  # models, formats
+    assert all(one["said"] == "broken" for one in rows if one["measured"] == "broken")
+    assert not [one for one in rows if one["measured"] == "harmless" and one["said"] == "broken"]
 
 
 def test_every_result_is_shown_or_read_by_something():
