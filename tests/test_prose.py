@@ -114,8 +114,17 @@ def told_of_tasks():
     yield f"it finds {exact} over fp32 and {packed} over `int4`"
 
 
+def told_of_rivals():
+    rows = {one["kv"]: one["bits_held_1024"] for one in real("rivals") if one["model"] == "smollm2"}
+    assert rows["quanto-4"] == rows["hqq-4"]
+    yield f"{rows['int4']:.1f} over `int4`, {rows['quanto-4']:.1f} over quanto's"
+    yield f"{rows['kivi-k4v4+recent=128']:.1f} over KIVI's and {rows['kvarn-k4v4']:.1f} over KVarN's"
+    assert f"{rows['int4+recent=96']:.1f}" == f"{rows['kvarn-k4v4']:.1f}"
+
+
 def told_in_quality():
     yield from told_of_tasks()
+    yield from told_of_rivals()
     for name in (DEFAULT, SHORT):
         check = result(name)["instrument"]
         assert check["passed"]

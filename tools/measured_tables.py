@@ -108,7 +108,8 @@ def real_table(result: dict) -> str:
     dates = sorted(row["date"][:10] for row in result["rows"])
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     tokens = max(row["tokens"] for row in longest)
-    told = f"{tokens:,} tokens in windows of {longest[0]['settings']['context']:,}, against KV in fp32."
+    base = "each engine's unquantized KV" if "logits" in longest[0] else "KV in fp32"
+    told = f"{tokens:,} tokens in windows of {longest[0]['settings']['context']:,}, against {base}."
     versions = result["versions"]
     where = f"{when}, {result['device']}, torch {versions['torch']}, transformers {versions['transformers']}."
     return "\n".join([*lines, "", f"{told} {where}\n"])
