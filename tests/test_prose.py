@@ -110,8 +110,9 @@ def told_of_tasks():
         yield f"({found['gained']} gained, {found['lost']} lost; "
         yield f"{found['difference']:+.1%}, {low:+.1%} to {high:+.1%})"
     yield " and ".join(f"{one['canonical_top1_agreement']:.1%}" for one in rows)
-    exact, packed = (one["hits"] for one in real("retrieval") if one["model"] == "qwen15")
-    yield f"it finds {exact} over fp32 and {packed} over `int4`"
+    found = {(one["model"], one["kv"]): one["hits"] for one in real("retrieval")}
+    yield f"it finds {found['qwen15', 'fp32']} over fp32 and {found['qwen15', 'int4']} over `int4`"
+    yield f"the 0.5B {found['qwen05', 'fp32']} and {found['qwen05', 'int4']}"
 
 
 def told_of_rivals():

@@ -96,7 +96,7 @@ def real_table(result: dict) -> str:
         if row["kv"] == "fp32":
             continue
         bits[row["kv"]] = max(row["bits_per_element"], bits.get(row["kv"], 0))
-        cells[row["kv"], row["model"]] = _checked(row) if "said" in row else _against_fp32(row)
+        cells[row["kv"], row["model"]] = _checked(row) if "said" in row else _closeness(row)
     models = [model for model in REAL_MODELS if any(model == name for _, name in cells)]
     lines = [
         f"| KV | bits / element | {' | '.join(REAL_MODELS[model] for model in models)} |",
@@ -111,18 +111,20 @@ def real_table(result: dict) -> str:
     base = "each engine's unquantized KV" if "logits" in longest[0] else "KV in fp32"
     told = f"{tokens:,} tokens in windows of {longest[0]['settings']['context']:,}, against {base}."
     versions = result["versions"]
-    where = f"{when}, {result['device']}, torch {versions['torch']}, transformers {versions['transformers']}."
+    devices = sorted({row.get("device", result["device"]) for row in longest})
+    where = f"{when}, {' and '.join(devices)}, torch {versions['torch']}, transformers {versions['transformers']}."
     return "\n".join([*lines, "", f"{told} {where}\n"])
 
 
-def _against_fp32(row: dict) -> str:
+def _closeness(row: dict) -> str:
+    """Mean KL with half its interval, change of perplexity, and the share of tokens that stay."""
     low, high = row["intervals"]["kl_mean"]
     change, same = row["perplexity_change"], row["top1_agreement"]
     return f"{row['kl_mean']:.5f} ± {(high - low) / 2:.5f}, {change:+.2%}, {same:.1%}"
 
 
 def _checked(row: dict) -> str:
-    """What the load check said of a format, and what it costs."""
+    """Set what the load check said of a format beside what it costs."""
     said = row["said"] if row["check_kl_mean"] is None else f"{row['said']} ({row['check_kl_mean']:.3f})"
     return f"{said}; {row['measured']} ({row['kl_mean']:.4f}, {row['perplexity_change']:+.1%})"
 

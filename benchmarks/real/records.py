@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvq.errors import ConfigError
-from kvq.evals.results import source_commit
+from kvq.evals.results import describe_device, source_commit
 
 Row = dict[str, Any]
 Settings = Mapping[str, Any]
@@ -82,7 +84,7 @@ class Records:
         return self._rows.get(key_of(model, part, kv, settings))
 
     def add(self, model: str, part: str, kv: str, settings: Settings, found: Row) -> Row:
-        """Append a row, with the commit and the time of it.
+        """Append a row, with the commit, the machine and the time of it.
 
         Raises:
             ValueError: a figure is NaN or infinite; nothing was written.
@@ -95,6 +97,7 @@ class Records:
             "settings": dict(settings),
             **found,
             "commit": source_commit(),
+            "device": describe_device(torch.device("cpu")),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         line = json.dumps(row, allow_nan=False) + "\n"

@@ -198,13 +198,13 @@ class _Search:
         return recipe, costs[best], best == 0
 
     def uniform(self, budget: int) -> list[KVRecipe]:
-        """The uniform formats to compare with: short names near a budget, and the best pairs within it."""
+        """List the uniform formats to compare with: short names near a budget, the best pairs within it."""
         named = self._near(budget)
         known = [recipe.layers for recipe in named]
         return [*named, *(pair for pair in self._pairs(budget) if pair.layers not in known)]
 
     def _near(self, budget: int) -> list[KVRecipe]:
-        """Short names within a budget, and the next larger one: each takes as long as the recipe itself."""
+        """List short names within a budget and the next larger one; each takes as long as the recipe."""
         named = sorted(self._named, key=self.nbytes)
         return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 
@@ -223,7 +223,7 @@ class _Search:
         return [self._recipe(x, f"{x[0].fmt.name}/{x[-1].fmt.name}{exact}") for x in pairs[:_RIVALS]]
 
     def others(self, budget: int) -> list[KVRecipe]:
-        """Tuned recipes at the bytes of the short names near a budget, for the front."""
+        """Make tuned recipes at the bytes of the short names near a budget, for the front."""
         sizes = {self.nbytes(recipe): recipe.name for recipe in self._near(budget)}
         return [
             self.recipe(size, f"tuned, as {name}")

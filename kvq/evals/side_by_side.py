@@ -97,8 +97,9 @@ def _together(
     models = [model.with_kv("auto"), *map(model.with_kv, recipes)]
     sessions = [one.session(max_tokens=context) for one in models]
     inputs: list[Tensor] = []
-    for session, first in zip(sessions[2:], firsts, strict=False):
+    if firsts:
         sessions[1].shared = inputs, 0
+    for session, first in zip(sessions[2:], firsts, strict=False):
         session.shared = (inputs, first) if first else None
     totals = torch.zeros(len(recipes), dtype=torch.float64)
     size, tokens = chunk_size(model, context), sum(map(len, windows))

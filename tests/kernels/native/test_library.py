@@ -126,7 +126,6 @@ import re, torch
 from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv
 from kvq.kernels import AttentionOptions
 from kvq.kernels.attend.cpu import attend
-from kvq.kernels.attend.options import Age, Part
 torch.set_num_threads(2)
 cache = poisoned_cache("int4", [(48, 48)], fill=0)
 batch = Tables([[0, 1, 2, 3, 4, 5]], 5).batch([30], [30])
