@@ -112,7 +112,8 @@ def real_table(result: dict) -> str:
     told = f"{tokens:,} tokens in windows of {longest[0]['settings']['context']:,}, against {base}."
     versions = result["versions"]
     devices = sorted({row.get("device", result["device"]) for row in longest})
-    where = f"{when}, {' and '.join(devices)}, torch {versions['torch']}, transformers {versions['transformers']}."
+    libraries = f"torch {versions['torch']}, transformers {versions['transformers']}"
+    where = f"{when}, {' and '.join(devices)}, {libraries}."
     return "\n".join([*lines, "", f"{told} {where}\n"])
 
 
