@@ -149,7 +149,10 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kv", type=lambda text: text.split(","), default=_KV.split(","), help="formats")
     parser.add_argument(
-        "--tokens", type=int, default=Sizes().tokens, help="of WikiText-2; of essays twice as many"
+        "--tokens",
+        type=int,
+        default=Sizes().tokens,
+        help="of WikiText-2 (%(default)s); of essays twice as many; of checks and rivals at most 2,048",
     )
     parser.add_argument(
         "--windows",

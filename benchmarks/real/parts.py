@@ -48,6 +48,11 @@ def _wikitext(bench: Bench, sizes: Sizes) -> list[Settings]:
     return [_of_text(bench.lab.wikitext(), context, sizes.tokens) for context in _fitting(bench, (1024,))]
 
 
+def _few(most: int) -> Callable[[Bench, Sizes], list[Settings]]:
+    """At most so many tokens of WikiText-2, for what takes long."""
+    return lambda bench, sizes: [_of_text(bench.lab.wikitext(), 1024, min(sizes.tokens, most))]
+
+
 def _essays(bench: Bench, sizes: Sizes) -> list[Settings]:
     contexts = _fitting(bench, sizes.windows)
     return [_of_text(bench.lab.essays(), context, 2 * sizes.tokens) for context in contexts]
@@ -94,13 +99,13 @@ PARTS = {
     ),
     "checks": Part(
         what="verdicts of the load check beside what is measured on WikiText-2",
-        settings=lambda bench, sizes: [_of_text(bench.lab.wikitext(), 1024, checked.TOKENS)],
+        settings=_few(checked.TOKENS),
         measure=checked.measure,
         when_asked=True,
     ),
     "rivals": Part(
         what="divergence of other engines' KV from their own unquantized KV, on WikiText-2",
-        settings=lambda bench, sizes: [_of_text(bench.lab.wikitext(), 1024, rivals.TOKENS)],
+        settings=_few(rivals.TOKENS),
         measure=rivals.measure,
         others=rivals.NAMES,
         when_asked=True,
