@@ -1,6 +1,6 @@
 """What `import kvq` offers: loading with calibration, and measuring with plain rows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 from kvq.arguments import checked
 from kvq.calib import calibrate
 from kvq.calib.budget import TunePlan, default_codes, parse_budget
-from kvq.calib.candidates import codes_of
+from kvq.calib.candidates import Trial, codes_of
 from kvq.calib.quantize import Method, Quantized, QuantizeSettings, Quantizing, quantize_model
 from kvq.calib.search import Tuned
 from kvq.calib.search import tune as search
@@ -60,13 +60,17 @@ def with_fresh_scales(model: Model, progress: Progress = lambda done, total: Non
 
 
 class TuneKeywords(TypedDict, total=False):
-    """What recipes of `tune` may keep unquantized, how much text it takes, and who is told how far it is."""
+    """What recipes of `tune` may keep unquantized, how much text it takes, and who is told how far it is.
+
+    `known`: an earlier result's `sensitivities.trials`, on the same text; they are not measured again.
+    """
 
     recent: int
     sinks: int
     context: int | None
     max_windows: int
     verify_windows: int
+    known: Sequence[Trial]
     progress: NamedProgress
     keep: KeepTrials
 

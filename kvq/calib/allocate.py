@@ -9,33 +9,18 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.calib.candidates import Trial
 from kvq.errors import ConfigError
 
 
-class Option(Protocol):
-    """One way to store a unit."""
-
-    @property
-    def nbytes(self) -> Fraction | int:
-        """Per token; a fraction where blocks hold more than their tokens' rows."""
-
-    @property
-    def kl(self) -> float:
-        """In nats per token, what choosing it adds."""
-
-
-Choice = TypeVar("Choice", bound=Option)
-
-
-class Allocation(Generic[Choice]):
+class Allocation:
     """The best choices for every budget at once."""
 
-    def __init__(self, units: Sequence[Sequence[Choice]]) -> None:
+    def __init__(self, units: Sequence[Sequence[Trial]]) -> None:
         """Solve for all budgets, O(units x options x bytes / their greatest common divisor).
 
         Raises:
@@ -68,14 +53,14 @@ class Allocation(Generic[Choice]):
         """The least total cost within `budget` bytes per token."""
         return float(self._costs[self._best(budget)])
 
-    def choose(self, budget: Fraction | int) -> list[Choice]:
+    def choose(self, budget: Fraction | int) -> list[Trial]:
         """The options of least total cost within `budget` bytes per token, one per unit.
 
         Raises:
             ConfigError: not even the smallest choices fit.
         """
         at = self._best(budget)
-        chosen: list[Choice] = []
+        chosen: list[Trial] = []
         for options, shifts, picked in reversed(
             list(zip(self._units, self._shifts, self._picked, strict=True))
         ):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from kvq.calib.candidates import ALL_CODES, candidates, format_in, halves
+from kvq.calib.candidates import ALL_CODES, Trial, candidates, format_in, halves
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.exact_tail import check_exact
@@ -42,10 +42,11 @@ class TunePlan:
     context: int | None = None  # tokens per window; None: 512 or what the model takes
     max_windows: int = 3  # to search on
     verify_windows: int = 8  # to measure on
+    known: Sequence[Trial] = ()  # of an earlier search on the text, with this context
 
     def __post_init__(self) -> None:
         if (self.budget_bytes is None) == (self.max_kl is None):
-            raise ConfigError("give either a budget in bytes or the largest KL divergence, not both")
+            raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
         _ = self.exact  # checks both
 
     @property

@@ -39,6 +39,21 @@ class Half:
         return self.kv_heads * self.head_dim * fmt.bits_per_element(self.head_dim, self.block_size) / 8
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What storing one half in one format costs, all others unquantized."""
+
+    half: Half
+    fmt: KVFormat
+    kl: float  # nats per token
+    is_estimated: bool = False
+
+    @property
+    def nbytes(self) -> Fraction:
+        """Per token."""
+        return self.half.nbytes(self.fmt)
+
+
 def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
     """K and V of every layer, in the order of layers."""
     return [

@@ -18,8 +18,8 @@ import numpy as np
 
 from kvq.calib.allocate import Allocation
 from kvq.calib.budget import TunePlan, recipe_bytes
-from kvq.calib.candidates import halves, recipe_of
-from kvq.calib.sensitivity import Keep, Progress, Sensitivities, Trial, measure_sensitivities
+from kvq.calib.candidates import Trial, halves, recipe_of
+from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError
 from kvq.evals.bootstrap import Bootstrap, Interval
 from kvq.evals.divergence import TokenFigures, TokenPlan, Watch, measure_tokens
@@ -144,7 +144,7 @@ class _Search:
     def __init__(self, model: Model, found: Sensitivities, plan: TunePlan) -> None:
         self._model, self._found, self._plan = model, found, plan
         self._units = halves(model.geometry, model.prepared.block_size)
-        self.allocation = Allocation([found.of(half) for half in self._units])
+        self.allocation = Allocation([[x for x in found.trials if x.half == half] for half in self._units])
         self._named = [model.prepared.recipe(f"{code.name}{plan.exact}") for code in plan.codes]
 
     def nbytes(self, recipe: KVRecipe) -> Fraction:

@@ -8,10 +8,9 @@ small, so that a bit more has a quarter of it: what wider codes and larger group
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from kvq.calib.budget import TunePlan
-from kvq.calib.candidates import Half, candidates, recipe_of
+from kvq.calib.candidates import Half, Trial, candidates, recipe_of
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
 from kvq.formats import Code, Grouped, KVFormat, KVRecipe, PerTokenHead
@@ -21,21 +20,6 @@ Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
 
 _MOST_TRIED = 4  # bits; wider codes differ from the baseline by little more than rounding
 _LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """What storing one half in one format costs, all others unquantized."""
-
-    half: Half
-    fmt: KVFormat
-    kl: float  # nats per token
-    is_estimated: bool = False
-
-    @property
-    def nbytes(self) -> Fraction:
-        """Per token."""
-        return self.half.nbytes(self.fmt)
 
 
 Keep = Callable[[Callable[[], list[Trial]]], object]  # told how to make the trials so far
@@ -49,10 +33,6 @@ class Sensitivities:
     rest: KVFormat  # of the halves that were not tried
     windows: tuple[list[int], ...]  # token ids
 
-    def of(self, half: Half) -> list[Trial]:
-        """The trials of one half."""
-        return [trial for trial in self.trials if trial.half == half]
-
 
 def measure_sensitivities(
     model: Model, text: EvalText, plan: TunePlan, progress: Progress, keep: Keep
@@ -61,7 +41,7 @@ def measure_sensitivities(
 
     In all trials the first half is in INT8 at least, which makes all of them staged if keys are quantized by
     whole blocks: they differ in one half only. What that alone loses is taken off: young tokens in bf16, and
-    in 16-bit weights the rounding of other kernels.
+    in 16-bit weights the rounding of other kernels. What the plan's known trials tell is not measured again.
 
     Raises:
         RequestError: a text or context that can't be used, or K or V that are not finite.
@@ -71,16 +51,17 @@ def measure_sensitivities(
     found = candidates(model.prepared, plan.codes)
     first = next(iter(found))
     pairs = [(first, candidates(model.prepared, [Code.INT8])[first][0])]  # which costs next to nothing
-    pairs += [(half, fmt) for half, formats in found.items() for fmt in _tried(half, formats)]
+    known = [trial for trial in plan.known if not trial.is_estimated]
+    pairs += [(half, fmt) for half, formats in found.items() for fmt in _tried(half, formats, known)]
 
     def recipe(half: Half, fmt: KVFormat) -> KVRecipe:
         some = {(one.layer, one.part): fmt for one, fmt in (pairs[0], (half, fmt))}
         return replace(recipe_of(model.geometry, some, rest), exact=plan.exact)
 
     def trials(costs: Sequence[float]) -> list[Trial]:
-        floor, *others = costs
-        done = zip(pairs[1:], others, strict=False)
-        return [Trial(half=half, fmt=fmt, kl=max(kl - floor, _LEAST_COST)) for (half, fmt), kl in done]
+        done = zip(pairs[1:], costs[1:], strict=False)
+        tried = [Trial(half=half, fmt=fmt, kl=max(kl - costs[0], _LEAST_COST)) for (half, fmt), kl in done]
+        return [*known, *tried]
 
     costs = mean_divergences(
         model,
@@ -99,12 +80,13 @@ def measure_sensitivities(
     return Sensitivities(trials=tuple(every), rest=rest, windows=tuple(windows))
 
 
-def _tried(half: Half, formats: Sequence[KVFormat]) -> list[KVFormat]:
-    """The formats of a half that are measured: of a code the largest, which is of its smallest groups."""
-    largest = {fmt.code: fmt for fmt in formats}  # the last of a code
+def _tried(half: Half, formats: Sequence[KVFormat], known: Sequence[Trial]) -> list[KVFormat]:
+    """The formats of a half to measure: of a code the largest, which is of its smallest groups."""
+    before = [trial.fmt for trial in known if trial.half == half]
+    largest = {fmt.code: fmt for fmt in (*formats, *before)}  # the last of a code
     codes = sorted(largest, key=lambda code: code.bits)
     few = codes[:2] if half.part == "k" and codes[:2][-1].bits <= _MOST_TRIED else codes[:1]
-    return [largest[code] for code in few]
+    return [largest[code] for code in few if largest[code] not in before]
 
 
 def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from kvq import fileio
-from kvq.calib.candidates import format_in, halves
+from kvq import fileio, strict_json
+from kvq.calib.candidates import Trial, format_in, formats_of, halves
 from kvq.calib.search import Tuned
-from kvq.calib.sensitivity import Trial
+from kvq.errors import ConfigError, first_lines
 from kvq.evals.bootstrap import Bootstrap
 from kvq.evals.columns import Columns, bits, sizes, table
 from kvq.evals.figure import drawing, finish, legend_beside, new_figure, short
@@ -19,7 +19,7 @@ from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
 from kvq.evals.plot import finish_kl
 from kvq.evals.sections import MOST, told
-from kvq.formats import KVRecipe
+from kvq.formats import KVRecipe, parse_format
 from kvq.models import Model
 from kvq.models.verdict import verdict as verdict_of
 
@@ -54,11 +54,9 @@ def tuned_facts(model: Model, tuned: Tuned) -> Row:
     """What the JSON says beside the points."""
     return {
         "cautions": list(tuned.cautions),
-        "context": _context(tuned),
         "budget_bytes": tuned.budget_bytes,
         "expected_kl": tuned.expected_kl,
         "search_kl": tuned.search_kl,
-        "exact": str(tuned.recipe.exact),
         "is_staged": tuned.recipe.is_staged,
         "rival": tuned.rival and tuned.rival.row.kv,
         "ratio_to_rival": tuned.rival and tuned.points[-1].ratio(tuned.rival),
@@ -81,6 +79,33 @@ def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
         }
         for trial in trials
     ]
+
+
+def read_trials(path: str | Path, model: Model, same: Row) -> list[Trial]:
+    """Read what a search measured, finished or interrupted, from the JSON that it wrote.
+
+    `same`: fields that have to be as they are here.
+
+    Raises:
+        ConfigError: no such JSON, or one of another search.
+    """
+    units = {(half.layer, half.part): half for half in halves(model.geometry, model.prepared.block_size)}
+    trials: list[Trial] = []
+    try:
+        found = strict_json.read(Path(path))
+        for name, value in same.items():
+            if found[name] != value:
+                raise ConfigError(f"its {name} is {found[name]!r}, here it is {value!r}")
+        for row in found["sensitivities"]:
+            half = units[row["layer"], row["part"]]
+            fmt = parse_format(row["format"], half.head_dim)
+            searched = formats_of(half, fmt.code, whole_blocks=model.prepared.cache == "kvq")
+            if fmt not in searched or row["bytes_per_token"] != float(half.nbytes(fmt)):
+                raise ConfigError("it was made for blocks of another size or for another cache")
+            trials.append(Trial(half=half, fmt=fmt, kl=float(row["kl"]), is_estimated=row["is_estimated"]))
+    except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
+        raise ConfigError(f"--costs {path} can't be used: {first_lines(error)}") from error
+    return trials
 
 
 def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:

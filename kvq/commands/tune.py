@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvq.calib.budget import TunePlan
+    from kvq.calib.candidates import Trial
     from kvq.calib.search import Tuned
-    from kvq.calib.sensitivity import Trial
     from kvq.evals import EvalText
     from kvq.formats import Code
     from kvq.models import Model
@@ -76,6 +76,7 @@ class Asked:
     )
     max_windows: int = option(3, "To search on.", type=AT_LEAST_1)
     verify_windows: int = option(8, "To measure on.", type=AT_LEAST_1)
+    costs: str | None = path_option("--costs", "--json of a search before: what it measured isn't again.")
     json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
     html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
@@ -84,7 +85,8 @@ class Asked:
         """What the search is given; without codes, those with fast kernels here."""
         from kvq.calib.budget import TunePlan, default_codes, parse_budget
 
-        nbytes = None if self.max_kl is not None else parse_budget(model, self.budget or DEFAULT_BUDGET)
+        is_limited = self.max_kl is not None and self.budget is None
+        nbytes = None if is_limited else parse_budget(model, self.budget or DEFAULT_BUDGET)
         plan = TunePlan(
             budget_bytes=nbytes,
             max_kl=self.max_kl,
@@ -120,8 +122,6 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     from kvq.evals.figure import write_figure
     from kvq.models.verdict import verdict
 
-    if asked.budget is not None and asked.max_kl is not None:
-        raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
     if asked.html_path is not None:
         require("--html", PLOTS)
     codes = None if asked.formats is None else codes_of(asked.formats.split(","))
@@ -132,7 +132,7 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     plan = asked.plan(checked.prepared, codes)
     for warning in plan.check_exact(checked.prepared, plan.check(checked.prepared, *texts)):
         warn(warning)
-    tuned, result = _tune(checked.load(), texts, plan, asked.out, json_path)
+    tuned, result = _tune(checked.load(), texts, plan, asked, json_path)
     _print(result, asked.out)
     if asked.html_path:
         write_report(asked.html_path, result)
@@ -153,21 +153,24 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
 
 
 def _tune(
-    model: "Model", texts: "tuple[EvalText, EvalText]", plan: "TunePlan", out: str, json_path: str | None
+    model: "Model", texts: "tuple[EvalText, EvalText]", plan: "TunePlan", asked: Asked, json_path: str | None
 ) -> "tuple[Tuned, dict[str, Any]]":
     """Search, write the recipe and the JSON."""
     from kvq.calib.search import tune
-    from kvq.calib.tune_report import point_rows, sensitivity_rows, tuned_facts
+    from kvq.calib.tune_report import point_rows, read_trials, sensitivity_rows, tuned_facts
     from kvq.commands.progress import named_progress
     from kvq.commands.results import FinishedRows, result_of
     from kvq.weights.manifest import relist
 
     source, other = texts
-    about = {
+    window = plan.windows(model.prepared, source.text, 1)[0]
+    same: dict[str, Any] = {"model_digest": model.weights.digest, "text_digest": source.digest}
+    same |= {"context": len(window), "exact": str(plan.exact)}
+    if asked.costs is not None:
+        plan = replace(plan, known=read_trials(asked.costs, model, same))
+    about = same | {
         "model": model.title,
-        "model_digest": model.weights.digest,
         "text": source.name,
-        "text_digest": source.digest,
         "held_out": other.name,
         "held_out_digest": other.digest,
     }
@@ -179,8 +182,8 @@ def _tune(
     with FinishedRows(json_path, unfinished, _print_trials) as finished:
         with named_progress() as progress:
             tuned = tune(model, source, other, plan, progress=progress, keep=finished.keep)
-        tuned.recipe.save(out)
-        relist(out)
+        tuned.recipe.save(asked.out)
+        relist(asked.out)
         facts = tuned_facts(model, tuned) | about | {"seconds": time.perf_counter() - began}
         result = result_of(point_rows(tuned), model.weights.device, facts)
         finished.finish(result)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvq
-from kvq.calib import budget, observe, search
+from kvq.calib import budget, observe, search, sensitivity
 from kvq.calib.budget import TunePlan, bytes_of_bits, default_codes, parse_budget, recipe_bytes
 from kvq.calib.candidates import ALL_CODES, Half, candidates, codes_of, formats_of, recipe_of
 from kvq.calib.tune_report import verdict
@@ -437,6 +437,31 @@ def test_trials_of_a_search_differ_in_their_half_only(short):
         )
         measured = [trial.kl for trial in found.trials if not trial.is_estimated]
         assert measured == pytest.approx([max(kl - none, 1e-9) for kl in costs], rel=1e-6, abs=1e-9)
+
+
+def test_what_was_measured_before_is_not_measured_again(short, monkeypatch):
+    """Another budget takes a search's costs; one that was interrupted goes on; other codes are measured."""
+    ran = []
+
+    def counted(model, recipes, *rest, **named):
+        ran.append(len(recipes) - 1)  # beside what all trials share
+        return mean_divergences(model, recipes, *rest, **named)
+
+    def measured(codes, known=()):
+        plan = TunePlan(max_kl=1.0, codes=codes, context=64, max_windows=1, known=known)
+        silent = (lambda what, done, total: None, lambda make: None)
+        return search.measure_sensitivities(short, calibration_text(), plan, *silent).trials
+
+    monkeypatch.setattr(sensitivity, "mean_divergences", counted)
+    narrow = (Code.INT4, Code.INT3, Code.INT2)
+    whole = measured(narrow)
+    assert measured(narrow, whole) == whole
+    some = [trial for trial in whole if not trial.is_estimated][:2]
+    assert measured(narrow, some) == whole
+    wide = measured((Code.INT4, Code.INT3), whole)  # the same costs, of fewer formats
+    assert wide == tuple(trial for trial in whole if trial.fmt.code is not Code.INT2)
+    assert measured(narrow, measured((Code.INT4, Code.INT3))) == whole
+    assert ran == [6, 0, 4, 0, 6, 4]  # of two layers K in two codes, V in one; last K and V in 2 bits
 
 
 def test_bytes_of_scales_per_channel_count(short):

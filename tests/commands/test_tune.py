@@ -52,6 +52,36 @@ def test_a_recipe_its_report_and_its_plot_are_written(kvq, short, tmp_path):
     assert status == 0
 
 
+def test_another_budget_takes_the_costs_of_a_search_before(kvq, short, tmp_path):
+    def run(*more):
+        return kvq("tune", short, "--out", tmp_path / "r.json", *FEW, *more)
+
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert run("--budget", "5bits", "--json", first)[0] == 0
+    status, _, err = run("--budget", "7bits", "--costs", first, "--json", second)
+    assert status == 0, err
+    before, after = (json.loads(path.read_text()) for path in (first, second))
+    assert before["sensitivities"] == after["sensitivities"]
+    assert before["recipe"] != after["recipe"]
+    cases = [
+        (("--context", 64), "its context is 96, here it is 64"),
+        (("--sinks", 4), "its exact is '', here it is '+sinks=4'"),
+        (("--block-size", 16), "blocks of another size"),
+        (("--text", __file__, "--context", 96), "its text_digest is"),
+        (("--costs", tmp_path / "none.json"), "No such file"),
+        (("--costs", __file__), "can't be used"),
+    ]
+    for more, words in cases:
+        status, _, err = run("--budget", "7bits", "--costs", first, *more)
+        assert (status, words in err.replace("\n", " ")) == (2, True), err
+    rows = after["sensitivities"]
+    for broken in ([rows[0] | {"layer": 7}], [rows[0] | {"kl": "x"}], [{"layer": 0}], [1], None):
+        second.write_text(json.dumps(after | {"sensitivities": broken}))
+        status, _, err = run("--costs", second)
+        assert status == 2, broken
+        assert f"--costs {second} can't be used" in err.replace("\n", " ")
+
+
 @pytest.mark.long
 def test_what_a_sequence_holds_is_in_the_table_and_a_tail_that_holds_most_is_said(kvq, short, tmp_path):
     path = tmp_path / "t.json"
