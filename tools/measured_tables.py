@@ -7,6 +7,7 @@ python tools/measured_tables.py --check  # exit 1 if a page and its JSON differ
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,12 @@ REAL_MODELS = {
 
 
 def real_table(result: dict) -> str:
-    """The table of a part of `python -m benchmarks.real`: formats by models, of the most tokens."""
-    most = max(row["settings"]["tokens"] for row in result["rows"])
-    longest = [row for row in result["rows"] if row["settings"]["tokens"] == most]
+    """The table of a part of `python -m benchmarks.real`: formats by models, of the tokens with most rows."""
+    of_sizes: dict[str, Counter[int]] = {}
+    for row in result["rows"]:
+        of_sizes.setdefault(row["model"], Counter())[row["settings"]["tokens"]] += 1
+    most = {model: max(sizes, key=lambda n: (sizes[n], n)) for model, sizes in of_sizes.items()}
+    longest = [row for row in result["rows"] if row["settings"]["tokens"] == most[row["model"]]]
     cells, bits = {}, {}
     for row in longest:
         if row["kv"] == "fp32":
@@ -107,9 +111,12 @@ def real_table(result: dict) -> str:
         lines.append(f"| `{kv}` | {bits[kv]:g} | {told} |")
     dates = sorted(row["date"][:10] for row in result["rows"])
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    tokens = max(row["tokens"] for row in longest)
+    tokens = {model: max(row["tokens"] for row in longest if row["model"] == model) for model in models}
+    counts = f"{max(tokens.values()):,} tokens"
+    if fewer := {model: n for model, n in tokens.items() if n < max(tokens.values())}:
+        counts += f" ({', '.join(f'{REAL_MODELS[model]} {n:,}' for model, n in fewer.items())})"
     base = "each engine's unquantized KV" if "logits" in longest[0] else "KV in fp32"
-    told = f"{tokens:,} tokens in windows of {longest[0]['settings']['context']:,}, against {base}."
+    told = f"{counts} in windows of {longest[0]['settings']['context']:,}, against {base}."
     versions = result["versions"]
     devices = sorted({row.get("device", result["device"]) for row in longest})
     libraries = f"torch {versions['torch']}, transformers {versions['transformers']}"
