@@ -60,17 +60,14 @@ def with_fresh_scales(model: Model, progress: Progress = lambda done, total: Non
 
 
 class TuneKeywords(TypedDict, total=False):
-    """What recipes of `tune` may keep unquantized, how much text it takes, and who is told how far it is.
-
-    `known`: an earlier result's `sensitivities.trials`, on the same text; they are not measured again.
-    """
+    """What recipes of `tune` may keep unquantized, how much text it takes, and who is told how far it is."""
 
     recent: int
     sinks: int
     context: int | None
     max_windows: int
     verify_windows: int
-    known: Sequence[Trial]
+    known: Sequence[Trial]  # `sensitivities.trials` of a search before on this text: not measured again
     progress: NamedProgress
     keep: KeepTrials
 

@@ -125,6 +125,14 @@ def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     return read
 
 
+def _formats(text: str) -> list[str]:
+    return [kv.strip() for kv in text.split(",")]
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line.
 
@@ -147,7 +155,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parts", type=names(list(PARTS)), default=usual, help=f"of {', '.join(PARTS)} ({', '.join(usual)})"
     )
-    parser.add_argument("--kv", type=lambda text: text.split(","), default=_KV.split(","), help="formats")
+    parser.add_argument("--kv", type=_formats, default=_KV.split(","), help="formats, comma-separated")
     parser.add_argument(
         "--tokens",
         type=int,
@@ -156,7 +164,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--windows",
-        type=lambda text: tuple(map(int, text.split(","))),
+        type=_tokens,
         default=Sizes().windows,
         help="tokens of the essays' windows",
     )

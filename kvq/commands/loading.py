@@ -10,7 +10,7 @@ from kvq.commands.screen import echo
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
-from kvq.models.load_check import check_on_load
+from kvq.models.load_check import check_on_load, refuse_known
 from kvq.models.model import load_prepared
 from kvq.models.prepared import PreparedModel, find_scales, prepare
 
@@ -49,6 +49,7 @@ def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) ->
         ModelError: damaged weights, or a model that would be run wrongly.
         BrokenFormat: the format breaks the model, and that was not accepted.
     """
+    refuse_known(checked.prepared, checked.recipe(kv), accept_divergence=accept_divergence)
     model = checked.load().with_kv(kv)
     with status(f"checking {kv} on {checked.prepared.source}"):
         check_on_load(model, accept_divergence=accept_divergence)

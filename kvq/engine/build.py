@@ -18,7 +18,7 @@ from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.load_check import check_on_load
+from kvq.models.load_check import check_on_load, refuse_known
 from kvq.models.model import load_prepared
 from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.resolve import ModelSource
@@ -109,6 +109,7 @@ def build(
     """
     if not isinstance(model, Model):
         checked = check_engine(model, kv, options)
+        refuse_known(checked.model, checked.recipe, accept_divergence=checked.config.accept_divergence)
         loaded = checked.load()
         check_on_load(loaded, accept_divergence=checked.config.accept_divergence)
         return loaded, checked.config

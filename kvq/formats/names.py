@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvq.errors import ConfigError, nearest
 from kvq.formats.codes import CODES, Code, Kind
@@ -20,24 +21,14 @@ _OF_WIDTH = {16: "bf16", 8: "int8"}  # in pairs such as k8v4; other widths are g
 
 # What other engines call it -> ours. `auto` is resolved by whoever knows the model's dtype.
 FOREIGN_NAMES = {
-    "f32": "fp32",
-    "float32": "fp32",
-    "f16": "fp16",
-    "half": "fp16",
-    "float16": "fp16",
+    **dict.fromkeys(("f32", "float32"), "fp32"),
+    **dict.fromkeys(("f16", "half", "float16"), "fp16"),
     "bfloat16": "bf16",
-    "fp8_e4m3": "fp8",
-    "fp8_e4m3fn": "fp8",
-    "fp8_inc": "fp8",
-    "q8_0": "int8",
-    "q4_0": "int4_g32",
-    "q4_1": "int4_g32",
-    "q5_0": "int5_g32",
-    "q5_1": "int5_g32",
-    "iq4_nl": "int4_g32",
-    "u8": "int8",
-    "u4": "int4_g32",
-    "int4_per_token_head": "int4",
+    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "fp8_inc"), "fp8"),
+    **dict.fromkeys(("q8_0", "u8"), "int8"),
+    **dict.fromkeys(("q5_0", "q5_1"), "int5_g32"),
+    **dict.fromkeys(("q4_0", "q4_1", "iq4_nl", "u4"), "int4_g32"),
+    "int4_per_token_head": "int4_g32_s8_rot",
 }
 
 MOST_EXACT = 65536  # tokens that stay unquantized
@@ -59,11 +50,16 @@ def known_names() -> tuple[str, ...]:
     return (
         *(code.name for code in CODES.values() if code.is_float),
         *(code.name + end for code in CODES.values() if code.kind is Kind.SCALED for end in scaled),
+        f"{Code.INT8.name}_per_channel",
         *(
             name
             for code in CODES.values()
             if code.is_grouped
-            for name in (code.name, *(f"{code.name}_g{n}" for n in code.shown_groups))
+            for name in (
+                code.name,
+                f"{code.name}_per_channel",
+                *(f"{code.name}_g{n}" for n in code.shown_groups),
+            )
         ),
         "k8v4",
     )
@@ -169,7 +165,7 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
         ConfigError: unknown name, or one that `head_dim` does not fit.
     """
     read = _read(name, name)
-    code, rotated = read.code, read.rotated
+    code, rotated = read.code, read.rotated is not None
     scale: ScaleMode | None = None
     if read.per_channel:
         scale = PerChannel()
@@ -179,23 +175,23 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
         fitting = [n for n in legal_group_sizes(head_dim) if n <= code.group]
         scale, rotated = Grouped(max(fitting, default=head_dim), is_narrow=True), True
     elif read.group is not None:
-        scale = Grouped(read.group, is_narrow=read.is_narrow)
-    fmt = KVFormat(code=code, scale=scale, rotated=rotated, mean=read.mean)
+        scale = Grouped(int(read.group), is_narrow=read.narrow is not None)
+    fmt = KVFormat(code=code, scale=scale, rotated=rotated, mean=read.mean is not None)
     fmt.check(head_dim)
     return fmt
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Read:
-    """What a name says."""
+class _Read(NamedTuple):
+    """A name's code, and its suffixes as `_NAME` finds them."""
 
     code: Code
-    per_head: bool
-    per_channel: bool
-    group: int | None
-    is_narrow: bool
-    mean: bool
-    rotated: bool
+    per_token_head: str | None
+    per_head: str | None
+    per_channel: str | None
+    group: str | None
+    narrow: str | None
+    mean: str | None
+    rotated: str | None
 
 
 def _read(name: str, given: str) -> _Read:
@@ -208,25 +204,17 @@ def _read(name: str, given: str) -> _Read:
     code = CODES.get(match[1]) if match else None
     if match is None or code is None:
         raise _unknown(name, given)
-    _, per_token_head, per_head, per_channel, group, narrow, mean, rotated = match.groups()
+    read = _Read(code, *match.groups()[1:])
     allowed = {
         Kind.FLOAT: (),
-        Kind.SCALED: (per_token_head, per_head, per_channel if code is Code.INT8 else None),
-        Kind.GROUPED: (group, per_channel),
+        Kind.SCALED: (read.per_token_head, read.per_head, read.per_channel if code is Code.INT8 else None),
+        Kind.GROUPED: (read.group, read.per_channel),
     }[code.kind]
-    if any(end is not None and end not in allowed for end in (per_token_head, per_head, per_channel, group)):
+    if any(end is not None and end not in allowed for end in read[1:5]):
         raise _unknown(name, given)
-    if mean is not None and (not code.is_grouped or per_channel):
+    if read.mean is not None and (not code.is_grouped or read.per_channel):
         raise _unknown(name, given)
-    return _Read(
-        code=code,
-        per_head=per_head is not None,
-        per_channel=per_channel is not None,
-        group=None if group is None else int(group),
-        is_narrow=narrow is not None,
-        mean=mean is not None,
-        rotated=rotated is not None,
-    )
+    return read
 
 
 def _of_widths(name: str) -> KVName | None:
@@ -268,7 +256,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 
 def _in_order(name: str) -> str:
     """The name of a format that has the words of a name, those that its kind of code can have."""
-    found, ends = respelled(name, CODES, ("per", "token", "head", GROUP, "s8", "mean", "rot"))
+    found, ends = respelled(name, CODES, ("per", "token", "head", "channel", GROUP, "s8", "mean", "rot"))
     if not found:
         return ""
     code = CODES[found]
@@ -280,5 +268,7 @@ def _in_order(name: str) -> str:
     middle = ""
     if code.kind is Kind.SCALED and ends.keys() & {"per", "token", "head"}:
         middle = "_per_token_head" if "token" in ends else "_per_head"
+    if "channel" in ends and (code.is_grouped or code is Code.INT8):
+        middle, allowed = "_per_channel", {"rot"}
     hint = code.name + middle + "".join(f"_{end}" for key, end in ends.items() if key in allowed)
     return hint if _NAME.fullmatch(hint) else ""

@@ -39,6 +39,8 @@ def check(
     """
     if isinstance(model, Model):
         return measure(model.with_kv(kv))
+    if not hasattr(model, "get_input_embeddings"):
+        raise ConfigError(f"kvq.check takes a loaded model of transformers or of kvq.load, got {model!r:.80}")
     vocab_size, weights = model.get_input_embeddings().weight.shape[0], model.num_parameters()
     longest = model.config.get_text_config().max_position_embeddings
     ids = token_ids(tokenizer or _tokenizer(model.name_or_path), longest, vocab_size, weights)

@@ -67,7 +67,7 @@ class LoadCheck:
     @property
     def refusal(self) -> str:
         """Why the format is refused, and what to do."""
-        other = "no other of its size that was tried is fit, so take a larger one, or bf16"
+        other = "no other of its size is known to be fit, so take a larger one, or bf16"
         if self.instead:
             other = f"take {self.instead}, which is about as large and fit"
         return (
@@ -97,6 +97,17 @@ def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck
         raise BrokenFormat(found.refusal)
     _log.log(logging.INFO if found.verdict == "harmless" else logging.WARNING, "%s", found)
     return found
+
+
+def refuse_known(model: PreparedModel, recipe: KVRecipe, *, accept_divergence: bool) -> None:
+    """Refuse a format that was found to break the model before, for which no weights have to be read.
+
+    Raises:
+        BrokenFormat: it was, and that was not accepted.
+    """
+    found = recalled(model, recipe) if is_to_check(model, recipe) and not accept_divergence else None
+    if found is not None and found.verdict == "broken":
+        raise BrokenFormat(found.refusal)
 
 
 def is_to_check(model: PreparedModel, recipe: KVRecipe) -> bool:

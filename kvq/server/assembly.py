@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvq.errors import KVQError
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.server.config import ServerConfig
 from kvq.server.messages import Start
@@ -14,7 +15,7 @@ from kvq.server.service import Service
 from kvq.server.tools.calling import ToolCalling
 
 
-def make_remote(config: ServerConfig, on_failed: Callable[[str], object]) -> tuple[ModelSource, Remote]:
+def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -> tuple[ModelSource, Remote]:
     """Where the model is, and its engine, not started yet; `on_failed` is told why there won't be one.
 
     Raises:

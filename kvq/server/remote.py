@@ -86,7 +86,7 @@ class Remote:
         start: Start,
         *,
         watch: Watch | None = None,
-        on_failed: Callable[[str], object] | None = None,
+        on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
         """`on_failed` is told why there will be no engine any more."""
         self.state = State.STARTING
@@ -308,7 +308,7 @@ class Remote:
         """There will be no engine any more; returns why."""
         self._set(State.FAILED)
         if self._on_failed is not None:
-            self._on_failed(str(error))
+            self._on_failed(error)
         return error
 
     def _tell_all(self, error: EngineError) -> None:

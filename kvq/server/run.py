@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from kvq.errors import ConfigError, EngineError
+from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.models.tokenizer import load_without_torch
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
@@ -56,9 +56,9 @@ def serve(config: ServerConfig) -> None:
 
 async def _serve(config: ServerConfig, stretches: Stretches) -> None:
     listener = listen(config)
-    ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+    ended: asyncio.Future[KVQError | None] = asyncio.get_running_loop().create_future()
 
-    def end(reason: str | None = None) -> None:
+    def end(reason: KVQError | None = None) -> None:
         if not ended.done():
             ended.set_result(reason)
 
@@ -111,7 +111,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
             raise EngineError("the server stopped listening")
         reason = await ended
         if reason is not None:
-            raise EngineError(reason)
+            raise reason
         if not ready.done():
             raise KeyboardInterrupt
         log_event("draining", requests=service.num_active, grace_s=config.grace_s)
@@ -127,12 +127,12 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         log_event("ended")
 
 
-async def _unless(ended: "asyncio.Future[str | None]", work: Callable[[], Any]) -> Any:
+async def _unless(ended: "asyncio.Future[KVQError | None]", work: Callable[[], Any]) -> Any:
     """What `work` returns, in a thread that nobody waits for if the server is to end meanwhile.
 
     Raises:
         KeyboardInterrupt: it was told to.
-        EngineError: it has to.
+        KVQError: it has to.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -151,7 +151,7 @@ async def _unless(ended: "asyncio.Future[str | None]", work: Callable[[], Any]) 
         return done.result()
     done.cancel()
     if (reason := ended.result()) is not None:
-        raise EngineError(reason)
+        raise reason
     raise KeyboardInterrupt
 
 

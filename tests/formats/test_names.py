@@ -151,7 +151,14 @@ def test_an_unknown_name_is_refused_with_the_nearest(given: str, meant: str) -> 
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        *[("q4_0", "int4_g32"), ("Q8_0", "int8"), ("INT4", "int4"), ("int4_per_token_head", "int4")],
+        *[
+            ("q4_0", "int4_g32"),
+            ("Q8_0", "int8"),
+            ("INT4", "int4"),
+            ("int4_per_token_head", "int4_g32_s8_rot"),
+        ],
+        *[("int4_per_chanel", "int4_per_channel"), ("int4_per_channel_s8", "int4_per_channel")],
+        *[("int8_channel_rot", "int8_per_channel_rot"), ("fp8_per_channel", "fp8_per_head")],
         *[("int4_s8", "int4_g32_s8"), ("int4_mean_rot_s8", "int4_g32_s8_mean_rot"), ("int4_g", "int4_g32")],
         *[
             ("int4_g64_rto", "int4_g64_rot"),

@@ -12,6 +12,7 @@ from transformers.utils.logging import warning_once
 
 import kvq
 from kvq.cache import KvqCache
+from kvq.commands import loading
 from kvq.errors import BrokenFormat, ConfigError
 from kvq.integrations.vllm.names import say_checked
 from kvq.models import load, load_check
@@ -252,6 +253,11 @@ class TestInTransformers:
         assert kvq.check(model, "int4_per_channel/int4").verdict == "harmless"
         assert kvq.check(broken, "int4_g32_s8_rot") == other
 
+    @pytest.mark.parametrize("given", ["/some/model", None, 7])
+    def test_takes_a_loaded_model(self, given) -> None:
+        with pytest.raises(ConfigError, match=rf"takes a loaded model of .*, got {given!r}"):
+            kvq.check(given)
+
     def test_needs_a_tokenizer(self, ruined) -> None:
         model = AutoModelForCausalLM.from_pretrained(ruined)
         model.config.name_or_path = model.name_or_path = ""
@@ -299,6 +305,10 @@ class TestCommands:
         assert "kvq: error: int4_g32_s8_rot breaks this model: " in said
         assert kvq(*asked, "--accept-divergence")[0] == 0
         assert passes == ["int4_g32_s8_rot"]
+        monkeypatch.setattr(
+            loading, "load_checked", None
+        )  # what is known already is told before weights are read
+        assert kvq(*asked)[0] == 1
 
     def test_serve_tells_what_is_remembered(self, kvq, ruined, broken) -> None:
         asked = (
@@ -327,6 +337,8 @@ class TestCommands:
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
         source.write_text(json.dumps(line))
         asked = ("run-batch", source, tmp_path / "out.jsonl", "--model", ruined, "--kv", "int4_g32_s8_rot")
-        status, said = kvq(*asked, "--kv-memory", "8MiB")
-        assert status == 1, said
-        assert "int4_g32_s8_rot breaks this model: " in said
+        served = ("serve", "--port", 0, "--model", ruined, "--kv", "int4_g32_s8_rot")
+        for command in (asked, served, served):  # the last is told what was found before
+            status, said = kvq(*command, "--kv-memory", "8MiB")
+            assert status == 1, said
+            assert "int4_g32_s8_rot breaks this model: " in said

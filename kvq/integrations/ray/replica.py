@@ -7,6 +7,7 @@ from functools import partial
 
 from starlette.types import Message
 
+from kvq.errors import KVQError
 from kvq.integrations.ray.asked import Asked, relay
 from kvq.integrations.ray.forward import Lost
 from kvq.models.tokenizer import load_without_torch
@@ -32,8 +33,8 @@ class EngineReplica:
         configure(config.log)
         is_ready = False
 
-        def give_up(reason: str) -> None:
-            log_event("no engine", reason=reason)
+        def give_up(reason: KVQError) -> None:
+            log_event("no engine", reason=str(reason))
             if is_ready:  # Ray sends no more here, and starts another replica
                 asyncio.get_running_loop().call_later(_END_S, partial(os._exit, 1))
 

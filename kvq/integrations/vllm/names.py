@@ -12,7 +12,7 @@ from kvq.formats.names import VLLM_FILE_PREFIX, VLLM_PREFIX, known_names
 
 _log = logging.getLogger("vllm.kvq")
 OPTION = "kvq"  # of `--additional-config`, where vLLM takes no names but its own
-NAMES = tuple(VLLM_PREFIX + name for name in known_names())
+NAMES = tuple(VLLM_PREFIX + name for name in known_names() if "_per_channel" not in name)  # token by token
 
 
 def is_own(name: object) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from kvq.errors import ConfigError, EngineError
+from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.tokenizer import load_without_torch
 from kvq.server.admission import AdmissionConfig
@@ -145,7 +145,7 @@ class _Batch:
             await asyncio.sleep(0)
         else:
             return
-        why_failed: list[str] = []
+        why_failed: list[KVQError] = []
         options = dict(config.engine)
         source = resolve_model(
             config.model, revision=options.pop("revision", None), token=options.pop("token", None)
