@@ -18,7 +18,7 @@ from kvq.evals.divergence import Progress
 TRANSFORMERS = ("quanto-4", "quanto-2", "hqq-4", "hqq-2")
 LLAMA = {"q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # bits per element, scales included
 SIMULATED = ("kivi-k4v4+recent=128", "kivi-k2v2+recent=128", "kvarn-k4v4", "kvarn-k2v2")
-NAMES = (*TRANSFORMERS, *(f"llama.cpp-{name}" for name in LLAMA), *SIMULATED)
+NAMES = (*TRANSFORMERS, *SIMULATED, *(f"llama.cpp-{name}" for name in LLAMA))  # what takes longest last
 TOKENS = 2048
 _PREFILL = 64  # tokens that QuantizedCache gets at once, and quantizes at once
 _HOW = {
