@@ -126,9 +126,9 @@ def real_table(result: dict) -> str:
 
 def _closeness(row: dict) -> str:
     """Mean KL with half its interval, change of perplexity, and the share of tokens that stay."""
-    low, high = row["intervals"]["kl_mean"]
-    change, same = row["perplexity_change"], row["top1_agreement"]
-    return f"{row['kl_mean']:.5f} ± {(high - low) / 2:.5f}, {change:+.2%}, {same:.1%}"
+    span, change, same = row["intervals"]["kl_mean"], row["perplexity_change"], row["top1_agreement"]
+    half = f" ± {(span[1] - span[0]) / 2:.5f}" if span else ""  # of few tokens there is none
+    return f"{row['kl_mean']:.5f}{half}, {change:+.2%}, {same:.1%}"
 
 
 def _checked(row: dict) -> str:
