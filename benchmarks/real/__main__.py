@@ -125,11 +125,13 @@ def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     return read
 
 
-def _formats(text: str) -> list[str]:
+def formats(text: str) -> list[str]:
+    """Read names of formats, separated by commas."""
     return [kv.strip() for kv in text.split(",")]
 
 
-def _tokens(text: str) -> tuple[int, ...]:
+def windows(text: str) -> tuple[int, ...]:
+    """Read numbers of tokens, separated by commas."""
     return tuple(map(int, text.split(",")))
 
 
@@ -155,7 +157,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parts", type=names(list(PARTS)), default=usual, help=f"of {', '.join(PARTS)} ({', '.join(usual)})"
     )
-    parser.add_argument("--kv", type=_formats, default=_KV.split(","), help="formats, comma-separated")
+    parser.add_argument("--kv", type=formats, default=_KV.split(","), help="formats, comma-separated")
     parser.add_argument(
         "--tokens",
         type=int,
@@ -164,7 +166,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--windows",
-        type=_tokens,
+        type=windows,
         default=Sizes().windows,
         help="tokens of the essays' windows",
     )

@@ -46,7 +46,9 @@ class TunePlan:
 
     def __post_init__(self) -> None:
         if (self.budget_bytes is None) == (self.max_kl is None):
-            raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
+            raise ConfigError(
+                "budget and max_kl (--budget, --max-kl) are two ends of one trade; give one of them"
+            )
         _ = self.exact  # checks both
 
     @property

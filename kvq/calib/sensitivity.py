@@ -17,12 +17,10 @@ from kvq.formats import Code, Grouped, KVFormat, KVRecipe, PerTokenHead
 from kvq.models import Model
 
 Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
+Keep = Callable[[Callable[[], list[Trial]]], object]  # told how to make the trials so far
 
 _MOST_TRIED = 4  # bits; wider codes differ from the baseline by little more than rounding
 _LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
-
-
-Keep = Callable[[Callable[[], list[Trial]]], object]  # told how to make the trials so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

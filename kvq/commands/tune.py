@@ -76,7 +76,7 @@ class Asked:
     )
     max_windows: int = option(3, "To search on.", type=AT_LEAST_1)
     verify_windows: int = option(8, "To measure on.", type=AT_LEAST_1)
-    costs: str | None = path_option("--costs", "--json of a search before: what it measured isn't again.")
+    costs: str | None = path_option("--costs", "--json of an earlier search, whose trials are taken.")
     json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
     html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")

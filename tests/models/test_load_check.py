@@ -305,9 +305,7 @@ class TestCommands:
         assert "kvq: error: int4_g32_s8_rot breaks this model: " in said
         assert kvq(*asked, "--accept-divergence")[0] == 0
         assert passes == ["int4_g32_s8_rot"]
-        monkeypatch.setattr(
-            loading, "load_checked", None
-        )  # what is known already is told before weights are read
+        monkeypatch.setattr(loading, "load_checked", None)  # what is known is told before weights are read
         assert kvq(*asked)[0] == 1
 
     def test_serve_tells_what_is_remembered(self, kvq, ruined, broken) -> None:

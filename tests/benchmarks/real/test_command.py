@@ -59,6 +59,13 @@ def test_a_second_run_measures_what_is_new_alone(lab, capsys, monkeypatch):
         run(lab, *given, "--kv", "int2", "--again")
 
 
+def test_checks_are_of_fewer_tokens_where_fewer_are_asked_for(lab):
+    for tokens, kv in (("1024", "int4, int2"), ("9999", "int4")):
+        run(lab, "--parts", "checks", "--tokens", tokens, "--kv", kv)
+    found = [(row["kv"], row["settings"]["tokens"]) for row in rows_of(lab)]
+    assert found == [("fp32", 1024), ("int4", 1024), ("int2", 1024), ("fp32", 2048), ("int4", 2048)]
+
+
 def test_a_name_that_means_another_format_is_measured_again(lab, monkeypatch):
     given = ("--parts", "wikitext", "--tokens", "1024", "--kv", "int4")
     run(lab, *given)
