@@ -84,6 +84,7 @@ __all__ = [
 def __dir__() -> list[str]:
     return __all__
 
+
 if hasattr(os, "register_at_fork"):  # a child would wait for threads of torch's that it doesn't have
     os.register_at_fork(
         before=lambda: "torch" in sys.modules and import_module("kvq.kernels.neighbours").end_team()

@@ -30,7 +30,6 @@ from tests.waiting import HANG_S
 
 LAYERS, HEADS, DIM, TOKENS = 4, 8, 128, 256  # 256 tokens are what LMCache cuts prompts into
 SHAPE = torch.Size((2, LAYERS, TOKENS, HEADS * DIM))
-WAIT_S = 60
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +104,7 @@ class Disk:
 
 
 def _wait(notifier: int) -> None:
-    ready, _, _ = select.select([notifier], [], [], WAIT_S)
+    ready, _, _ = select.select([notifier], [], [], HANG_S)
     assert ready, "LMCache has not answered"
     os.read(notifier, 8)
 
