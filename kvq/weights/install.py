@@ -109,7 +109,6 @@ class JoinedPart:
 
 _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # max|a-b| / max|b| of a row
-_TRIED = 5  # rows of one sequence
 
 Weight = QuantizedWeight | PlainWeight
 Weights = Mapping[str, Callable[[], Weight]]  # by a layer's name; made when it is its turn
@@ -245,8 +244,8 @@ def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     if down.in_features * 2 != gate.kernel.joined.kernel.out_features or not runs_library_code(mlp):
         return
     fused = GatedMLP(mlp, activation)
-    x = torch.randn(1, _TRIED, gate.in_features, generator=torch.Generator().manual_seed(0))
-    x = (x * torch.logspace(-1, 3, _TRIED)[:, None]).to(dtype)  # beyond what some cut off
+    x = torch.randn(1, 5, gate.in_features, generator=torch.Generator().manual_seed(0))
+    x = (x * torch.logspace(-1, 3, 5)[:, None]).to(dtype)  # rows of one sequence, beyond what some cut off
     wanted, found = mlp(x), fused(x)
     if ((found - wanted).abs().amax(-1) <= _TOLERANCE[dtype] * wanted.abs().amax(-1)).all():
         replace_linear(model, name, fused)

@@ -110,8 +110,7 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
 
 def runs_library_code(module: nn.Module) -> bool:
     """True if a module computes what its class does in a library: no other class's code, its own or hooks."""
-    code = type(module).forward, type(module).__call__
-    homes = {own.__module__.partition(".")[0] for own in code}
+    homes = {own.__module__.partition(".")[0] for own in (type(module).forward, type(module).__call__)}
     is_own = "forward" in module.__dict__ or any(hooks_of(module))
     return not is_own and homes <= {"torch", "transformers", "kvq"}
 
