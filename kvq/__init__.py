@@ -9,6 +9,9 @@
 Importing kvq loads nothing else: torch and transformers come with the first name that needs them.
 """
 
+import os
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvq.errors import (
@@ -80,3 +83,9 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if hasattr(os, "register_at_fork"):  # a child would wait for threads of torch's that it doesn't have
+    os.register_at_fork(
+        before=lambda: "torch" in sys.modules and import_module("kvq.kernels.neighbours").end_team()
+    )

@@ -1,5 +1,6 @@
 """`kvq.LLM`: prompts in, results out, as many at a time as the pool holds."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Self, cast
@@ -111,6 +112,7 @@ class LLM(LoopedEngine):
             raise
 
     def _stream(self, job: Job, events: list[Event]) -> Iterator[Piece]:
+        is_ending = sys.is_finalizing  # modules are taken apart before a stream that is left open
         self.core.submit(job)
         try:
             while True:
@@ -121,7 +123,8 @@ class LLM(LoopedEngine):
                 events.clear()
                 self.step()
         finally:
-            self.core.cancel(job)
+            if not is_ending():
+                self.core.cancel(job)
 
 
 def _keep(

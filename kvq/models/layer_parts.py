@@ -16,7 +16,7 @@ from kvq.kernels.gated.activation import Activation
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope_write.heads import LayerHeads, Pairs
 from kvq.models.norms import norm_weight
-from kvq.weights import PackedLinear
+from kvq.weights import PackedLinear, runs_library_code
 from kvq.weights.dense import Dense
 from kvq.weights.install import GatedMLP, JoinedPart
 from kvq.weights.linear import ACTIVATIONS
@@ -58,7 +58,9 @@ def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
     """
     name = type(layer).__name__.removesuffix("DecoderLayer")
     names = _FAMILIES.get(name)
-    if names is None or type(layer).__name__ == name or "forward" in layer.__dict__:
+    if names is None or type(layer).__name__ == name:
+        return None
+    if not all(map(runs_library_code, (inner, inner.rotary_emb, *layer.modules()))):
         return None
     norms = [n for n in (names.input, names.attention, names.mlp, names.out) if n is not None]
     if not set(dict(layer.named_children())) <= {*_PARTS, *norms}:

@@ -17,7 +17,7 @@ from kvq.models.probe import OF_NOISE, eager_logits, noise, relative_error
 from kvq.models.session import Session
 from kvq.models.support import is_listed
 from kvq.models.twin import CONTEXT, WINDOW, build_twin
-from kvq.models.weights import LoadedWeights, place
+from kvq.models.weights import LoadedWeights, adapt, place
 
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
 _ROUNDING = 1e-3  # in the same measure, of a model's own code that goes on from a state
@@ -122,17 +122,20 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
 
 
 def _check_depth(weights: LoadedWeights) -> None:
-    """Look for layers that differ from the first ones by their numbers alone.
+    """Look for layers that differ from the first ones by their numbers alone, and for what kvq's own modules
+    in place of others change.
 
     Raises:
         _Unproven: there are some.
     """
     ids = _tokens(0, sum(step[0] for step in _STEPS), weights.geometry.vocab_size)
     [found] = _in_steps(weights, [ids], ((len(ids),),))
-    if (error := relative_error(found, eager_logits(weights, ids))) > _OF_DEPTH:
+    untouched = adapt(build_twin(weights.prepared.config, _DEEP), weights.prepared)
+    own = LoadedWeights(weights.prepared, untouched)
+    if (error := relative_error(found, eager_logits(own, ids))) > _OF_DEPTH:
         raise _Unproven(
-            f"in a small one of more layers, over {len(ids)} tokens, its own attention differs (relative "
-            f"error {error:.1e}, allowed {_OF_DEPTH:.0e})"
+            f"in a small one of more layers, over {len(ids)} tokens, its own code differs (relative error "
+            f"{error:.1e}, allowed {_OF_DEPTH:.0e})"
         )
 
 

@@ -23,6 +23,7 @@ from kvq.weights import (
     install,
     install_experts,
     round_weight,
+    runs_library_code,
     stacked_experts,
 )
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
@@ -103,7 +104,7 @@ def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightForm
     linears = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS
+        if type(module) is nn.Linear and runs_library_code(module) and name.rpartition(".")[2] not in ROUTERS
     }
     if not linears:
         raise ConfigError(

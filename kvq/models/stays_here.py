@@ -33,6 +33,6 @@ class Home:
         if not self.is_here:
             raise EngineError(
                 f"this engine was made in process {self._pid}, which process {os.getpid()} was forked from: "
-                "its threads are not here; make an engine in each process, or start processes by 'spawn' "
-                "(multiprocessing.get_context)"
+                "its threads are not here; start processes by 'spawn' (multiprocessing.get_context), each "
+                "with an engine of its own"
             )

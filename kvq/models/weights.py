@@ -128,19 +128,24 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 
 def place(model: Any, prepared: PreparedModel) -> Any:
     """A model that was read, ready to run on its device."""
+    model = adapt(model, prepared)
+    if prepared.device.type == "cpu":
+        _log.info("packing weights")
+        pack_linears(model, backend=prepared.backend)
+        fuse_norms(model)
+        _unmap(model)
+    return model
+
+
+def adapt(model: Any, prepared: PreparedModel) -> Any:
+    """The same while it computes with its own modules still."""
     pin_rope(model, prepared.max_context)
     tell_positions(model)
     hand_on_steps(model)
     cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()
-    is_cpu = prepared.device.type == "cpu"
-    packed = is_cpu and has_own_products(prepared.dtype, prepared.backend)
+    packed = prepared.device.type == "cpu" and has_own_products(prepared.dtype, prepared.backend)
     attach_expansions(model, prepared.geometry, prepared.dtype, packed=packed)
-    if is_cpu:
-        _log.info("packing weights")
-        pack_linears(model, backend=prepared.backend)
-        fuse_norms(model)
-        _unmap(model)
     return model
 
 

@@ -13,6 +13,7 @@ from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
 from kvq.errors import EngineError, RequestError
 from tests.engine.grammar.schemas import random_schema
 from tests.engine.kit import assert_balanced, drive, submit
+from tests.waiting import HANG_S
 
 MOST_TOKENS = 512
 SLOW_REGEX = "(a|aa)" * 20 + "b" * 1000  # takes a moment to compile
@@ -195,7 +196,7 @@ def test_a_stream_waits_for_its_grammar_while_others_run(tiny):
                 await asyncio.sleep(0.001)
         return structured, other
 
-    structured, other = asyncio.run(asyncio.wait_for(main(), 60))
+    structured, other = asyncio.run(asyncio.wait_for(main(), HANG_S))
     assert re.fullmatch("[a-f]{8}", structured.outputs[0].text)
     assert len(other.outputs[0].token_ids) == 8
 
