@@ -94,7 +94,7 @@ def test_commands_say_what_to_install_before_they_do_anything(bare, line):
     status, out, err = bare[0][line]
     assert (status, out) == (2, "")
     assert err.startswith(f"kvq: error: {says}")
-    assert err.endswith(f" not installed; pip install 'kvq-toolkit[{extra}]'\n")
+    assert err.endswith(f" not installed; pip install '.[{extra}]' in a clone of kvq\n")
     assert list(bare[1].iterdir()) == []
 
 
@@ -103,7 +103,7 @@ def distributions(extra: str) -> set[str]:
     found = set()
     for requirement in OPTIONAL[extra]:
         name, inner = re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups()
-        is_own = name == extras.DISTRIBUTION
+        is_own = name == PROJECT["name"]
         found |= set().union(*map(distributions, inner.split(","))) if is_own else {name}
     return found
 
@@ -116,7 +116,6 @@ def test_every_package_is_in_the_extra_that_its_error_names():
     assert distributions("standard") == {
         name for name, extra in extras.PACKAGES.values() if extra in ("serve", "eval", "plot")
     }
-    assert PROJECT["name"] == extras.DISTRIBUTION
 
 
 def test_readme_and_make_install_what_the_commands_below_need():
@@ -147,7 +146,7 @@ def test_without_triton_a_gpu_says_what_to_install(monkeypatch):
     support._has_triton.cache_clear()
     found = support.supports_linear(None, Device(type="cuda", name="H100", capability=(9, 0)))
     support._has_triton.cache_clear()
-    assert found.reason == "Triton is not installed; pip install 'kvq-toolkit[gpu]'"
+    assert found.reason == "Triton is not installed; pip install '.[gpu]' in a clone of kvq"
 
 
 def test_optional_packages_are_asked_for_in_one_place():

@@ -42,8 +42,8 @@ def test_without_the_library_the_reference_runs_and_one_line_says_what_to_instal
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = (
-        "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once "
-        "more, with `pip install -v` to see what it says"
+        "the C++ kernels were not built; install a C++ compiler, gcc or clang, then build them: "
+        "pip install . in a clone of kvq"
     )
     monkeypatch.setattr(library, "_path", lambda: None)
     library.variants.cache_clear()
