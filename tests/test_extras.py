@@ -121,7 +121,7 @@ def test_every_package_is_in_the_extra_that_its_error_names():
 def test_readme_and_make_install_what_the_commands_below_need():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.search(r"^pip install '\.\[standard\]'", readme, re.MULTILINE)
-    assert "-e '.[standard]'" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "$(call install,standard," in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
