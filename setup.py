@@ -101,7 +101,7 @@ class BuildKernels(build_ext):
     def _best(self, common: list[str]) -> str:
         """The best variant for this CPU, as the library itself will find."""
         probe = Path(self.build_temp, "probe.so").resolve()
-        self._link(common, probe)
+        self._link(common[:1], probe)  # variants.cpp
         features = ctypes.CDLL(str(probe)).kvq_cpu_features
         features.restype = ctypes.c_char_p
         return str(features().decode())

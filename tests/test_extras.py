@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvq
 from kvq import extras
@@ -116,6 +117,23 @@ def test_every_package_is_in_the_extra_that_its_error_names():
     assert distributions("standard") == {
         name for name, extra in extras.PACKAGES.values() if extra in ("serve", "eval", "plot")
     }
+
+
+def test_nothing_tells_to_install_kvq_from_an_index():
+    """It is on none: a clone's folder, or a wheel, is what pip can take."""
+    places = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()]
+    places += [path for folder in ("kvq", "deploy") for path in (ROOT / folder).rglob("*") if path.suffix != ".so"]
+    for path in places:
+        if path.is_file() and path.suffix != ".pyc":
+            told = re.search(r"install[^\n]*kvq-toolkit\b", path.read_text(encoding="utf-8", errors="replace"))
+            assert told is None, f"{path}: {told and told[0]}"
+
+
+@pytest.mark.parametrize(("package", "pinned"), [("torch", "2.14.0"), ("llguidance", "1.7.6")])
+def test_what_vllm_pins_is_admitted(package, pinned):
+    """vLLM 0.32 and 0.33 take llguidance 1.7 alone, 0.33 torch 2.14.0 alone; `make resolve` asks pip."""
+    (found,) = [r for r in map(Requirement, PROJECT["dependencies"]) if r.name == package]
+    assert found.specifier.contains(pinned)
 
 
 def test_readme_and_make_install_what_the_commands_below_need():

@@ -41,9 +41,10 @@ def main(wanted: list[str]) -> int:
 
 def _environment() -> str:
     python = str(VENV / "bin" / "python")
-    if not Path(python).exists():
+    if not (VENV / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PIP], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PIP], check=True)
+        (VENV / "ready").touch()
     return python
 
 
