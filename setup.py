@@ -19,7 +19,16 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, PlatformError
 
 KERNELS = Path("kvq/kernels")
-COMMON = ["-O3", "-g0", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
+COMMON = [
+    "-O3",
+    "-g0",
+    "-std=c++17",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-Wno-psabi",
+]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 AVX512VNNI = [*AVX512, "-mavx512vnni"]
@@ -109,11 +118,15 @@ class BuildKernels(build_ext):
     def _variants(self, variants: list[str]) -> list[str]:
         """Objects of those variants that the compiler can build; `portable` it must."""
         jobs = [(source, variant) for source in SOURCES for variant in variants]
-        say(f"compiling the C++ kernels for {', '.join(variants)}: {len(jobs)} files, up to "
-            f"{SECONDS * len(variants)} s of processor time on {os.cpu_count()} cores")
+        say(
+            f"compiling the C++ kernels for {', '.join(variants)}: {len(jobs)} files, up to "
+            f"{SECONDS * len(variants)} s of processor time on {os.cpu_count()} cores"
+        )
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilers are processes of their own
             built = list(pool.map(self._try, *zip(*jobs, strict=True)))
-        failed = {variant: x for (_, variant), x in zip(jobs, built, strict=True) if isinstance(x, CompileError)}
+        failed = {
+            variant: x for (_, variant), x in zip(jobs, built, strict=True) if isinstance(x, CompileError)
+        }
         if "portable" in failed:
             raise failed["portable"]
         for variant, error in failed.items():

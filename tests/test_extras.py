@@ -122,10 +122,14 @@ def test_every_package_is_in_the_extra_that_its_error_names():
 def test_nothing_tells_to_install_kvq_from_an_index():
     """It is on none: a clone's folder, or a wheel, is what pip can take."""
     places = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()]
-    places += [path for folder in ("kvq", "deploy") for path in (ROOT / folder).rglob("*") if path.suffix != ".so"]
+    places += [
+        path for folder in ("kvq", "deploy") for path in (ROOT / folder).rglob("*") if path.suffix != ".so"
+    ]
     for path in places:
         if path.is_file() and path.suffix != ".pyc":
-            told = re.search(r"install[^\n]*kvq-toolkit\b", path.read_text(encoding="utf-8", errors="replace"))
+            told = re.search(
+                r"install[^\n]*kvq-toolkit\b", path.read_text(encoding="utf-8", errors="replace")
+            )
             assert told is None, f"{path}: {told and told[0]}"
 
 

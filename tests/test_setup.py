@@ -21,15 +21,27 @@ echo > "$2"
 """
 
 
-def build(folder: Path, *, compiler: str = "", fails: str = "nothing", variants: str = "here") -> tuple[str, str]:
+def build(
+    folder: Path, *, compiler: str = "", fails: str = "nothing", variants: str = "here"
+) -> tuple[str, str]:
     """What setup.py says, and what it had compiled."""
     log, script = folder / "log", folder / "compiler"
     script.write_text(SCRIPT.format(log=log, fails=fails))
     script.chmod(0o755)
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder],
+        [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build_ext",
+            "--build-lib",
+            folder / "lib",
+            "--build-temp",
+            folder,
+        ],
         cwd=ROOT,
-        env=os.environ | {"CXX": compiler or str(script), "LDCXXSHARED": f"{script} -shared", "KVQ_VARIANTS": variants},
+        env=os.environ
+        | {"CXX": compiler or str(script), "LDCXXSHARED": f"{script} -shared", "KVQ_VARIANTS": variants},
         capture_output=True,
         text=True,
         check=True,
@@ -69,7 +81,12 @@ def test_none_is_compiled_where_that_is_another_steps_work(tmp_path):
 
 def test_a_compiler_that_fails_is_told_with_its_last_lines_and_they_stay(tmp_path):
     said, _ = build(tmp_path, fails="common")
-    for part in ("not built", "-DKVQ_VARIANT=common", "ended with 3:\nline 1\ncc1plus: error", "apt install g++"):
+    for part in (
+        "not built",
+        "-DKVQ_VARIANT=common",
+        "ended with 3:\nline 1\ncc1plus: error",
+        "apt install g++",
+    ):
         assert part in said
     (note,) = (tmp_path / "lib").rglob("not_built.txt")
     assert note.read_text() in said
@@ -97,5 +114,7 @@ def test_an_editable_installation_gets_the_note_beside_its_library(tmp_path):
     for name in ("version.py", "__init__.py", "kernels/native/__init__.py"):
         shutil.copy(ROOT / "kvq" / name, tmp_path / "kvq" / name)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {"CXX": "/nowhere/g++"}, check=True, capture_output=True)
+    subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"CXX": "/nowhere/g++"}, check=True, capture_output=True
+    )
     assert "can't be run" in (tmp_path / "kvq/kernels/native/not_built.txt").read_text()

@@ -26,12 +26,16 @@ def main() -> None:
 
     built = ctypes.CDLL(str(library._path()))
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    lacks = [x for x in library.VARIANTS if not hasattr(built, f"kvq_{x}_attend") and (is_x86 or x == "portable")]
+    lacks = [
+        x for x in library.VARIANTS if not hasattr(built, f"kvq_{x}_attend") and (is_x86 or x == "portable")
+    ]
     assert not lacks, f"the wheel has no kernels for {lacks}"
 
     assert kvq.__version__ in run("--version")
     assert f"({library.loaded().best})" in run("doctor"), "the kernels that run are not this CPU's best"
-    text = run("generate", "--model", "tiny", "--kv", "int4", "--max-tokens", "16", "--temperature", "0", "The city")
+    text = run(
+        "generate", "--model", "tiny", "--kv", "int4", "--max-tokens", "16", "--temperature", "0", "The city"
+    )
     assert len(text) > 20, f"generated {text!r}"
     print(f"kvq {kvq.__version__} runs from the wheel, with kernels for {', '.join(library.VARIANTS)}")
 

@@ -34,7 +34,9 @@ def main(wanted: list[str]) -> int:
         return 2
     python = _environment()
     chosen = wanted or extras
-    cases = [(extra, "") for extra in chosen] + [(extra, pin) for extra in chosen for pin in BESIDE.get(extra, ())]
+    cases = [(extra, "") for extra in chosen] + [
+        (extra, pin) for extra in chosen for pin in BESIDE.get(extra, ())
+    ]
     print(f"{len(cases)} resolutions, some 10 to 60 s each", flush=True)
     return int(not all([_try(python, extra, pin) for extra, pin in cases]))
 
@@ -43,7 +45,9 @@ def _environment() -> str:
     python = str(VENV / "bin" / "python")
     if not (VENV / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PIP], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PIP], check=True
+        )
         (VENV / "ready").touch()
     return python
 
