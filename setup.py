@@ -63,8 +63,8 @@ NOTE = "not_built.txt"  # beside the library: why there is none
 LAST_LINES = 20  # of what a compiler said
 SECONDS = 45  # of processor time that a variant takes at most, on a CPU of 2023
 REMEDY = (
-    "a compiler of C++17 is needed, gcc or clang: Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++; "
-    "macOS: xcode-select --install"
+    "a compiler of C++17 is needed, gcc or clang: Debian and Ubuntu: apt install g++; Fedora: dnf install "
+    "gcc-c++; macOS: xcode-select --install"
 )
 
 

@@ -1,4 +1,4 @@
-"""Whether an installed wheel works where nothing but its requirements is: `make wheel` runs it in such an environment."""
+"""Whether an installed wheel works where nothing but its requirements is; `make wheel` runs it there."""
 
 import ctypes
 import platform
@@ -19,10 +19,10 @@ def run(*arguments: str) -> str:
 
 
 def main() -> None:
-    """Check the package, its kernels, its command and the embedded model; AssertionError says what is wrong."""
+    """Check the package, its kernels, its command and the embedded model; raise AssertionError."""
     home = Path(kvq.__file__).parent
     assert sys.prefix in str(home), f"kvq comes from {home}, not from the wheel"
-    assert CLONE / "kvq" != home, "kvq comes from the clone"
+    assert home != CLONE / "kvq", "kvq comes from the clone"
 
     built = ctypes.CDLL(str(library._path()))
     is_x86 = platform.machine() in ("x86_64", "AMD64")

@@ -1,9 +1,10 @@
-"""Whether pip can resolve kvq's extras, each by itself and some beside what others pin: a line each. `make resolve`.
+"""Whether pip can resolve kvq's extras, each by itself, some beside what others pin: `make resolve`.
 
     python tools/resolve.py [EXTRA ...]     # those alone; '' is kvq without extras
 
-Nothing is installed and, by a pip that reads wheels' metadata apart, next to nothing downloaded. Constraints that this
-machine's pip is configured with are left out; its indexes and folders of wheels are kept.
+Each is a line. Nothing is installed and, by a pip that reads wheels' metadata apart, next to nothing
+downloaded. Constraints that this machine's pip is configured with are left out; its indexes and folders of
+wheels are kept.
 """
 
 import json
@@ -38,7 +39,8 @@ def main(wanted: list[str]) -> int:
         (extra, pin) for extra in chosen for pin in BESIDE.get(extra, ())
     ]
     print(f"{len(cases)} resolutions, some 10 to 60 s each", flush=True)
-    return int(not all([_try(python, extra, pin) for extra, pin in cases]))
+    resolved = [_try(python, extra, pin) for extra, pin in cases]  # also those after one that failed
+    return int(not all(resolved))
 
 
 def _environment() -> str:

@@ -114,8 +114,8 @@ def test_a_library_built_on_another_cpu_runs_or_says_how_to_build_it_here(
         library.variants.cache_clear()
     if runs is None:
         assert found == (
-            f"the C++ kernels were built for other CPUs alone ({built}), and this one runs {best}; build them "
-            "here: pip install . in a clone of kvq"
+            f"the C++ kernels were built for other CPUs alone ({built}), and this one runs {best}; "
+            "build them here: pip install . in a clone of kvq"
         )
     else:
         assert [(x.variant, x.best) for x in found] == [(runs, best)]
