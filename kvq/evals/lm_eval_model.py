@@ -8,7 +8,7 @@
 
 Tokens, truncation, windows and stops are those of lm-eval's own `hf` model, so that over unquantized KV
 the figures are the same. `kvq.evals.lm_eval_tasks.run_tasks` compares KV formats. Importing this module
-imports lm-eval: pip install 'kvq-toolkit[eval]'.
+imports lm-eval, of the extra `eval`.
 """
 
 import logging

@@ -204,7 +204,7 @@ def test_without_lm_eval_the_error_says_what_to_install(kvq, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     status, out, err = kvq("eval", "tiny", "--tasks", "perplexity,lm_eval:hellaswag")
     assert (status, out) == (2, "")
-    assert "pip install 'kvq-toolkit[eval]'" in err
+    assert "pip install '.[eval]'" in err
 
 
 def test_texts_may_be_rows_of_a_named_field(kvq, tmp_path):

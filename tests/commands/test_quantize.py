@@ -183,4 +183,4 @@ def test_without_bitsandbytes_its_methods_say_how_to_get_it(kvq, model, tmp_path
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     status, _, error = kvq("quantize", model, "--method", "nf4", "--out", tmp_path / "out")
     assert status == 2
-    assert "pip install 'kvq-toolkit[bnb]'" in error
+    assert "pip install '.[bnb]'" in error
