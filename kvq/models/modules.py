@@ -13,14 +13,14 @@ from torch import nn
 
 from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
+from kvq.formats.checkpoints.fields import shown
+from kvq.geometry.rope import BATCH_DEPENDENT_ROPE
 from kvq.kernels.cores import settle_threads
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.lazy import import_whole
 from kvq.models.config_values import with_floats
-from kvq.models.rope import BATCH_DEPENDENT_ROPE
 from kvq.models.text_models import know_text_model
 from kvq.models.text_part import is_whole, read_config, read_tensors
-from kvq.weights.files.fields import shown
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored

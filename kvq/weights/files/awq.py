@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints.fields import WHERE
+from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.fields import WHERE
-from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_matrix, take_scale
 from kvq.weights.files.words import check_fp16_scales, offset, pack_awq, signed, unpack_awq, whole_groups
 
-GEMM = "gemm"
-SUFFIXES = ("qweight", "qzeros", "scales")
 _BITS = 4
 _COLUMNS = 8  # of a word
 
