@@ -64,10 +64,11 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
         packs = is_exact and _knows_experts(model)
         return HeldAs(other=other, kept=plain, shares_head=is_own, has_packed_experts=packs)
     said = model.config["quantization_config"]
-    codes = next((layer.fmt for _, layer in parse_config(said).rules if layer), None)
+    scheme = parse_config(said)
+    codes = next((layer.fmt for _, layer in scheme.rules if layer), None)
     has_experts = any(map(is_expert_code, (entry.name for entry in model.entries)))
     return HeldAs(
-        rules=stored_layers(said, _scale_bytes(model)) or (),
+        rules=stored_layers(said, scheme, _scale_bytes(model)) or (),
         other=other,
         kept=plain,
         shares_head=is_own,

@@ -1,13 +1,13 @@
 """The language part of a checkpoint that reads images or sound too; nothing of the other parts is read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvq.formats.checkpoints import told_beside
 from kvq.geometry.text_part import KINDS, text_config, text_name
-from kvq.models.checkpoint import TensorEntry, read_header, read_json, weight_files
+from kvq.models.checkpoint import UNREAD, TensorEntry, read_header, read_json, weight_files
 from kvq.models.stored import StoredTensors
 
 
@@ -32,18 +32,25 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_entries(folder: Path) -> tuple[TensorEntry, ...]:
-    """A folder's tensors, of its text part, under the names that it has for them.
+    """A folder's tensors, of its text part, under the names that it has for them, of types that kvq reads.
 
     Raises:
         ModelError: damaged or missing files.
     """
+    return tuple(entry for entry in _all_entries(folder) if entry.dtype not in UNREAD)
+
+
+def read_unread(folder: Path) -> dict[str, str]:
+    """The other tensors' types, by the same names."""
+    return {entry.name: entry.dtype for entry in _all_entries(folder) if entry.dtype in UNREAD}
+
+
+def _all_entries(folder: Path) -> Iterator[TensorEntry]:
     named = namer(folder)
-    return tuple(
-        replace(entry, name=name)
-        for path in weight_files(folder)
-        for entry in read_header(path)
-        if (name := named(entry.name)) is not None
-    )
+    for path in weight_files(folder):
+        for entry in read_header(path):
+            if (name := named(entry.name)) is not None:
+                yield replace(entry, name=name)
 
 
 def read_tensors(folder: Path) -> StoredTensors:
@@ -52,4 +59,5 @@ def read_tensors(folder: Path) -> StoredTensors:
     Raises:
         ModelError: damaged or missing files.
     """
-    return StoredTensors(weight_files(folder), namer(folder))
+    named, unread = namer(folder), read_unread(folder)
+    return StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.errors import ConfigError, nearest
-from kvq.formats.checkpoints import why_unread
+from kvq.errors import ConfigError, ModelError, nearest
+from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.scheme import IN_BLOCKS, Rule, first_of
 from kvq.formats.checkpoints.stored import NF4, Stored, stored_layers
 from kvq.formats.weights import parse_weight_format
@@ -25,7 +25,8 @@ class HeldAs:
     is as the rest unless said. `head`: of a head that is no embedding too, unless it is as a Linear layer of
     its name; codes round a tied one apart from its embedding. `shares_head`: an embedding that serves for
     the head is held as the head, not as the rest. `has_packed_experts`: stacked experts are held as Linear
-    layers are, not as the rest. `unknown`: a quant_method of which nobody knows what it takes.
+    layers are, not as the rest. `unknown`: a quant_method of which nobody knows what it takes. `unread`: why
+    kvq doesn't load what is stored.
     """
 
     rules: Sequence[Rule[Stored]] = ()
@@ -35,14 +36,11 @@ class HeldAs:
     shares_head: bool = False
     has_packed_experts: bool = False
     unknown: str | None = None
+    unread: str | None = None
 
     def of(self, name: str) -> Stored:
         """What the Linear layer of that name is held in."""
         return first_of(self.rules, name) or self.kept or self.other
-
-    def of_experts(self, name: str) -> Stored:
-        """The same of a layer's stacked experts."""
-        return self.of(name) if self.has_packed_experts else self.other
 
     def is_shared(self, parameters: Parameters) -> bool:
         """Whether the embedding is held as the head."""
@@ -70,25 +68,34 @@ def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
     Raises:
         ConfigError: no such weight format.
     """
-    said = config.get("quantization_config")
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
     other = PLAIN[_DTYPES.get(dtype, "bf16")]
-    if weights == AUTO and said is None:
+    scheme = unread = None
+    if (said := config.get("quantization_config")) is None and weights == AUTO:
         return HeldAs(other=other)
-    if weights == AUTO:
-        said = said if isinstance(said, Mapping) else {}
-        # The scales of compressed-tensors have the type of the rest; others' are 16-bit.
-        rules = stored_layers(said, 4 if other.name == "fp32" and "config_groups" in said else 2)
-        unknown = str(said.get("quant_method")) if rules is None else None
-        is_packed = why_unread(said) is not None  # in an engine that reads them
-        return HeldAs(rules=rules or (), other=other, has_packed_experts=is_packed, unknown=unknown)
-    if weights in PLAIN:
-        return HeldAs(other=PLAIN[weights])
-    if weights == NF4.name:
-        return HeldAs(rules=everywhere(NF4), other=other)
     try:
-        return HeldAs(rules=everywhere(Stored.of(parse_weight_format(weights))), other=other)
+        scheme = parse_config(said)
+    except ModelError as error:
+        unread = None if said is None else str(error)
+    if weights == AUTO:
+        values = said if isinstance(said, Mapping) else {}
+        # The scales of compressed-tensors have the type of the rest; others' are 16-bit.
+        rules = stored_layers(said, scheme, 4 if other.name == "fp32" and "config_groups" in values else 2)
+        return HeldAs(
+            rules=rules or (),
+            other=other,
+            has_packed_experts=unread is not None,  # in an engine that reads them
+            unknown=str(values.get("quant_method")) if rules is None else None,
+            unread=unread,
+        )
+    if weights in PLAIN:
+        return HeldAs(other=PLAIN[weights], unread=unread)
+    if weights == NF4.name:
+        return HeldAs(rules=everywhere(NF4), other=other, unread=unread)
+    try:
+        rules = everywhere(Stored.of(parse_weight_format(weights)))
     except ConfigError as error:
         raise ConfigError(
             f"weights must be one of {', '.join(NAMES)}, got {weights!r}{nearest(weights, list(NAMES))}"
         ) from error
+    return HeldAs(rules=rules, other=other, unread=unread)

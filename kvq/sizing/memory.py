@@ -9,7 +9,7 @@ from kvq.formats.checkpoints.stored import Stored
 from kvq.geometry import LayerGeometry, ModelGeometry, StateTensor
 from kvq.layout import BLOCK_SIZE, KVLayout, named_recipe, plan_layout
 from kvq.sizing.held import HeldAs
-from kvq.sizing.parameters import Parameters, is_of_experts
+from kvq.sizing.parameters import Parameters
 
 LINEAR_TERM = "linear weights"
 SCALES_TERM = "weight scales"
@@ -58,8 +58,8 @@ def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
     rest = f"{kept:,} x {held.other.weight_bytes:g} B ({held.other.name})"
     linear, experts, scales = Counter[Stored](), Counter[Stored](), Counter[float]()
     for name, count, rows in parameters.each:
-        is_expert = is_of_experts(name)
-        own = held.of_experts(name) if is_expert else held.of(name)
+        is_expert = ".experts." in name
+        own = held.of(name) if held.has_packed_experts or not is_expert else held.other
         (experts if is_expert else linear)[own] += count
         scales[own.scale_bytes] += round(own.num_scales(count, rows))
     terms = [

@@ -56,11 +56,6 @@ class Parameters:
         return head + self.attention + self.mlp + self.active_experts + self.other
 
 
-def is_of_experts(name: str) -> bool:
-    """Whether a matrix of that name is of routed experts."""
-    return ".experts." in name
-
-
 def is_counted(family: str) -> bool:
     """Whether a config.json of the family says how many parameters there are."""
     return family in _LAYERS

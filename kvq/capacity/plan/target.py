@@ -5,14 +5,14 @@ Its shape is a folder's, or one of the catalogue's.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvq.capacity.plan.catalogue import find_model, known_models
 from kvq.errors import ConfigError
-from kvq.formats.checkpoints import told_beside, why_unread
+from kvq.formats.checkpoints import told_beside
 from kvq.formats.checkpoints.stored import NF4
 from kvq.geometry import ModelGeometry, parse_geometry
 from kvq.geometry.support import why_refused
@@ -36,6 +36,10 @@ class Target:
     weight_bytes: int | None = None  # of the whole model, instead of counting them
     split: Split = field(default_factory=Split)
     refused: str | None = None  # why kvq's engine does not run it
+
+    def formats(self, kv: Iterable[str]) -> list[str]:
+        """These KV formats once each; `auto` is the type that the model computes in."""
+        return list(dict.fromkeys(self.held.other.name if name == "auto" else name for name in kv))
 
     def terms(self) -> tuple[Term, ...]:
         """The weights of the fullest GPU."""
@@ -68,10 +72,9 @@ def make_target(
     held = held_as(found.config, weights)
     if held.unknown is not None and weight_bytes is None:
         _log.warning(
-            "what quant_method %r makes of weights is not known: they are counted in %s; give --weights the "
-            "format that is nearest, such as int4, or --weights-gb",
-            held.unknown,
-            held.other.name,
+            "what quant_method %r makes of weights is not known: they are counted in %s; --weights names the "
+            "nearest format, such as int4",
+            *(held.unknown, held.other.name),
         )
     return Target(
         name=str(model),
@@ -80,18 +83,18 @@ def make_target(
         held=held,
         weight_bytes=weight_bytes,
         split=split or Split(),
-        refused=found.refused or _why_refused(found.config, weights, max_context),
+        refused=found.refused or _why_refused(found.config, held, weights, max_context),
     )
 
 
-def _why_refused(config: Mapping[str, Any], weights: str, max_context: int | None) -> str | None:
+def _why_refused(
+    config: Mapping[str, Any], held: HeldAs, weights: str, max_context: int | None
+) -> str | None:
     """What of a config.json, or of weights that are rounded at load, kvq's engine does not take."""
-    said = config.get("quantization_config")
-    if (why := why_refused(config, max_context=max_context)) or said is None:
+    why = why_refused(config, max_context=max_context) or held.unread
+    if why or config.get("quantization_config") is None or weights in (AUTO, NF4.name, *PLAIN):
         return why
-    rounds = weights not in (AUTO, NF4.name, *PLAIN)
-    taken = "its weights are quantized already, and kvq rounds none of these (--weights)" if rounds else None
-    return why_unread(said) or taken
+    return "its weights are quantized already, and kvq rounds none of these (--weights)"
 
 
 def _shape(model: str | Path, *, counted: bool) -> Shape:

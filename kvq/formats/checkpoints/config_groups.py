@@ -6,11 +6,19 @@ Source: the compressed-tensors package, version 0.20, folder `quantization`: `qu
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.checkpoints.fields import Fields
-from kvq.formats.checkpoints.scheme import EVERY, LayerScheme, QuantizationScheme, Rule, exactly, fitting
+from kvq.formats.checkpoints.scheme import (
+    EVERY,
+    Layer,
+    LayerScheme,
+    QuantizationScheme,
+    Rule,
+    exactly,
+    fitting,
+)
 from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
 
 METHOD = "compressed-tensors"
@@ -32,7 +40,6 @@ _ARGS = (
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _ORDERED = ("group", "dynamic")  # of actorder: on disk, groups of scattered inputs
 _CODES = {("int", bits): code for bits, code in INTEGER_CODES.items()} | {("float", 8): WeightCode.FP8}
-_Layer = TypeVar("_Layer")
 _KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
@@ -82,24 +89,19 @@ def parse(fields: Fields) -> QuantizationScheme:
     version = fields.choice("format", (*_VERSIONS, _MIXED))
     fields.choice("quantization_status", ("compressed", "frozen", None), None)
     rules = rules_of(fields, lambda group: _group(group, version))
-    return QuantizationScheme(
-        file_format=METHOD, version=version, rules=tuple(rules), kv_scales=_kv_scales(fields)
-    )
+    return QuantizationScheme(file_format=METHOD, version=version, rules=rules, kv_scales=_kv_scales(fields))
 
 
-def rules_of(fields: Fields, read: Callable[[Fields], _Layer | None]) -> list[Rule[_Layer]]:
+def rules_of(fields: Fields, read: Callable[[Fields], Layer | None]) -> list[Rule[Layer]]:
     """Layers to ignore, then those of groups: by name before patterns, and both before all layers.
 
-    `read`: what is to be told of a group's layers; None: that they are kept.
-
-    Raises:
-        ModelError: no groups, or no layers.
+    `read`: what is to be told of a group's layers, None where they are kept.
     """
     named = fields.object("config_groups")
     if not named.values:
         raise named.refusal("group_0", "there: config_groups is empty")
-    rules: list[Rule[_Layer]] = [(_target(text, fields.where), None) for text in fields.strings("ignore")]
-    found: list[tuple[int, Rule[_Layer]]] = []
+    rules: list[Rule[Layer]] = [(_target(text, fields.where), None) for text in fields.strings("ignore")]
+    found: list[tuple[int, Rule[Layer]]] = []
     for group in map(named.object, named.values):
         layer, targets = read(group), group.strings("targets")
         if not targets:

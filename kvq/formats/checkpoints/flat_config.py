@@ -7,12 +7,13 @@ AutoAWQ 0.2.9, `awq/models/_config.py`.
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.checkpoints.fields import Fields
 from kvq.formats.checkpoints.scheme import (
     IN_BLOCKS,
+    Layer,
     LayerScheme,
     QuantizationScheme,
     Rule,
@@ -27,7 +28,6 @@ V2 = "gptq_v2"  # as they are
 GEMM = "gemm"
 GPTQ_SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 AWQ_SUFFIXES = ("qweight", "qzeros", "scales")
-_Layer = TypeVar("_Layer")
 _GPTQ = (
     "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "lm_head",
     "dynamic", "pack_dtype", "modules_in_block_to_quantize", "block_name_to_quantize",
@@ -64,23 +64,16 @@ def parse_gptq(fields: Fields) -> QuantizationScheme:
     fields.choice("checkpoint_format", (V1, V2, None), None)
     version = fields.values.get("checkpoint_format") or fields.values.get("format") or V1
     rules = gptq_rules(fields, partial(_gptq_layer, version=version))
-    return QuantizationScheme(file_format="autogptq", version=version, rules=tuple(rules))
+    return QuantizationScheme(file_format="autogptq", version=version, rules=rules)
 
 
-def gptq_rules(fields: Fields, read: Callable[[Fields], _Layer]) -> list[Rule[_Layer]]:
-    """Exceptions, the head, then the layers of blocks. `read`: what is to be told of layers with such fields.
-
-    Raises:
-        ModelError: a field that can't be read.
-    """
+def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
+    """Exceptions, the head, then layers of blocks. `read`: what is to be told of layers with such fields."""
     layer, rules = read(fields), _dynamic(fields, read)
     head = fields.choice("lm_head", (True, False, None), False)
     rules.append((ending("lm_head"), layer if head else None))
-    parts = _parts(fields)
-    rules += [(ending(part), layer) for part in parts]
-    if not parts:
-        rules.append((_in_blocks(fields), layer))
-    return rules
+    chosen = [ending(part) for part in _parts(fields)] or [_in_blocks(fields)]
+    return [*rules, *((names, layer) for names in chosen)]
 
 
 def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
@@ -104,8 +97,7 @@ def parse_awq(fields: Fields) -> QuantizationScheme:
     fmt = _format(fields, WeightCode.INT4, symmetric=not fields.choice("zero_point", (True, False)))
     layer = LayerScheme(fmt=fmt, version=GEMM, suffixes=AWQ_SUFFIXES)
     kept = [(containing(part), None) for part in fields.strings("modules_to_not_convert")]
-    rules: list[Rule[LayerScheme]] = [*kept, (IN_BLOCKS, layer)]
-    return QuantizationScheme(file_format="autoawq", version=GEMM, rules=tuple(rules))
+    return QuantizationScheme(file_format="autoawq", version=GEMM, rules=[*kept, (IN_BLOCKS, layer)])
 
 
 def _gptq_layer(fields: Fields, version: str) -> LayerScheme:
@@ -123,7 +115,7 @@ def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightForma
         raise ModelError(f"{fields.where}: group_size: {error}") from error
 
 
-def _dynamic(fields: Fields, read: Callable[[Fields], _Layer]) -> list[Rule[_Layer]]:
+def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
     """GPTQModel's exceptions: `-:pattern` leaves layers out, `+:pattern` or `pattern` changes fields."""
     if fields.values.get("dynamic") is None:
         return []

@@ -1,7 +1,7 @@
 """Which Linear layers of a checkpoint are quantized, how, and under which tensor names."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from kvq.formats.weights import WeightFormat
 
 _MAX_PATTERN = 1000
 _MAX_REPEATS = 5
-_Layer = TypeVar("_Layer")
+Layer = TypeVar("Layer")  # what is told of one
 
 IN_BLOCKS = re.compile(r"(.*\.)?\d+\..*")  # layers outside of the numbered blocks keep their weights
 EVERY = re.compile("")  # patterns fit a layer's name from its start
@@ -60,10 +60,10 @@ class LayerScheme:
     suffixes: tuple[str, ...]  # its tensors are called `{layer}.{suffix}`
 
 
-Rule = tuple[re.Pattern[str], _Layer | None]  # layers of these names, and what is said of them; None: kept
+Rule = tuple[re.Pattern[str], Layer | None]  # layers of these names, and what is said of them; None: kept
 
 
-def first_of(rules: Iterable[Rule[_Layer]], name: str) -> _Layer | None:
+def first_of(rules: Iterable[Rule[Layer]], name: str) -> Layer | None:
     """What the first rule that chooses a layer says of it; None: it is kept as it was."""
     return next((layer for pattern, layer in rules if pattern.match(name)), None)
 
@@ -74,7 +74,7 @@ class QuantizationScheme:
 
     file_format: str  # one of FILE_FORMATS
     version: str
-    rules: tuple[Rule[LayerScheme], ...]
+    rules: Sequence[Rule[LayerScheme]]
     kv_scales: bool = False  # static FP8 scales of K and V are among the tensors
 
     def layer_of(self, name: str) -> LayerScheme | None:

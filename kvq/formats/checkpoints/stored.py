@@ -1,17 +1,16 @@
 """What each layer's weights take, by a quantization_config of any method, loaded by kvq or not."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kvq.errors import ModelError
-from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.config_groups import rules_of
 from kvq.formats.checkpoints.fields import WHERE, Fields
 from kvq.formats.checkpoints.flat_config import gptq_rules
-from kvq.formats.checkpoints.scheme import IN_BLOCKS, Rule, fitting
+from kvq.formats.checkpoints.scheme import IN_BLOCKS, QuantizationScheme, Rule, fitting
 from kvq.formats.weights import WeightCode, WeightFormat
 
 
@@ -64,17 +63,16 @@ _TEXTS = ("quant_algo", "dtype", "weight_dtype", "_type", "weights")
 _EXPERTS = re.compile(r".*\.experts\.")
 
 
-def stored_layers(config: object, scale_bytes: int = 2) -> list[Rule[Stored]] | None:
+def stored_layers(
+    config: object, scheme: QuantizationScheme | None, scale_bytes: int
+) -> Sequence[Rule[Stored]] | None:
     """What layers are stored as, by patterns of their names: the first that fits; None: nobody knows.
 
-    `scale_bytes`: of the scales of codes that kvq reads.
+    `scheme`: where kvq reads it, with scales of so many bytes.
     """
-    try:
-        if rules := parse_config(config).rules:
-            forms = {layer.fmt: Stored.of(layer.fmt, scale_bytes) for _, layer in rules if layer}
-            return [(names, forms[layer.fmt] if layer else None) for names, layer in rules]
-    except ModelError:
-        pass
+    if scheme is not None and scheme.rules:
+        forms = ((names, layer.fmt if layer else None) for names, layer in scheme.rules)
+        return [(names, Stored.of(fmt, scale_bytes) if fmt else None) for names, fmt in forms]
     try:
         return _unread(Fields.of(config, WHERE))
     except ModelError:

@@ -46,7 +46,8 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     zero = signed(unpack_awq(zeros), _BITS).T.contiguous()  # [out, groups]
     if layer.fmt.symmetric and zero.any():
         raise ModelError(
-            f"tensor {name}.qzeros holds zero points, but {WHERE} says zero_point: false; set it to true"
+            f"tensor {name}.qzeros holds zero points, but {WHERE} says zero_point: false; "
+            + (f"all are {int(zero[0, 0])}" if (zero == zero[0, 0]).all() else "set it to true")
         )
     q = signed(unpack_awq(words), _BITS).T.contiguous()
     return QuantizedWeight.pack(layer.fmt, q, scale, None if layer.fmt.symmetric else zero)
