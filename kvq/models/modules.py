@@ -127,8 +127,8 @@ def _blamed(
         return ModelError(f"{folder}/config.json: its values don't go together: {cause}")
     default = getattr(default_config(kind), name, None) if dropped else None
     remedy = "" if default is None else f", or drop it, which leaves it at {shown(default)}"
-    what = f"{name} can't be {shown(config[name])} in a {kind['model_type']} model ({cause})"
-    return ModelError(f"{folder}/config.json: {what}; correct it{remedy}")
+    what = f"{name} can't be {shown(config[name])} in a {kind['model_type']} model; correct it{remedy}"
+    return ModelError(f"{folder}/config.json: {what} (transformers: {cause})")
 
 
 def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
