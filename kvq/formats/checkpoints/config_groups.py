@@ -81,7 +81,7 @@ def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scale
 
 
 def parse(fields: Fields) -> QuantizationScheme:
-    """Read the config; see `kvq.weights.files.parse_config`."""
+    """Read the config; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_FIELDS, _HARMLESS)
     fields.absent("transform_config", "moe_sparsity_config")
     if fields.values.get("sparsity_config") not in (None, {}):

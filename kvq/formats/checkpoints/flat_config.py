@@ -56,7 +56,7 @@ def dump_gptq(
 
 
 def parse_gptq(fields: Fields) -> QuantizationScheme:
-    """Read the config of a GPTQ checkpoint; see `kvq.weights.files.parse_config`."""
+    """Read the config of a GPTQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_GPTQ)
     fields.absent("is_marlin_format")
     fields.choice("pack_dtype", ("int32", None), None)
@@ -89,7 +89,7 @@ def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_awq(fields: Fields) -> QuantizationScheme:
-    """Read the config of an AWQ checkpoint; see `kvq.weights.files.parse_config`."""
+    """Read the config of an AWQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_AWQ)
     for name in ("version", "format"):
         fields.choice(name, (GEMM, GEMM.upper(), None), None)

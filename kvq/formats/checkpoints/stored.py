@@ -45,7 +45,7 @@ _NAMED = {  # by what a config's text about weights has in it
     "fp8|float8|e4m3|e5m2": Stored("fp8", 1, None, 2),
 }
 _METHODS: dict[str, tuple[str, ...]] = {  # where each tells the form of weights
-    **dict.fromkeys(("auto-round", "intel/auto-round", "awq", "bitsandbytes", "higgs", "inc", "spqr"), ()),
+    **dict.fromkeys(("auto-round", "intel/auto-round", "awq", "bitsandbytes", "inc"), ()),
     "hqq": ("quant_config", "weight_quant_params"),
     "modelopt": ("quant_algo",),
     "quanto": ("weights",),
