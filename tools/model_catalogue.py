@@ -25,9 +25,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvq.capacity.plan.catalogue import CATALOGUE, KnownModel, encode_shape, known_models
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTensor, parse_geometry
+from kvq.geometry.text_part import KINDS
 from kvq.models.counted import count_module
 from kvq.models.support import check_supported
-from kvq.models.text_part import KINDS
 from kvq.sizing.parameters import Parameters, count_parameters
 
 TOKENS = 7
@@ -213,7 +213,11 @@ def write(names: list[str]) -> None:
             facts["refused"] = why
         if not says_enough(known, geometry):
             facts["shape"] = encode_shape(geometry)
-            kinds = {key: value for key in Parameters.__slots__ if (value := getattr(counted, key))}
+            kinds = {
+                key: value
+                for key in Parameters.__slots__
+                if key != "matrices" and (value := getattr(counted, key))
+            }
             facts["counted"] = kinds
         print(f"{name}: {counted.total / 1e9:.2f} B, {'shape' if 'shape' in facts else 'config'}", flush=True)
     save(data)

@@ -40,8 +40,9 @@ def command(
     from kvq.errors import ConfigError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
+    from kvq.models.modules import build_on_meta, unquantized
     from kvq.models.resolve import resolve_model
-    from kvq.models.support import check_supported
+    from kvq.models.support import check_supported, is_listed
     from kvq.models.text_part import read_config
 
     if json_path is not None:
@@ -51,6 +52,8 @@ def command(
     geometry = check_supported(
         config, max_context=1, folder=source.folder
     )  # RoPE need not be pinned to count bytes
+    if is_listed(geometry):  # others were made to be looked at
+        build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)
     layout = plan_layout(geometry, chosen, block_size=block_size)

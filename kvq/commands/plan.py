@@ -36,7 +36,10 @@ class Asked:
     output: int | None = option(None, "Of these, generated.  [default: an eighth]", type=AT_LEAST_1)
     lognormal: str | None = option(None, "MEDIAN,SIGMA of the tokens of requests, instead of --context.")
     trace: Path | None = option(
-        None, "JSON lines with prompt_tokens and output_tokens, instead of --context.", type=PATH
+        None,
+        "JSON lines with prompt_tokens and output_tokens, or CSV with TIMESTAMP, ContextTokens and "
+        "GeneratedTokens, instead of --context.",
+        type=PATH,
     )
     prefix_share: float = option(0.0, "Of the prompts, what all requests share.")
     slot: int | None = option(
@@ -72,7 +75,7 @@ class Asked:
 
 @click.command(name="plan")
 @target_options
-@kv_option("fp16,fp8,int8,k8v4,int4", many=True)
+@kv_option("auto,fp8,int8,k8v4,int4", many=True)
 @gathered(Asked, "asked")
 @sizing_options
 def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
@@ -101,7 +104,7 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
     demand = _demand(sizing, asked, target)
     rows: list[dict[str, Any]] = []
     refused: list[ConfigError] = []
-    for gpu, name in product(gpus, dict.fromkeys(kv)):
+    for gpu, name in product(gpus, target.formats(kv)):
         try:
             rows.append(_row(sizing, asked, target, demand, gpu, name))
         except ConfigError as error:

@@ -72,7 +72,7 @@ class Asked:
 
 @click.command(name="simulate")
 @target_options
-@kv_option("fp16,int4", many=True)
+@kv_option("auto,int4", many=True)
 @gathered(Asked, "asked")
 @gathered(PriceOptions, "api")
 @sizing_options

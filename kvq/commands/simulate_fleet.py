@@ -71,7 +71,7 @@ class Study:
                 f"a token to a step; lower that too"
             )
         routings, replicas = map(Routing, asked.routing), asked.replicas or (1,)
-        combined = product(dict.fromkeys(kv), asked.max_num_batched_tokens, routings, replicas)
+        combined = product(self._target.formats(kv), asked.max_num_batched_tokens, routings, replicas)
         cases = list(starmap(Case, combined))
         if len(cases) > _MOST_ROWS:
             raise ConfigError(f"{len(cases)} combinations are too many to simulate; at most {_MOST_ROWS}")

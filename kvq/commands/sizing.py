@@ -106,6 +106,7 @@ class SizingOptions:
             weights=self.weights,
             weight_bytes=None if weights_gb is None else round(weights_gb * 1e9),
             split=Split(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel),
+            max_context=self.max_model_len,
         )
         return replace(target, name=self.model)
 

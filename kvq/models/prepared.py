@@ -18,6 +18,7 @@ from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
+from kvq.geometry.rope import rope_types
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
 from kvq.models.agreement import check_headers
@@ -26,7 +27,6 @@ from kvq.models.config_values import check_values
 from kvq.models.device import DTYPE_NAMES, pick_device, pick_dtype
 from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
-from kvq.models.rope import rope_types
 from kvq.models.support import check_supported
 from kvq.models.text_part import read_config, read_entries
 from kvq.models.tokenizer import check_vocabulary, load_tokenizer

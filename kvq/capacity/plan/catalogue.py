@@ -49,7 +49,7 @@ class KnownModel:
     def parameters(self) -> Parameters:
         """How many, by kind."""
         if self.counted is not None:
-            return Parameters(**self.counted)
+            return Parameters(matrices=(), **self.counted)
         return count_parameters(self.config, self.geometry)
 
 

@@ -4,7 +4,7 @@ Beside it what it would be for other lengths and other numbers of users, for plo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -78,6 +78,8 @@ def make_plan(
     if demand.longest > (most := target.geometry.max_context):
         raise ConfigError(f"a request of {demand.longest:,} tokens is above the model's context of {most:,}")
     engine = engine or Engine()
+    if isinstance(engine, VllmEngine):
+        target = replace(target, held=replace(target.held, has_packed_experts=True))
     layout = kv_layout(
         split_geometry(target.geometry, target.split),
         kv,
@@ -105,7 +107,7 @@ def make_plan(
         step_tokens=pools.step_tokens,
         users=users,
         serving=served,
-        state_bytes=layout.geometry.state_bytes(target.held.other_bytes),
+        state_bytes=layout.geometry.state_bytes(int(target.held.other.weight_bytes)),
         time=time,
         serve=serve,
         usd_per_million_tokens=price,
@@ -145,18 +147,20 @@ def plan(
     Raises:
         ConfigError: something unknown, no lengths, or the model doesn't fit, with by how much.
     """
+    engine = options.get("engine")
     target = make_target(
         model,
         weights=options.get("weights", AUTO),
         weight_bytes=options.get("weight_bytes"),
         split=options.get("split"),
+        max_context=None if engine is None else engine.max_context,
     )
     if (context is None) == (lengths is None):
         raise ConfigError("how long requests are decides how many fit: give either context or lengths")
     drawn = lengths or fixed(context or 0, output or (context or 0) // 8)
     demand = Demand(lengths=drawn, prefix_share=options.get("prefix_share", 0.0))
     found = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
-    return make_plan(target, found, kv, demand, engine=options.get("engine"))
+    return make_plan(target, found, kv, demand, engine=engine)
 
 
 def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine | VllmEngine) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from kvq.formats.names import FOREIGN_NAMES, VLLM_FILE_PREFIX, VLLM_PREFIX
 from kvq.geometry.families import SIZED
 from kvq.layout import KVLayout
 from kvq.sizes import decimal
-from kvq.sizing.held import HeldAs
+from kvq.sizing.held import PLAIN
 from kvq.sizing.memory import Term
 
 BLOCK_SIZE, GPU_FRACTION = 16, 0.92  # vLLM's defaults on GPUs
@@ -163,8 +163,8 @@ def _check_served(target: Target, layout: KVLayout) -> None:
     recipe.require_scales()
     recipe.check_unstaged("vLLM's cache")
     plain = own_type(recipe.label)
-    if plain and HeldAs(linear=plain, other=plain).other_bytes != target.held.other_bytes:
+    if plain and PLAIN[plain].weight_bytes != target.held.other.weight_bytes:
         raise ConfigError(
-            f"vLLM keeps its own cache in the model's type, {target.held.other}; for KV in {plain} give "
+            f"vLLM keeps its own cache in the model's type, {target.held.other.name}; for KV in {plain} give "
             f"--weights {plain}"
         )

@@ -10,36 +10,14 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ModelError
-from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.formats.checkpoints.config_groups import INT, PACKED, version_of
+from kvq.formats.checkpoints.scheme import LayerScheme
+from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
 from kvq.weights.files.words import num_words, offset, pack_words, signed, unpack_words, whole_groups
 
-PACKED = "pack-quantized"
-INT = "int-quantized"
-FLOAT = "float-quantized"
-NAIVE = "naive-quantized"  # what that package calls weight-only FP8
 _NAN_BITS = 0x7F
-
-
-def version_of(fmt: WeightFormat) -> str:
-    """The compressor that writes weights of this format."""
-    if fmt.code is WeightCode.FP8:
-        return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
-    return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM keeps W4A8's nibbles as bytes, too
-
-
-def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) -> LayerScheme:
-    """How a layer of that format lies on disk."""
-    suffixes = (
-        ["weight_packed", "weight_scale", "weight_shape"] if version == PACKED else ["weight", "weight_scale"]
-    )
-    if not fmt.symmetric:
-        suffixes.append("weight_zero_point")
-    if act_order:
-        suffixes.append("weight_g_idx")
-    return LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -139,6 +139,37 @@ def test_lines_that_are_none_are_told_by_number(tmp_path: Path, line: object):
         list(read_lines(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("share.json", '[{"id": "1", "conversations": [{"from": "human", "value": "hi"}]}]'),
+        ("share.jsonl", '{"id": "1", "conversations": [{"from": "human", "value": "hi"}]}'),
+        ("pretty.json", '[\n  {"prompt_tokens": 1, "output_tokens": 1}\n]'),
+        ("azure.txt", "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,1,2"),
+        ("packed.jsonl", b"\x1f\x8b\x08\x00"),
+        ("fields.csv", "a,b\n1,2"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_which_forms_are_read(tmp_path: Path, name: str, text: str | bytes):
+    path = tmp_path / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ConfigError) as told:
+        list(read_lines(path))
+    said = str(told.value)
+    assert "TIMESTAMP, ContextTokens, GeneratedTokens" in said
+    assert ("prompt_tokens" in said) == (path.suffix != ".csv")
+    for word in ("indices", "codec", "Expecting", "object has", "int()"):
+        assert word not in said
+
+
+@pytest.mark.parametrize("row", ["yesterday,1,2", "2024-05-10 00:00:00,x,2", "2024-05-10 00:00:00,1"])
+def test_a_row_that_is_none_is_shown(tmp_path: Path, row: str):
+    path = write(tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", row)
+    with pytest.raises(ConfigError, match="line 2: no time and numbers: ") as told:
+        list(read_lines(path))
+    assert "int()" not in str(told.value)
+
+
 def test_files_that_are_none(tmp_path: Path):
     for path in (tmp_path / "no.jsonl", tmp_path, write(tmp_path / "x.csv", "a,b", "1,2")):
         with pytest.raises(ConfigError):

@@ -163,6 +163,8 @@ def test_every_familys_weights_are_those_of_the_live_model(name):
     buffers = sum(b.numel() for n, b in live.named_buffers() if n.endswith("e_score_correction_bias"))
     assert counted.total == sum(p.numel() for p in live.parameters()) + buffers
     assert count_module(live) == counted
+    assert sorted(count_module(live).matrices) == sorted(counted.matrices), "names decide what is quantized"
+    assert sum(count for _, count, _ in counted.matrices) == counted.linear + counted.experts
 
 
 def test_families_without_a_formula_say_what_to_give_instead():

@@ -101,7 +101,7 @@ def test_targets_are_names_patterns_and_the_class_in_that_order() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method must be .* or 'gptq' or 'awq', got 'bitsandbytes'"),
+        ({"quant_method": "fp8"}, "quant_method must be .* or 'bitsandbytes', got 'fp8'"),
         ({"format": "nvfp4-pack-quantized"}, "format must be 'pack-quantized' or .*, got 'nvfp4"),
         ({"format": "marlin-24"}, "format must be"),
         ({"config_groups": {}}, "config_groups is empty"),

@@ -1,0 +1,42 @@
+"""What a config.json says of quantized weights: which layers, how, under which tensor names. No tensors."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvq import strict_json
+from kvq.formats.checkpoints import config_groups, flat_config
+from kvq.formats.checkpoints.fields import WHERE, Fields
+from kvq.formats.checkpoints.scheme import QuantizationScheme
+
+__all__ = ["QuantizationScheme", "parse_config", "told_beside"]
+
+_LEFT = "bitsandbytes"  # whose layers are left to that package
+_READ: dict[str, Callable[[Fields], QuantizationScheme]] = {  # by quant_method
+    config_groups.METHOD: config_groups.parse,
+    "gptq": flat_config.parse_gptq,
+    "awq": flat_config.parse_awq,
+    _LEFT: lambda _: QuantizationScheme(file_format=_LEFT, version="", rules=[]),
+}
+
+
+def parse_config(config: object) -> QuantizationScheme:
+    """Read the quantization_config of a config.json; of bitsandbytes' there are no rules.
+
+    Raises:
+        ModelError: a method, version or feature that isn't read, by its field and value.
+    """
+    fields = Fields.of(config, WHERE)
+    return _READ[fields.choice("quant_method", tuple(_READ))](fields)
+
+
+def told_beside(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json's dict with the quantization_config that ModelOpt leaves in a file of its own."""
+    path, own = folder / "hf_quant_config.json", None
+    if config.get("quantization_config") is not None or not path.is_file():
+        return dict(config)
+    with suppress(OSError, ValueError):
+        own = strict_json.read(path)
+    own = own if isinstance(own, dict) else {}
+    return {**config, "quantization_config": {"quant_method": "modelopt", **own}}
