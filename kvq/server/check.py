@@ -242,9 +242,7 @@ def _template(config: ServerConfig, model: PreparedModel, tools: ToolCalling) ->
 
 async def _try_prompts(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> str | None:
     """Why no conversation can be read, if so; aside from this process, as the server reads them."""
-    setup = Setup(
-        folder=str(model.folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
-    )
+    setup = Setup(folder=str(model.folder), trusts_chats=config.trusts_chats)
     prompts = Prompts(Readers(setup), model.tokenizer)
     trying = asyncio.current_task()
     assert trying is not None, "within a coroutine"

@@ -12,6 +12,7 @@ from kvq.engine.outputs import Piece
 from kvq.engine.prompts import check_known
 from kvq.engine.terms import Terms
 from kvq.errors import EngineError, RequestError
+from kvq.models.templates.forms import Forms
 from kvq.server.admission import Admission, Queued, check_fits
 from kvq.server.config import ServerConfig
 from kvq.server.ignored import Body, Ignored, find_ignored
@@ -80,13 +81,13 @@ class Service:
                 param="model",
             )
 
-    def check_fields(self, given: Any, body: Body) -> Ignored:
+    async def check_fields(self, given: Any, body: Body) -> Ignored:
         """What of a decoded body was ignored, counted.
 
         Raises:
             Problem: this server is strict, and there is something that may be missed.
         """
-        ignored = find_ignored(given, body)
+        ignored = find_ignored(given, body, await self.prompts.forms() if "messages" in given else Forms())
         unknown = ignored.first_unknown
         if unknown is not None and self.is_strict:
             self.metrics.ignored("refused")
