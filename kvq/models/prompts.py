@@ -68,7 +68,7 @@ class PromptEncoder:
         `forms`: what a trial found of the template, which is tried here otherwise.
 
         Raises:
-            RequestError: the template refuses it, or shows nothing of something in it, or it is no valid text.
+            RequestError: the template refuses it, or shows nothing of some of it, or it is no valid text.
             TooLong: it has more than `max_tokens`, however it is cut.
         """
         forms = forms or self.forms
@@ -105,7 +105,7 @@ class PromptEncoder:
     @cached_property
     def forms(self) -> Forms:
         """What the chat template shows, and in which form, as a trial finds."""
-        return try_out(self._render, self._source, _variables(self._tokenizer))
+        return try_out(self._render, self._source, _variables(self._source))
 
     @cached_property
     def _source(self) -> str:
@@ -166,7 +166,7 @@ class PromptEncoder:
 
 
 def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """What a tokenizer's template makes of turns; `apply_chat_template` would take a content that is None away."""
+    """What a tokenizer's template makes of turns. Its own method would leave out a content that is None."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=options.get("tools"))
@@ -175,18 +175,14 @@ def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str,
     return str(text)
 
 
-def _variables(tokenizer: Any) -> frozenset[str] | None:
-    """Names that a tokenizer's templates read; None if they are broken."""
+def _variables(source: str) -> frozenset[str] | None:
+    """Names that a template reads; None if it is broken."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    found = tokenizer.chat_template or {}
     try:
-        return frozenset().union(
-            *(
-                meta.find_undeclared_variables(_compile_jinja_template(one).environment.parse(one))
-                for one in ([found] if isinstance(found, str) else found.values())
-            )
+        return frozenset(
+            meta.find_undeclared_variables(_compile_jinja_template("").environment.parse(source))
         )
     except (TemplateError, RecursionError):
         return None

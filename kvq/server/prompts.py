@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -31,6 +32,7 @@ from kvq.server.reading.jobs import (
 )
 from kvq.server.token_texts import TokenTexts
 
+_log = logging.getLogger("kvq")
 _DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
 _MAX_ASIDE = 64  # texts that may wait in line beside those to be generated from
 _WIDTH = 2  # prompts of a kind read side by side
@@ -101,10 +103,11 @@ class Prompts:
         """
         await self._readers.start()
         with contextlib.suppress(Problem):  # then it is tried again
-            await self.forms()
+            if lacking := (await self.forms()).lacking:
+                _log.info("chat template: no place for %s; the model can't be told of such", lacking)
 
     async def forms(self) -> Forms:
-        """What the chat template shows, and in which form, as a trial found; the usual where that took too long.
+        """What the chat template shows, and in which form, as a trial found that may have taken too long.
 
         Raises:
             Problem: nobody can try it now.
@@ -152,14 +155,9 @@ class Prompts:
         if self.why_broken is not None:
             self._look_again()
             raise failed(self.why_broken)
-        turns, forms = await _turns(conversation.messages), await self.forms()
-        job = Chat(
-            turns=turns,
-            options=conversation.options,
-            forms=forms,
-            max_tokens=self._max_tokens(),
-            **self._bounds,
-        )
+        turns, options, forms = await _turns(conversation.messages), conversation.options, await self.forms()
+        most = {"max_tokens": self._max_tokens(), **self._bounds}
+        job = Chat(turns=turns, options=options, forms=forms, **most)
         try:
             return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
         except (Overran, _TemplateFails) as error:

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 from kvq.errors import RequestError, nearest
 from kvq.models.templates.forms import BESIDE, CALLS, ROLES, TOOLS, Forms, Turns
 
 Options = Mapping[str, Any]
-_CONTENT = "content"
+_TEXT = "text"
+_Place = tuple[str, int, Mapping[str, Any]]  # what a word was put to, its number from 1, its turn or tool
 _WORD = re.compile(r"kvqseen(\d+)z")
 _MOST = 8  # things that are missed and looked at again
 
@@ -16,107 +18,85 @@ _MOST = 8  # things that are missed and looked at again
 def check_arrival(
     render: Callable[[Turns, Options], str], turns: Turns, options: Options, text: str, forms: Forms
 ) -> None:
-    """Raise RequestError, with what it was, if nothing of a turn, a call or a tool reached a conversation's text.
+    """Raise RequestError if nothing of a turn, a call or a tool reached a conversation's text.
 
     Each gets a word of its own at its end. What's word is missed is changed alone: if that leaves the text as
-    it was, nothing of it is there. Two are passed over. Text beside a call, if the template shows such at
-    times: it is reasoning that was for one turn. And tools, if it shows calls of them though never any tools:
-    then messages say which there are.
+    it was, nothing of it is there.
     """
-    marks = _Marks()
-    try:
-        seen = set(_WORD.findall(render(*marks.put(turns, options)).casefold()))
-    except RequestError:  # the template wants the very words that were given
-        return
-    missed = [
-        (at, place)
-        for at, place in enumerate(marks.places)
-        if str(at) not in seen and not place.may_be_missed(forms)
-    ]
-    for at, place in missed[:_MOST]:
-        try:
-            is_there = render(*_Marks(only=at).put(turns, options)) != text
-        except RequestError:
-            is_there = True
-        if not is_there:
-            raise RequestError(f"the model's chat template shows nothing of {place.why(forms)}")
+    lost: list[_Place] = []
+    with suppress(RequestError):  # then the template wants the very words that were given
+        *marked, places = _marked(turns, options)
+        seen = set(_WORD.findall(render(*marked).casefold()))
+        missed = [at for at, place in enumerate(places) if str(at) not in seen and _matters(place, forms)]
+        lost = [places[at] for at in missed[:_MOST] if render(*_marked(turns, options, only=at)[:2]) == text]
+    if lost:
+        raise RequestError(f"the model's chat template shows nothing of {_told(lost[0], forms)}")
 
 
-class _Place(NamedTuple):
-    """Where a word was put."""
-
-    kind: str
-    number: int  # of the message or the tool, from 1
-    role: str = ""
-    has_calls: bool = False
-
-    def may_be_missed(self, forms: Forms) -> bool:
-        if self.kind == TOOLS:
-            return forms.only_calls
-        return self.kind == _CONTENT and self.has_calls and BESIDE in forms.shown
-
-    def why(self, forms: Forms) -> str:
-        """What it is, why it is not there, and what to do."""
-        if self.kind == TOOLS:
-            return (
-                f"tool {self.number}: it has no place for it, and the model would not know of it; leave it out, "
-                "or describe it in a message"
-            )
-        if self.kind == CALLS:
-            return f"a call in message {self.number}: it has no place for it; say in the message what was called"
-        known = [role for role in ROLES if role in forms.shown]
-        where = f"message {self.number}, whose role is {self.role!r}: "
-        if self.role in forms.shown:
-            return where + "it has no place for that role there; move the message, or join it with another"
-        if not known:
-            return where + "it shows no words of any role"
-        return where + f"it shows {', '.join(known)}{nearest(self.role, known)}"
+def _matters(place: _Place, forms: Forms) -> bool:
+    """False for text beside calls of which the template shows some: it is reasoning for a turn. And for tools,
+    if it shows calls of them and never tools: messages tell of them."""
+    what, _, of = place
+    if what == _TEXT and of.get("tool_calls"):
+        return BESIDE not in forms.shown
+    return not (what == TOOLS and forms.only_calls)
 
 
-class _Marks:
-    """Puts words at the ends of what a conversation holds, or of one thing alone."""
+def _told(place: _Place, forms: Forms) -> str:
+    """What it is, why it is not there, and what to do."""
+    what, number, of = place
+    if what == TOOLS:
+        return f"tool {number}, so the model would not know of it; leave it out, or describe it in a message"
+    if what == CALLS:
+        return f"a call in message {number}; say in the message's content what was called"
+    role, known = str(of.get("role")), [role for role in ROLES if role in forms.shown]
+    if role in known:
+        return f"message {number} of role {role!r}, there; move it, or join it with another message"
+    others = ", ".join(known) or "no role at all"
+    return f"message {number}, whose role is {role!r}; it knows {others}{nearest(role, known)}"
 
-    def __init__(self, only: int | None = None) -> None:
-        self.places: list[_Place] = []
-        self._only = only
 
-    def put(self, turns: Turns, options: Options) -> tuple[Turns, Options]:
-        """The conversation with the words in it; `places` tells where."""
-        marked = [self._turn(turn, number) for number, turn in enumerate(turns, 1)]
-        tools = [self._tool(tool, number) for number, tool in enumerate(options.get("tools") or (), 1)]
-        return marked, {**options, "tools": tools} if tools else options
+def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Turns, Options, list[_Place]]:
+    """A conversation with words at the ends of what it holds, or of one thing alone, and where they are."""
+    places: list[_Place] = []
 
-    def _word(self, place: _Place) -> str:
-        self.places.append(place)
-        at = len(self.places) - 1
-        return f"kvqseen{at}z" if self._only in (None, at) else ""
+    def word(*place: Any) -> str:
+        places.append(place)
+        return f"kvqseen{len(places) - 1}z" if only in (None, len(places) - 1) else ""
 
-    def _turn(self, turn: Mapping[str, Any], number: int) -> dict[str, Any]:
-        made, content, calls = dict(turn), turn.get("content"), turn.get("tool_calls")
-        place = _Place(_CONTENT, number, str(turn.get("role")), bool(calls))
+    def said(text: str, *place: Any) -> str:
+        return text + word(_TEXT, *place) if text.strip() else text
+
+    made = []
+    for number, turn in enumerate(turns, 1):
+        marked, content = dict(turn), turn.get("content")
         if isinstance(content, str):
-            made["content"] = self._text(content, place)
+            marked["content"] = said(content, number, turn)
         elif content:
-            made["content"] = [{**part, "text": self._text(part["text"], place)} for part in content]
-        if calls:
-            made["tool_calls"] = [self._call(call, _Place(CALLS, number)) for call in calls]
-        return made
+            marked["content"] = [{**part, "text": said(part["text"], number, turn)} for part in content]
+        if calls := turn.get("tool_calls"):
+            marked["tool_calls"] = [_marked_call(call, word(CALLS, number, turn)) for call in calls]
+        made.append(marked)
+    tools = [
+        {
+            **tool,
+            "function": {**tool["function"], "name": tool["function"]["name"] + word(TOOLS, number, tool)},
+        }
+        for number, tool in enumerate(options.get("tools") or (), 1)
+    ]
+    return made, {**options, "tools": tools or None}, places
 
-    def _text(self, text: str, place: _Place) -> str:
-        return text + self._word(place) if text.strip() else text
 
-    def _call(self, call: Mapping[str, Any], place: _Place) -> dict[str, Any]:
-        """By its arguments, or its name where there are none."""
-        function, word = call["function"], self._word(place)
-        arguments = function["arguments"].rstrip()
-        if not word:
-            return dict(call)
-        if not arguments.strip("{} \n"):
-            return {**call, "function": {**function, "name": function["name"] + word}}
-        inside = arguments.removesuffix("}")
-        more = word if inside == arguments else f', "{word}": "{word}"}}'
-        return {**call, "function": {**function, "arguments": inside + more}}
-
-    def _tool(self, tool: Mapping[str, Any], number: int) -> dict[str, Any]:
-        function = tool["function"]
-        return {**tool, "function": {**function, "name": function["name"] + self._word(_Place(TOOLS, number))}}
+def _marked_call(call: Mapping[str, Any], word: str) -> dict[str, Any]:
+    """By its arguments, or its name where there are none."""
+    function = dict(call["function"])
+    inside = function["arguments"].rstrip().removesuffix("}")
+    if not word:
+        return dict(call)
+    if not inside.strip("{ \n"):
+        function["name"] += word
+    elif len(inside) < len(function["arguments"].rstrip()):
+        function["arguments"] = f'{inside}, "{word}": "{word}"}}'
+    else:
+        function["arguments"] += word
+    return {**call, "function": function}

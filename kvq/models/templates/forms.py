@@ -31,6 +31,12 @@ class Forms:
         """True if it shows calls, and no tools that could be called: messages have to tell of them."""
         return CALLS in self.shown and TOOLS not in self.shown
 
+    @property
+    def lacking(self) -> str:
+        """What it has no place for, in words; empty if there is nothing."""
+        words = [f"{role} messages" for role in ROLES if role not in self.shown]
+        return ", ".join(words + [what for what in (TOOLS, CALLS) if what not in self.shown])
+
     def turns(self, given: Turns) -> list[dict[str, Any]]:
         """Turns as the template takes them."""
         names: dict[str, str] = {}  # of the functions that were called, by the call's id
