@@ -17,7 +17,9 @@ class Forms:
     """What a chat template shows, and in which form; unless tried, all of it as most do."""
 
     shown: frozenset[str] = frozenset((*ROLES, TOOLS, CALLS, BESIDE))
-    parts: frozenset[str] = frozenset()  # roles whose texts it shows as lists of parts alone
+    parts: frozenset[str] = (
+        frozenset()
+    )  # roles whose texts it shows as lists of parts alone; others as users'
     developer: str = "developer"  # the role that a developer's messages are given
     null: Without = "empty"  # what a call's turn has for a content that is null
     empty: Without = "empty"  # and for one that is ""
@@ -50,11 +52,12 @@ class Forms:
     def _made(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The one that a turn is, or two."""
         rest = {name: given[name] for name in given if name not in ("role", "content", "tool_calls")}
-        role, content = given.get("role"), given.get("content")
-        turn = {"role": self.developer if role == "developer" else role}
+        role, content = str(given.get("role")), given.get("content")
+        role = self.developer if role == "developer" else role
+        turn = {"role": role}
         texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
         text: Any = "".join(texts)
-        if turn["role"] in self.parts:
+        if (role if role in ROLES else "user") in self.parts:
             text = [{"type": "text", "text": one} for one in texts]
         calls = {"tool_calls": [self._call(call) for call in given.get("tool_calls") or ()]}
         if not calls["tool_calls"]:  # templates ask whether there is such a thing

@@ -1,6 +1,7 @@
 """A trial of a chat template: what it shows of turns whose words are known, and in which form."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ _WITHOUT: Sequence[Without] = ("null", "absent", "empty")
 def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Forms:
     """What a template shows, each in the plainest form that works.
 
-    `render` makes a conversation's text, or raises RequestError; it is called 10 times for most templates, 40
+    `render` makes a conversation's text, or raises RequestError; it is called 10 times for most templates, 25
     times at most. `source`: the template's own text; `variables`: names that it reads.
     """
     trial = _Trial(render, Forms(shown=frozenset(), variables=variables))
@@ -35,7 +36,9 @@ def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Fo
     if not any(trial.find(TOOLS, [trial.forms], turns, _TOOL) for turns in ([user], [system, user])):
         trial.tools = None
     trial.calls([user])
-    trial.role("tool", _called("")) or trial.role("tool", _called(""), names_results=True)
+    done = [*_called(""), _said("tool") | {"tool_call_id": _CALL["id"]}]
+    trial.role("tool", done) or trial.role("tool", done, names_results=True)
+    trial.beside(done[2:])
     # The system is whom a developer speaks as, unless the template knows developers by name
     speakers = ("developer", "system") if "developer" in source else ("system", "developer")
     ways = [replace(trial.forms, developer=speaker) for speaker in speakers]
@@ -51,6 +54,7 @@ class _Trial:
         self.forms = forms
         self.tools: Sequence[Any] | None = None
         self._render = render
+        self._texts: dict[tuple[Forms, str, bool], str] = {}
 
     def find(self, what: str, ways: Iterable[Forms], turns: Turns, *words: str, **most: int) -> bool:
         """Take the first of some forms in which words are shown; `most`: how often others may be."""
@@ -63,8 +67,7 @@ class _Trial:
 
     def role(self, role: str, turns: Turns, **others: bool) -> bool:
         """Find how words of a role are shown; `others`: other forms that go with it."""
-        named = {role, "developer"} if role == "system" else {role}
-        parts = (self.forms.parts, self.forms.parts | named)
+        parts = (self.forms.parts, self.forms.parts | {role})
         ways = [replace(self.forms, parts=one, **others) for one in parts]
         return self.find(role, ways, turns, _word(role))
 
@@ -85,21 +88,28 @@ class _Trial:
             return
         ways = [replace(self.forms, empty=empty) for empty in reversed(_WITHOUT)]
         self.find(CALLS, ways, _called(""), _KEY, _VALUE, **well)
-        ways = [replace(self.forms, parts_calls=parts) for parts in (False, True)]
-        self.find(BESIDE, ways, _called(_word("assistant")), _VALUE, _word("assistant"))
+
+    def beside(self, results: Turns) -> None:
+        """Find whether text is shown beside a call, or else before it, also in conversations that went on."""
+        word, apart = _word("beside"), replace(self.forms, parts_calls=True)
+        done = [*_called(word), *results]
+        if not self.find(BESIDE, [self.forms], done, _VALUE, word):
+            self.find(BESIDE, [apart], [*done, _said("assistant"), _said("user")], _VALUE, word)
 
     def _text(self, forms: Forms, turns: Turns) -> str:
         """Of a conversation; empty if it is refused."""
-        try:
-            return self._render(forms, turns, {"tools": self.tools, "add_generation_prompt": True})
-        except RequestError:
-            return ""
+        key = (forms, str(turns), bool(self.tools))
+        if key not in self._texts:
+            options = {"tools": self.tools, "add_generation_prompt": True}
+            self._texts[key] = ""
+            with suppress(RequestError):
+                self._texts[key] = self._render(forms, turns, options)
+        return self._texts[key]
 
 
 def _called(content: str | None) -> Turns:
     """A conversation with a call beside some text, or none."""
-    call = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
-    return [_said("user"), call, {**_said("tool"), "tool_call_id": _CALL["id"]}]
+    return [_said("user"), {"role": "assistant", "content": content, "tool_calls": [_CALL]}]
 
 
 def _said(role: str) -> dict[str, Any]:
