@@ -56,33 +56,21 @@ class PromptEncoder:
         return ids
 
     def encode_chat(
-        self,
-        turns: Turns,
-        options: Mapping[str, Any],
-        *,
-        forms: Forms | None = None,
-        max_tokens: int | None = None,
+        self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
     ) -> list[int]:
         """Token ids of a conversation in the model's own format; `options`: of its template.
-
-        `forms`: what a trial found of the template, which is tried here otherwise.
 
         Raises:
             RequestError: the template refuses it, or shows nothing of some of it, or it is no valid text.
             TooLong: it has more than `max_tokens`, however it is cut.
         """
-        forms = forms or self.forms
-        text = self._render(forms, turns, options)
+        text = self._render(self.forms, turns, options)
         self._check(text, max_tokens)
-        check_arrival(partial(self._render, forms), turns, options, text, forms)
+        check_arrival(partial(self._render, self.forms), turns, options, text, self.forms)
         return self._control.encode(text)
 
     def shared_lengths(
-        self,
-        tokens: Sequence[int],
-        whole: tuple[Turns, Mapping[str, Any]],
-        others: Sequence[Any],
-        forms: Forms,
+        self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
     ) -> list[int]:
         """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
 
@@ -92,7 +80,7 @@ class PromptEncoder:
         Raises:
             RequestError: the template refuses one of them.
         """
-        text, *rest = (self._render(forms, turns, options) for turns, options in (whole, *others))
+        text, *rest = (self._render(self.forms, turns, options) for turns, options in (whole, *others))
         shared = [self._control.encode(text[: _num_common(text, other)]) for other in rest]
         counts = [_num_common(ids, tokens) for ids in shared]
         return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
@@ -104,7 +92,7 @@ class PromptEncoder:
 
     @cached_property
     def forms(self) -> Forms:
-        """What the chat template shows, and in which form, as a trial finds."""
+        """What the chat template shows, and in which form, as a trial finds; what another found may be set."""
         return try_out(self._render, self._source, _variables(self._source))
 
     @cached_property

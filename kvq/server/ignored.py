@@ -127,7 +127,7 @@ class Ignored:
         return ", ".join(self.names)
 
 
-def find_ignored(given: Any, body: Body, forms: Forms) -> Ignored:
+def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> Ignored:
     """What of a decoded body its model has no place for, or the chat template. Null counts as left out.
 
     Objects that are whole a tool's or a schema's own are not looked into. Stops when enough are found, so a
@@ -135,7 +135,7 @@ def find_ignored(given: Any, body: Body, forms: Forms) -> Ignored:
     """
     unknown: list[Field] = []
     labels: list[Field] = []
-    for field in chain(_walk(given, body, ""), _unread(given, type(body).NAMES, forms)):
+    for field in chain(_walk(given, body, ""), _unread(given, type(body).NAMES, forms or Forms())):
         of_kind = labels if field.is_label else unknown
         if len(of_kind) <= _MOST:
             of_kind.append(field)

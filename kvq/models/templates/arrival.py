@@ -20,8 +20,8 @@ def check_arrival(
 ) -> None:
     """Raise RequestError if nothing of a turn, a call or a tool reached a conversation's text.
 
-    Each gets a word of its own at its end. What's word is missed is changed alone: if that leaves the text as
-    it was, nothing of it is there.
+    Each gets a word of its own. If that is missed, it is changed alone: nothing of it is there if the text
+    stays as it was.
     """
     lost: list[_Place] = []
     with suppress(RequestError):  # then the template wants the very words that were given
@@ -34,8 +34,7 @@ def check_arrival(
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
-    """False for text beside calls of which the template shows some: it is reasoning for a turn. And for tools,
-    if it shows calls of them and never tools: messages tell of them."""
+    """False for text beside calls, if some is shown: it was for one turn; and for tools, if only calls are."""
     what, _, of = place
     if what == _TEXT and of.get("tool_calls"):
         return BESIDE not in forms.shown
@@ -65,7 +64,8 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
         return f"kvqseen{len(places) - 1}z" if only in (None, len(places) - 1) else ""
 
     def said(text: str, *place: Any) -> str:
-        return text + word(_TEXT, *place) if text.strip() else text
+        mark = word(_TEXT, *place) if text.strip() else ""
+        return text + mark if only is None else mark + text + mark  # a template may cut it
 
     made = []
     for number, turn in enumerate(turns, 1):
@@ -77,26 +77,19 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
         if calls := turn.get("tool_calls"):
             marked["tool_calls"] = [_marked_call(call, word(CALLS, number, turn)) for call in calls]
         made.append(marked)
-    tools = [
-        {
-            **tool,
-            "function": {**tool["function"], "name": tool["function"]["name"] + word(TOOLS, number, tool)},
-        }
-        for number, tool in enumerate(options.get("tools") or (), 1)
-    ]
+    tools = []
+    for number, tool in enumerate(options.get("tools") or (), 1):
+        name = tool["function"]["name"] + word(TOOLS, number, tool)
+        tools.append({**tool, "function": tool["function"] | {"name": name}})
     return made, {**options, "tools": tools or None}, places
 
 
 def _marked_call(call: Mapping[str, Any], word: str) -> dict[str, Any]:
     """By its arguments, or its name where there are none."""
-    function = dict(call["function"])
-    inside = function["arguments"].rstrip().removesuffix("}")
-    if not word:
-        return dict(call)
+    name, arguments = call["function"]["name"], call["function"]["arguments"].rstrip()
+    inside = arguments.removesuffix("}")
     if not inside.strip("{ \n"):
-        function["name"] += word
-    elif len(inside) < len(function["arguments"].rstrip()):
-        function["arguments"] = f'{inside}, "{word}": "{word}"}}'
-    else:
-        function["arguments"] += word
-    return {**call, "function": function}
+        name += word
+    elif word:
+        arguments = inside + (word if inside == arguments else f', "{word}": "{word}"}}')
+    return {**call, "function": {**call["function"], "name": name, "arguments": arguments}}

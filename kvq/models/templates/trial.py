@@ -74,20 +74,13 @@ class _Trial:
     def calls(self, usual: Turns) -> None:
         """Find how calls are shown without text, and beside some."""
         well = {"None": self._text(self.forms, usual).count("None"), **dict.fromkeys(_ILL, 0)}
-        ways = [
-            replace(self.forms, joins_arguments=joins, null=null)
-            for joins in (False, True)
-            for null in _WITHOUT
-        ]
-        asked = _called(None)
-        if not (
-            self.find(CALLS, ways, asked, _CALLED, _KEY, _VALUE, **well)
-            or self.find(CALLS, ways, asked, _KEY, _VALUE, **well)
-            or self.find(CALLS, ways, asked, _KEY, _VALUE)
-        ):
-            return
-        ways = [replace(self.forms, empty=empty) for empty in reversed(_WITHOUT)]
-        self.find(CALLS, ways, _called(""), _KEY, _VALUE, **well)
+        asked, forms = _called(None), self.forms
+        ways = [replace(forms, joins_arguments=j, null=null) for j in (False, True) for null in _WITHOUT]
+        for words, most in (((_CALLED, _KEY, _VALUE), well), ((_KEY, _VALUE), well), ((_KEY, _VALUE), {})):
+            if self.find(CALLS, ways, asked, *words, **most):
+                ways = [replace(self.forms, empty=empty) for empty in reversed(_WITHOUT)]
+                self.find(CALLS, ways, _called(""), _KEY, _VALUE, **well)
+                return
 
     def beside(self, results: Turns) -> None:
         """Find whether text is shown beside a call, or else before it, also in conversations that went on."""

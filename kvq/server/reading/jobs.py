@@ -101,9 +101,8 @@ class Chat(Job, frozen=True, kw_only=True):
 
     def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
         """Its token ids."""
-        return self._told(
-            encoder.encode_chat(self.turns, self.options, forms=self.forms, max_tokens=self.max_tokens)
-        )
+        encoder.forms = self.forms
+        return self._told(encoder.encode_chat(self.turns, self.options, max_tokens=self.max_tokens))
 
 
 class Shared(Job, frozen=True, kw_only=True):
@@ -116,8 +115,8 @@ class Shared(Job, frozen=True, kw_only=True):
 
     def do(self, encoder: PromptEncoder) -> Numbers:
         """With each of them."""
-        tokens = unpack(self.tokens)
-        return Numbers(packed=pack(encoder.shared_lengths(tokens, self.whole, self.others, self.forms)))
+        encoder.forms = self.forms
+        return Numbers(packed=pack(encoder.shared_lengths(unpack(self.tokens), self.whole, self.others)))
 
 
 class Decode(Job, frozen=True, kw_only=True):
