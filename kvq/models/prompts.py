@@ -92,7 +92,7 @@ class PromptEncoder:
 
     @cached_property
     def forms(self) -> Forms:
-        """What the chat template shows, and in which form, as a trial finds; what another found may be set."""
+        """What the chat template shows, and in which form, as a trial finds; may be set to what one found."""
         return try_out(self._render, self._source, _variables(self._source))
 
     @cached_property

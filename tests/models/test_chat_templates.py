@@ -1,7 +1,8 @@
 """Of a conversation everything reaches the model, or is refused by name, whatever a chat template does.
 
-`chat_templates/` holds templates of public families, written by hand after their published behaviour: which roles,
-markers and errors there are, and how contents, tools, calls and results are read. Their wording is not the families'.
+`chat_templates/` holds templates of public families, written by hand after their published behaviour: which
+roles, markers and errors there are, and how contents, tools, calls and results are read. The wording is not
+the families'.
 """
 
 import re
@@ -136,7 +137,7 @@ REFUSED = {  # what each family has no place for; all else arrives
     "smollm3": NO_CALLS | {"both", "late system"} | PLAIN,
     "zephyr": NO_CALLS | PLAIN,
 }
-SAYS = r"chat template (shows nothing of (message \d+|a call in message \d+|tool \d+)|refused this: \S|fails for)"
+SAYS = r"template (shows nothing of (message \d+|a call in message \d+|tool \d+)|refused this: \S|fails for)"
 
 
 def test_each_family_says_what_it_has_no_place_for():
@@ -298,7 +299,6 @@ def test_what_a_template_has_no_place_for_is_refused(turns, tools, says):
 
 def test_one_that_is_lost_among_others_is_found():
     """The same words elsewhere in the conversation don't hide it, nor does a later one that is shown."""
-    first = "{% for m in messages if m.role != 'system' or loop.first %}"
     last = (
         "{% set ns = namespace(s='') %}"
         + EACH
@@ -318,7 +318,6 @@ def test_one_that_is_lost_among_others_is_found():
     twice = call("") | {"tool_calls": [*call()["tool_calls"], *call(None, "{}", "callnr002")["tool_calls"]]}
     with pytest.raises(RequestError, match="nothing of a call in message 2"):
         text_of(one, ASKED, twice)
-    assert first
 
 
 def test_templates_that_change_texts_lose_nothing():
@@ -344,7 +343,7 @@ def test_a_template_that_fails_for_all_is_tried_and_says_so():
     for template in ("{{ raise_exception('no') }}", "{% if %}", "{{ none + 1 }}"):
         encoder = encoder_of(template)
         assert encoder.forms.shown == frozenset()
-        with pytest.raises(RequestError, match="chat template (refused this: no|fails for this)"):
+        with pytest.raises(RequestError, match=r"chat template (refused this: no|fails for this)"):
             encoder.encode_chat([ASKED], {})
 
 

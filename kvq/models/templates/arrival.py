@@ -34,7 +34,7 @@ def check_arrival(
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
-    """False for text beside calls, if some is shown: it was for one turn; and for tools, if only calls are."""
+    """False for text beside calls if some is shown, since it was for one turn; for tools if only calls are."""
     what, _, of = place
     if what == _TEXT and of.get("tool_calls"):
         return BESIDE not in forms.shown
@@ -86,10 +86,12 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
 
 def _marked_call(call: Mapping[str, Any], word: str) -> dict[str, Any]:
     """By its arguments, or its name where there are none."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"].rstrip()
-    inside = arguments.removesuffix("}")
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    inside, brace, after = (
+        arguments.rpartition("}") if arguments.rstrip().endswith("}") else (arguments, "", "")
+    )
     if not inside.strip("{ \n"):
         name += word
     elif word:
-        arguments = inside + (word if inside == arguments else f', "{word}": "{word}"}}')
+        arguments = inside + (f', "{word}": "{word}"}}' if brace else word) + after
     return {**call, "function": {**call["function"], "name": name, "arguments": arguments}}
