@@ -187,12 +187,13 @@ def text_of(template, *turns, **options):
 EACH = "{% for m in messages %}"
 OF_PARTS = (
     EACH
-    + "{{ m.role }}={% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %};{% endfor %}"
+    + "{{ m.role }}={% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %};"
+    "{% endfor %}"
 )
 OF_TEXTS = EACH + "{{ m.role }}={{ m.content }};{% endfor %}"
 FOUR = (
-    EACH
-    + "{% if m.role in ['system', 'user', 'assistant', 'tool'] %}{{ m.role }}={{ m.content }};{% endif %}{% endfor %}"
+    EACH + "{% if m.role in ['system', 'user', 'assistant', 'tool'] %}{{ m.role }}={{ m.content }};"
+    "{% endif %}{% endfor %}"
 )
 
 
@@ -200,8 +201,8 @@ def test_contents_are_given_as_parts_where_a_template_takes_no_texts():
     for template in (OF_PARTS, OF_TEXTS):
         assert text_of(template, ASKED, parts("a ", "b", role="tool")) == "user=Where is Ada?;tool=a b;"
     mixed = (
-        EACH
-        + "{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}{% else %}{{ m.content + '.' }}{% endif %}{% endfor %}"
+        EACH + "{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% else %}{{ m.content + '.' }}{% endif %}{% endfor %}"
     )
     assert text_of(mixed, say("Be kind", "system"), ASKED) == "Be kind.Where is Ada?"
 
@@ -218,7 +219,8 @@ OF_NONE = (
     + "{% if m['content'] is none %}"
     + MARK
     + "{% for c in m['tool_calls'] %}{{ c['function']['name'] }}"
-    "({{ c['function']['arguments'] }}){% endfor %}{% else %}{{ m['role'] }}={{ m['content'].strip() }}{% endif %};{% endfor %}"
+    "({{ c['function']['arguments'] }}){% endfor %}{% else %}{{ m['role'] }}={{ m['content'].strip() }}{% endif %};"
+    "{% endfor %}"
 )
 
 
@@ -333,7 +335,8 @@ def test_empty_texts_and_broken_arguments_are_taken_as_they_are():
     assert text_of(FOUR, say(""), {"role": "assistant"}, say(" \n")) == "user=;assistant=;user= \n;"
     objects = (
         EACH
-        + "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+        + "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}"
+        "{% endfor %};{% endfor %}"
     )
     for arguments, shown in (("", "{}"), ("{}", "{}"), ("[1]", "[1]"), ("{no", '"{no"'), ("no}", '"no}"')):
         assert text_of(objects, ASKED, call("", arguments)) == f"Where is Ada?;weather{shown};"
@@ -348,7 +351,10 @@ def test_a_template_that_fails_for_all_is_tried_and_says_so():
 
 
 def test_names_that_a_template_reads_are_known():
-    read = "{% set x = x | default(1) %}{% macro a() %}{{ y }}{% endmacro %}{% generation %}{{ a() }}{% endgeneration %}{% break %}"
+    read = (
+        "{% set x = x | default(1) %}{% macro a() %}{{ y }}{% endmacro %}"
+        "{% generation %}{{ a() }}{% endgeneration %}{% break %}"
+    )
     assert encoder_of(
         "{% for m in messages %}" + read + "{% endfor %}{% set z = 1 %}{{ z }}"
     ).forms.variables >= {"x", "y"}

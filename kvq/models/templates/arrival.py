@@ -34,7 +34,7 @@ def check_arrival(
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
-    """False for text beside calls if some is shown, since it was for one turn; for tools if only calls are."""
+    """False for text beside calls if some is shown: it was for one turn; for tools if only calls are."""
     what, _, of = place
     if what == _TEXT and of.get("tool_calls"):
         return BESIDE not in forms.shown
