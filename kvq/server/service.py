@@ -12,7 +12,6 @@ from kvq.engine.outputs import Piece
 from kvq.engine.prompts import check_known
 from kvq.engine.terms import Terms
 from kvq.errors import EngineError, RequestError
-from kvq.models.templates.forms import Forms
 from kvq.server.admission import Admission, Queued, check_fits
 from kvq.server.config import ServerConfig
 from kvq.server.ignored import Body, Ignored, find_ignored
@@ -87,7 +86,8 @@ class Service:
         Raises:
             Problem: this server is strict, and there is something that may be missed.
         """
-        ignored = find_ignored(given, body, await self.prompts.forms() if "messages" in given else Forms())
+        is_for_template = given.get("tools") or given.get("chat_template_kwargs")
+        ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
         unknown = ignored.first_unknown
         if unknown is not None and self.is_strict:
             self.metrics.ignored("refused")

@@ -219,8 +219,8 @@ OF_NONE = (
     + "{% if m['content'] is none %}"
     + MARK
     + "{% for c in m['tool_calls'] %}{{ c['function']['name'] }}"
-    "({{ c['function']['arguments'] }}){% endfor %}{% else %}{{ m['role'] }}={{ m['content'].strip() }}{% endif %};"
-    "{% endfor %}"
+    "({{ c['function']['arguments'] }}){% endfor %}{% else %}{{ m['role'] }}={{ m['content'].strip() }}"
+    "{% endif %};{% endfor %}"
 )
 
 
@@ -334,9 +334,8 @@ def test_templates_that_change_texts_lose_nothing():
 def test_empty_texts_and_broken_arguments_are_taken_as_they_are():
     assert text_of(FOUR, say(""), {"role": "assistant"}, say(" \n")) == "user=;assistant=;user= \n;"
     objects = (
-        EACH
-        + "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}"
-        "{% endfor %};{% endfor %}"
+        EACH + "{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
     )
     for arguments, shown in (("", "{}"), ("{}", "{}"), ("[1]", "[1]"), ("{no", '"{no"'), ("no}", '"no}"')):
         assert text_of(objects, ASKED, call("", arguments)) == f"Where is Ada?;weather{shown};"
