@@ -156,7 +156,7 @@ class Prompts:
             self._look_again()
             raise failed(self.why_broken)
         turns, options, forms = await _turns(conversation.messages), conversation.options, await self.forms()
-        most = {"max_tokens": self._max_tokens(), **self._bounds}
+        most: dict[str, Any] = {"max_tokens": self._max_tokens(), **self._bounds}
         job = Chat(turns=turns, options=options, forms=forms, **most)
         try:
             return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))

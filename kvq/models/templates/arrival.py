@@ -25,8 +25,8 @@ def check_arrival(
     """
     lost: list[_Place] = []
     with suppress(RequestError):  # then the template wants the very words that were given
-        *marked, places = _marked(turns, options)
-        seen = set(_WORD.findall(render(*marked).casefold()))
+        marked, marked_options, places = _marked(turns, options)
+        seen = set(_WORD.findall(render(marked, marked_options).casefold()))
         missed = [at for at, place in enumerate(places) if str(at) not in seen and _matters(place, forms)]
         lost = [places[at] for at in missed[:_MOST] if render(*_marked(turns, options, only=at)[:2]) == text]
     if lost:

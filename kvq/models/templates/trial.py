@@ -76,8 +76,8 @@ class _Trial:
         well = {"None": self._text(self.forms, usual).count("None"), **dict.fromkeys(_ILL, 0)}
         asked, forms = _called(None), self.forms
         ways = [replace(forms, joins_arguments=j, null=null) for j in (False, True) for null in _WITHOUT]
-        for words, most in (((_CALLED, _KEY, _VALUE), well), ((_KEY, _VALUE), well), ((_KEY, _VALUE), {})):
-            if self.find(CALLS, ways, asked, *words, **most):
+        for word, most in ((_CALLED, well), (_KEY, well), (_KEY, dict[str, int]())):
+            if self.find(CALLS, ways, asked, word, _KEY, _VALUE, **most):
                 ways = [replace(self.forms, empty=empty) for empty in reversed(_WITHOUT)]
                 self.find(CALLS, ways, _called(""), _KEY, _VALUE, **well)
                 return
