@@ -35,6 +35,12 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def template_source(tokenizer: Any) -> str:
+    """A tokenizer's chat template, or all that it has one after the other; empty without any."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
 def load_without_torch(folder: Path) -> Any:
     """`load_tokenizer` for a process that runs no model.
 

@@ -38,11 +38,8 @@ def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, 
         ConfigError: there are no such tool calls.
     """
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    setup = Setup(
-        folder=str(folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
-    )
     prompts = Prompts(
-        Readers(setup),
+        Readers(Setup(folder=str(folder), trusts_chats=config.trusts_chats)),
         tokenizer,
         plain_texts=not config.trusts_completions,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,

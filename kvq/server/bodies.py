@@ -45,7 +45,7 @@ _RESERVED = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "self"),
         *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-        "return_assistant_tokens_mask",
+        *("return_assistant_tokens_mask", "continue_final_message", "conversations"),
     )
 )
 

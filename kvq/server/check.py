@@ -18,7 +18,6 @@ from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
 from kvq.server.reading import Readers, Setup
 from kvq.server.run import listen
-from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import PoolPlan, at_once, longest_context
@@ -63,7 +62,6 @@ def check_config(config: ServerConfig) -> list[Finding]:
         verify_manifest(engine.model.folder)
         build_skeleton(engine.model)
         prove(engine.model)
-        tools = ToolCalling.of(engine.model.tokenizer, config.tool_call_parser)
     except KVQError as error:
         what = "memory" if isinstance(error, OutOfMemory) else "model"
         return [*findings, _error(f"{what}: {error}")]
@@ -75,7 +73,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         *_checked(engine),
         *_memory(engine),
         *_prefill(engine),
-        *_template(config, model, tools),
+        *_template(config, model),
     ]
 
 
@@ -224,27 +222,29 @@ def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
         yield _ok(f"prefill: a prompt of full context takes {steps} steps at least")
 
 
-def _template(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> Iterator[Finding]:
+def _template(config: ServerConfig, model: PreparedModel) -> Iterator[Finding]:
     if not getattr(model.tokenizer, "chat_template", None):
         yield _warning("chat template: none: /v1/chat/completions will be refused")
         return
     try:
-        why = asyncio.run(_try_prompts(config, model, tools))
+        why, lacking = asyncio.run(_try_prompts(config, model))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except (KVQError, Problem) as error:
-        why = f"it could not be tried: {error}"
-    if why is None:
-        yield _ok("chat template: found, and reads one short message")
-    else:
+        why, lacking = f"it could not be tried: {error}", ""
+    if why is not None:
         yield _error(f"chat template: {why}")
+    elif lacking:
+        yield _warning(
+            f"chat template: found; it has no place for {lacking}: the model can't be told of such"
+        )
+    else:
+        yield _ok("chat template: found; it shows all roles, tools and calls")
 
 
-async def _try_prompts(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> str | None:
-    """Why no conversation can be read, if so; aside from this process, as the server reads them."""
-    setup = Setup(
-        folder=str(model.folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
-    )
+async def _try_prompts(config: ServerConfig, model: PreparedModel) -> tuple[str | None, str]:
+    """Why no conversation can be read, if so, and what of one isn't shown; aside from this process."""
+    setup = Setup(folder=str(model.folder), trusts_chats=config.trusts_chats)
     prompts = Prompts(Readers(setup), model.tokenizer)
     trying = asyncio.current_task()
     assert trying is not None, "within a coroutine"
@@ -252,6 +252,6 @@ async def _try_prompts(config: ServerConfig, model: PreparedModel, tools: ToolCa
         asyncio.get_running_loop().add_signal_handler(number, trying.cancel)
     try:
         await prompts.start()
-        return await prompts.try_one()
+        return await prompts.try_one(), (await prompts.forms()).lacking
     finally:
         prompts.close()

@@ -60,7 +60,7 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
     """
     decoded = request.scope.pop(DECODED)
     await asyncio.sleep(0)
-    ignored = service.check_fields(decoded, body)
+    ignored = await service.check_fields(decoded, body)
     decoded.clear()  # FastAPI holds it until the answer's end
     if ignored.fields:
         request.scope[IGNORED] = ignored.header()

@@ -80,13 +80,14 @@ class Service:
                 param="model",
             )
 
-    def check_fields(self, given: Any, body: Body) -> Ignored:
+    async def check_fields(self, given: Any, body: Body) -> Ignored:
         """What of a decoded body was ignored, counted.
 
         Raises:
             Problem: this server is strict, and there is something that may be missed.
         """
-        ignored = find_ignored(given, body)
+        is_for_template = given.get("tools") or given.get("chat_template_kwargs")
+        ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
         unknown = ignored.first_unknown
         if unknown is not None and self.is_strict:
             self.metrics.ignored("refused")

@@ -9,6 +9,7 @@ import kvq.server.batch.run
 import kvq.server.run
 from kvq.cli import main
 from kvq.models.resolve import EMBEDDED, resolve_model
+from kvq.models.templates.forms import Forms
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.assembly import make_service
@@ -93,6 +94,39 @@ BODIES = [
     (PromptBody, message(), ["max_tokens"]),
     (PromptBody, message(max_tokens=None, output_config={"format": None}), []),
 ]
+
+
+ONLY_CALLS = Forms(shown=frozenset(("user", "calls")), variables=frozenset(("messages", "x")))
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "found"),
+    [
+        (ChatBody, chat(chat_template_kwargs={"x": 1, "y": 2, "z": None}), ["chat_template_kwargs.y"]),
+        (ChatBody, chat(tools=[TOOL]), ["tools"]),
+        (ChatBody, chat(tools=[TOOL], tool_choice="none"), []),
+        (ChatBody, chat(tools=[]), []),
+        (MessagesBody, message(tools=[{"name": "f", "input_schema": {}}]), ["tools"]),
+        (
+            MessagesBody,
+            message(tools=[{"name": "f", "input_schema": {}}], tool_choice={"type": "none"}),
+            [],
+        ),
+        (CompletionBody, {"prompt": "a", "tools": [TOOL]}, ["tools"]),
+    ],
+)
+def test_what_the_chat_template_reads_nowhere_is_named(model, given, found):
+    body = model.model_validate(given)
+    assert find_ignored(given, body, ONLY_CALLS).names == found
+    assert find_ignored(given, body, Forms()).names == [name for name in found if "prompt" in given]
+
+
+def test_what_a_template_may_have_meant_is_told():
+    given = chat(chat_template_kwargs={"enable_thinkin": False})
+    forms = Forms(variables=frozenset(("messages", "enable_thinking")))
+    found = find_ignored(given, ChatBody.model_validate(given), forms).first_unknown
+    assert "did you mean 'enable_thinking'?" in found.refusal().message
 
 
 @pytest.mark.parametrize(("model", "given", "found"), BODIES)

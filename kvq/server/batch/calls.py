@@ -53,7 +53,7 @@ class Calls:
             Problem: the request can't be served, or failed, several times if that was not its own fault.
             EngineError: there will be no engine any more.
         """
-        body = self._body(line)
+        body = await self._body(line)
         for again in range(_TRIES - 1):
             try:
                 return await self._try(line, body, alone=again > 0)
@@ -91,7 +91,7 @@ class Calls:
             return Chat(self._service, body, "")
         return Completion(self._service, body, "")
 
-    def _body(self, line: Line) -> Body:
+    async def _body(self, line: Line) -> Body:
         """Raises Problem: not a request of this protocol, or a strict run refuses its unknown fields."""
         given = dict(line.body)
         if given.pop("stream", False):
@@ -105,7 +105,7 @@ class Calls:
             body = kind.model_validate(given)
         except ValidationError as error:
             raise of_body(error.errors(include_url=False), given) from error
-        self._note(line, self._service.check_fields(given, body))
+        self._note(line, await self._service.check_fields(given, body))
         return body
 
     def _note(self, line: Line, ignored: Ignored) -> None:

@@ -231,8 +231,7 @@ def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Servic
     """Over an engine that is yet to be started, before which as many lines may wait as are held."""
     tokenizer = load_without_torch(source.folder)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    setup = Setup(folder=str(source.folder), is_text_template=tools.is_text_template)
-    prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
+    prompts = Prompts(Readers(Setup(folder=str(source.folder))), tokenizer, deadline_s=_TOKENIZE_S)
     name = config.served_model_name or source.name
     options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
     return Service(name, remote, prompts, options, tools=tools)

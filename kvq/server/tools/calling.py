@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.models.tokenizer import template_source
 from kvq.server.problems import Problem
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.json_calls import PLAIN
@@ -67,9 +68,7 @@ class ToolCalling:
         Raises:
             ConfigError: there is no such format.
         """
-        template = getattr(tokenizer, "chat_template", None) or ""
-        if not isinstance(template, str):  # one for tools, others
-            template = "\n".join(template.values())
+        template = template_source(tokenizer)
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         wording = Wording(template=template, special=special)
         return cls(format=find_format(name, template), wording=wording, is_guess=name == "auto")
@@ -81,11 +80,6 @@ class ToolCalling:
             why = "; the model's chat template has none that is known" if self.is_guess else ""
             return f"not read{why}"
         return self.format.name + (", by the model's chat template" if self.is_guess else "")
-
-    @property
-    def is_text_template(self) -> bool:
-        """True if the model's template wants arguments as text; others want objects."""
-        return self.format is not None and self.format.is_text_template
 
     def offer(
         self,
