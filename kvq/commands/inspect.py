@@ -53,6 +53,7 @@ def command(
     )  # RoPE need not be pinned to count bytes
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)
+    chosen.check_stored("inspect")
     layout = plan_layout(geometry, chosen, block_size=block_size)
     rows = []
     for label in dict.fromkeys((*_FORMATS, *CODES, name)):
