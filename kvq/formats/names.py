@@ -63,7 +63,6 @@ def known_names() -> tuple[str, ...]:
             )
         ),
         "k8v4",
-        *Own.registered,
     )
 
 
@@ -239,7 +238,7 @@ def _of_width(bits: int) -> str | None:
 
 def _unknown(name: str, given: str) -> ConfigError:
     """The error of a name that is no format's, alone or a part of what was `given`."""
-    known = known_names()
+    known = (*known_names(), *Own.registered)
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
     return ConfigError(
