@@ -4,8 +4,8 @@
 KVQ_PROBE_URL tells where it listens, if not on http://127.0.0.1:8000. Over HTTPS its certificate is not
 looked at: it names the service and not this container.
 
-Probes of orchestrators can't carry a secret, and every route but /health/live needs a key. The keys of the file
-are tried in turn: one that was just written there counts only once the server has read it again (SIGHUP).
+Probes of orchestrators can't carry a secret, and every route but /health/live needs a key. The keys of the
+file are tried in turn: one that was just written there counts once the server has read it again (SIGHUP).
 """
 
 import os

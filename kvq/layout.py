@@ -275,7 +275,10 @@ def plan_layout(
             f"block_size must be 1 to {MAX_BLOCK_SIZE} tokens, got {block_size}; {BLOCK_SIZE} is usual"
         )
     check_recipe_fits(geometry, recipe)
-    block_size = _own_tokens(recipe) or block_size
+    sizes = {own.tokens for own in recipe.own if own.tokens is not None}
+    if len(sizes) > 1:
+        raise ConfigError(f"{recipe.name} takes blocks of {sizes} tokens; all layers have blocks of one size")
+    block_size = next(iter(sizes), block_size)
     groups = tuple(
         GroupLayout(
             group=group,
@@ -291,14 +294,6 @@ def plan_layout(
     if geometry.states:
         groups += (_states(geometry, len(groups), block_size),)
     return KVLayout(geometry=geometry, recipe=recipe, groups=groups, block_size=block_size)
-
-
-def _own_tokens(recipe: KVRecipe) -> int | None:
-    """The tokens of a block that the recipe's registered quantizers take whole, if any does."""
-    sizes = {own.tokens for own in recipe.own} - {None}
-    if len(sizes) > 1:
-        raise ConfigError(f"{recipe.name} takes blocks of {sizes} tokens; all layers have blocks of one size")
-    return sizes.pop() if sizes else None
 
 
 def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:

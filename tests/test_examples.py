@@ -19,7 +19,7 @@ TEXT = "The cache keeps keys and values of every token that was read, so that no
 
 @pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
 def test_the_example_of_an_engine_answers_as_kvqs_own_and_shares_prefixes(tiny, kv):
-    """More requests than seats, prompts beside single tokens, and the last ones find what the first computed."""
+    """More requests than seats, prompts beside single tokens, and the last find what the first computed."""
     from examples import own_engine
 
     known = tiny.with_kv(kv)

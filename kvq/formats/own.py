@@ -13,7 +13,6 @@ class Own:
     """What becomes of rows of K or V, and what that is said to take; blocks hold the result, in fp32."""
 
     registered: ClassVar[dict[str, "Own"]] = {}
-
     name: str
     through: Through
     bits: Callable[[int], float]  # an element of rows of so many; raises ConfigError for rows that don't fit

@@ -62,11 +62,6 @@ class LayerFormats:
         )
 
     @property
-    def own(self) -> list[Own]:
-        """The registered quantizers of K and V, if any."""
-        return [fmt.own for fmt in (self.k, self.v) if fmt.own is not None]
-
-    @property
     def need_whole_blocks(self) -> bool:
         """True if K or V is quantized block by block, not token by token."""
         return self.k.needs_whole_blocks or self.v.needs_whole_blocks
@@ -176,7 +171,7 @@ class KVRecipe:
     @property
     def own(self) -> list[Own]:
         """The registered quantizers of all layers, if any."""
-        return [own for layer in self.layers for own in layer.own]
+        return [fmt.own for layer in self.layers for fmt in (layer.k, layer.v) if fmt.own is not None]
 
     @property
     def is_quantized(self) -> bool:

@@ -143,6 +143,7 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
     if device.type == "cpu":
         settle_threads()
         watch_neighbours()
+    is_own = isinstance(spec, KernelSpec) and bool(spec.formats.k.own or spec.formats.v.own)
     reasons: list[tuple[str, str]] = []  # (backend, why not)
     missed = False  # a kernel made for this device can't run
     for name in BACKENDS if backend == "auto" else (backend,):
@@ -151,12 +152,7 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
             reasons.append((name, f"has no {operation} kernel"))
             continue
         support = kernel.supports(spec, device)
-        if (
-            operation in _WRITING
-            and name != "reference"
-            and isinstance(spec, KernelSpec)
-            and spec.formats.own
-        ):
+        if is_own and operation in _WRITING and name != "reference":
             support = Support(False, "does not write registered formats", is_missed=False)
         if support.yes:
             if missed and name == "reference":

@@ -83,17 +83,14 @@ class Model(StaysHere):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV cache per token over all layers, scales and padding included.
-
-        Of registered formats what they are said to take: their blocks hold fp32.
-        """
+        """Bytes of KV cache per token over all layers, scales and padding included, or as by bits."""
         if self.recipe.own:
             return self.bits_per_element * self.geometry.elements_per_token / 8
         return self.layout.kv_bytes_per_token
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per K or V element, scales and means of blocks included."""
+        """Stored bits per K or V element, scales and means of blocks included, or as registered."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.layout.block_size))
 
     def bits_held(self, tokens: int) -> float:

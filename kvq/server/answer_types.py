@@ -12,12 +12,6 @@ class Status(TypedDict):
     seconds: NotRequired[float]
 
 
-class Version(TypedDict):
-    """Of kvq."""
-
-    version: str
-
-
 class Model(TypedDict):
     """What is served."""
 

@@ -1,6 +1,5 @@
 """How a server is reached, what it serves, and what it bears."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
-from kvq.formats.own import Own
 from kvq.server.admission import AdmissionConfig
 from kvq.server.credentials import Access, Tls
 from kvq.server.guard import LOOPBACK
@@ -54,11 +52,6 @@ class ServerConfig:
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines: give --api-key-file, "
                 f"or stay on 127.0.0.1"
-            )
-        if own := Own.registered.keys() & set(re.split("[/+]", self.kv.lower())):
-            raise ConfigError(
-                f"{', '.join(sorted(own))} is registered in this process, and a server's engine runs in "
-                f"another; kvq.LLM, kvq generate and kvq run-batch take it"
             )
         find_format(self.tool_call_parser, "")
 

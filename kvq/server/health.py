@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from kvq.engine import SamplingParams
 from kvq.engine.terms import Terms
 from kvq.errors import EngineError
-from kvq.server.answer_types import Status, Version
+from kvq.server.answer_types import Status
 from kvq.server.messages import Ended
 from kvq.server.problems import Problem, unavailable
 from kvq.server.prompts import PROBE
@@ -86,7 +86,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     deep = DeepCheck(service)
     answer: dict[int | str, dict[str, Any]] = {200: {"model": Status}}
 
-    @app.get("/version", responses={200: {"model": Version}})
+    @app.get("/version", responses={200: {"model": dict[str, str]}})
     async def version() -> dict[str, str]:
         return {"version": __version__}
 

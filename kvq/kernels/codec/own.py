@@ -42,7 +42,7 @@ def register_format(
         ConfigError: a name that means something, bits that nothing says, or a size of blocks out of range.
             Whoever uses the name gets one for rows that the functions can't take, or give back as others.
     """
-    _check_name(name, replace=replace)
+    _check_name(name, is_known=name in Own.registered and not replace)
     if dequantize is None and bits is None:
         raise ConfigError(f"{name}: give bits=, an element's with its share of scales; nothing else tells")
     if bits is not None and not (type(bits) in (int, float) and 0 < bits <= _MOST_BITS):
@@ -53,21 +53,19 @@ def register_format(
     Own.registered[name] = Own(name=name, through=own.through, bits=own.bits_of, tokens=block)
 
 
-def _check_name(name: str, *, replace: bool) -> None:
+def _check_name(name: str, *, is_known: bool) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name.endswith(".json"):
         raise ConfigError(
             f"a format's name is 2 to 64 of a-z, 0-9, '_', '-' and '.', a letter first; got {name!r:.80}"
         )
-    if name in Own.registered:
-        if not replace:
-            raise ConfigError(f"{name} is registered already; take another name, or replace=True")
-        return
+    if is_known:
+        raise ConfigError(f"{name} is registered already; take another name, or replace=True")
     try:
-        split_pair(name)
+        means = name == "auto" or name.startswith("kvq_") or split_pair(name)  # vLLM's begin with kvq_
     except ConfigError:
-        if name != "auto" and not name.startswith("kvq_"):  # which vLLM's names begin with
-            return
-    raise ConfigError(f"{name!r} means something to kvq already; take another name, such as my-{name}")
+        means = None
+    if means and name not in Own.registered:
+        raise ConfigError(f"{name!r} means something to kvq already; take another name, such as my-{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +80,7 @@ class _Registered:
     tried: dict[int, float] = field(default_factory=dict)
 
     def bits_of(self, dim: int) -> float:
-        """Bits of an element, after a trial for rows of `dim` elements.
-
-        Raises:
-            UnfitFormat: the functions fail there, or give back what is none of those rows.
-        """
+        """Bits of an element, after a trial for rows of `dim` elements."""
         if dim not in self.tried:
             try:
                 self.tried[dim] = self._try(dim)
@@ -98,53 +92,43 @@ class _Registered:
         return self.tried[dim]
 
     def through(self, x: Tensor) -> Tensor:
-        """What is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim].
-
-        Raises:
-            ConfigError: another shape or dtype, or NaN or infinity.
-        """
+        """What is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim]."""
         rows = x.flatten(0, -2 if self.block is None else -3)
-        return self._made(rows)[0].view(x.shape)
+        return self._read_back(self._stored(rows), rows).view(x.shape)
 
     def _try(self, dim: int) -> float:
         x = torch.randn(_TRIED, self.block or 1, dim, generator=torch.Generator().manual_seed(0))
         x[1], x[2, 0, dim // 2] = 0, 100
         x = x if self.block else x[:, 0]
-        made, bits = self._made(x)
-        alone = torch.cat([self._made(part)[0] for part in x.split(1)])
-        if self._made(x)[0].equal(made) and not alone.allclose(made, rtol=1e-3, atol=1e-3):
-            unit = "block" if self.block else "row"
-            advice = "" if self.block else "; or give block=, the tokens that are quantized together"
+        stored = self._stored(x)
+        together, again = self._read_back(stored, x), self.through(x)
+        alone = torch.cat([self.through(part) for part in x.split(1)])
+        if again.equal(together) and not alone.allclose(together, rtol=1e-3, atol=1e-3):  # not by chance
+            unit, or_else = ("block", "") if self.block else ("row", "; or give block=")
             raise UnfitFormat(
                 f"{self.name}: what is read back of a {unit} changes with the {unit}s beside it, so with the "
-                f"steps that tokens come in; quantize every {unit} by itself{advice}"
+                f"steps that tokens come in; quantize every {unit} by itself{or_else}"
             )
-        return bits
+        if self.stated is not None:
+            return self.stated
+        return 8 * sum(part.numel() * part.element_size() for part in stored) / x.numel()
 
-    def _made(self, x: Tensor) -> tuple[Tensor, float]:
-        """What is read back, and the bits of an element."""
-        made, bits = self.quantize(x.clone()), self.stated
-        if self.dequantize is not None:
-            stored = made if isinstance(made, tuple | list) else (made,)
-            if bits is None:
-                bits = 8 * sum(part.numel() * part.element_size() for part in stored) / max(1, x.numel())
-            made = self.dequantize(*stored)
-        if not isinstance(made, Tensor) or (made.shape, made.dtype, made.device) != (
-            x.shape,
-            x.dtype,
-            x.device,
-        ):
-            got = (
-                f"{made.dtype} {list(made.shape)} on {made.device}"
-                if isinstance(made, Tensor)
-                else type(made)
-            )
-            raise UnfitFormat(
-                f"{self.name} must give back {x.dtype} {list(x.shape)} on {x.device}, as it gets, got {got}"
-            )
+    def _stored(self, x: Tensor) -> tuple[Any, ...]:
+        stored = self.quantize(x.clone())
+        return (
+            tuple(stored) if self.dequantize is not None and isinstance(stored, tuple | list) else (stored,)
+        )
+
+    def _read_back(self, stored: tuple[Any, ...], x: Tensor) -> Tensor:
+        made = stored[0] if self.dequantize is None else self.dequantize(*stored)
+        wanted, got = (
+            f"{y.dtype} {list(y.shape)} on {y.device}" if isinstance(y, Tensor) else f"{type(y)}"
+            for y in (x, made)
+        )
+        if got != wanted:
+            raise UnfitFormat(f"{self.name} must give back {wanted}, as it gets, got {got}")
         if not bool(made.isfinite().all()):
             raise UnfitFormat(
-                f"{self.name} gave back NaN or infinity; a row may be all zeros, or have outliers"
+                f"{self.name} gave back NaN or infinity; rows may be all zeros, or have outliers"
             )
-        assert bits is not None, "stated, or counted"
-        return made, bits
+        return made

@@ -7,13 +7,13 @@ import torch
 
 import kvq
 from kvq.cache import KVCache, KvqCache
+from kvq.cli import main
 from kvq.evals import default_text
 from kvq.formats.own import Own
 from kvq.integrations.lmcache.chunk import ChunkCodec
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import encode, encode_block
 from kvq.models.check_memory import _key
-from kvq.server.config import ServerConfig
 
 TEXT = default_text().text
 
@@ -229,8 +229,6 @@ def test_where_stored_bytes_are_needed_it_is_refused_by_name(tiny, tmp_path):
     ):
         with pytest.raises(kvq.ConfigError, match=r"mine is a registered format, which .* can't take"):
             take()
-    with pytest.raises(kvq.ConfigError, match=r"mine is registered in this process.*engine runs in another"):
-        ServerConfig(kv="int4/Mine+recent=4")
     with pytest.raises(
         kvq.UnsupportedKernel, match=r"does not write registered formats.*--backend reference"
     ):
@@ -239,6 +237,17 @@ def test_where_stored_bytes_are_needed_it_is_refused_by_name(tiny, tmp_path):
         )
     with pytest.raises(kvq.ConfigError, match="--formats takes"):
         kvq.tune(tiny, "4.5bits", formats="int4,mine")
+
+
+@pytest.mark.parametrize("command", [("serve", "--check"), ("run-batch", "in.jsonl", "out.jsonl")])
+def test_commands_whose_engine_is_another_process_say_so(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text("")
+    kvq.register_format("mine", rounded, bits=4.25)
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--kv", "int4/Mine+recent=4"])
+    assert end.value.code == 2
+    assert "mine is registered in this process, and the engine of this command" in capsys.readouterr().err
 
 
 def test_a_recipes_file_names_it_and_needs_it(tiny, tmp_path, monkeypatch):
