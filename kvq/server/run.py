@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import threading
@@ -75,8 +76,13 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
+    has_terminal = os.isatty(0)
+
+    def hang_up() -> None:  # told by somebody, or because the terminal was closed
+        credentials.read_again() if os.isatty(0) == has_terminal else stop()
+
     if config.read_access is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, credentials.read_again)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
     starting = asyncio.create_task(remote.start())
     try:
         tokenizer = await _unless(ended, partial(load_without_torch, source.folder))

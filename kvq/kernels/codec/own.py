@@ -94,7 +94,7 @@ class _Registered:
     def through(self, x: Tensor) -> Tensor:
         """What is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim]."""
         rows = x.flatten(0, -2 if self.block is None else -3)
-        return self._read_back(self._stored(rows), rows).view(x.shape)
+        return self._read_back(self._stored(rows), rows).reshape(x.shape)
 
     def _try(self, dim: int) -> float:
         x = torch.randn(_TRIED, self.block or 1, dim, generator=torch.Generator().manual_seed(0))
@@ -111,7 +111,8 @@ class _Registered:
             )
         if self.stated is not None:
             return self.stated
-        return 8 * sum(part.numel() * part.element_size() for part in stored) / x.numel()
+        nbytes: int = sum(part.numel() * part.element_size() for part in stored)
+        return 8 * nbytes / x.numel()
 
     def _stored(self, x: Tensor) -> tuple[Any, ...]:
         stored = self.quantize(x.clone())

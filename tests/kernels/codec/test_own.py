@@ -218,6 +218,12 @@ def test_functions_that_write_to_what_they_get_harm_nothing(tiny):
     assert k.all()
 
 
+def test_what_is_given_back_may_lie_in_memory_in_any_order(tiny):
+    kvq.register_format("mine", lambda x: x.T.contiguous().T, bits=4)
+    x = torch.randn(3, 2, 64)
+    assert torch.equal(encode(x, tiny.with_kv("mine").recipe.layers[0].k)[0], x)
+
+
 def test_where_stored_bytes_are_needed_it_is_refused_by_name(tiny, tmp_path):
     kvq.register_format("mine", rounded, bits=4.25)
     model = tiny.with_kv("mine/int4")
