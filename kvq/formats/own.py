@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from kvq.errors import ConfigError
+
 Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whole blocks -> the same shape
 
 
@@ -22,3 +24,11 @@ class Own:
 
     def __deepcopy__(self, memo: object) -> "Own":
         return self  # told apart by identity
+
+
+def tokens_of(own: list[Own]) -> int | None:
+    """The tokens of a block that some of them take whole, if any does."""
+    sizes = {one.tokens for one in own if one.tokens is not None}
+    if len(sizes) > 1:
+        raise ConfigError(f"registered formats take blocks of {sizes} tokens; all layers have one size")
+    return sizes.pop() if sizes else None
