@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.plan import plan
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
+    from kvq.kernels.codec.own import register_format
     from kvq.models import Model
     from kvq.models.hf_check import check
 else:
@@ -47,6 +48,7 @@ else:
             "kvq.capacity.plan.plan": ("plan",),
             "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
             "kvq.formats": ("KVRecipe",),
+            "kvq.kernels.codec.own": ("register_format",),
             "kvq.models": ("Model",),
             "kvq.models.hf_check": ("check",),
         },
@@ -77,6 +79,7 @@ __all__ = [
     "perplexity",
     "plan",
     "quantize",
+    "register_format",
     "tune",
 ]
 

@@ -62,7 +62,7 @@ def command(
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.gates import parse_gate
     from kvq.evals.report import write_report
-    from kvq.evals.simulated import SimulatedRecipe
+    from kvq.evals.simulated import simulated
 
     chosen = choose_tasks(asked.tasks)
     if asked.html_path is not None:
@@ -78,10 +78,10 @@ def command(
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
     if asked.simulate and checked.prepared.cache != "kvq":
         raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
-    simulated = [SimulatedRecipe.of(name, checked.prepared.geometry.head_dims) for name in asked.simulate]
+    dims = checked.prepared.geometry.head_dims
     plan = EvalPlan(
         prepared=checked.prepared,
-        recipes=[*recipes_of(checked), *simulated],
+        recipes=[*recipes_of(checked), *(simulated(name, dims) for name in asked.simulate)],
         text=source,
         tokens=TokenPlan(**asdict(windows)),
         attention_windows=asked.attention_windows,
@@ -154,11 +154,10 @@ def plan_result(
     """The JSON envelope of what was found."""
     from kvq.commands.results import result_of
     from kvq.evals.perplexity import size_figures
-    from kvq.evals.simulated import model_in
 
     more = dict(found)
     rows = more.pop("rows", None) or [
-        {"kv": recipe.name, **size_figures(model_in(model, recipe), plan.tokens.context)}
+        {"kv": recipe.name, **size_figures(model.with_kv(recipe), plan.tokens.context)}
         for recipe in plan.recipes
     ]
     about = {

@@ -56,6 +56,7 @@ def command(
         build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)
+    chosen.check_stored("inspect")
     layout = plan_layout(geometry, chosen, block_size=block_size)
     rows = []
     for label in dict.fromkeys((*_FORMATS, *CODES, name)):

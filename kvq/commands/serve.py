@@ -1,6 +1,7 @@
 """`kvq serve`: an OpenAI-compatible server."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from kvq.extras import EVENTS, SERVER, require
 
 if TYPE_CHECKING:
     from kvq.server.config import ServerConfig
+    from kvq.server.credentials import Access
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class Asked:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, type=click.IntRange(0, 65535))
     api_key_file: Path | None = option(None, "Keys, one a line; needed beyond loopback.", type=PATH)
+    metrics_key_file: Path | None = option(None, "Keys for /metrics and /health alone.", type=PATH)
     allowed_host: tuple[str, ...] = option(
         (), "Host header to answer; default: any beyond loopback.", multiple=True
     )
@@ -119,8 +122,7 @@ def command(service: Service, asked: Asked) -> None:
 
 def _config(service: Service, asked: Asked) -> "ServerConfig":
     from kvq.server.admission import AdmissionConfig
-    from kvq.server.config import ServerConfig, allowed_hosts, read_keys
-    from kvq.server.guard import Access
+    from kvq.server.config import ServerConfig
     from kvq.server.logs import LogConfig
     from kvq.server.names import parse_names
     from kvq.server.tenants import TenantLimits
@@ -129,11 +131,8 @@ def _config(service: Service, asked: Asked) -> "ServerConfig":
         **service.fields(),
         host=asked.host,
         port=asked.port,
-        access=Access(
-            api_keys=read_keys(asked.api_key_file) if asked.api_key_file is not None else (),
-            hosts=allowed_hosts(asked.host, asked.allowed_host),
-            origins=frozenset(asked.allow_origin),
-        ),
+        access=_access(asked),
+        read_access=partial(_access, asked) if asked.api_key_file or asked.ssl_certfile else None,
         tls=_tls(asked.ssl_certfile, asked.ssl_keyfile),
         admission=AdmissionConfig(
             max_queue=asked.max_queue,
@@ -156,6 +155,18 @@ def _config(service: Service, asked: Asked) -> "ServerConfig":
         trusts_completions=asked.control_tokens_in in ("completions", "both"),
         grace_s=asked.grace,
         timeout_s=asked.request_timeout or None,
+    )
+
+
+def _access(asked: Asked) -> "Access":
+    from kvq.server.config import allowed_hosts, read_keys
+    from kvq.server.credentials import Access
+
+    return Access(
+        api_keys=read_keys(asked.api_key_file) if asked.api_key_file is not None else (),
+        metrics_keys=read_keys(asked.metrics_key_file) if asked.metrics_key_file is not None else (),
+        hosts=allowed_hosts(asked.host, asked.allowed_host),
+        origins=frozenset(asked.allow_origin),
     )
 
 

@@ -1,5 +1,6 @@
 """What commands share whose engine runs in a process of its own."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from kvq.commands.options import (
     path_option,
 )
 from kvq.errors import ConfigError
+from kvq.formats.own import Own
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from kvq.watermark.schemes import MODES
 
@@ -113,6 +115,9 @@ class Service:
         if self.model.calibrate_on_load:
             name = click.get_current_context().info_name
             raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
+        if own := Own.registered.keys() & set(re.split("[/+]", self.kv.lower())):
+            told = f"{min(own)} is registered in this process, and the engine of this command runs in another"
+            raise ConfigError(f"{told}; kvq.LLM and kvq generate take it")
         options = self.model.load_options() | {"scales": self.model.scales} | asdict(self.engine)
         return {
             "model": self.model.model,

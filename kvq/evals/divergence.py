@@ -16,7 +16,6 @@ from torch import Tensor
 from kvq.errors import RequestError
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
-from kvq.evals.simulated import SimulatedRecipe, model_in
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
@@ -202,9 +201,9 @@ def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Mode
     if not named:
         raise RequestError("no KV format was named; try fp32,int8,int4")
     known = model.prepared
-    recipes = [x if isinstance(x, SimulatedRecipe) else known.recipe(x, model.static_scales) for x in named]
+    recipes = [known.recipe(x, model.static_scales) for x in named]
     recipes = baseline_first(recipes, known)
-    return [model_in(model, recipe) for recipe in recipes]
+    return [model.with_kv(recipe) for recipe in recipes]
 
 
 def baseline_first(recipes: list[KVRecipe], model: PreparedModel) -> list[KVRecipe]:

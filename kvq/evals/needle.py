@@ -17,7 +17,6 @@ from kvq.errors import RequestError
 from kvq.evals.bootstrap import wilson_interval
 from kvq.evals.divergence import UNWATCHED, Watch
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
-from kvq.evals.simulated import model_in
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 from kvq.models.prepared import PreparedModel
@@ -126,7 +125,7 @@ def measure_needle(
     if not names:
         raise RequestError("no KV format was named; try fp32,int8,int4")
     prompts, sizes = needle_prompts(model.prepared, text, plan)
-    models = [model_in(model, name) for name in names]
+    models = [model.with_kv(name) for name in names]
     sessions = [one.session(max_tokens=max(sizes)) for one in models]
     grid = list(itertools.product(range(plan.trials), sizes, dict.fromkeys(plan.depths)))
     asked = [(0, *place) for place in grid]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvq.errors import ConfigError, nearest
 from kvq.formats.codes import CODES, Code, Kind
+from kvq.formats.own import Own
 from kvq.formats.spec import (
     Grouped,
     KVFormat,
@@ -134,7 +135,8 @@ def split_pair(text: str) -> KVName:
         mapped = FOREIGN_NAMES.get(part, part)
         if mapped != part:
             notes.append(f"{part} is read as kvq's {mapped}")
-        _read(mapped, text)
+        if mapped not in Own.registered:
+            _read(mapped, text)
         ours.append(mapped)
     return KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
 
@@ -164,6 +166,10 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
     Raises:
         ConfigError: unknown name, or one that `head_dim` does not fit.
     """
+    if (own := Own.registered.get(name)) is not None:
+        fmt = KVFormat(code=Code.FP32, own=own)
+        fmt.check(head_dim)
+        return fmt
     read = _read(name, name)
     code, rotated = read.code, read.rotated is not None
     scale: ScaleMode | None = None
@@ -232,7 +238,7 @@ def _of_width(bits: int) -> str | None:
 
 def _unknown(name: str, given: str) -> ConfigError:
     """The error of a name that is no format's, alone or a part of what was `given`."""
-    known = known_names()
+    known = (*known_names(), *Own.registered)
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
     return ConfigError(

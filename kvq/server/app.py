@@ -23,7 +23,8 @@ from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokenize
 from kvq.server.chat import Chat
 from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
-from kvq.server.guard import REASON, Access, Guard, as_response
+from kvq.server.credentials import Access, Credentials
+from kvq.server.guard import REASON, Guard, as_response
 from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
@@ -42,8 +43,11 @@ _ASIDE = ("/tokenize", "/detokenize", f"{MESSAGES_PATH}/count_tokens")
 _GENERATING = ("/v1/completions", "/v1/chat/completions", MESSAGES_PATH)
 
 
-def create_app(service: Service, access: Access | None = None) -> FastAPI:
-    """The application over a service. With API keys every route but `/health/live` needs one of them."""
+def create_app(
+    service: Service, access: Access | None = None, credentials: Credentials | None = None
+) -> FastAPI:
+    """The application over a service. With API keys every route but `/health/live` needs one of them, of
+    those of `credentials`, if given."""
     access = access or Access()
     app = FastAPI(
         title="kvq",
@@ -129,6 +133,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.add_middleware(
         Guard,
         access=access,
+        credentials=credentials,
         check=partial(_check_arrival, service),
         charge=service.admission.charge_refused,
     )

@@ -1,6 +1,6 @@
 """How a server is reached, what it serves, and what it bears."""
 
-import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,34 +8,14 @@ from typing import Any
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
 from kvq.server.admission import AdmissionConfig
-from kvq.server.guard import LOOPBACK, Access
+from kvq.server.credentials import Access, Tls
+from kvq.server.guard import LOOPBACK
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
 from kvq.server.tenants import TenantLimits
 from kvq.server.tools.registry import find_format
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tls:
-    """A certificate and its key, as PEM files; both may be in one."""
-
-    certificate: Path
-    key: Path
-
-    def __post_init__(self) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
-        except (OSError, ValueError) as error:  # SSLError is an OSError
-            raise ConfigError(
-                f"{self.certificate} and {self.key} are no PEM certificate and its open key: {error}; "
-                f"name a key that has a file of its own with --ssl-keyfile"
-            ) from error
-        check_secret(self.key)
-        if b"PRIVATE KEY-----" in self.certificate.read_bytes():
-            check_secret(self.certificate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +28,7 @@ class ServerConfig:
     port: int = 8000
     served_model_name: str | None = None
     access: Access = field(default_factory=Access)
+    read_access: Callable[[], Access] | None = None  # the same by what its files hold then
     tls: Tls | None = None
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tenants: TenantLimits = field(default_factory=TenantLimits)

@@ -15,6 +15,7 @@ from kvq.server.messages import Ended
 from kvq.server.problems import Problem, unavailable
 from kvq.server.prompts import PROBE
 from kvq.server.service import Service
+from kvq.version import __version__
 
 _DEADLINE_S = 10.0
 _FRESH_S = 5.0  # an answer of the deep check is given again for so long
@@ -81,9 +82,13 @@ async def check_readiness(service: Service) -> None:
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """`/health` and its three depths."""
+    """`/health` and its three depths, and `/version` as vLLM has it."""
     deep = DeepCheck(service)
     answer: dict[int | str, dict[str, Any]] = {200: {"model": Status}}
+
+    @app.get("/version", responses={200: {"model": dict[str, str]}})
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/health/live", responses=answer)
     async def live() -> dict[str, str]:

@@ -45,7 +45,7 @@ _SCHEMAS = {
 _WORDS = {
     400: "The request is wrong; the message says where.",
     401: "No API key, or a wrong one.",
-    403: "A page of another origin asked.",
+    403: "A page of another origin asked, or a key for metrics alone.",
     404: "No such thing here.",
     408: "The request did not arrive in time.",
     413: f"A body may have {MAX_BODY} bytes.",

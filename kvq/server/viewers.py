@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvq.errors import EngineError
+from kvq.server.guard import DOCS
 from kvq.server.messages import LiveRequest, PastRequest, Picture
 from kvq.server.problems import Problem
 from kvq.server.respond import tenant as who_asks
@@ -109,6 +110,10 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
     @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
         return await asset("index.html")
+
+    @app.get(DOCS, response_class=HTMLResponse)
+    async def docs() -> Response:
+        return await asset("docs.html")
 
     @app.get("/page/{name}", response_class=Response, responses={200: {"content": _CONTENT}})
     async def asset(name: str) -> Response:

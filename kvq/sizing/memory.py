@@ -157,6 +157,7 @@ def kv_layout(
     """
     named = Path(kv) if kv.endswith(".json") else kv
     recipe = named_recipe(named, geometry, whole_blocks=whole_blocks)
+    recipe.check_stored("a plan")
     return plan_layout(geometry, recipe, block_size=block_size)
 
 
