@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How a family without `layer_types` in its config decides which layers slide.
-#   none:      no layer does
+#   never:     none does, whatever its config names: its code in transformers has no windows
+#   none:      none does, unless `layer_types` says so
 #   uniform:   all do when `sliding_window` is set
 #   pattern:   layer i is full when (i + 1) % pattern == 0
 #   upper:     with use_sliding_window, layers from max_window_layers on
 #   optional:  with use_sliding_window, all layers
-WindowRule = Literal["none", "uniform", "pattern", "upper", "optional"]
+WindowRule = Literal["never", "none", "uniform", "pattern", "upper", "optional"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,7 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / q_heads
     head_dim_is_fixed: bool = False  # the config's head_dim is ignored by the model code
     window: int | None = None  # tokens a sliding layer sees, the query's own included
-    window_rule: WindowRule = "none"
+    window_rule: WindowRule = "never"
     pattern: int = 0
     window_key: str = "sliding_window"  # what the config calls it
     ignores_layer_types: bool = False
@@ -97,6 +98,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         num_layers=36, q_heads=16, hidden_size=2048, vocab_size=128256, max_context=32768, kv_heads=4,
+        window_rule="none",
     ),
     "starcoder2": Family(
         num_layers=30, q_heads=24, hidden_size=3072, vocab_size=49152, max_context=4096, kv_heads=2,

@@ -1,10 +1,11 @@
 """Geometry read from a config.json's dict equals geometry read from the live transformers config."""
 
 import json
+from inspect import getmodule, getsource
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from kvq.errors import ConfigError
 from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry, parse_geometry
@@ -100,6 +101,23 @@ def test_a_saved_config_is_read_alike(family, tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     assert parse_geometry(written) == live_geometry(AutoConfig.from_pretrained(tmp_path))
     assert parse_geometry(written) == live_geometry(config)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_windows_are_read_where_the_familys_code_reads_them(family):
+    """A family's code in transformers has windows, or whatever config.json says of them is nothing."""
+    has_windows = "sliding_window" in getsource(
+        getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(small_config(family))])
+    )
+    assert (FAMILIES[family].window_rule != "never") == has_windows
+    named = {
+        "sliding_window": 7,
+        "use_sliding_window": True,
+        "layer_types": MIXED,
+        "sliding_window_pattern": 2,
+    }
+    layers = parse_geometry({"model_type": family, **SMALL, "n_layer": 5, **named}).layers
+    assert any(layer.window for layer in layers) == has_windows
 
 
 def test_numbers_of_a_known_model_come_out_as_published():
