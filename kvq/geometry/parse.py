@@ -141,8 +141,8 @@ class _Reader:
 
     def _slides(self, layer: int) -> bool:
         rule = self.family.window_rule
-        if rule == "pattern":
-            given = self.config.get("sliding_window_pattern")
+        if rule in ("pattern", "fixed"):
+            given = rule == "pattern" and self.config.get("sliding_window_pattern")
             pattern = self.count("sliding_window_pattern", 0) if given else self.family.pattern
             return (layer + 1) % pattern != 0
         if rule == "upper":
