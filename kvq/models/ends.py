@@ -8,7 +8,7 @@ from kvq.models.checkpoint import read_json
 
 GENERATION_FILE = "generation_config.json"
 NO_END = (
-    "no token is known to end a text: texts go on to their max_tokens, structured output is refused; name one "
+    "no token is known to end a text: texts go on to max_tokens, and structured output is refused; name one "
     "as eos_token_id in generation_config.json, or as the tokenizer's eos_token"
 )
 _KEY = "eos_token_id"
