@@ -27,20 +27,12 @@ if TYPE_CHECKING:
 class Sampling:
     """How the text is chosen, as the command line says it."""
 
-    max_tokens: int | None = option(
-        None, "Tokens to generate at most.  [default: 64]", names="--max-tokens -n", type=int
-    )
+    max_tokens: int | None = option(None, "Of the text.  [default: 64]", names="--max-tokens -n", type=int)
     temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0]", type=float)
     top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
-    top_p: float | None = option(
-        None, "Nucleus sampling: keep this share of probability.  [default: 1]", type=float
-    )
-    min_p: float | None = option(
-        None, "Drop tokens below this share of the likeliest.  [default: 0]", type=float
-    )
-    repetition_penalty: float | None = option(
-        None, "Above 1 discourages repetition.  [default: 1]", type=float
-    )
+    top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
+    min_p: float | None = option(None, "Least share of the likeliest's.  [default: 0]", type=float)
+    repetition_penalty: float | None = option(None, "Above 1 discourages it.  [default: 1]", type=float)
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
     stop: tuple[str, ...] = option((), "End before this text; may be given several times.", multiple=True)
     ignore_eos: bool = option(False, "Go on past the end-of-text token.")
