@@ -68,6 +68,7 @@ def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:
     """The defaults that a model's folder brings, or another folder ("auto" is the model's).
 
     "none", "kvq" and "vllm" decline them. What is out of range, or of no use here, is passed over.
+
     Raises:
         ConfigError: `asked` names a folder without generation_config.json.
         ModelError: the file is no JSON object.
