@@ -12,6 +12,7 @@ import click
 from kvq.commands.chat_partner import Sampling
 from kvq.commands.options import (
     ACCEPT,
+    GENERATION_CONFIG,
     ModelOptions,
     Size,
     gathered,
@@ -41,6 +42,7 @@ class Asked:
     api_key_env: str | None = option(None, "With --url: the environment variable that holds the key.")
     system: str | None = option(None, "The system message.")
     accept_divergence: bool = option(False, ACCEPT)
+    generation_config: str = option("auto", GENERATION_CONFIG)
     trim: bool = option(False, "Drop the oldest turns when the context is full.")
 
 
@@ -67,6 +69,7 @@ def command(kv: list[str], model_options: ModelOptions, asked: Asked, sampling: 
             *(model_options, kv[0], sampling),
             kv_memory=asked.kv_memory,
             accept_divergence=asked.accept_divergence,
+            generation_config=asked.generation_config,
         )
     is_terminal = sys.stdin.isatty()
     session = Session(partner, system=asked.system, trim=asked.trim, is_terminal=is_terminal)

@@ -19,8 +19,8 @@ class ContextFull(KVQError):
 class Sampling:
     """How answers are chosen."""
 
-    temperature: float = option(0.7, "0 takes the likeliest token.")
-    top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
+    temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0.7]", type=float)
+    top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
     max_tokens: int | None = option(
         None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=AT_LEAST_1
     )

@@ -7,6 +7,7 @@ import click
 
 from kvq.commands.options import (
     ACCEPT,
+    GENERATION_CONFIG,
     SPECULATION,
     ModelOptions,
     gathered,
@@ -19,32 +20,34 @@ from kvq.commands.screen import echo, stream
 
 if TYPE_CHECKING:
     from kvq.engine import SamplingParams
+    from kvq.engine.defaults import SamplingDefaults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How the text is chosen, as the command line says it."""
 
-    max_tokens: int = option(64, "Tokens to generate at most.", names="--max-tokens -n")
-    temperature: float = option(0.0, "0 takes the likeliest token.")
+    max_tokens: int | None = option(None, "Of the text.  [default: 64]", names="--max-tokens -n", type=int)
+    temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0]", type=float)
     top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
-    top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
-    min_p: float = option(0.0, "Drop tokens below this share of the likeliest.")
-    repetition_penalty: float = option(1.0, "Above 1 discourages repetition.")
+    top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
+    min_p: float | None = option(None, "Least share of the likeliest's.  [default: 0]", type=float)
+    repetition_penalty: float | None = option(None, "Above 1 discourages it.  [default: 1]", type=float)
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
     stop: tuple[str, ...] = option((), "End before this text; may be given several times.", multiple=True)
     ignore_eos: bool = option(False, "Go on past the end-of-text token.")
     json_schema: str | None = option(None, "The text must be JSON of this schema.")
     regex: str | None = option(None, "The text must match this regular expression.")
 
-    def params(self) -> "SamplingParams":
-        """As the engine takes it."""
+    def params(self, defaults: "SamplingDefaults | None" = None) -> "SamplingParams":
+        """As the engine takes it; `defaults`: the model's, for what is left out."""
         from kvq.engine import SamplingParams, StructuredOutput
 
-        given = asdict(self)
-        grammar = {name: given.pop(name) for name in ("json_schema", "regex")}
-        is_free = self.json_schema is None and self.regex is None
-        return SamplingParams(structured=None if is_free else StructuredOutput(**grammar), **given)
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        grammar = {name: given.pop(name) for name in ("json_schema", "regex") if name in given}
+        if grammar:
+            given["structured"] = StructuredOutput(**grammar)
+        return SamplingParams(**(given if defaults is None else defaults.fill(given, given)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +76,7 @@ class Served:
 
     speculation: str | None = option(None, SPECULATION)
     accept_divergence: bool = option(False, ACCEPT)
+    generation_config: str = option("auto", GENERATION_CONFIG)
 
 
 @click.command(name="generate")
@@ -92,6 +96,7 @@ def command(
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import check_for, load_to_serve
+    from kvq.commands.said import say_defaults
     from kvq.engine import LLM
     from kvq.engine.build import check_cache
     from kvq.engine.grammar.compiler import check_structured
@@ -111,9 +116,10 @@ def command(
     check_speculation(drafting, known)
     check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
+    params = sampling.params(say_defaults(known.source, served.generation_config))
     room = check_room(length, params.max_tokens, known.max_context)
     model = load_to_serve(checked, kv[0], accept_divergence=served.accept_divergence)
-    longest = length + (params.max_tokens or room)
+    longest = length + min(room, params.max_tokens or params.most_tokens or room)
     with LLM(model, max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
         pieces = llm.stream(prompt, params)
         shown = prompt

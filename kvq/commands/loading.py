@@ -68,6 +68,7 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
     """
     with status(f"checking {options.model}"):
         prepared = prepare(options.model, **options.load_options())
+        _ = prepared.tokenizer  # that there is one which knows texts
         if options.scales and options.calibrate_on_load:
             raise ConfigError(
                 "--calibrate-on-load makes static scales and --scales names some; give one of them"

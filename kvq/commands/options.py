@@ -42,6 +42,9 @@ SPECULATION = (
     "How tokens are drafted: ngram, self, heads, or draft,model=FOLDER; ,k=4 for the most of a step."
 )
 ACCEPT = "Use a KV format even if the load check finds that it breaks the model."
+GENERATION_CONFIG = (
+    "Whose generation_config.json fills what is left out of sampling: auto (the model's), none, or a folder."
+)
 PATH = click.Path(path_type=Path)
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 

@@ -50,7 +50,7 @@ def command(service: Service, asked: Asked) -> None:
     """
     require("kvq run-batch", SERVER)
     from kvq.commands.progress import named_progress
-    from kvq.commands.said import say_model
+    from kvq.commands.said import say_defaults, say_model
     from kvq.server.batch.run import BatchConfig, run_batch
 
     config = BatchConfig(
@@ -65,6 +65,7 @@ def command(service: Service, asked: Asked) -> None:
 
         def on_model(source: "ModelSource", digest: str) -> None:
             say_model(source, digest)
+            say_defaults(source, config.generation_config)
             progress("answering", 0, None)
 
         summary = run_batch(config, partial(progress, "answering"), on_model)

@@ -1,6 +1,7 @@
 """Which model a command runs, said by processes without torch, too."""
 
 from kvq.commands.screen import echo
+from kvq.engine.defaults import SamplingDefaults, read_defaults
 from kvq.models.resolve import ModelSource
 
 _SHOWN_DIGITS = 12  # of a digest
@@ -9,3 +10,15 @@ _SHOWN_DIGITS = 12  # of a digest
 def say_model(source: ModelSource, digest: str) -> None:
     """Say on standard error which model was loaded."""
     echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
+
+
+def say_defaults(source: ModelSource, asked: str) -> SamplingDefaults:
+    """The sampling defaults that a model's folder brings, or another; said on standard error, if any.
+
+    Raises:
+        ConfigError: `asked` names no such folder.
+    """
+    defaults = read_defaults(source.folder, asked)
+    if told := str(defaults):
+        echo(f"kvq: {told}", err=True)
+    return defaults

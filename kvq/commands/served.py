@@ -10,6 +10,7 @@ import click
 from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.commands.options import (
     ACCEPT,
+    GENERATION_CONFIG,
     POSITIVE,
     SPECULATION,
     Finite,
@@ -95,6 +96,7 @@ class RequestOptions:
     strict_requests: bool = option(
         False, "Refuse requests with unknown fields, instead of ignoring those; labels such as user pass."
     )
+    generation_config: str = option("auto", GENERATION_CONFIG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

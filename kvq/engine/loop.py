@@ -12,6 +12,8 @@ from typing import Any
 
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore
+from kvq.engine.defaults import read_defaults
+from kvq.engine.params import SamplingParams
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.resolve import ModelSource
@@ -153,6 +155,12 @@ class LoopedEngine(StaysHere):
     def model(self) -> Model:
         """The model that runs."""
         return self.core.model
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends, to hand to `generate` or to change; nothing
+        takes it by itself. Greedy, of 64 tokens, where that says nothing.
+        """
+        return SamplingParams(**read_defaults(self.model.prepared.folder).fill({}, ()))
 
     def _start(self) -> None:
         """Begin what runs beside it."""

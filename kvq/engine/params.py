@@ -141,7 +141,7 @@ class SamplingParams:
 
     `n`: results returned; `best_of`: results generated, the likeliest n of them returned.
     `beam_width`: beam search with that many beams, the best n of them returned; deterministic.
-    `max_tokens`: None goes on as far as the model's context and the block pool reach.
+    `max_tokens`: None goes on as far as the model's context and the block pool reach, but for `most_tokens`.
     `top_k`: None keeps all. `seed`: the same tokens in whatever batch the request runs.
     `stop`: strings that end the text, left out of it unless `include_stop`. `logprobs`: how many of
     the likeliest tokens' log-probabilities to return beside the chosen one's; `prompt_logprobs` the
@@ -158,6 +158,7 @@ class SamplingParams:
     length_penalty: float = param(1.0, real(-100, 100))  # of beams: score / length ** length_penalty
     early_stopping: bool = param(False, flag)  # of beams: end as soon as beam_width are finished
     max_tokens: int | None = param(64, optional(whole(1, MAX_COUNT)))
+    most_tokens: int | None = param(None, optional(whole(1, MAX_COUNT)))  # without max_tokens
     min_tokens: int = param(0, whole(0, "max_tokens"))
     temperature: float = param(0.0, real(0, 10), with_beams=False)
     top_k: int | None = param(None, whole(1, MAX_COUNT), with_beams=False)

@@ -69,12 +69,8 @@ class Model(StaysHere):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text, as the model's generation config names them."""
-        config = getattr(self.weights.model, "generation_config", None) or self.weights.model.config
-        end = getattr(config, "eos_token_id", None)
-        if end is None:
-            return frozenset()
-        return frozenset(map(int, end)) if isinstance(end, list | tuple) else frozenset((int(end),))
+        """The tokens that end a text; empty: no file of the model names any."""
+        return self.prepared.end_ids
 
     @property
     def layout(self) -> KVLayout:

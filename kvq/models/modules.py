@@ -19,6 +19,7 @@ from kvq.kernels.cores import settle_threads
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.lazy import import_whole
 from kvq.models.config_values import with_floats
+from kvq.models.kv_scales import is_kv_scale
 from kvq.models.text_models import know_text_model
 from kvq.models.text_part import is_whole, read_config, read_tensors, read_unread
 
@@ -263,7 +264,8 @@ def _check_whole(folder: Path, info: dict[str, Any]) -> None:
         raise ModelError(
             f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again, config.json too"
         )
-    if extra := [name for name in sorted(info["unexpected_keys"]) if not name.endswith(_DERIVED)]:
+    unexpected = [name for name in sorted(info["unexpected_keys"]) if not is_kv_scale(name)]
+    if extra := [name for name in unexpected if not name.endswith(_DERIVED)]:
         raise ModelError(
             f"{folder} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}; "
             f"config and weights don't belong together"

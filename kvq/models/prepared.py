@@ -25,6 +25,8 @@ from kvq.models.agreement import check_headers
 from kvq.models.checkpoint import TensorEntry, content_digest, weight_files
 from kvq.models.config_values import check_values
 from kvq.models.device import DTYPE_NAMES, pick_device, pick_dtype
+from kvq.models.ends import read_end_ids
+from kvq.models.kv_scales import is_kv_scale, read_kv_scales
 from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.support import check_supported
@@ -82,6 +84,15 @@ class PreparedModel:
         tokenizer = load_tokenizer(self.folder)
         check_vocabulary(tokenizer, self.folder, self.geometry.vocab_size)
         return tokenizer
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text; empty: no file of the model names any.
+
+        Raises:
+            ModelError: see `tokenizer`.
+        """
+        return read_end_ids(self.folder, self.config, self.tokenizer, self.geometry.vocab_size)
 
     @property
     def digest(self) -> str:
@@ -282,14 +293,17 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Static scales from a kvq.json, or from the one inside the model folder if there is one.
+    """Static scales from a kvq.json, or from the one inside the model folder, or from the checkpoint.
 
     Raises:
         ConfigError: the file is unreadable, holds no static scales, or another model's.
     """
     beside = model.folder / "kvq.json"
     if path is None and not beside.is_file():
-        return None
+        names = [entry.name for entry in model.entries if is_kv_scale(entry.name)]
+        if (layers := read_kv_scales(model.folder, model.geometry, names)) is None:
+            return None
+        return StaticScales(model_digest=model.digest, text_digest="", tokens=0, layers=layers)
     if path is None:
         return KVRecipe.load(beside).static_scales
     recipe = KVRecipe.load_scales(path)

@@ -13,6 +13,7 @@ from kvq.extras import BITSANDBYTES, require
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
+from kvq.models.kv_scales import is_kv_scale
 from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
 from kvq.models.text_part import read_tensors
@@ -31,7 +32,6 @@ from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
 _PIECE = 1 << 20  # numbers rounded at a time, which takes several times their memory
 _Stored = TypeVar("_Stored")
-_KV_SCALES = (".k_scale", ".v_scale")
 
 
 def load_rounded(
@@ -242,8 +242,7 @@ def plain_tensors(
         ModelError: a weight is there in codes and as it was.
     """
     taken = {part for name in coded for part in scheme.names_of(name)}
-    ignored = _KV_SCALES if scheme.kv_scales else ()
-    plain = {name: stored[name] for name in stored if name not in taken and not name.endswith(ignored)}
+    plain = {name: stored[name] for name in stored if name not in taken and not is_kv_scale(name)}
     if twice := [name for name in coded if f"{name}.weight" in plain]:
         raise ModelError(f"the checkpoint holds {twice[0]}.weight in codes and as it was; keep one of them")
     return plain

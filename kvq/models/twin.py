@@ -91,8 +91,7 @@ def build_twin(config: Mapping[str, Any], fewest: int = 2) -> Any:
     except Exception as error:  # noqa: BLE001 - configurations that won't tell one number for all layers
         errors.append(first_lines(error))
     raise ModelError(
-        f"kvq does not run {config['model_type']}: it is not among the families that were checked, and no "
-        f"small one can be made to check it ({errors[0]})"
+        f"kvq does not run {config['model_type']}: no small one can be made to check it ({errors[0]})"
     )
 
 

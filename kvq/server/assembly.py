@@ -1,9 +1,11 @@
 """What a server is made of: the engine's process, and the service in front of it."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvq.engine.defaults import read_defaults
 from kvq.errors import KVQError
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.server.config import ServerConfig
@@ -13,6 +15,8 @@ from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
 from kvq.server.tools.calling import ToolCalling
+
+_log = logging.getLogger("kvq")
 
 
 def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -> tuple[ModelSource, Remote]:
@@ -35,8 +39,11 @@ def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, 
     """The service over an engine. `name`: of the model, unless the configuration has another.
 
     Raises:
-        ConfigError: there are no such tool calls.
+        ConfigError: there are no such tool calls, or no such generation_config.json.
     """
+    defaults = read_defaults(folder, config.generation_config)
+    if told := str(defaults):
+        _log.info("%s", told)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     prompts = Prompts(
         Readers(Setup(folder=str(folder), trusts_chats=config.trusts_chats)),
@@ -44,4 +51,4 @@ def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, 
         plain_texts=not config.trusts_completions,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,
     )
-    return Service(config.served_model_name or name, remote, prompts, config, tools=tools)
+    return Service(config.served_model_name or name, remote, prompts, config, tools=tools, defaults=defaults)

@@ -28,7 +28,7 @@ class Chat(Answer):
     def __init__(self, service: Service, body: ChatBody, tenant: str) -> None:
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
-        params = chat_params(body)
+        params = chat_params(body, service.defaults)
         self._offer = _offer(body, service.tools)
         self._body = body
         self._readings: dict[int, _Reading] = {}  # by the result's index

@@ -9,6 +9,7 @@ from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
 from kvq.engine.memory import LENGTHS, planned_pools, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
+from kvq.models.ends import NO_END
 from kvq.models.load_check import is_to_check, recalled
 from kvq.models.prepared import PreparedModel
 from kvq.models.proof import prove
@@ -70,6 +71,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         *findings,
         _ok(f"model: {model.source}, digest {model.digest[:12]}"),
         _ok(f"formats: KV in {config.kv}, computed in {str(model.dtype)[6:]} on {model.device}"),
+        *([] if model.end_ids else [_warning(f"ends of texts: {NO_END}")]),
         *_checked(engine),
         *_memory(engine),
         *_prefill(engine),

@@ -23,7 +23,7 @@ class Completion(Answer):
         service.check_model(body.model)
         if body.suffix is not None:
             raise Problem(400, "suffix is not supported: this model fills in no middles", param="suffix")
-        params = completion_params(body)
+        params = completion_params(body, service.defaults)
         if body.stream and (params.prompt_logprobs is not None or params.best_of is not None):
             raise Problem(
                 400, "best_of, and echo with logprobs, are known only at the end; don't stream them"

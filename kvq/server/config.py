@@ -42,6 +42,7 @@ class ServerConfig:
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
     tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
+    generation_config: str = "auto"  # whose sampling fills what requests leave out; see `read_defaults`
     # Where control tokens count as such that clients spell; in chats those of users, tools and documents
     trusts_chats: bool = False
     trusts_completions: bool = True

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.terms import Origin, Terms
 from kvq.errors import RequestError
@@ -17,6 +18,7 @@ from kvq.server.problems import Problem
 from kvq.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
+_CALLED = {"max_completion_tokens": "max_tokens"}
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
@@ -26,7 +28,7 @@ def schema_text(schema: Mapping[str, Any]) -> str:
     return msgspec.json.encode(schema).decode()
 
 
-def completion_params(body: CompletionBody) -> SamplingParams:
+def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> SamplingParams:
     """With `max_tokens` 0 a token is generated that nobody sees: the engine makes at least one.
 
     Raises:
@@ -37,10 +39,10 @@ def completion_params(body: CompletionBody) -> SamplingParams:
         "prompt_logprobs": body.logprobs if body.echo else None,
         "echo": body.echo and body.max_tokens != 0,
     }
-    return params_of(body, _other_fields(body) | others)
+    return params_of(body, _other_fields(body) | others, defaults)
 
 
-def chat_params(body: ChatBody) -> SamplingParams:
+def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
     """Raises Problem: a parameter that the engine does not take."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -48,7 +50,7 @@ def chat_params(body: ChatBody) -> SamplingParams:
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
-    return params_of(body, _other_fields(body) | others)
+    return params_of(body, _other_fields(body) | others, defaults)
 
 
 def _priority_of(body: Common) -> Priority:
@@ -64,18 +66,19 @@ def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
     return Terms(params=params, origin=origin)
 
 
-def params_of(body: Body, others: dict[str, Any]) -> SamplingParams:
+def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
     """What a body says of the engine's parameters in the engine's own words: a new one needs no more.
 
-    `others`: what it says in the protocol's.
+    `others`: what it says in the protocol's. `defaults`: the model's, for what it leaves out or says null to.
 
     Raises:
         Problem: a parameter that the engine does not take.
     """
     given = type(body).model_fields
     own = {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
+    named = {_CALLED.get(name, name) for name in body.model_fields_set if getattr(body, name) is not None}
     try:
-        return SamplingParams(**own | others)
+        return SamplingParams(**defaults.fill(own | others, named))
     except RequestError as error:
         raise Problem(400, str(error)) from error
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvq.engine import SamplingParams
+from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.outputs import Piece
 from kvq.engine.prompts import check_known
 from kvq.engine.terms import Terms
@@ -37,14 +38,18 @@ class Service:
         config: ServerConfig | None = None,
         *,
         tools: ToolCalling | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
-        """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known."""
+        """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known; `defaults`:
+        of what requests leave out.
+        """
         config = config or ServerConfig()
         self.name = name
         self.remote = remote
         self.prompts = prompts
         self.counting = prompts.aside()  # for requests that the engine does not see
         self.tools = tools or ToolCalling()
+        self.defaults = defaults or SamplingDefaults()
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
         self.metrics = Metrics(remote, name, config.metrics_names)
         self.turns = Turns()

@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.outputs import Piece, PromptUse
 from kvq.engine.terms import Origin, Terms
 from kvq.server.anthropic.bodies import MessagesBody
@@ -41,7 +42,7 @@ class MessageCall(Call):
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
         offer = _offer(body, service.tools)
-        self._params = _params(body, offer)
+        self._params = _params(body, offer, service.defaults)
         self._service = service
         self._body = body
         self._tenant = tenant
@@ -168,7 +169,7 @@ def _offer(body: MessagesBody, calling: ToolCalling) -> Offer | None:
     )
 
 
-def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
+def _params(body: MessagesBody, offer: Offer | None, defaults: SamplingDefaults) -> SamplingParams:
     format = None if body.output_config is None else body.output_config.format
     schema = None if format is None else schema_text(format.definition)
     others = {
@@ -177,7 +178,7 @@ def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
         "stop": body.stop_sequences,
         "structured": None if schema is None else StructuredOutput(json_schema=schema),
     }
-    params = params_of(body, others)
+    params = params_of(body, others, defaults)
     return params if offer is None else offer.params(params)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from kvq.engine.defaults import read_defaults
 from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.tokenizer import load_without_torch
@@ -49,6 +50,7 @@ class BatchConfig:
     served_model_name: str | None = None
     tool_call_parser: str = "auto"  # as in `ServerConfig`
     strict_requests: bool = False  # as in `ServerConfig`
+    generation_config: str = "auto"  # as in `ServerConfig`
     max_in_flight: int = 256  # lines
     retry_failed: bool = False
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
@@ -234,7 +236,8 @@ def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Servic
     prompts = Prompts(Readers(Setup(folder=str(source.folder))), tokenizer, deadline_s=_TOKENIZE_S)
     name = config.served_model_name or source.name
     options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
-    return Service(name, remote, prompts, options, tools=tools)
+    defaults = read_defaults(source.folder, config.generation_config)
+    return Service(name, remote, prompts, options, tools=tools, defaults=defaults)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
