@@ -163,10 +163,11 @@ class Service:
                     yield message
             except TimeoutError as error:
                 status = "timeout"
-                raise timed_out(f"the request did not end within {self._timeout_s:g} s") from error
+                words = f"the request did not end within {self._timeout_s:g} s"
+                raise timed_out(words).counted() from error
             except EngineError as error:
                 status = "error"
-                raise unavailable(str(error)) from error
+                raise unavailable(str(error)).counted() from error
             finally:
                 if status:
                     self.metrics.count(status)
@@ -209,8 +210,7 @@ class Service:
         try:
             yield
         except Problem as problem:
-            self.metrics.count({400: "invalid", 429: "limited"}.get(problem.status, "refused"))
-            problem.is_counted = True
+            self.metrics.count(problem.counted().ending)
             raise
 
     def _count(self, ended: Ended, tenant: str) -> None:
@@ -249,11 +249,8 @@ class Service:
 def _problem(kind: ErrorKind | None, error: str) -> Problem:
     """Of a request that the engine ended, which is counted."""
     if kind == "request":
-        problem = Problem(400, error)
-    else:
-        problem = unavailable(error) if kind == "busy" else failed(error)
-    problem.is_counted = True
-    return problem
+        return Problem(400, error).counted()
+    return (unavailable(error) if kind == "busy" else failed(error)).counted()
 
 
 def describe(service: Service, created: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvq.errors import EngineError
+from kvq.errors import EngineError, RequestError
 from kvq.server.batch.lines import FIELDS, Line
 from kvq.server.bodies import ChatBody, CompletionBody
 from kvq.server.chat import Chat
@@ -73,6 +73,8 @@ class Calls:
                 return await self._call(body).answer()
             except Problem:
                 raise
+            except RequestError as error:
+                raise Problem(400, str(error)) from error
             except Exception as error:  # one line's failure is not the others'
                 _log.error("line %d failed: %s", line.number, describe(error))
                 problem = Problem(500, f"kvq failed: {type(error).__name__}", type="server_error")
