@@ -146,11 +146,11 @@ class Job:
             output.logprobs.append(logprobs)
         count = len(output.token_ids)
         ends = token in self.end_ids and count >= params.min_tokens
-        text = result.stream.push(token, is_hidden=ends)
-        if ends:
-            text += result.end("stop", token if token in params.stop_token_ids else None)
-        elif result.stream.stop is not None:
+        text = result.stream.push(token, ends=ends)
+        if result.stream.stop is not None:
             text += result.end("stop", result.stream.stop)
+        elif ends:
+            text += result.end("stop", token if token in params.stop_token_ids else None)
         else:
             if result.matcher is not None:
                 result.matcher.accept(token)
@@ -237,7 +237,7 @@ class Job:
     def _of_beam(self, index: int, found: Hypothesis) -> CompletionOutput:
         stream = self.results[index].stream
         for token in found.tokens:
-            stream.push(token, is_hidden=token in self.end_ids)
+            stream.push(token, ends=token in self.end_ids)
         stream.finish()
         length = max(1, len(found.tokens))
         last = found.tokens[-1] if found.tokens else None

@@ -350,7 +350,7 @@ def test_stop_strings_count_once_min_tokens_are_there(tiny):
 def test_a_hidden_token_counts_but_has_no_text(tiny):
     b = tiny.tokenizer("b", add_special_tokens=False)["input_ids"][0]
     stream = TextStream(tiny.tokenizer, [], SamplingParams(stop="b", min_tokens=2))
-    assert [stream.push(b, is_hidden=True), stream.push(0), stream.push(b)] == ["", "", ""]
+    assert [stream.push(b, ends=True), stream.push(0), stream.push(b)] == ["", "", ""]
     assert (stream.stop, stream.text) == ("b", "")
 
 
