@@ -24,7 +24,9 @@ from kvq.server.service import Service
 _log = logging.getLogger("kvq")
 Body = ChatBody | CompletionBody
 _BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
-_MAY_HAVE_GRAMMAR = {"response_format", "guided_regex", "guided_choice", "guided_grammar", "tools"}
+_MAY_HAVE_GRAMMAR = {"response_format", "structured_outputs", "tools"} | {
+    f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
+}
 _GRAMMARS = 48  # side by side; the engine refuses more of one tenant's that wait to be compiled
 _TRIES = 3
 _POLL_S = 0.05
