@@ -26,6 +26,7 @@ STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the
 
 
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_SHORT = re.compile(r"(?<!\\)\\u(0[0-9a-fA-F]{3})")  # whose 0 the conversion loses
 _LOOKS_S = 0.5  # for the place of what is wrong in a schema
 _SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -49,6 +50,7 @@ def as_lark(text: str) -> str:
     if parts := _parts(text):
         read = [part | {"lark_grammar": as_lark(part.get("lark_grammar") or "") or None} for part in parts]
         return json.dumps({"grammars": read})
+    text = _SHORT.sub(lambda m: chr(code) if (code := int(m[1], 16)) > 0x9F else f"\\x{m[1][2:]}", text)
     try:
         return gbnf_to_lark(text) if _GBNF.search(text) else text
     except Exception as error:  # its own errors have no common class
