@@ -111,6 +111,7 @@ class AssistantMessage(TypedDict):
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: NotRequired[str]
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
 

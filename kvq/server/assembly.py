@@ -37,7 +37,7 @@ def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, 
     Raises:
         ConfigError: there are no such tool calls.
     """
-    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
+    tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
     setup = Setup(
         folder=str(folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
     )

@@ -286,6 +286,12 @@ class ChatMessage(Body):
         return self
 
 
+def plain_text(message: ChatMessage) -> str:
+    """A turn's content as one text."""
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 

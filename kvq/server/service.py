@@ -111,6 +111,19 @@ class Service:
                 raise Problem(400, str(error), param=where) from error
             check_fits(tokens, params, info)
 
+    def thinks(
+        self, params: SamplingParams, tokens: list[int], begun: str | None = None
+    ) -> tuple[bool | None, SamplingParams]:
+        """Whether an answer begins with thoughts, see `Thinking.is_open`, and parameters that let it.
+
+        `begun`: how the answer begins that is continued.
+        """
+        if (thinking := self.tools.thinking) is None:
+            return False, params
+        before = "".join(map(self.prompts.texts.text, tokens[-16:])) if begun is None else begun
+        is_open = thinking.is_open(before, is_continued=begun is not None)
+        return is_open, thinking.params(params, is_open)
+
     @contextmanager
     def aside(self, tenant: str) -> Iterator[None]:
         """A request that the engine does not see.

@@ -9,7 +9,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from kvq import strict_json
-from kvq.engine.grammar.worker import places
+from kvq.engine.grammar.worker import parts, places
 from kvq.engine.params import StructuredOutput
 from kvq.errors import ConfigError, RequestError, first_lines
 
@@ -72,6 +72,16 @@ def grammar_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
     Raises:
         RequestError: the text is too long, nested too deep, no JSON, or not Unicode.
     """
+    text = _constraint_text(spec, limits)
+    if not spec.before:
+        return text
+    first, *others = parts(text) or [{"lark_grammar": text}]
+    name = first.get("name") or "constraint"
+    start = {"lark_grammar": f"start: before @{name}\n{spec.before}"}
+    return json.dumps({"grammars": [start, first | {"name": name}, *others]})
+
+
+def _constraint_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
     if spec.json_schema is not None:
         return _schema_text(spec.json_schema, limits)
     if spec.choice is not None:

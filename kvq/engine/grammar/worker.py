@@ -47,8 +47,8 @@ def as_lark(text: str) -> str:
     """
     if "::=" not in text:
         return text
-    if parts := _parts(text):
-        read = [part | {"lark_grammar": as_lark(part.get("lark_grammar") or "") or None} for part in parts]
+    if found := parts(text):
+        read = [part | {"lark_grammar": as_lark(part.get("lark_grammar") or "") or None} for part in found]
         return json.dumps({"grammars": read})
     text = _SHORT.sub(lambda m: chr(code) if (code := int(m[1], 16)) > 0x9F else f"\\x{m[1][2:]}", text)
     try:
@@ -57,11 +57,11 @@ def as_lark(text: str) -> str:
         raise ValueError(f"read as GBNF: {error}") from error
 
 
-def _parts(text: str) -> list[dict[str, Any]]:
+def parts(text: str) -> list[dict[str, Any]]:
     """Of a grammar that is written as JSON; none of another."""
     try:
-        parts = json.loads(text)["grammars"] if text.startswith('{"grammars"') else []
-        return [part for part in parts if isinstance(part, dict)]
+        found = json.loads(text)["grammars"] if text.startswith('{"grammars"') else []
+        return [part for part in found if isinstance(part, dict)]
     except (ValueError, TypeError):
         return []
 
@@ -79,10 +79,10 @@ def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def explained(tokenizer: LLTokenizer, text: str, why: str) -> str:
     """A refusal with its place in a JSON schema, and what to do; or with the languages that are read."""
-    parts = _parts(text)
-    schema = next((part["json_schema"] for part in parts if isinstance(part.get("json_schema"), dict)), None)
+    found = parts(text)
+    schema = next((part["json_schema"] for part in found if isinstance(part.get("json_schema"), dict)), None)
     if schema is None:
-        is_ours = any(part.get("name") == "regex" for part in parts)
+        is_ours = any(part.get("name") == "regex" for part in found)
         known = 'a grammar is read as Lark, such as start: "a" | "b", or as GBNF, such as root ::= "a" | "b"'
         return why if is_ours else f"{why}; {known}"
     shared = {key: schema[key] for key in ("x-guidance", "$defs", "definitions") if key in schema}
