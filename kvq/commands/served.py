@@ -92,7 +92,7 @@ class RequestOptions:
     )
     reasoning_parser: str = option(
         "auto",
-        "How the model marks its thoughts, which answers tell apart: think, mistral, seed_oss, auto, or none.",
+        "How the model marks its thoughts, told apart in answers: think, mistral, seed_oss, auto, or none.",
     )
     strict_requests: bool = option(
         False, "Refuse requests with unknown fields, instead of ignoring those; labels such as user pass."

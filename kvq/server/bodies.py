@@ -235,7 +235,7 @@ class ToolBody(Body):
     function: FunctionBody
 
 
-class ChosenFunction(Body):
+class _ChosenFunction(Body):
     """Its name."""
 
     name: _FunctionName
@@ -245,7 +245,7 @@ class ToolChoiceBody(Body):
     """The tool that has to be called."""
 
     type: Literal["function"]
-    function: ChosenFunction
+    function: _ChosenFunction
 
 
 class CalledFunction(Body):

@@ -155,7 +155,7 @@ class OutputFormat(Body):
     definition: JsonObject = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class _OutputConfig(Body):
     """How to answer; `effort` is not known."""
 
     format: OutputFormat | None = None
@@ -179,7 +179,7 @@ class PromptBody(Body):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
-    output_config: OutputConfig | None = None
+    output_config: _OutputConfig | None = None
     _is_usual = model_validator(mode="before")(check_usual)
 
     @model_validator(mode="before")
