@@ -434,9 +434,9 @@ def test_a_stop_string_may_hold_a_special_tokens_text_which_stays_hidden(tiny):
 
 
 def test_a_stop_tokens_text_is_shown_where_stops_are(tiny):
-    [sea] = tiny.tokenizer(" the", add_special_tokens=False)["input_ids"]
+    word = tiny.tokenizer(" the", add_special_tokens=False)["input_ids"][0]
     end = tiny.tokenizer.eos_token_id
-    for token in (sea, end):
+    for token in (word, end):
         for include in (True, False):
             params = SamplingParams(stop_token_ids=[token], include_stop=include)
             stream = TextStream(tiny.tokenizer, [], params)

@@ -13,7 +13,7 @@ TEXT = {"type": "text", "text": "a"}
 ONLY_TEXT = "this server reads text only"
 LEAVE = "leave it out or describe it in words"
 NO_PART = "a part is an object whose type is 'text', got"
-BLOCKS = "'text' or 'tool_use' or 'tool_result'"
+BLOCKS = "'text' or 'thinking' or 'tool_use' or 'tool_result'"
 
 
 def turn(content, role="user"):

@@ -39,7 +39,8 @@ class Letters:
 
 def served(words, *, prompts=None, tools=None):
     """A service whose engine says these words to everything, `n` times; and what it was asked."""
-    service, asked = asgi.service(prompts=prompts or Letters()), []
+    service, asked = asgi.service(), []
+    service.prompts = prompts or Letters()
     service.tools = tools or service.tools
     service.check_prompt = lambda tokens, params, where: None
 
@@ -165,14 +166,14 @@ TWICE = [
 
 @pytest.mark.parametrize(("path", "body"), TWICE)
 def test_what_excludes_each_other_is_a_400_that_is_counted(path, body):
-    client = asgi.Client(asgi.service(prompts=Letters()))
+    client = asgi.Client(asgi.service())
     status, _, answer = client.post(path, body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert client.metrics()["kvq_requests_total", "invalid"] == 1
 
 
 def test_a_500_is_counted_as_an_error():
-    client = asgi.Client(asgi.service(prompts=Letters()))
+    client = asgi.Client(asgi.service())
 
     def fails(model):
         raise ZeroDivisionError

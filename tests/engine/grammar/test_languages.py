@@ -14,9 +14,9 @@ object ::=
   "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
 array  ::=
   "[" ws ( value ("," ws value)* )? "]" ws
-string ::= "\\"" ( [^"\\\\\\x7F\\x00-\\x1F] )* "\\"" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] )* "\"" ws
 number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ws
-ws ::= | " " | "\\n" [ \\t]{0,20}
+ws ::= | " " | "\n" [ \t]{0,20}
 '''
 
 

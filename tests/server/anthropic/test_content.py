@@ -13,8 +13,9 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>
 def told(text, size, parser=True, thinking=None):
     """The content of a text that comes in pieces of a size, and its events."""
     content = Content(Parser(find_format("hermes", "")) if parser else None, Thoughts(thinking, None))
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    events = [event for piece in pieces for event in content.feed(piece, is_last=piece is pieces[-1])]
+    events = []
+    for end in range(size, len(text) + size, size):
+        events += content.feed(text[end - size : end], is_last=end >= len(text))
     return content, [*events, *content.close()]
 
 

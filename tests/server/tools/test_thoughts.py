@@ -122,6 +122,8 @@ def test_grammars_begin_behind_thoughts(spec, answer, is_open):
 
 def test_markers_that_are_special_tokens_are_kept_and_stand_for_themselves():
     thinking = Thinking.of(tokenizer(**{"[THINK]": True, "[/THINK]": True}), "", "auto")
-    params = thinking.params(SamplingParams(structured=StructuredOutput(regex="a"), kept_special_ids=(3,)), None)
+    params = thinking.params(
+        SamplingParams(structured=StructuredOutput(regex="a"), kept_special_ids=(3,)), None
+    )
     assert params.kept_special_ids == (3, 7, 8)
     assert "(<[7]> thought <[8]>" in params.structured.before

@@ -96,6 +96,15 @@ def test_a_parameter_is_found_wherever_the_schema_says_it(parameters):
 
 
 def test_odd_schemas_let_anything_pass():
-    for schema in (True, None, 3, {"type": "float"}, {"type": 3}, {"anyOf": []}, {"enum": "12"}, {"allOf": {}}):
+    for schema in (
+        True,
+        None,
+        3,
+        {"type": "float"},
+        {"type": 3},
+        {"anyOf": []},
+        {"enum": "12"},
+        {"allOf": {}},
+    ):
         assert value_of("12", "x", {"properties": {"x": schema}}) in (12, "12")
     assert value_of("12", "x", {"properties": [1]}) == 12
