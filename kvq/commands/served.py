@@ -93,6 +93,10 @@ class RequestOptions:
     tool_call_parser: str = option(
         "auto", "How the model writes tool calls: a format such as hermes or mistral, auto, or none."
     )
+    reasoning_parser: str = option(
+        "auto",
+        "How the model marks its thoughts, told apart in answers: think, mistral, seed_oss, auto, or none.",
+    )
     strict_requests: bool = option(
         False, "Refuse requests with unknown fields, instead of ignoring those; labels such as user pass."
     )

@@ -226,16 +226,19 @@ def _masked(
         matcher = job.results[job.index_of(draw.branch)].matcher
         mask: Tensor | None = None
         if job.request not in errors and matcher is not None:
+            count = draw.branch.num_generated + len(draw.ahead)
             if draw.ahead:
                 assert walk is not None, "the draw before it began one"
                 walk.accept(draw.ahead[-1])
                 mask = walk.mask()
-                if mask is None:  # nothing can follow that draft
+                if mask is None or job.must_go_on(count, mask):  # nothing can follow that draft
                     continue
             else:
                 walk = Walk(matcher)
                 try:
                     mask = matcher.mask()
+                    if job.must_go_on(count, mask):
+                        raise job.too_short(count)
                 except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises
                     errors[job.request] = as_known(error, "its grammar raised ")
         if job.request not in errors:

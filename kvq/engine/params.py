@@ -112,16 +112,18 @@ class StructuredOutput:
     """What the generated text must be; exactly one of the four.
 
     `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression, matched in full.
-    `choice`: one of these strings. `lark`: a grammar in llguidance's Lark dialect.
+    `choice`: one of these strings. `lark`: a grammar in llguidance's Lark dialect, or in llama.cpp's GBNF.
+    `before`: Lark with a rule `before` for what comes first, such as a model's thoughts.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     lark: str | None = None
+    before: str = ""
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        given = [f.name for f in fields(self)[:4] if getattr(self, f.name) is not None]
         if len(given) != 1:
             raise RequestError(
                 f"structured output takes exactly one of json_schema, regex, choice and lark, got "

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from kvq.errors import nearest
+from kvq.errors import RequestError, nearest
 from kvq.server import answer_types, health
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.anthropic.message import MessageCall
@@ -38,7 +38,6 @@ from kvq.version import __version__
 
 _SHOWN = 100  # characters of a path that nobody knows
 _ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
-_CLIENTS_OWN = (400, 404)
 _ASIDE = ("/tokenize", "/detokenize", f"{MESSAGES_PATH}/count_tokens")
 _GENERATING = ("/v1/completions", "/v1/chat/completions", MESSAGES_PATH)
 
@@ -161,10 +160,14 @@ def _answer_problems(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
         path = request.url.path
-        if path in _GENERATING and error.status in _CLIENTS_OWN and not error.is_counted:
-            service.metrics.count("invalid")
+        if path in _GENERATING and error.status != 405 and not error.is_counted:
+            service.metrics.count(error.ending)
         request.scope[REASON] = error.code or error.type
         return as_response(error, path)
+
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> JSONResponse:
+        return await problem(request, Problem(400, str(error)))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -192,4 +195,4 @@ def _answer_problems(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         found = Problem(500, f"the server failed: {type(error).__name__}", type="server_error")
-        return as_response(found, request.url.path)
+        return await problem(request, found)

@@ -44,7 +44,7 @@ def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, 
     defaults = read_defaults(folder, config.generation_config)
     if told := str(defaults):
         _log.info("%s", told)
-    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
+    tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
     prompts = Prompts(
         Readers(Setup(folder=str(folder), trusts_chats=config.trusts_chats)),
         tokenizer,

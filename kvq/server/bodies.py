@@ -235,7 +235,7 @@ class ToolBody(Body):
     function: FunctionBody
 
 
-class ChosenFunction(Body):
+class _ChosenFunction(Body):
     """Its name."""
 
     name: _FunctionName
@@ -245,7 +245,7 @@ class ToolChoiceBody(Body):
     """The tool that has to be called."""
 
     type: Literal["function"]
-    function: ChosenFunction
+    function: _ChosenFunction
 
 
 class CalledFunction(Body):
@@ -284,6 +284,12 @@ class ChatMessage(Body):
     def _holds_what_can_be_passed_on(self) -> "ChatMessage":
         check_value(self.model_extra)
         return self
+
+
+def plain_text(message: ChatMessage) -> str:
+    """A turn's content as one text."""
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatBody(Common):

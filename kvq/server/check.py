@@ -63,6 +63,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         verify_manifest(engine.model.folder)
         build_skeleton(engine.model)
         prove(engine.model)
+        ToolCalling.of(engine.model.tokenizer, config.tool_call_parser, config.reasoning_parser)
     except KVQError as error:
         what = "memory" if isinstance(error, OutOfMemory) else "model"
         return [*findings, _error(f"{what}: {error}")]

@@ -14,6 +14,7 @@ from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
 from kvq.server.tenants import TenantLimits
 from kvq.server.tools.registry import find_format
+from kvq.server.tools.thoughts import check_name
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -41,6 +42,7 @@ class ServerConfig:
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
     tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
+    reasoning_parser: str = "auto"  # by the chat template or the tokenizer; "none"; or the name of markers
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
     generation_config: str = "auto"  # whose sampling fills what requests leave out; see `read_defaults`
     # Where control tokens count as such that clients spell; in chats those of users, tools and documents
@@ -55,6 +57,7 @@ class ServerConfig:
                 f"or stay on 127.0.0.1"
             )
         find_format(self.tool_call_parser, "")
+        check_name(self.reasoning_parser)
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:

@@ -37,7 +37,7 @@ def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> Sampl
     others = {
         "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,
         "prompt_logprobs": body.logprobs if body.echo else None,
-        "echo": body.echo and body.max_tokens != 0,
+        "echo": False,  # the engine knows tokens, whose text may be another than what was sent
     }
     return params_of(body, _other_fields(body) | others, defaults)
 

@@ -117,6 +117,19 @@ class Service:
                 raise Problem(400, str(error), param=where) from error
             check_fits(tokens, params, info)
 
+    def thinks(
+        self, params: SamplingParams, tokens: list[int], begun: str | None = None
+    ) -> tuple[bool | None, SamplingParams]:
+        """Whether an answer begins with thoughts, see `Thinking.is_open`, and parameters that let it.
+
+        `begun`: how the answer begins that is continued.
+        """
+        if (thinking := self.tools.thinking) is None:
+            return False, params
+        before = "".join(map(self.prompts.texts.text, tokens[-16:])) if begun is None else begun
+        is_open = thinking.is_open(before, is_continued=begun is not None)
+        return is_open, thinking.params(params, is_open)
+
     @contextmanager
     def aside(self, tenant: str) -> Iterator[None]:
         """A request that the engine does not see.
@@ -169,10 +182,11 @@ class Service:
                     yield message
             except TimeoutError as error:
                 status = "timeout"
-                raise timed_out(f"the request did not end within {self._timeout_s:g} s") from error
+                words = f"the request did not end within {self._timeout_s:g} s"
+                raise timed_out(words).counted() from error
             except EngineError as error:
                 status = "error"
-                raise unavailable(str(error)) from error
+                raise unavailable(str(error)).counted() from error
             finally:
                 if status:
                     self.metrics.count(status)
@@ -215,8 +229,7 @@ class Service:
         try:
             yield
         except Problem as problem:
-            self.metrics.count({400: "invalid", 429: "limited"}.get(problem.status, "refused"))
-            problem.is_counted = True
+            self.metrics.count(problem.counted().ending)
             raise
 
     def _count(self, ended: Ended, tenant: str) -> None:
@@ -255,11 +268,8 @@ class Service:
 def _problem(kind: ErrorKind | None, error: str) -> Problem:
     """Of a request that the engine ended, which is counted."""
     if kind == "request":
-        problem = Problem(400, error)
-    else:
-        problem = unavailable(error) if kind == "busy" else failed(error)
-    problem.is_counted = True
-    return problem
+        return Problem(400, error).counted()
+    return (unavailable(error) if kind == "busy" else failed(error)).counted()
 
 
 def describe(service: Service, created: int) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.outputs import Piece, PromptUse
 from kvq.engine.terms import Origin, Terms
 from kvq.server.anthropic.bodies import MessagesBody
-from kvq.server.anthropic.prompt import conversation, prompt_pins
+from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
 from kvq.server.messages import Ended
+from kvq.server.problems import Problem
 from kvq.server.respond import Call
 from kvq.server.sampling import params_of, schema_text
 from kvq.server.seating import Seats
@@ -24,6 +25,7 @@ from kvq.server.tools import (
     Offer,
     Parser,
     Text,
+    Thoughts,
     Tool,
     ToolCalling,
     ToolChoice,
@@ -41,13 +43,15 @@ class MessageCall(Call):
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
+        if body.thinking is not None and body.thinking.type != "disabled" and not service.tools.thinking:
+            raise Problem(400, "this model does not think; leave thinking out", param="thinking")
         offer = _offer(body, service.tools)
         self._params = _params(body, offer, service.defaults)
         self._service = service
         self._body = body
         self._tenant = tenant
         self._id = f"msg_{uuid4().hex[:24]}"
-        self._content = Content(None if offer is None else offer.parser())
+        self._offer = offer
         self._last: Piece | None = None
         self._usage: dict[str, int] = {}
         self.seats = Seats()
@@ -68,7 +72,7 @@ class MessageCall(Call):
                     yield {"type": "message_start", "message": self._message([], unknown, self._usage)}
                 self._last = message
                 self._usage["output_tokens"] += len(message.token_ids)
-                for told in self._content.feed(message.text):
+                for told in self._content.feed(message.text, is_last=message.finish_reason is not None):
                     yield told
         for told in self._content.close():
             yield told
@@ -79,8 +83,13 @@ class MessageCall(Call):
         prompts = self._service.prompts
         tokens = await prompts.chat(conversation(self._body), tenant=self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
+        last = self._body.messages[-1]
+        begun = None if last.role == "user" else text_of(last.content)
+        is_open, params = self._service.thinks(self._params, tokens, begun)
+        parser = None if self._offer is None else self._offer.parser()
+        self._content = Content(parser, Thoughts(self._service.tools.thinking, is_open))
         origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
-        return self._service.stream(tokens, Terms(params=self._params, origin=origin, pins=pins), self.seats)
+        return self._service.stream(tokens, Terms(params=params, origin=origin, pins=pins), self.seats)
 
     def _ending(self) -> dict[str, Any]:
         last = self._last
@@ -100,10 +109,11 @@ class MessageCall(Call):
 class Content:
     """The blocks of an answer while it is written."""
 
-    def __init__(self, parser: Parser | None) -> None:
-        """Without a parser all is text."""
+    def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
+        """Without a parser all that is no thought is text."""
         self.blocks: list[dict[str, Any]] = []
         self._parser = parser
+        self._thoughts = thoughts
         self._arguments: list[str] = []  # of the last block, if it is a call
         self._is_open = False
 
@@ -112,10 +122,12 @@ class Content:
         """True if the answer calls a tool."""
         return any(block["type"] == "tool_use" for block in self.blocks)
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Go on with the answer; what there is to tell of it."""
-        found = [Text(text)] if self._parser is None else self._parser.feed(text)
-        return [event for one in found for event in self._take(one)]
+        thought, said = self._thoughts.feed(text, is_last=is_last)
+        found = [Text(said)] if self._parser is None else self._parser.feed(said)
+        told = self._add("thinking", thought)
+        return [*told, *(event for one in found for event in self._take(one))]
 
     def close(self) -> list[Event]:
         """End the answer."""
@@ -128,12 +140,17 @@ class Content:
         if isinstance(found, CallArguments):
             self._arguments.append(found.text)
             return [self._delta({"type": "input_json_delta", "partial_json": found.text})]
-        if not found.text:
+        return self._add("text", found.text)
+
+    def _add(self, kind: str, text: str) -> list[Event]:
+        """Go on with a block of text or thinking, or begin one."""
+        if not text:
             return []
-        is_text = self._is_open and self.blocks[-1]["type"] == "text"
-        started = [] if is_text else self._start({"type": "text", "text": ""})
-        self.blocks[-1]["text"] += found.text
-        return [*started, self._delta({"type": "text_delta", "text": found.text})]
+        is_same = self._is_open and self.blocks[-1]["type"] == kind
+        signed = {"signature": ""} if kind == "thinking" else {}
+        started = [] if is_same else self._start({"type": kind, kind: ""} | signed)
+        self.blocks[-1][kind] += text
+        return [*started, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _start(self, block: dict[str, Any]) -> list[Event]:
         stopped = self._stop()

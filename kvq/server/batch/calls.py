@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvq.errors import EngineError
+from kvq.errors import EngineError, RequestError
 from kvq.server.batch.lines import FIELDS, Line
 from kvq.server.bodies import ChatBody, CompletionBody
 from kvq.server.chat import Chat
@@ -24,7 +24,9 @@ from kvq.server.service import Service
 _log = logging.getLogger("kvq")
 Body = ChatBody | CompletionBody
 _BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
-_MAY_HAVE_GRAMMAR = {"response_format", "guided_regex", "guided_choice", "guided_grammar", "tools"}
+_MAY_HAVE_GRAMMAR = {"response_format", "structured_outputs", "tools"} | {
+    f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
+}
 _GRAMMARS = 48  # side by side; the engine refuses more of one tenant's that wait to be compiled
 _TRIES = 3
 _POLL_S = 0.05
@@ -73,6 +75,8 @@ class Calls:
                 return await self._call(body).answer()
             except Problem:
                 raise
+            except RequestError as error:
+                raise Problem(400, str(error)) from error
             except Exception as error:  # one line's failure is not the others'
                 _log.error("line %d failed: %s", line.number, describe(error))
                 problem = Problem(500, f"kvq failed: {type(error).__name__}", type="server_error")

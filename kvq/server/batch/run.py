@@ -28,6 +28,7 @@ from kvq.server.remote import Remote
 from kvq.server.service import Service
 from kvq.server.tools.calling import ToolCalling
 from kvq.server.tools.registry import find_format
+from kvq.server.tools.thoughts import check_name
 
 Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)
 _TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
@@ -49,6 +50,7 @@ class BatchConfig:
     kv: str = "auto"
     served_model_name: str | None = None
     tool_call_parser: str = "auto"  # as in `ServerConfig`
+    reasoning_parser: str = "auto"  # as in `ServerConfig`
     strict_requests: bool = False  # as in `ServerConfig`
     generation_config: str = "auto"  # as in `ServerConfig`
     max_in_flight: int = 256  # lines
@@ -57,6 +59,7 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         find_format(self.tool_call_parser, "")
+        check_name(self.reasoning_parser)
         if self.max_in_flight < 1:
             raise ConfigError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
         if not self.source.is_file():
@@ -232,7 +235,7 @@ class _Batch:
 def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
     """Over an engine that is yet to be started, before which as many lines may wait as are held."""
     tokenizer = load_without_torch(source.folder)
-    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
+    tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
     prompts = Prompts(Readers(Setup(folder=str(source.folder))), tokenizer, deadline_s=_TOKENIZE_S)
     name = config.served_model_name or source.name
     options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)

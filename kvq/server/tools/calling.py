@@ -11,6 +11,7 @@ from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.registry import find_format
+from kvq.server.tools.thoughts import Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,11 @@ class ToolCalling:
     format: ToolFormat | None = None
     wording: Wording = field(default_factory=Wording)
     is_guess: bool = False  # the format was recognised, not named
+    thinking: Thinking | None = None  # what stands before all that
 
     @classmethod
-    def of(cls, tokenizer: Any, name: str) -> "ToolCalling":
-        """That of a transformers tokenizer; `name` is a format's, "auto" or "none".
+    def of(cls, tokenizer: Any, name: str, thoughts: str = "auto") -> "ToolCalling":
+        """That of a transformers tokenizer; `name` is a format's, "auto" or "none", as `thoughts` of markers.
 
         Raises:
             ConfigError: there is no such format.
@@ -71,7 +73,9 @@ class ToolCalling:
         template = template_source(tokenizer)
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         wording = Wording(template=template, special=special)
-        return cls(format=find_format(name, template), wording=wording, is_guess=name == "auto")
+        thinking = Thinking.of(tokenizer, template, thoughts)
+        format = find_format(name, template)
+        return cls(format=format, wording=wording, is_guess=name == "auto", thinking=thinking)
 
     @property
     def description(self) -> str:
