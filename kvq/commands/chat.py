@@ -13,6 +13,7 @@ from kvq.commands.chat_partner import Sampling
 from kvq.commands.options import (
     ACCEPT,
     ModelOptions,
+    SectionedCommand,
     Size,
     gathered,
     given_options,
@@ -44,7 +45,7 @@ class Asked:
     trim: bool = option(False, "Drop the oldest turns when the context is full.")
 
 
-@click.command(name="chat")
+@click.command(name="chat", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
 @gathered(Asked, "asked")

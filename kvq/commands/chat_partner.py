@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from kvq.commands.options import AT_LEAST_1, option
+from kvq.commands.options import TOKENS, option
 from kvq.errors import KVQError
 
 Turn = dict[str, str]  # role, content
@@ -22,7 +22,7 @@ class Sampling:
     temperature: float = option(0.7, "0 takes the likeliest token.")
     top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
     max_tokens: int | None = option(
-        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=AT_LEAST_1
+        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=TOKENS
     )
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
 

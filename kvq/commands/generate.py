@@ -8,7 +8,10 @@ import click
 from kvq.commands.options import (
     ACCEPT,
     SPECULATION,
+    TO_READ,
     ModelOptions,
+    SectionedCommand,
+    Tokens,
     gathered,
     kv_option,
     model_options,
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 class Sampling:
     """How the text is chosen, as the command line says it."""
 
-    max_tokens: int = option(64, "Tokens to generate at most.", names="--max-tokens -n")
+    max_tokens: int = option(64, "Tokens to generate at most.", names="--max-tokens -n", type=Tokens())
     temperature: float = option(0.0, "0 takes the likeliest token.")
     top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
     top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
@@ -52,7 +55,9 @@ class Marked:
     """Whether the text gets a watermark."""
 
     watermark_key_file: str | None = path_option(
-        "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark."
+        "--watermark-key-file",
+        "Mark the text with this secret key; see kvq detect-watermark.",
+        type=TO_READ,
     )
     watermark_scheme: str = option("green", "green or tournament, and numbers that differ: green,delta=3.")
 
@@ -75,13 +80,13 @@ class Served:
     accept_divergence: bool = option(False, ACCEPT)
 
 
-@click.command(name="generate")
-@click.argument("prompt")
+@click.command(name="generate", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
 @gathered(Sampling, "sampling")
 @gathered(Marked, "marked")
 @gathered(Served, "served")
+@click.argument("prompt")
 def command(
     prompt: str,
     kv: list[str],
@@ -90,7 +95,9 @@ def command(
     marked: Marked,
     served: Served,
 ) -> None:
-    """Go on from PROMPT, streamed to standard output."""
+    """Go on from PROMPT, streamed to standard output. One argument alone is the prompt, of the embedded model
+    unless --model names another.
+    """
     from kvq.commands.loading import check_for, load_to_serve
     from kvq.engine import LLM
     from kvq.engine.build import check_cache

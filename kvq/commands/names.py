@@ -12,7 +12,7 @@ class Names(StringParamType):
 
     `find`: the names, found only when a shell asks. `separators`: characters between several names.
     `paths`: "dir" or "file" if a path is a value as well. `halves`: names of which two make a pair.
-    `missing`: what to say where an option that is required is not there.
+    `missing`: what to say where none is given and one is needed.
     """
 
     def __init__(
@@ -22,17 +22,13 @@ class Names(StringParamType):
         separators: str = "",
         paths: str = "",
         halves: Callable[[], Iterable[str]] = tuple,
-        missing: str | None = None,
+        missing: str = "a MODEL is needed: a folder, a hub name, or 'tiny'.",
     ) -> None:
         self._find = find
         self._halves = halves
         self._separators = separators
         self._paths = paths
-        self._missing = missing
-
-    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
-        """What to give."""
-        return self._missing
+        self.missing = missing
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -90,7 +86,7 @@ MODEL = Names(_embedded, paths="dir")  # that is loaded
 PLANNED_MODEL = Names(  # whose shape is enough
     _models,
     paths="dir",
-    missing="Plans are of a model on GPUs: give --model and --gpu; see kvq models, kvq gpus.",
+    missing="Plans are of a model on GPUs: give MODEL and --gpu; see kvq models, kvq gpus.",
 )
 GPUS = Names(_gpus, separators=",")
 GPU = Names(_gpus)

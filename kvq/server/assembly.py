@@ -32,14 +32,17 @@ def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -
 
 
 def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, tokenizer: Any) -> Service:
-    """The service over an engine. `name`: of the model, unless the configuration has another.
+    """The service over an engine. `name`: of the model, unless the configuration has others.
 
     Raises:
         ConfigError: there are no such tool calls.
     """
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     setup = Setup(
-        folder=str(folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
+        folder=str(folder),
+        chat_template=config.chat_template,
+        is_text_template=tools.is_text_template,
+        trusts_chats=config.trusts_chats,
     )
     prompts = Prompts(
         Readers(setup),

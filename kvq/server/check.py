@@ -60,6 +60,8 @@ def check_config(config: ServerConfig) -> list[Finding]:
     findings = [*_address(config), *_events(config)]
     try:
         engine = check_engine(config.model, config.kv, config.engine)
+        if config.chat_template is not None:
+            engine.model.tokenizer.chat_template = config.chat_template
         verify_manifest(engine.model.folder)
         build_skeleton(engine.model)
         prove(engine.model)
@@ -243,7 +245,10 @@ def _template(config: ServerConfig, model: PreparedModel, tools: ToolCalling) ->
 async def _try_prompts(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> str | None:
     """Why no conversation can be read, if so; aside from this process, as the server reads them."""
     setup = Setup(
-        folder=str(model.folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
+        folder=str(model.folder),
+        chat_template=config.chat_template,
+        is_text_template=tools.is_text_template,
+        trusts_chats=config.trusts_chats,
     )
     prompts = Prompts(Readers(setup), model.tokenizer)
     trying = asyncio.current_task()

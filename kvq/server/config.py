@@ -46,7 +46,7 @@ class ServerConfig:
     kv: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] | None = None  # the first of several is that of answers
     access: Access = field(default_factory=Access)
     tls: Tls | None = None
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -59,6 +59,7 @@ class ServerConfig:
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
+    chat_template: str | None = None  # its text, instead of the model's
     tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
     # Where control tokens count as such that clients spell; in chats those of users, tools and documents
@@ -69,8 +70,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.host not in LOCAL and not self.access.api_keys:
             raise ConfigError(
-                f"--host {self.host} can be reached from other machines: give --api-key-file, "
-                f"or stay on 127.0.0.1"
+                f"--host {self.host} can be reached from other machines: give --api-key-file or "
+                f"KVQ_API_KEY, or stay on 127.0.0.1"
             )
         find_format(self.tool_call_parser, "")
 

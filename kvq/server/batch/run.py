@@ -46,7 +46,8 @@ class BatchConfig:
     target: Path
     model: str | Path = "tiny"
     kv: str = "auto"
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] | None = None
+    chat_template: str | None = None  # as in `ServerConfig`
     tool_call_parser: str = "auto"  # as in `ServerConfig`
     strict_requests: bool = False  # as in `ServerConfig`
     max_in_flight: int = 256  # lines
@@ -229,13 +230,17 @@ class _Batch:
 
 def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
     """Over an engine that is yet to be started, before which as many lines may wait as are held."""
-    tokenizer = load_without_torch(source.folder)
+    tokenizer = load_without_torch(source.folder, config.chat_template)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    setup = Setup(folder=str(source.folder), is_text_template=tools.is_text_template)
+    setup = Setup(
+        folder=str(source.folder),
+        chat_template=config.chat_template,
+        is_text_template=tools.is_text_template,
+    )
     prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
-    name = config.served_model_name or source.name
+    names = config.served_model_name or source.name
     options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
-    return Service(name, remote, prompts, options, tools=tools)
+    return Service(names, remote, prompts, options, tools=tools)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

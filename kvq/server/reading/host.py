@@ -44,7 +44,7 @@ def main() -> None:
 
 def _load(setup: Setup) -> PromptEncoder:
     encoder = PromptEncoder(
-        load_without_torch(Path(setup.folder)),
+        load_without_torch(Path(setup.folder), setup.chat_template),
         is_text_template=setup.is_text_template,
         trusts_chats=setup.trusts_chats,
     )

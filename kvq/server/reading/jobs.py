@@ -14,6 +14,7 @@ class Setup(Message, frozen=True):
     """To the process that the others are forked from: the first message."""
 
     folder: str  # of the model
+    chat_template: str | None = None  # instead of the model's own
     is_text_template: bool = False  # as `PromptEncoder` has them
     trusts_chats: bool = False
     memory_bytes: int = 1 << 30  # that one job may take, beside what the tokenizer holds
