@@ -1,6 +1,7 @@
 """`kvq generate`: text from a prompt, streamed, over quantized KV."""
 
 from dataclasses import asdict, dataclass
+from os.path import isfile, join
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from kvq.commands.options import (
     path_option,
 )
 from kvq.commands.screen import echo, stream
+from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.engine import SamplingParams
@@ -108,6 +110,8 @@ def command(
     from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
+    if isfile(join(prompt, "config.json")):
+        raise ConfigError(f"{prompt} is a model's folder and no prompt: kvq generate {prompt} PROMPT")
     params, marks = sampling.params(), marked.options()
     if params.structured is not None:
         check_structured(params.structured)

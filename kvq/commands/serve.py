@@ -123,7 +123,6 @@ class Asked:
 
 @click.command(name="serve", cls=SectionedCommand)
 @service_options
-@gathered(Asked, "asked", "Server")
 @gathered(Door, "door", "Address and access")
 @gathered(Limits, "limits", "Limits")
 @gathered(Told, "told", "Logs, metrics and block events")
@@ -135,6 +134,7 @@ class Asked:
     help="A key, or several with commas. Lists of processes show it: better the variable or a file.",
 )
 @config_option
+@gathered(Asked, "asked", "Server")
 def command(asked: Asked) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)

@@ -73,7 +73,7 @@ class SizingOptions:
     gpu: str | None
 
     def check_paths(self) -> None:
-        """Raise ConfigError unless all that is asked for can be written."""
+        """Raise ConfigError unless a report can be drawn, if one is asked for."""
         from kvq.extras import PLOTS, require
 
         if self.html_path is not None:
