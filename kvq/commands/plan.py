@@ -153,7 +153,7 @@ def _lengths(asked: Asked, most: int) -> "list[Length]":
         shape = parse_tokens(median), float(sigma)
     except ValueError as error:
         raise ConfigError(
-            f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8, got {asked.lognormal!r}"
+            f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8 or 8k,0.8, got {asked.lognormal!r}"
         ) from error
     return lognormal(*shape, most=most)
 
