@@ -95,9 +95,8 @@ def _wanted(option: click.Option, value: Any) -> str | None:
     kind = option.type
     if isinstance(kind, click.types.StringParamType | click.Path):
         return None if isinstance(value, str) else "a text; put it in quotes"
-    if isinstance(kind, click.types.IntParamType) and not (
-        isinstance(kind, Tokens) and isinstance(value, str)
-    ):
+    is_text = isinstance(kind, Tokens) and isinstance(value, str)  # such as 8k, which it reads itself
+    if isinstance(kind, click.types.IntParamType) and not is_text:
         is_whole = type(value) is int or (isinstance(value, str) and _WHOLE.fullmatch(value))
         return None if is_whole else "a whole number in plain digits"
     if isinstance(kind, click.types.FloatParamType):

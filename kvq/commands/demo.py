@@ -15,10 +15,13 @@ PARTED = ">>>"
 
 def parted(one: str, other: str) -> tuple[str, str]:
     """Two texts with a mark before the first word that they don't share, if there is one."""
+    words, others = one.split(" "), other.split(" ")
+    same = len(commonprefix([words, others]))
     if one == other:
         return one, other
-    at = one.rfind(" ", 0, len(commonprefix([f"{one} ", f"{other} "]))) + 1
-    return f"{one[:at]}{PARTED} {one[at:]}", f"{other[:at]}{PARTED} {other[at:]}"
+    return " ".join([*words[:same], PARTED, *words[same:]]), " ".join(
+        [*others[:same], PARTED, *others[same:]]
+    )
 
 
 @click.command(name="demo")
@@ -61,9 +64,7 @@ def command(out: str, max_windows: int | None) -> None:
     )
     result = measure(model, plan, json_path=str(folder / "results.json"))
     print_check(result)
-    echo(
-        f"\nThe likeliest token, 64 times; {PARTED} is where texts part. A very small model: don't expect sense."
-    )
+    echo(f"\nThe likeliest tokens; texts part at {PARTED}. A very small model: compare, don't expect sense.")
     texts = []
     for kv in SHOWN:
         with LLM(model, kv, max_num_seqs=1) as llm:

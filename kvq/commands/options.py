@@ -120,8 +120,8 @@ def given_options() -> dict[str, str]:
 def gathered(kind: type[Any], name: str, section: str = "Options") -> Callable[[_Command], _Command]:
     """Give a command one value of a frozen dataclass, called `name`.
 
-    Its fields that are an `option` are added, by a `SectionedCommand` below the title `section`; others are of
-    options above, and called as these are.
+    Its fields that are an `option` are added, by a `SectionedCommand` below the title `section`; others are
+    of options above, and called as these are.
     """
 
     def gather(command: _Command) -> _Command:
