@@ -1,8 +1,8 @@
 """Options of vLLM, llama.cpp's server, SGLang and LMDeploy: taken as kvq's own, or answered by name.
 
-foreign.json has an entry for each of them, by its `names`. `takes`: how many values: none by default, 1, "many"
+foreign.json has an entry for each, by its `names`. `takes`: how many values: none by default, 1, "many"
 (up to an option or a path), or a list of those that may follow. `values`: kvq's words for single values; none
-where that is what kvq does anyway. `as`: those for any other, in place of `{}`; `commas`: one value is several.
+where that is what kvq does anyway. `as`: for any other, in place of `{}`; `commas`: one value is several.
 `always`: what kvq does anyway. `instead`: what to do where none of these is there. `secret`: values are not
 shown. An option of kvq's own has an entry for values that only others know, or if it takes several in others.
 """

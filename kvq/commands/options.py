@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -117,11 +118,10 @@ def given_options() -> dict[str, str]:
     }
 
 
-def gathered(kind: type[Any], name: str, section: str = "Options") -> Callable[[_Command], _Command]:
+def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
     """Give a command one value of a frozen dataclass, called `name`.
 
-    Its fields that are an `option` are added, by a `SectionedCommand` below the title `section`; others are
-    of options above, and called as these are.
+    Its fields that are an `option` are added; others are of options above, and called as these are.
     """
 
     def gather(command: _Command) -> _Command:
@@ -137,14 +137,18 @@ def gathered(kind: type[Any], name: str, section: str = "Options") -> Callable[[
                     f"--{own}/--no-{own}" if field.default is True else f"--{own}"
                 ]
                 click.option(*names, field.name, **field.metadata["attributes"])(command)
-                vars(command.__click_params__[-1])["section"] = section  # type: ignore[attr-defined]
         return command
 
     return gather
 
 
 class SectionedCommand(click.Command):
-    """One whose many options `--help` shows in sections. It knows those of other engines, too."""
+    """One with many options, which knows those of other engines, too.
+
+    `--help` shows them in `sections`: titles by the first option of each.
+    """
+
+    sections: Mapping[str, str] = MappingProxyType({})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
@@ -154,11 +158,12 @@ class SectionedCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        title, shown = "Options", dict[str, list[tuple[str, str]]]()
         for param in (one for one in self.get_params(ctx) if isinstance(one, click.Option)):
+            title = "Options" if param.name == "help" else self.sections.get(str(param.name), title)
             if (record := param.get_help_record(ctx)) is not None:
-                sections.setdefault(vars(param).get("section", "Options"), []).append(record)
-        for title, records in sections.items():
+                shown.setdefault(title, []).append(record)
+        for title, records in shown.items():
             with formatter.section(title):
                 formatter.write_dl(records)
 
@@ -287,7 +292,7 @@ def _check_model(model: str) -> None:
 
 def model_options(command: _Command) -> _Command:
     """Add MODEL and how it is loaded; the command gets `ModelOptions` as `model_options`."""
-    return model_argument()(gathered(ModelOptions, "model_options", "Model")(command))
+    return model_argument()(gathered(ModelOptions, "model_options")(command))
 
 
 class Several(StringParamType):

@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Door:
-    """Where the server listens, and to whom."""
+class Asked:
+    """How the server was told to serve."""
 
+    check: bool = option(False, "Only look whether this configuration can work, and end.")
+    control_tokens_in: str = option(
+        "completions",
+        "Where control tokens that clients' texts spell count as such, and not as plain text.",
+        type=click.Choice(["completions", "chats", "both", "none"]),
+    )
+    grace: float = option(30.0, "Seconds that running requests get at the end.", type=AT_LEAST_0)
+    max_restarts: int = option(5, "Of the engine, within ten minutes.", type=click.IntRange(min=0))
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, type=click.IntRange(0, 65535))
     api_key_file: Path | None = option(
@@ -48,12 +56,6 @@ class Door:
     ssl_keyfile: Path | None = option(
         None, "Its key, readable by its owner only; default: in the certificate's file.", type=FILE
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """What the server tells of itself: logs, metrics, block events."""
-
     log_format: str = option("text", type=click.Choice(["text", "json"]))
     log_level: str = option(
         "info",
@@ -75,12 +77,6 @@ class Told:
         type=click.Choice(["maps", "arrays"]),
     )
     kv_events_replay: str | None = option(None, "Where missed ones can be asked for: as --kv-events.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What the server bears."""
-
     request_timeout: float = option(600.0, "Seconds for a request; 0: any.", type=AT_LEAST_0)
     max_connections: int = option(
         4096, "At once, as far as the limit of open files (ulimit -n) allows.", type=AT_LEAST_1
@@ -103,29 +99,9 @@ class Limits:
     tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=TOKENS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """How the server was told to serve."""
-
-    service: Service
-    door: Door
-    told: Told
-    limits: Limits
-    control_tokens_in: str = option(
-        "completions",
-        "Where control tokens that clients' texts spell count as such, and not as plain text.",
-        type=click.Choice(["completions", "chats", "both", "none"]),
-    )
-    grace: float = option(30.0, "Seconds that running requests get at the end.", type=AT_LEAST_0)
-    max_restarts: int = option(5, "Of the engine, within ten minutes.", type=click.IntRange(min=0))
-    check: bool = option(False, "Only look whether this configuration can work, and end.")
-
-
 @click.command(name="serve", cls=SectionedCommand)
+@config_option
 @service_options
-@gathered(Door, "door", "Address and access")
-@gathered(Limits, "limits", "Limits")
-@gathered(Told, "told", "Logs, metrics and block events")
 @click.option(
     "--api-key",
     multiple=True,
@@ -133,13 +109,12 @@ class Asked:
     show_envvar=True,
     help="A key, or several with commas. Lists of processes show it: better the variable or a file.",
 )
-@config_option
-@gathered(Asked, "asked", "Server")
-def command(asked: Asked) -> None:
+@gathered(Asked, "asked")
+def command(service: Service, asked: Asked) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop takes the signals
-        config = _config(asked)
+        config = _config(service, asked)
         if not asked.check:
             from kvq.server.run import serve
 
@@ -154,7 +129,18 @@ def command(asked: Asked) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _config(asked: Asked) -> "ServerConfig":
+command.sections = {
+    "device": "Model",
+    "served_model_name": "Requests and answers",
+    "max_num_seqs": "Memory and steps",
+    "check": "Server",
+    **dict.fromkeys(("api_key", "host"), "Address and access"),
+    "log_format": "Logs, metrics and block events",
+    "request_timeout": "Limits",
+}
+
+
+def _config(service: Service, asked: Asked) -> "ServerConfig":
     from kvq.server.admission import AdmissionConfig
     from kvq.server.config import ServerConfig, allowed_hosts, read_keys
     from kvq.server.guard import Access
@@ -162,55 +148,54 @@ def _config(asked: Asked) -> "ServerConfig":
     from kvq.server.names import parse_names
     from kvq.server.tenants import TenantLimits
 
-    door, told, limits = asked.door, asked.told, asked.limits
-    keys = read_keys(door.api_key_file) if door.api_key_file is not None else ()
+    keys = read_keys(asked.api_key_file) if asked.api_key_file is not None else ()
     return ServerConfig(
-        **asked.service.fields(),
-        host=door.host,
-        port=door.port,
+        **service.fields(),
+        host=asked.host,
+        port=asked.port,
         access=Access(
-            api_keys=tuple(dict.fromkeys([*keys, *filter(None, ",".join(door.api_key).split(","))])),
-            hosts=allowed_hosts(door.host, door.allowed_host),
-            origins=frozenset(door.allow_origin),
+            api_keys=tuple(dict.fromkeys([*keys, *filter(None, ",".join(asked.api_key).split(","))])),
+            hosts=allowed_hosts(asked.host, asked.allowed_host),
+            origins=frozenset(asked.allow_origin),
         ),
-        tls=_tls(door.ssl_certfile, door.ssl_keyfile),
+        tls=_tls(asked.ssl_certfile, asked.ssl_keyfile),
         admission=AdmissionConfig(
-            max_queue=limits.max_queue,
-            max_queued_tokens=limits.max_queued_tokens,
-            max_wait_s=limits.max_wait,
-            max_kv_pressure=limits.max_kv_pressure,
+            max_queue=asked.max_queue,
+            max_queued_tokens=asked.max_queued_tokens,
+            max_wait_s=asked.max_wait,
+            max_kv_pressure=asked.max_kv_pressure,
         ),
         tenants=TenantLimits(
-            max_concurrency=limits.max_concurrency_per_key,
-            requests_per_minute=limits.requests_per_minute,
-            tokens_per_minute=limits.tokens_per_minute,
+            max_concurrency=asked.max_concurrency_per_key,
+            requests_per_minute=asked.requests_per_minute,
+            tokens_per_minute=asked.tokens_per_minute,
         ),
-        log=LogConfig(format=told.log_format, level=told.log_level),
-        max_connections=limits.max_connections,
-        max_connections_per_address=limits.max_connections_per_address,
+        log=LogConfig(format=asked.log_format, level=asked.log_level),
+        max_connections=asked.max_connections,
+        max_connections_per_address=asked.max_connections_per_address,
         max_restarts=asked.max_restarts,
-        kv_events=_events(told),
-        metrics_names=parse_names(told.metrics_names),
+        kv_events=_events(asked),
+        metrics_names=parse_names(asked.metrics_names),
         trusts_chats=asked.control_tokens_in in ("chats", "both"),
         trusts_completions=asked.control_tokens_in in ("completions", "both"),
         grace_s=asked.grace,
-        timeout_s=limits.request_timeout or None,
+        timeout_s=asked.request_timeout or None,
     )
 
 
-def _events(told: Told) -> Any:
+def _events(asked: Asked) -> Any:
     from kvq.server.kv_events.config import EventsConfig, listening
 
-    if told.kv_events is None:
-        if told.kv_events_replay is not None or told.kv_events_topic:
+    if asked.kv_events is None:
+        if asked.kv_events_replay is not None or asked.kv_events_topic:
             raise ConfigError("--kv-events-replay and --kv-events-topic need --kv-events, such as 5557")
         return None
     require("--kv-events", EVENTS)
-    replay = told.kv_events_replay
+    replay = asked.kv_events_replay
     return EventsConfig(
-        address=listening(told.kv_events, "--kv-events"),
-        topic=told.kv_events_topic,
-        form=told.kv_events_form,
+        address=listening(asked.kv_events, "--kv-events"),
+        topic=asked.kv_events_topic,
+        form=asked.kv_events_form,
         replay=None if replay is None else listening(replay, "--kv-events-replay"),
     )
 

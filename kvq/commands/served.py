@@ -147,6 +147,6 @@ def service_options(command: _Command) -> _Command:
         requests, engine = values.pop("requests"), values.pop("engine")
         return values | {"service": Service(model=model, kv=kv, requests=requests, engine=engine)}
 
-    command = gathered(EngineOptions, "engine", "Memory and steps")(adapted(command, change))
-    command = model_options(gathered(RequestOptions, "requests", "Requests and answers")(command))
+    command = gathered(EngineOptions, "engine")(adapted(command, change))
+    command = model_options(gathered(RequestOptions, "requests")(command))
     return kv_option("auto", many=False)(command)

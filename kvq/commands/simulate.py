@@ -36,9 +36,7 @@ class Asked:
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
     trace: Path | None = option(
-        None,
-        "Requests of a file instead: JSON lines (kvq's, Mooncake's) or CSV (Azure's).",
-        type=FILE,
+        None, "Requests of a file: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=FILE
     )
     requests: int | None = option(None, "How many.  [default: 2000, or the whole trace]", type=AT_LEAST_1)
     input_len: str = option("lognormal:256:0.7", "Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.")

@@ -82,7 +82,8 @@ def test_other_paths_that_lead_nowhere_are_said_without_torch(folder):
                             "simulate tiny --gpu h100 --trace none",
                             "run-batch none out.jsonl",
                             "serve --api-key-file none", "bench speculation --text none"],
-        "can't read none.json": ["generate --kv none.json x", "serve --kv none.json", "tune tiny --costs none.json"],
+        "can't read none.json": ["generate --kv none.json x", "serve --kv none.json",
+                                 "tune tiny --costs none.json"],
         "there is no folder none": [f"{line} none/out.json" for line in (
             "perplexity --json", "eval --html", "tune tiny --out", "calibrate tiny --out", "inspect --json",
             "plan tiny --gpu h100 --context 8 --json", "bench engine --json", "bench attention --plot")],

@@ -233,9 +233,7 @@ def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Servic
     tokenizer = load_without_torch(source.folder, config.chat_template)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     setup = Setup(
-        folder=str(source.folder),
-        chat_template=config.chat_template,
-        is_text_template=tools.is_text_template,
+        folder=str(source.folder), chat_template=config.chat_template, is_text_template=tools.is_text_template
     )
     prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
     names = config.served_model_name or source.name
