@@ -12,7 +12,7 @@ _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
 _COUNTS = ("", "K", "M", "B", "T")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
-_TOKENS = re.compile(r"([-+]?(?:0|[1-9]\d{0,17})(?:\.\d{1,9})?)([km]?)", re.IGNORECASE)
+_TOKENS = re.compile(r"([-+]?(?:0|[1-9]\d{0,17})(?:\.\d{1,9})?)([km]?)", re.IGNORECASE | re.ASCII)
 _SIZE = re.compile(r"\s*(\d{0,18}\.?\d{1,18})\s*((?:[kmgt]i?)?)(?:b|bytes)?\s*", re.IGNORECASE)
 
 

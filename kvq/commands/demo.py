@@ -1,6 +1,6 @@
 """`kvq demo`: every format on the embedded model, text beside text, and a report."""
 
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -16,7 +16,7 @@ PARTED = ">>>"
 def parted(one: str, other: str) -> tuple[str, str]:
     """Two texts with a mark before the first word that they don't share, if there is one."""
     words, others = one.split(" "), other.split(" ")
-    same = len(commonprefix([words, others]))
+    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(words, others, strict=False))])
     if one == other:
         return one, other
     return " ".join([*words[:same], PARTED, *words[same:]]), " ".join(

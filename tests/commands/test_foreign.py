@@ -78,10 +78,13 @@ def test_all_of_the_table_take_their_own_values_and_no_others(command, entry, ca
     for name in entry["names"]:
         values = ["1", "2"][: 1 + several] if takes in ("many", 1) else takes[:1] if takes else []
         behind = ["--revision", "./model"]
+        words, refused = [], ""
         try:
             words = translated(command, [name, *values, *behind])
         except ConfigError as error:
-            assert f"\n  {name}" in str(error)
+            refused = str(error)
+        if refused:
+            assert f"\n  {name}" in refused
             continue
         assert words[-2:] == behind
         assert all(word in own for word in words if word.startswith("-"))
