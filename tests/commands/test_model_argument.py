@@ -40,7 +40,13 @@ def run_all(lines, folder):
 
 MODELS = [
     *(f"{name} M" for name in ("serve", "perplexity", "eval", "tune", "inspect", "calibrate", "chat")),
-    *("generate M x", "run-batch M in.jsonl out.jsonl", "quantize M --out new", "serve --check M"),
+    *(
+        "manifest M",
+        "generate M x",
+        "run-batch M in.jsonl out.jsonl",
+        "quantize M --out new",
+        "serve --check M",
+    ),
     *(
         "bench engine M",
         "bench speculation M",
@@ -69,9 +75,9 @@ def test_a_path_that_holds_no_model_is_said_without_torch(folder):
     lines += [[line.split()[0], "--model", "./nosuch"] for line in MODELS[:5]]
     wanted = [*(says for _ in MODELS for says in WRONG.values()), *[WRONG["./nosuch"]] * 5]
     for line, says, (status, said, large) in zip(lines, wanted, run_all(lines, folder), strict=True):
-        is_planned = line[0] in ("plan", "simulate") and line[1] == "./empty"
         assert (status, large) == (2, []), line
-        assert says in said or (is_planned and "config.json" in said), line
+        says_so = line[0] in ("plan", "simulate", "manifest") and "config.json" in said
+        assert says in said or says_so, line
 
 
 def test_other_paths_that_lead_nowhere_are_said_without_torch(folder):
