@@ -247,7 +247,7 @@ BAD_FORMATS = [
         "group size must divide head_dim/2 or equal head_dim=64, got 48; use one of [4, 8, 16, 32, 64]",
     ),
     ("fp32,,int4", "unknown KV format ''"),
-    ("no/such.json", "can't read recipe no/such.json"),
+    ("no/such.json", "can't read no/such.json"),
 ]
 
 

@@ -10,8 +10,11 @@ from kvq.commands.bench_options import LATENCIES, THROUGHPUT, LoadOptions
 from kvq.commands.options import (
     AT_LEAST_1,
     POSITIVE,
+    TO_WRITE,
     ModelOptions,
+    SectionedCommand,
     Size,
+    Tokens,
     gathered,
     json_option,
     kv_option,
@@ -46,7 +49,7 @@ class Asked:
     )
     blocks: int | None = option(None, "Size of the KV pool in blocks per layer group.", type=AT_LEAST_1)
     max_num_seqs: int = option(128, type=click.IntRange(1, 65_536))
-    max_num_batched_tokens: int = option(2048, type=click.IntRange(1, 1 << 20))
+    max_num_batched_tokens: int = option(2048, type=Tokens(1, 1 << 20))
     prefix_caching: bool = option(True)
     rivals: str = option("none", "none, or of hf-static,hf-continuous.")
     slo_ttft_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
@@ -55,13 +58,13 @@ class Asked:
     step_costs: bool = option(False, "Also what the parts of steps take, for --calibrate of others.")
 
 
-@click.command(name="engine")
+@click.command(name="engine", cls=SectionedCommand)
 @kv_option("bf16,int4", many=True)
 @model_options
 @gathered(LoadOptions, "load_options")
 @gathered(Asked, "asked")
 @json_option
-@click.option("--plot", "plot_path", type=click.Path(), help="Draw latency over throughput (.svg, .png).")
+@click.option("--plot", "plot_path", type=TO_WRITE, help="Draw latency over throughput (.svg, .png).")
 def engine(
     kv: list[str],
     model_options: ModelOptions,

@@ -11,10 +11,10 @@ import click
 
 from kvq.commands.bench_options import TIMES, KernelOptions, listed
 from kvq.commands.names import FORMATS
-from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option, path_option
+from kvq.commands.options import BLOCK_SIZES, TO_WRITE, TOKENS, gathered, json_option, option, path_option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
-from kvq.sizes import speed
+from kvq.sizes import parse_tokens, speed
 
 if TYPE_CHECKING:
     from kvq.bench.workload import Workload
@@ -70,9 +70,7 @@ def _formats_option(default: str = "bf16,fp8,int8,int4") -> Callable[[_Command],
     return click.option("--kv", type=FORMATS, default=default, show_default=True, help=text)
 
 
-_new_option = click.option(
-    "--new", default=1, show_default=True, type=click.IntRange(1), help="Tokens each adds."
-)
+_new_option = click.option("--new", default=1, show_default=True, type=TOKENS, help="Tokens each adds.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +179,7 @@ def write(kv: str, new: int, shape: ShapeOptions, how: KernelOptions, json_path:
     show_default=True,
     help="New tokens: up to 64 query rows of a KV head tune decode, more extend.",
 )
-@click.option("--table", type=click.Path(dir_okay=False), help="Where to write; default: kvq's own table.")
+@click.option("--table", type=TO_WRITE, help="Where to write; default: kvq's own table.")
 @gathered(ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
 @json_option
@@ -203,7 +201,7 @@ def tune(
 
     path = Path(table) if table else TABLE
     begin(path, json_path)
-    workloads = [shape.workload(int(n), how) for n in new.split(",")]
+    workloads = [shape.workload(parse_tokens(n), how) for n in new.split(",")]
     if workloads[0].dtype is torch.float32:  # whose kernels have tiles of their own
         raise ConfigError("kvq bench tune tunes kernels of 16-bit queries, got --dtype fp32; use bf16")
     formats = listed(kv, "--kv")

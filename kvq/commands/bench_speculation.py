@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
-    PATH,
+    FILE,
     SPECULATION,
+    TO_WRITE,
     Finite,
     ModelOptions,
+    Tokens,
     gathered,
     json_option,
     kv_option,
@@ -49,14 +51,16 @@ class Asked:
     k: str = option("1,2,3,4,6", "Numbers of drafts that are tried, with commas between.")
     batch: int = option(1, "Requests at a time.", type=click.IntRange(1, 4096))
     requests: int = option(4, type=click.IntRange(1, 100_000))
-    input_len: int = option(128, "Tokens of each prompt.", type=click.IntRange(1, 1 << 20))
-    output_len: int = option(128, "Tokens generated for each.", type=click.IntRange(2, 1 << 20))
+    input_len: int = option(128, "Tokens of each prompt.", type=Tokens(1, 1 << 20))
+    output_len: int = option(128, "Tokens generated for each.", type=Tokens(2, 1 << 20))
     temperature: float = option(0.0, "0 takes the likeliest token.", type=Finite(0, 10))
     seed: int | None = option(
         None, "Of requests, which then get the tokens that they get without drafts.", type=int
     )
     text: Path | None = option(
-        None, "Prompts are cut from this text.  [default: help topics of Python]", type=PATH
+        None,
+        "Prompts are cut from this text.  [default: help topics of Python]",
+        type=FILE,
     )
     repeats: int = option(5, type=click.IntRange(1, 1000))
 
@@ -66,7 +70,7 @@ class Asked:
 @model_options
 @gathered(Asked, "asked")
 @json_option
-@click.option("--plot", "plot_path", type=click.Path(), help="Draw speed over k (.svg, .png).")
+@click.option("--plot", "plot_path", type=TO_WRITE, help="Draw speed over k (.svg, .png).")
 def speculation(
     kv: list[str], model_options: ModelOptions, asked: Asked, json_path: str | None, plot_path: str | None
 ) -> None:

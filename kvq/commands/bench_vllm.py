@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.bench_options import THROUGHPUT
-from kvq.commands.options import gathered, json_option, kv_option, option
+from kvq.commands.options import gathered, json_option, kv_option, model_argument, option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import VLLM, require, vllm_version
+from kvq.sizes import parse_tokens
 
 if TYPE_CHECKING:
     from kvq.models import Model
@@ -27,7 +28,7 @@ _RANDOM = "random"
 class Asked:
     """Which model under which loads."""
 
-    model: str = option(_RANDOM, "Folder, hub name, or 'random', a Llama of 28 million.", names="--model -m")
+    model: str
     dtype: str = option("auto", "Of the weights: auto (fp32), fp32, bf16, fp16.")
     burst: str = option("16x128x64", "Requests x tokens of prompts x tokens of outputs.")
     deep: str = option(
@@ -39,6 +40,7 @@ class Asked:
 
 @click.command(name="vllm")
 @kv_option("int8,int4,k8v4", many=True)
+@model_argument(_RANDOM, "Folder, hub name, or 'random', a Llama of 28 million; the same as MODEL.")
 @gathered(Asked, "asked")
 @json_option
 def vllm(kv: list[str], asked: Asked, json_path: str | None) -> None:
@@ -82,9 +84,9 @@ def _runtime() -> dict[str, str | None]:
 
 def _numbers(text: str, name: str) -> tuple[int, int, int]:
     parts = text.split("x")
-    if len(parts) != 3 or not all(part.isdigit() for part in parts):
+    if len(parts) != 3:
         raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
-    first, second, third = map(int, parts)
+    first, second, third = map(parse_tokens, parts)
     return first, second, third
 
 

@@ -14,6 +14,7 @@ from kvq.commands.options import (
     ACCEPT,
     GENERATION_CONFIG,
     ModelOptions,
+    SectionedCommand,
     Size,
     gathered,
     given_options,
@@ -46,7 +47,7 @@ class Asked:
     trim: bool = option(False, "Drop the oldest turns when the context is full.")
 
 
-@click.command(name="chat")
+@click.command(name="chat", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
 @gathered(Asked, "asked")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from kvq.commands.options import AT_LEAST_1, option
+from kvq.commands.options import TOKENS, option
 from kvq.errors import KVQError
 
 Turn = dict[str, str]  # role, content
@@ -22,7 +22,7 @@ class Sampling:
     temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0.7]", type=float)
     top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
     max_tokens: int | None = option(
-        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=AT_LEAST_1
+        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=TOKENS
     )
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
 

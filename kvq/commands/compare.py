@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.options import TO_READ, TO_WRITE
 from kvq.commands.results import write_rows
 from kvq.commands.screen import warn
 
@@ -15,9 +16,9 @@ _PERCENT = ("perplexity_change", "top1_agreement", "top5_agreement", "identical"
 
 
 @click.command(name="compare")
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
-@click.option("--json", "json_path", type=click.Path(), help="Write the differences as JSON.")
+@click.argument("a", type=TO_READ)
+@click.argument("b", type=TO_READ)
+@click.option("--json", "json_path", type=TO_WRITE, help="Write the differences as JSON.")
 def command(a: str, b: str, json_path: str | None) -> None:
     """Compare A and B, JSON files of `kvq perplexity` or of `kvq eval`, format by format.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvq.commands.options import TextOrMapping
+from kvq.commands.options import TextOrMapping, Tokens
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
 from kvq.strict_json import check_value
@@ -95,7 +95,8 @@ def _wanted(option: click.Option, value: Any) -> str | None:
     kind = option.type
     if isinstance(kind, click.types.StringParamType | click.Path):
         return None if isinstance(value, str) else "a text; put it in quotes"
-    if isinstance(kind, click.types.IntParamType):
+    is_text = isinstance(kind, Tokens) and isinstance(value, str)  # such as 8k, which it reads itself
+    if isinstance(kind, click.types.IntParamType) and not is_text:
         is_whole = type(value) is int or (isinstance(value, str) and _WHOLE.fullmatch(value))
         return None if is_whole else "a whole number in plain digits"
     if isinstance(kind, click.types.FloatParamType):

@@ -14,7 +14,6 @@ from kvq.commands.options import (
     WindowOptions,
     gathered,
     kv_option,
-    model_argument,
     model_options,
     text_options,
 )
@@ -34,7 +33,6 @@ _JSON = ("cautions", "look")  # of what tasks find: no rows
 
 
 @click.command(name="eval")
-@model_argument
 @kv_option("fp32,fp8,int8,k8v4,int4", many=True)
 @text_options("held-out help topics of CPython")
 @gathered(Asked, "asked")

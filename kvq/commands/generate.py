@@ -1,6 +1,7 @@
 """`kvq generate`: text from a prompt, streamed, over quantized KV."""
 
 from dataclasses import asdict, dataclass
+from os.path import isfile, join
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,7 +10,10 @@ from kvq.commands.options import (
     ACCEPT,
     GENERATION_CONFIG,
     SPECULATION,
+    TO_READ,
     ModelOptions,
+    SectionedCommand,
+    Tokens,
     gathered,
     kv_option,
     model_options,
@@ -17,6 +21,7 @@ from kvq.commands.options import (
     path_option,
 )
 from kvq.commands.screen import echo, stream
+from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.engine import SamplingParams
@@ -27,7 +32,9 @@ if TYPE_CHECKING:
 class Sampling:
     """How the text is chosen, as the command line says it."""
 
-    max_tokens: int | None = option(None, "Of the text.  [default: 64]", names="--max-tokens -n", type=int)
+    max_tokens: int | None = option(
+        None, "Tokens to generate at most.  [default: 64]", names="--max-tokens -n", type=Tokens()
+    )
     temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0]", type=float)
     top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
     top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
@@ -55,7 +62,9 @@ class Marked:
     """Whether the text gets a watermark."""
 
     watermark_key_file: str | None = path_option(
-        "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark."
+        "--watermark-key-file",
+        "Mark the text with this secret key; see kvq detect-watermark.",
+        type=TO_READ,
     )
     watermark_scheme: str = option("green", "green or tournament, and numbers that differ: green,delta=3.")
 
@@ -79,13 +88,13 @@ class Served:
     generation_config: str = option("auto", GENERATION_CONFIG)
 
 
-@click.command(name="generate")
-@click.argument("prompt")
+@click.command(name="generate", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
 @gathered(Sampling, "sampling")
 @gathered(Marked, "marked")
 @gathered(Served, "served")
+@click.argument("prompt")
 def command(
     prompt: str,
     kv: list[str],
@@ -94,7 +103,9 @@ def command(
     marked: Marked,
     served: Served,
 ) -> None:
-    """Go on from PROMPT, streamed to standard output."""
+    """Go on from PROMPT, streamed to standard output. One argument alone is the prompt, of the embedded model
+    unless --model names another.
+    """
     from kvq.commands.loading import check_for, load_to_serve
     from kvq.commands.said import say_defaults
     from kvq.engine import LLM
@@ -106,6 +117,8 @@ def command(
     from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
+    if isfile(join(prompt, "config.json")):
+        raise ConfigError(f"{prompt} is a model's folder and no prompt: kvq generate {prompt} PROMPT")
     params, marks = sampling.params(), marked.options()
     if params.structured is not None:
         check_structured(params.structured)

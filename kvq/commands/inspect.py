@@ -5,8 +5,8 @@ from typing import Any
 import click
 
 from kvq.commands.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
-from kvq.commands.names import MODEL, RENAMED
-from kvq.commands.options import BLOCK_SIZES, kv_option
+from kvq.commands.names import RENAMED
+from kvq.commands.options import BLOCK_SIZES, TO_WRITE, kv_option, model_argument
 from kvq.commands.results import write_rows
 from kvq.layout import BLOCK_SIZE, named_recipe
 
@@ -17,16 +17,14 @@ _FORMATS = (
 
 
 @click.command(name="inspect")
-@click.option(
-    "--model", "-m", type=MODEL, default="tiny", show_default=True, help="Folder, hub name, or 'tiny'."
-)
+@model_argument()
 @kv_option("int4", many=False)
 @click.option(
     "--block-size", type=BLOCK_SIZES, default=BLOCK_SIZE, show_default=True, help="Tokens per block."
 )
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--token", help="Hub token for gated or private models.")
-@click.option("--json", "json_path", type=click.Path(), help="Write the numbers as JSON.")
+@click.option("--json", "json_path", type=TO_WRITE, help="Write the numbers as JSON.")
 def command(
     model: str,
     kv: list[str],
@@ -36,7 +34,6 @@ def command(
     json_path: str | None,
 ) -> None:
     """Show a model's layers by kind and the bytes per token of every format. Reads config.json only."""
-    from kvq import fileio
     from kvq.errors import ConfigError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
@@ -45,8 +42,6 @@ def command(
     from kvq.models.support import check_supported, is_listed
     from kvq.models.text_part import read_config
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
     source = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_config(source.folder)
     geometry = check_supported(

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from kvq.api import with_fresh_scales
 from kvq.commands.options import ModelOptions
 from kvq.commands.progress import progress_bar, status
-from kvq.commands.said import say_model
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, say_model
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
-    AT_LEAST_1,
+    TOKENS,
     ModelOptions,
     WindowOptions,
     gathered,
@@ -34,7 +34,7 @@ class Asked:
     text: str | None
     text_field: str | None
     attention_window: int | None = option(
-        None, "Cut attention to this many tokens, to see what context is worth.", type=AT_LEAST_1
+        None, "Cut attention to this many tokens, to see what context is worth.", type=TOKENS
     )
     json_path: str | None = path_option("--json", "Write the rows as JSON.")
     plot_path: str | None = path_option("--plot", "Write a plot (.svg, .png or .pdf).")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import AT_LEAST_1, PATH, Finite, Size, gathered, kv_option, option
+from kvq.commands.options import AT_LEAST_1, FILE, TOKENS, Finite, Size, gathered, kv_option, option
 from kvq.commands.plan_serve import serve_command, users_of_a_shorter_context
 from kvq.commands.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
 from kvq.commands.results import result_of, write_rows
 from kvq.commands.screen import echo
 from kvq.commands.sizing import SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
-from kvq.sizes import decimal
+from kvq.sizes import decimal, parse_tokens
 from kvq.sizing.pools import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 class Asked:
     """How long requests are, how many come, and whether this machine is measured instead."""
 
-    context: int | None = option(None, "Tokens of each request when it ends.", type=AT_LEAST_1)
-    output: int | None = option(None, "Of these, generated.  [default: an eighth]", type=AT_LEAST_1)
+    context: int | None = option(None, "Tokens of each request when it ends.", type=TOKENS)
+    output: int | None = option(None, "Of these, generated.  [default: an eighth]", type=TOKENS)
     lognormal: str | None = option(None, "MEDIAN,SIGMA of the tokens of requests, instead of --context.")
     trace: Path | None = option(
         None,
         "JSON lines with prompt_tokens and output_tokens, or CSV with TIMESTAMP, ContextTokens and "
         "GeneratedTokens, instead of --context.",
-        type=PATH,
+        type=FILE,
     )
     prefix_share: float = option(0.0, "Of the prompts, what all requests share.")
     slot: int | None = option(
         None,
         "Tokens that an engine without blocks reserves for each request.  [default: with --context the "
         "longest that the server takes, else the longest request]",
-        type=AT_LEAST_1,
+        type=TOKENS,
     )
     users: int | None = option(None, "Tells how many GPUs so many users need.", type=AT_LEAST_1)
     active: float = option(
@@ -70,7 +70,7 @@ class Asked:
         type=Size(),
     )
     weights_gb: float | None = option(None, "GB of all weights, instead of counting them.", type=Finite())
-    max_num_batched_tokens: int = option(2048, "New tokens of a step.", type=AT_LEAST_1)
+    max_num_batched_tokens: int = option(2048, "New tokens of a step.", type=TOKENS)
 
 
 @click.command(name="plan")
@@ -151,10 +151,10 @@ def _lengths(asked: Asked, most: int) -> "list[Length]":
         return read_trace(asked.trace)
     try:
         median, sigma = (asked.lognormal or "").split(",")
-        shape = int(median), float(sigma)
+        shape = parse_tokens(median), float(sigma)
     except ValueError as error:
         raise ConfigError(
-            f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8, got {asked.lognormal!r}"
+            f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8 or 8k,0.8, got {asked.lognormal!r}"
         ) from error
     return lognormal(*shape, most=most)
 

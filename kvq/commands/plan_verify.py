@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.commands.options import given_options
 from kvq.commands.results import result_of
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, say_model
 from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
@@ -37,7 +37,6 @@ def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.catalogue import known_models
     from kvq.commands.results import FinishedRows
-    from kvq.commands.said import say_model
     from kvq.models.prepared import prepare
 
     if wrong := sorted(spelled for name, spelled in given_options().items() if name not in _ALLOWED):

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.names import MODEL
 from kvq.commands.options import (
     AT_LEAST_1,
+    TO_READ,
+    TOKENS,
     Finite,
     gathered,
     given_options,
+    model_argument,
     option,
     path_option,
     text_options,
 )
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, say_model
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
 
@@ -61,7 +63,7 @@ class Method:
     )
     samples: int = option(128, "To calibrate on.", type=click.IntRange(8, 1024))
     context: int | None = option(
-        None, "Tokens of a sample.  [default: 2048, or what the model takes]", type=int
+        None, "Tokens of a sample.  [default: 2048, or what the model takes]", type=TOKENS
     )
     seed: int = option(0, "Of the choice of samples.")
 
@@ -116,7 +118,7 @@ class Asked:
 
 
 @click.command(name="quantize")
-@click.argument("model", type=MODEL)
+@model_argument(None)
 @gathered(Method, "method")
 @click.option(
     "--act-order",
@@ -135,7 +137,7 @@ class Asked:
     "eval_text",
     is_flag=False,
     flag_value=_HELD_OUT,
-    type=click.Path(),
+    type=TO_READ,
     help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
 )
 def command(model: str, method: Method, asked: Asked) -> None:
@@ -174,7 +176,6 @@ def _quantize(
     from kvq.commands.quantize_report import print_report, report
     from kvq.commands.resources import measured
     from kvq.commands.results import write_rows
-    from kvq.commands.said import say_model
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.windows import token_windows
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import PATH, gathered, option
-from kvq.commands.screen import echo
+from kvq.commands.options import FILE, PATH, SectionedCommand, gathered, option
+from kvq.commands.screen import echo, say_model
 from kvq.commands.served import Service, service_options
 from kvq.extras import SERVER, require
 
@@ -37,11 +37,11 @@ class Asked:
     retry_failed: bool = option(False, "Also run again what failed by the engine or for too much load.")
 
 
-@click.command(name="run-batch")
-@click.argument("source", metavar="IN.jsonl", type=PATH)
-@click.argument("target", metavar="OUT.jsonl", type=PATH)
+@click.command(name="run-batch", cls=SectionedCommand)
 @service_options
 @gathered(Asked, "asked")
+@click.argument("source", metavar="IN.jsonl", type=FILE)
+@click.argument("target", metavar="OUT.jsonl", type=PATH)
 def command(service: Service, asked: Asked) -> None:
     """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
 
@@ -50,7 +50,7 @@ def command(service: Service, asked: Asked) -> None:
     """
     require("kvq run-batch", SERVER)
     from kvq.commands.progress import named_progress
-    from kvq.commands.said import say_defaults, say_model
+    from kvq.commands.said import say_defaults
     from kvq.server.batch.run import BatchConfig, run_batch
 
     config = BatchConfig(

@@ -5,10 +5,16 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import click
 
 from kvq.printable import one_line, printable
+
+if TYPE_CHECKING:
+    from kvq.models.resolve import ModelSource
+
+_SHOWN_DIGITS = 12  # of a digest
 
 
 def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str | None = None) -> None:
@@ -21,6 +27,11 @@ def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str
 def warn(text: str) -> None:
     """Print a warning on standard error, as one line."""
     echo(f"kvq: warning: {one_line(text)}", err=True, color="yellow")
+
+
+def say_model(source: "ModelSource", digest: str) -> None:
+    """Say on standard error which model was loaded."""
+    echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
 
 
 def stream(text: str) -> None:

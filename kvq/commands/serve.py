@@ -12,9 +12,11 @@ from kvq.commands.interrupts import nothing_begun
 from kvq.commands.options import (
     AT_LEAST_0,
     AT_LEAST_1,
-    PATH,
+    FILE,
     POSITIVE,
+    TOKENS,
     Finite,
+    SectionedCommand,
     gathered,
     option,
 )
@@ -33,26 +35,6 @@ class Asked:
     """How the server was told to serve."""
 
     check: bool = option(False, "Only look whether this configuration can work, and end.")
-    host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8000, type=click.IntRange(0, 65535))
-    api_key_file: Path | None = option(None, "Keys, one a line; needed beyond loopback.", type=PATH)
-    metrics_key_file: Path | None = option(None, "Keys for /metrics and /health alone.", type=PATH)
-    allowed_host: tuple[str, ...] = option(
-        (), "Host header to answer; default: any beyond loopback.", multiple=True
-    )
-    allow_origin: tuple[str, ...] = option(
-        (), "Web page that may call, such as https://a.org.", multiple=True
-    )
-    ssl_certfile: Path | None = option(None, "Certificate for HTTPS, PEM.", type=PATH)
-    ssl_keyfile: Path | None = option(
-        None, "Its key, readable by its owner only; default: in the certificate's file.", type=PATH
-    )
-    log_format: str = option("text", type=click.Choice(["text", "json"]))
-    log_level: str = option(
-        "info",
-        "The least that is logged; probes such as /health/ready at debug only.",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-    )
     control_tokens_in: str = option(
         "completions",
         "Where control tokens that clients' texts spell count as such, and not as plain text.",
@@ -60,6 +42,29 @@ class Asked:
     )
     grace: float = option(30.0, "Seconds that running requests get at the end.", type=AT_LEAST_0)
     max_restarts: int = option(5, "Of the engine, within ten minutes.", type=click.IntRange(min=0))
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, type=click.IntRange(0, 65535))
+    api_key_file: Path | None = option(
+        None, "Keys, one a line; these or --api-key are needed beyond loopback.", type=FILE
+    )
+    api_key: tuple[str, ...]
+    metrics_key_file: Path | None = option(None, "Keys for /metrics and /health alone.", type=FILE)
+    allowed_host: tuple[str, ...] = option(
+        (), "Host header to answer; default: any beyond loopback.", multiple=True
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "Web page that may call, such as https://a.org.", multiple=True
+    )
+    ssl_certfile: Path | None = option(None, "Certificate for HTTPS, PEM.", type=FILE)
+    ssl_keyfile: Path | None = option(
+        None, "Its key, readable by its owner only; default: in the certificate's file.", type=FILE
+    )
+    log_format: str = option("text", type=click.Choice(["text", "json"]))
+    log_level: str = option(
+        "info",
+        "The least that is logged; probes such as /health/ready at debug only.",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+    )
     metrics_names: tuple[str, ...] = option(
         ("kvq",),
         "Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
@@ -85,7 +90,7 @@ class Asked:
         type=AT_LEAST_1,
     )
     max_queue: int = option(1024, "Requests that may wait for a seat.", type=AT_LEAST_1)
-    max_queued_tokens: int = option(1 << 20, "Prompt tokens that may wait.", type=AT_LEAST_1)
+    max_queued_tokens: int = option(1 << 20, "Prompt tokens that may wait.", type=TOKENS)
     max_wait: float = option(30.0, "Seconds to a first token that are borne.", type=POSITIVE)
     max_kv_pressure: float = option(
         0.95, "Share of live blocks that is borne.", type=Finite(0, 1, min_open=True)
@@ -94,12 +99,19 @@ class Asked:
         None, "Sequences of one API key: prompts times results.", type=AT_LEAST_1
     )
     requests_per_minute: int | None = option(None, "Of one API key.", type=AT_LEAST_1)
-    tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=AT_LEAST_1)
+    tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=TOKENS)
 
 
-@click.command(name="serve")
+@click.command(name="serve", cls=SectionedCommand)
 @config_option
 @service_options
+@click.option(
+    "--api-key",
+    multiple=True,
+    envvar="KVQ_API_KEY",
+    show_envvar=True,
+    help="A key, or several with commas. Lists of processes show it: better the variable or a file.",
+)
 @gathered(Asked, "asked")
 def command(service: Service, asked: Asked) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
@@ -118,6 +130,17 @@ def command(service: Service, asked: Asked) -> None:
         echo(finding)
     if any(finding.is_error for finding in findings):
         raise click.exceptions.Exit(1)
+
+
+command.sections = {
+    "device": "Model",
+    "served_model_name": "Requests and answers",
+    "max_num_seqs": "Memory and steps",
+    "check": "Server",
+    **dict.fromkeys(("api_key", "host"), "Address and access"),
+    "log_format": "Logs, metrics and block events",
+    "request_timeout": "Limits",
+}
 
 
 def _config(service: Service, asked: Asked) -> "ServerConfig":
@@ -162,8 +185,9 @@ def _access(asked: Asked) -> "Access":
     from kvq.server.config import allowed_hosts, read_keys
     from kvq.server.credentials import Access
 
+    keys = read_keys(asked.api_key_file) if asked.api_key_file is not None else ()
     return Access(
-        api_keys=read_keys(asked.api_key_file) if asked.api_key_file is not None else (),
+        api_keys=tuple(dict.fromkeys([*keys, *filter(None, ",".join(asked.api_key).split(","))])),
         metrics_keys=read_keys(asked.metrics_key_file) if asked.metrics_key_file is not None else (),
         hosts=allowed_hosts(asked.host, asked.allowed_host),
         origins=frozenset(asked.allow_origin),

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import AT_LEAST_1, PATH, POSITIVE, Finite, Several, gathered, kv_option, option
+from kvq.commands.options import (
+    AT_LEAST_1,
+    FILE,
+    POSITIVE,
+    TOKENS,
+    Finite,
+    Several,
+    gathered,
+    kv_option,
+    option,
+)
 from kvq.commands.results import result_of
 from kvq.commands.screen import echo
 from kvq.commands.sizing import PriceOptions, SizingOptions, sizing_options, target_options
@@ -26,7 +36,7 @@ class Asked:
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
     trace: Path | None = option(
-        None, "Requests of a file instead: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=PATH
+        None, "Requests of a file: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=FILE
     )
     requests: int | None = option(None, "How many.  [default: 2000, or the whole trace]", type=AT_LEAST_1)
     input_len: str = option("lognormal:256:0.7", "Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.")
@@ -55,7 +65,7 @@ class Asked:
         None, "Find the replicas that meet it this often.", type=Finite(0, 1, min_open=True)
     )
     max_num_batched_tokens: tuple[int, ...] = option(
-        "2048", "New tokens of a step; several to compare.", type=Several(AT_LEAST_1)
+        "2048", "New tokens of a step; several to compare.", type=Several(TOKENS)
     )
     prefix_caching: bool = option(
         True, "Find what was computed before.", names="--prefix-caching/--no-prefix-caching"

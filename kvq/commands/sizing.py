@@ -12,9 +12,11 @@ from kvq.commands.options import (
     AT_LEAST_0,
     AT_LEAST_1,
     BLOCK_SIZES,
-    PATH,
+    FILE,
     Finite,
+    Tokens,
     gathered,
+    model_argument,
     option,
     path_option,
 )
@@ -52,7 +54,7 @@ class SizingOptions:
     max_model_len: int | None = option(
         None,
         "Longest context that it takes, for which layer groups share memory.  [default: the model's]",
-        type=click.IntRange(min=2),
+        type=Tokens(min=2),
     )
     runtime_gb: float = option(0.6, "Of the process on the GPU before it holds a tensor.", type=AT_LEAST_0)
     gpu_memory_utilization: float = option(
@@ -61,9 +63,9 @@ class SizingOptions:
         type=Finite(0, 1, min_open=True),
     )
     block_size: int = option(BLOCK_SIZE, "Tokens.", type=BLOCK_SIZES)
-    gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=PATH)
+    gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=FILE)
     calibrate: Path | None = option(
-        None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=PATH
+        None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=FILE
     )
     json_path: str | None = path_option("--json", "Write the rows as JSON.")
     html_path: str | None = path_option("--html", "Write a report with plots.")
@@ -71,12 +73,9 @@ class SizingOptions:
     gpu: str | None
 
     def check_paths(self) -> None:
-        """Raise ConfigError unless all that is asked for can be written."""
-        from kvq import fileio
+        """Raise ConfigError unless a report can be drawn, if one is asked for."""
         from kvq.extras import PLOTS, require
 
-        for path in filter(None, (self.json_path, self.html_path)):
-            fileio.check_writable(path)
         if self.html_path is not None:
             require("--html", PLOTS)
 
@@ -134,7 +133,7 @@ class SizingOptions:
 
 
 sizing_options = gathered(SizingOptions, "sizing")
-gpu_file_option = click.option("--gpus", "gpu_file", type=PATH, help=_OWN_GPUS)
+gpu_file_option = click.option("--gpus", "gpu_file", type=FILE, help=_OWN_GPUS)
 
 
 def target_options(command: _Command) -> _Command:
@@ -142,8 +141,8 @@ def target_options(command: _Command) -> _Command:
     command = click.option(
         "--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."
     )(command)
-    what = "A name of `kvq models`, a folder, or a hub name."
-    return click.option("--model", "-m", required=True, type=PLANNED_MODEL, help=what)(command)
+    what = "A name of `kvq models`, a folder, or a hub name; the same as MODEL."
+    return model_argument(None, what, kind=PLANNED_MODEL)(command)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,12 @@ import click
 from kvq.commands.options import (
     AT_LEAST_1,
     POSITIVE,
+    TO_READ,
+    TO_WRITE,
+    TOKENS,
     ModelOptions,
+    Tokens,
     gathered,
-    model_argument,
     model_options,
     option,
     path_option,
@@ -59,7 +62,9 @@ class Asked:
     )
     max_kl: float | None = option(None, "Instead: mean KL divergence to stay below.", type=POSITIVE)
     held_out: str | None = path_option(
-        "--held-out", "Text to measure on.  [default: the last third of --text, or held-out help topics]"
+        "--held-out",
+        "Text to measure on.  [default: the last third of --text, or held-out help topics]",
+        type=TO_READ,
     )
     formats: str | None = option(
         None,
@@ -67,16 +72,18 @@ class Asked:
     )
     staged: bool = option(False, "Does nothing: recipes are staged wherever kvq's own cache serves.")
     recent: int = option(
-        0, "Youngest tokens of a sequence to keep in bf16, much less than --context.", type=int
+        0, "Youngest tokens of a sequence to keep in bf16, much less than --context.", type=Tokens()
     )
-    sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=int)
-    out: str = option("kvq.json", "Where the recipe goes.", type=click.Path())
+    sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=Tokens())
+    out: str = option("kvq.json", "Where the recipe goes.", type=TO_WRITE)
     context: int | None = option(
-        None, "Tokens per window.  [default: 512, or what the model takes]", type=int
+        None, "Tokens per window.  [default: 512, or what the model takes]", type=TOKENS
     )
     max_windows: int = option(3, "To search on.", type=AT_LEAST_1)
     verify_windows: int = option(8, "To measure on.", type=AT_LEAST_1)
-    costs: str | None = path_option("--costs", "--json of an earlier search, whose trials are taken.")
+    costs: str | None = path_option(
+        "--costs", "--json of an earlier search, whose trials are taken.", type=TO_READ
+    )
     json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
     html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
@@ -104,7 +111,6 @@ class Asked:
 
 
 @click.command(name="tune")
-@model_argument
 @text_options("help topics of CPython that are not held out")
 @gathered(Asked, "asked")
 @model_options

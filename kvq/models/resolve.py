@@ -57,23 +57,34 @@ def resolve_model(
     """
     if isinstance(model, ModelSource):
         return model
+    local, name = find_here(model), os.fspath(model)
+    if local is not None and revision is not None:
+        raise ConfigError(f"--revision {revision} names a version on the hub, but {name} is here; drop it")
+    if local is not None:
+        return local
+    folder = _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
+    # The hub's cache names folders by the commit that they hold
+    commit = folder.name if hub_name(folder) is not None else revision or "main"
+    return ModelSource(folder=folder, name=Path(name).name, repository=name, revision=commit)
+
+
+def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
+    """The embedded model or the folder that is named so; None for what can be a name on the hub alone.
+
+    Raises:
+        ModelError: it is none of these.
+    """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
     if not isinstance(name, str):
         raise ModelError(f"a model is named by a text or a Path, got {name!r:.100}")
     local = _embedded(name) if isinstance(model, str) else None
-    local = local or _local(name)
-    if local is not None and revision is not None:
-        raise ConfigError(f"--revision {revision} names a version on the hub, but {name} is here; drop it")
-    if local is not None:
+    if (local := local or _local(name)) is not None:
         return local
     if not isinstance(model, str) or name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
     if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
         raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
-    folder = _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
-    # The hub's cache names folders by the commit that they hold
-    commit = folder.name if hub_name(folder) is not None else revision or "main"
-    return ModelSource(folder=folder, name=Path(name).name, repository=name, revision=commit)
+    return None
 
 
 def _embedded(name: str) -> ModelSource | None:

@@ -20,8 +20,8 @@ _NO_FILES = (
 )
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder.
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model folder; `chat_template` is instead of its own.
 
     Raises:
         ModelError: the folder has none that loads without running its code, or one that knows no text, as
@@ -47,7 +47,9 @@ def load_tokenizer(folder: Path) -> Any:
             f"tokens makes nothing of {_PLAIN!r}; {_said_of_files(folder)}"
         )
     beside = folder / "chat_template.json"  # of models that read images too
-    if tokenizer.chat_template is None and beside.is_file():
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    elif tokenizer.chat_template is None and beside.is_file():
         tokenizer.chat_template = read_json(beside).get("chat_template")
     return tokenizer
 
@@ -58,7 +60,7 @@ def template_source(tokenizer: Any) -> str:
     return template if isinstance(template, str) else "\n".join(template.values())
 
 
-def load_without_torch(folder: Path) -> Any:
+def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
     """`load_tokenizer` for a process that runs no model.
 
     transformers, unless one of both is imported already, takes torch for not installed, then and later on:
@@ -71,7 +73,7 @@ def load_without_torch(folder: Path) -> Any:
             import transformers  # noqa: F401 - it looks for torch once
     finally:
         log.removeFilter(_says_nothing)
-    return load_tokenizer(folder)
+    return load_tokenizer(folder, chat_template)
 
 
 def _says_nothing(_: logging.LogRecord) -> bool:

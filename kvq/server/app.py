@@ -72,12 +72,12 @@ def create_app(
 
     @app.get("/v1/models", responses={200: {"model": answer_types.Models}})
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [describe(service, created)]}
+        return {"object": "list", "data": [describe(service, created, name) for name in service.names]}
 
     @app.get("/v1/models/{model:path}", responses={200: {"model": answer_types.Model}})
     async def model(model: str) -> dict[str, Any]:
         service.check_model(model)
-        return describe(service, created)
+        return describe(service, created, model)
 
     @asynccontextmanager
     async def aside(

@@ -36,7 +36,7 @@ def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -
 
 
 def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, tokenizer: Any) -> Service:
-    """The service over an engine. `name`: of the model, unless the configuration has another.
+    """The service over an engine. `name`: of the model, unless the configuration has others.
 
     Raises:
         ConfigError: there are no such tool calls, or no such generation_config.json.
@@ -45,8 +45,9 @@ def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, 
     if told := str(defaults):
         _log.info("%s", told)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
+    setup = Setup(folder=str(folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats)
     prompts = Prompts(
-        Readers(Setup(folder=str(folder), trusts_chats=config.trusts_chats)),
+        Readers(setup),
         tokenizer,
         plain_texts=not config.trusts_completions,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,

@@ -60,6 +60,8 @@ def check_config(config: ServerConfig) -> list[Finding]:
     findings = [*_address(config), *_events(config)]
     try:
         engine = check_engine(config.model, config.kv, config.engine)
+        if config.chat_template is not None:
+            engine.model.tokenizer.chat_template = config.chat_template
         verify_manifest(engine.model.folder)
         build_skeleton(engine.model)
         prove(engine.model)
@@ -247,7 +249,9 @@ def _template(config: ServerConfig, model: PreparedModel) -> Iterator[Finding]:
 
 async def _try_prompts(config: ServerConfig, model: PreparedModel) -> tuple[str | None, str]:
     """Why no conversation can be read, if so, and what of one isn't shown; aside from this process."""
-    setup = Setup(folder=str(model.folder), trusts_chats=config.trusts_chats)
+    setup = Setup(
+        folder=str(model.folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats
+    )
     prompts = Prompts(Readers(setup), model.tokenizer)
     trying = asyncio.current_task()
     assert trying is not None, "within a coroutine"

@@ -27,7 +27,7 @@ class ServerConfig:
     kv: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] | None = None  # the first of several is that of answers
     access: Access = field(default_factory=Access)
     read_access: Callable[[], Access] | None = None  # the same by what its files hold then
     tls: Tls | None = None
@@ -41,6 +41,7 @@ class ServerConfig:
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
+    chat_template: str | None = None  # its text, instead of the model's
     tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
     reasoning_parser: str = "auto"  # by the chat template or the tokenizer; "none"; or the name of markers
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
@@ -53,8 +54,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.host not in LOCAL and not self.access.api_keys:
             raise ConfigError(
-                f"--host {self.host} can be reached from other machines: give --api-key-file, "
-                f"or stay on 127.0.0.1"
+                f"--host {self.host} can be reached from other machines: give --api-key-file or "
+                f"KVQ_API_KEY, or stay on 127.0.0.1"
             )
         find_format(self.tool_call_parser, "")
         check_name(self.reasoning_parser)

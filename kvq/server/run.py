@@ -85,7 +85,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
     starting = asyncio.create_task(remote.start())
     try:
-        tokenizer = await _unless(ended, partial(load_without_torch, source.folder))
+        tokenizer = await _unless(ended, partial(load_without_torch, source.folder, config.chat_template))
         service = make_service(config, source.name, source.folder, remote, tokenizer)
         _log.info("tool calls: %s", service.tools.description)
     except BaseException:

@@ -32,7 +32,7 @@ class Service:
 
     def __init__(
         self,
-        name: str,
+        names: str | tuple[str, ...],
         remote: Remote,
         prompts: Prompts,
         config: ServerConfig | None = None,
@@ -40,18 +40,19 @@ class Service:
         tools: ToolCalling | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known; `defaults`:
-        of what requests leave out.
+        """`names`: of the model, as clients see it, first that of answers; `tools`: how it calls them, if that
+        is known; `defaults`: of what requests leave out.
         """
         config = config or ServerConfig()
-        self.name = name
+        self.names = (names,) if isinstance(names, str) else names
+        self.name = self.names[0]
         self.remote = remote
         self.prompts = prompts
         self.counting = prompts.aside()  # for requests that the engine does not see
         self.tools = tools or ToolCalling()
         self.defaults = defaults or SamplingDefaults()
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
-        self.metrics = Metrics(remote, name, config.metrics_names)
+        self.metrics = Metrics(remote, self.name, config.metrics_names)
         self.turns = Turns()
         self.num_active = 0
         self.is_strict = config.strict_requests
@@ -77,10 +78,10 @@ class Service:
 
     def check_model(self, asked: str | None) -> None:
         """Raise Problem if a request is for another model."""
-        if asked is not None and asked != self.name:
+        if asked is not None and asked not in self.names:
             raise Problem(
                 404,
-                f"no model {asked!r} here; this server has {self.name!r}",
+                f"no model {asked!r} here; this server has {', '.join(map(repr, self.names))}",
                 code="model_not_found",
                 param="model",
             )
@@ -272,8 +273,8 @@ def _problem(kind: ErrorKind | None, error: str) -> Problem:
     return (unavailable(error) if kind == "busy" else failed(error)).counted()
 
 
-def describe(service: Service, created: int) -> dict[str, Any]:
-    """The model, as `/v1/models` lists it."""
+def describe(service: Service, created: int, name: str) -> dict[str, Any]:
+    """The model by one of its names, as `/v1/models` lists it."""
     info = service.remote.info
     limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
-    return {"id": service.name, "object": "model", "created": created, "owned_by": "kvq"} | limit
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit

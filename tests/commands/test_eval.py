@@ -101,7 +101,7 @@ def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
         (("--cache", "dense", "--kv", "fp32", "--simulate", "kivi-k2v2"), "leave out --cache dense"),
         (("--tasks", "kl,attention", "--simulate", "kivi-k2v2"), "--simulate is not for attention"),
         (("--tasks", "generation", "--instrument"), "--instrument checks perplexity"),
-        (("--model", "tiny"), "named twice"),
+        (("--model", "tiny-draft"), "two models were named"),
         (("--html", "x.json", "--json", "x.json"), "into one file: x.json, x.json"),
     ],
 )

@@ -48,7 +48,8 @@ class BatchConfig:
     target: Path
     model: str | Path = "tiny"
     kv: str = "auto"
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] | None = None
+    chat_template: str | None = None  # as in `ServerConfig`
     tool_call_parser: str = "auto"  # as in `ServerConfig`
     reasoning_parser: str = "auto"  # as in `ServerConfig`
     strict_requests: bool = False  # as in `ServerConfig`
@@ -234,13 +235,14 @@ class _Batch:
 
 def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
     """Over an engine that is yet to be started, before which as many lines may wait as are held."""
-    tokenizer = load_without_torch(source.folder)
+    tokenizer = load_without_torch(source.folder, config.chat_template)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
-    prompts = Prompts(Readers(Setup(folder=str(source.folder))), tokenizer, deadline_s=_TOKENIZE_S)
-    name = config.served_model_name or source.name
+    setup = Setup(folder=str(source.folder), chat_template=config.chat_template)
+    prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
+    names = config.served_model_name or source.name
     options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
     defaults = read_defaults(source.folder, config.generation_config)
-    return Service(name, remote, prompts, options, tools=tools, defaults=defaults)
+    return Service(names, remote, prompts, options, tools=tools, defaults=defaults)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

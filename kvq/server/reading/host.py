@@ -43,7 +43,8 @@ def main() -> None:
 
 
 def _load(setup: Setup) -> PromptEncoder:
-    encoder = PromptEncoder(load_without_torch(Path(setup.folder)), trusts_chats=setup.trusts_chats)
+    tokenizer = load_without_torch(Path(setup.folder), setup.chat_template)
+    encoder = PromptEncoder(tokenizer, trusts_chats=setup.trusts_chats)
     encoder.warm_up()
     gc.collect()
     gc.freeze()  # what is never touched stays shared with those that are forked

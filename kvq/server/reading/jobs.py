@@ -15,6 +15,7 @@ class Setup(Message, frozen=True):
     """To the process that the others are forked from: the first message."""
 
     folder: str  # of the model
+    chat_template: str | None = None  # instead of the model's own
     trusts_chats: bool = False  # as `PromptEncoder` has it
     memory_bytes: int = 1 << 30  # that one job may take, beside what the tokenizer holds
 
