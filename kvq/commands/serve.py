@@ -212,7 +212,7 @@ def _events(asked: Asked) -> Any:
 
 
 def _tls(certificate: Path | None, key: Path | None) -> Any:
-    from kvq.server.config import Tls
+    from kvq.server.credentials import Tls
 
     if certificate is None:
         if key is not None:

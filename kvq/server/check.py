@@ -19,6 +19,7 @@ from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
 from kvq.server.reading import Readers, Setup
 from kvq.server.run import listen
+from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import bytes_of
 from kvq.sizing.pools import PoolPlan, at_once, longest_context

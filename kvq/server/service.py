@@ -40,8 +40,8 @@ class Service:
         tools: ToolCalling | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """`names`: of the model, as clients see it, first that of answers; `tools`: how it calls them, if that
-        is known; `defaults`: of what requests leave out.
+        """`names`: of the model, as clients see it, first that of answers; `tools`: how it calls them, if
+        that is known; `defaults`: of what requests leave out.
         """
         config = config or ServerConfig()
         self.names = (names,) if isinstance(names, str) else names
