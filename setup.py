@@ -61,7 +61,7 @@ SANITIZED = [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-g", "-O1",
 WANTED = os.environ.get("KVQ_VARIANTS", "all")
 NOTE = "not_built.txt"  # beside the library: why there is none
 LAST_LINES = 20  # of what a compiler said
-SECONDS = 45  # of processor time that a variant takes at most, on a CPU of 2023
+SECONDS = 50  # of processor time that a variant takes at most, on a quiet CPU of 2023
 REMEDY = (
     "a compiler of C++17 is needed, gcc or clang: Debian and Ubuntu: apt install g++; Fedora: dnf install "
     "gcc-c++; macOS: xcode-select --install"
@@ -119,7 +119,7 @@ class BuildKernels(build_ext):
         """Objects of those variants that the compiler can build; `portable` it must."""
         jobs = [(source, variant) for source in SOURCES for variant in variants]
         say(
-            f"compiling the C++ kernels for {', '.join(variants)}: {len(jobs)} files, up to "
+            f"compiling the C++ kernels for {', '.join(variants)}: {len(jobs)} files, about "
             f"{SECONDS * len(variants)} s of processor time on {os.cpu_count()} cores"
         )
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilers are processes of their own
