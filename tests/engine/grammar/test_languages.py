@@ -31,7 +31,7 @@ def test_both_languages_are_taken(grammar):
 
 @pytest.mark.parametrize("grammar", ["root = yes", "start: nobody", "hello", 'root ::= "a'])
 def test_what_is_neither_is_told_which_are_read(grammar):
-    with pytest.raises(RequestError, match="Lark|GBNF"):
+    with pytest.raises(RequestError, match=r"Lark|GBNF"):
         check_structured(StructuredOutput(lark=grammar))
 
 
