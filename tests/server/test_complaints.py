@@ -112,7 +112,8 @@ def test_threads_are_refused_so_that_the_official_client_sends_whole_conversatio
         (asked("a", system=[{"type": "image"}]), f"system.0: {ONLY_TEXT}, got an 'image' block; {LEAVE}"),
         (
             asked([{"type": "redacted_thinking"}], "assistant"),
-            f"messages.0.content.0: a 'redacted_thinking' block is of no use here, only {BLOCKS}; leave it out",
+            "messages.0.content.0: a 'redacted_thinking' block is of no use here, "
+            f"only {BLOCKS}; leave it out",
         ),
         (asked(7), f"messages.0.content: {ONLY_TEXT}; give a text or a list of blocks, got a number"),
         (asked("a", system={}), f"system: {ONLY_TEXT}; give a text or a list of blocks, got an object"),

@@ -19,7 +19,7 @@ THINKS = ToolCalling(thinking=Thinking(begin="<think>", end="</think>", end_id=E
 
 
 class Letters:
-    """Prompts of a token a letter, behind one of the tokenizer's own; spaces are lost, as with normalizers."""
+    """Prompts of a token a letter, behind one of the tokenizer's own; spaces are lost on the way."""
 
     def __init__(self, chat="ask:"):
         self.texts, self._chat = self, chat

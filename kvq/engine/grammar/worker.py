@@ -27,6 +27,7 @@ STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the
 
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SHORT = re.compile(r"(?<!\\)\\u(0[0-9a-fA-F]{3})")  # whose 0 the conversion loses
+_WAY = " while processing "  # what llguidance says of a reference
 _LOOKS_S = 0.5  # for the place of what is wrong in a schema
 _SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -79,19 +80,22 @@ def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def explained(tokenizer: LLTokenizer, text: str, why: str) -> str:
     """A refusal with its place in a JSON schema, and what to do; or with the languages that are read."""
-    found = parts(text)
-    schema = next((part["json_schema"] for part in found if isinstance(part.get("json_schema"), dict)), None)
+    grammars = parts(text)
+    schema = next(
+        (part["json_schema"] for part in grammars if isinstance(part.get("json_schema"), dict)), None
+    )
     if schema is None:
-        is_ours = any(part.get("name") == "regex" for part in found)
+        is_ours = any(part.get("name") == "regex" for part in grammars)
         known = 'a grammar is read as Lark, such as start: "a" | "b", or as GBNF, such as root ::= "a" | "b"'
         return why if is_ours else f"{why}; {known}"
     shared = {key: schema[key] for key in ("x-guidance", "$defs", "definitions") if key in schema}
-    place, began, is_deeper = "#", thread_time(), True
+    place, began, is_deeper, why = "#", thread_time(), True, why.partition(_WAY)[0]
     while is_deeper:
         is_deeper = False
         for way, inner in places(schema):
             grammar = json.dumps({"grammars": [{"json_schema": shared | inner}]})
-            if thread_time() - began < _LOOKS_S and reason(LLMatcher(tokenizer, grammar, log_level=0)) == why:
+            found = thread_time() - began < _LOOKS_S and reason(LLMatcher(tokenizer, grammar, log_level=0))
+            if found and found.partition(_WAY)[0] == why:
                 place, schema, is_deeper = place + way, inner, True
                 break
     remedy = next((words for start, words in _REMEDIES.items() if start in why), "")

@@ -6,7 +6,7 @@ from kvq.engine.grammar.compiler import check_structured
 from kvq.engine.params import StructuredOutput
 from kvq.errors import RequestError
 
-JSON = r'''
+JSON = r"""
 # llama.cpp's grammar of JSON, in part
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -17,12 +17,12 @@ array  ::=
 string ::= "\"" ( [^"\\\x7F\x00-\x1F] )* "\"" ws
 number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ws
 ws ::= | " " | "\n" [ \t]{0,20}
-'''
+"""
 
 
 @pytest.mark.parametrize(
     "grammar",
-    ['start: "yes" | "no"', 'root ::= "yes" | "no"', JSON, r'root ::= [a-z\u00e9]+ "\x41"', 'start: "a ::= b"'],
+    ['start: "a" | "b"', 'root ::= "a" | "b"', JSON, r'root ::= [a-z\u00e9]+ "\x41"', 'start: "a ::= b"'],
     ids=["Lark", "GBNF", "JSON", "escapes", "Lark with its sign"],
 )
 def test_both_languages_are_taken(grammar):
@@ -31,12 +31,12 @@ def test_both_languages_are_taken(grammar):
 
 @pytest.mark.parametrize("grammar", ["root = yes", "start: nobody", "hello", 'root ::= "a'])
 def test_what_is_neither_is_told_which_are_read(grammar):
-    with pytest.raises(RequestError, match="Lark|GBNF"):
+    with pytest.raises(RequestError, match=r"Lark|GBNF"):
         check_structured(StructuredOutput(lark=grammar))
 
 
 def within(schema):
-    return {"type": "object", "properties": {"a": {"type": "string"}, "x": {"type": "array", "items": schema}}}
+    return {"type": "object", "properties": {"a": {"type": "null"}, "x": {"type": "array", "items": schema}}}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def within(schema):
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "anyOf"),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "leave them out"),
         ({"type": "number", "minimum": -1e30, "maximum": 1e30}, "leave them out"),
-        ({"not": {"type": "string"}}, r'\["not"\] can't be enforced here; leave them out'),
+        ({"not": {"type": "string"}}, r"\[.not.\] can't be enforced here; leave them out"),
         ({"if": {}, "then": {}}, "leave them out"),
         ({"type": "string", "pattern": "(?=a)b"}, "look around"),
         ({"type": "strin"}, "Invalid type"),
