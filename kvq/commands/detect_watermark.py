@@ -60,9 +60,9 @@ def command(files: tuple[str, ...], asked: Asked) -> None:
     from kvq.models.tokenizer import load_without_torch
     from kvq.watermark import detect, parse_scheme, read_key
 
+    scheme, key = parse_scheme(asked.scheme), read_key(asked.key_file)
     if files and Path(files[0]).is_dir():
         asked, files = replace(asked, model=files[0]), files[1:]
-    scheme, key = parse_scheme(asked.scheme), read_key(asked.key_file)
     texts = list(_texts(files or ("-",), is_by_line=asked.lines))
     tokenizer = load_without_torch(resolve_model(asked.model, weights=False).folder)
     rows = []

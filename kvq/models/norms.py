@@ -17,8 +17,9 @@ def norm_weight(norm: Any) -> NormWeight | None:
     """Weight and epsilon of a module that is an RMS norm, tried on two rows of one sequence; or None."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    is_vector = isinstance(weight, Tensor) and weight.dim() == 1
-    if not is_vector or not isinstance(eps, float) or not runs_library_code(norm):
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    if not runs_library_code(norm):
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, len(weight), generator=generator) * torch.tensor([[0.01], [30.0]])

@@ -17,9 +17,7 @@ class Forms:
     """What a chat template shows, and in which form; unless tried, all of it as most do."""
 
     shown: frozenset[str] = frozenset((*ROLES, TOOLS, CALLS, BESIDE))
-    parts: frozenset[str] = (
-        frozenset()
-    )  # roles whose texts it shows as lists of parts alone; others as users'
+    parts: frozenset[str] = frozenset()  # roles whose texts it shows as lists of parts alone
     developer: str = "developer"  # the role that a developer's messages are given
     null: Without = "empty"  # what a call's turn has for a content that is null
     empty: Without = "empty"  # and for one that is ""

@@ -65,10 +65,10 @@ class _Trial:
                 return True
         return False
 
-    def role(self, role: str, turns: Turns, **others: bool) -> bool:
-        """Find how words of a role are shown; `others`: other forms that go with it."""
+    def role(self, role: str, turns: Turns, *, names_results: bool = False) -> bool:
+        """Find how words of a role are shown."""
         parts = (self.forms.parts, self.forms.parts | {role})
-        ways = [replace(self.forms, parts=one, **others) for one in parts]
+        ways = [replace(self.forms, parts=one, names_results=names_results) for one in parts]
         return self.find(role, ways, turns, _word(role))
 
     def calls(self, usual: Turns) -> None:
