@@ -66,7 +66,10 @@ def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
     Raises:
         ConfigError: neither a number nor a range.
     """
-    low, *others = [parse_tokens(end) for end in context.split("-")]
+    try:
+        low, *others = [parse_tokens(end) for end in context.split("-")]
+    except ConfigError:
+        low, others = 0, []
     high = others[-1] if others else low
     if len(others) > 1 or not 1 <= low <= high:
         raise ConfigError(f"--context takes a number of tokens or a range A-B, got {context!r}")

@@ -83,11 +83,13 @@ def _runtime() -> dict[str, str | None]:
 
 
 def _numbers(text: str, name: str) -> tuple[int, int, int]:
-    parts = text.split("x")
-    if len(parts) != 3:
-        raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
-    first, second, third = map(parse_tokens, parts)
-    return first, second, third
+    try:
+        first, second, third = map(parse_tokens, text.split("x"))
+        if min(first, second, third) >= 0:
+            return first, second, third
+    except ValueError:  # also of fewer or more, as ConfigError is
+        pass
+    raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
 
 
 _COLUMNS = {

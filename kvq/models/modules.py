@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -119,17 +120,20 @@ def _blamed(
 ) -> ModelError:
     """The error that names the field without which all goes well, else one that fails alike by itself."""
     kind, cause = {"model_type": config["model_type"]}, first_lines(error)
+    told = re.sub(
+        r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2]
+    )  # a check's own words, of its report
     others = {name: value for name, value in config.items() if name not in kind}
     rests = {name: {key: other for key, other in config.items() if key != name} for name in others}
     dropped = [name for name, rest in rests.items() if _error(make, rest) is None]
     alike = (name for name, value in others.items() if _error(make, {**kind, name: value}) == cause)
     name = dropped[0] if dropped else next(alike, None)
     if name is None:
-        return ModelError(f"{folder}/config.json: its values don't go together: {cause}")
+        return ModelError(f"{folder}/config.json: its values don't go together: {told}")
     default = getattr(default_config(kind), name, None) if dropped else None
     remedy = "" if default is None else f", or drop it, which leaves it at {shown(default)}"
     what = f"{name} can't be {shown(config[name])} in a {kind['model_type']} model; correct it{remedy}"
-    return ModelError(f"{folder}/config.json: {what} (transformers: {cause})")
+    return ModelError(f"{folder}/config.json: {what} (transformers: {told})")
 
 
 def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:

@@ -60,7 +60,8 @@ class _Trial:
         """Take the first of some forms in which words are shown; `most`: how often others may be."""
         for forms in ways:
             text = self._text(forms, turns)
-            if all(word in text for word in words) and all(text.count(ill) <= n for ill, n in most.items()):
+            are_there = all(word in text.lower() for word in words)  # templates may change their case
+            if are_there and all(text.count(ill) <= n for ill, n in most.items()):
                 self.forms = replace(forms, shown=self.forms.shown | {what})
                 return True
         return False
