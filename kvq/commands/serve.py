@@ -47,7 +47,7 @@ class Asked:
     api_key_file: Path | None = option(
         None, "Keys, one a line; these or --api-key are needed beyond loopback.", type=FILE
     )
-    api_key: tuple[str, ...]
+    api_key: tuple[str, ...] = ()
     metrics_key_file: Path | None = option(None, "Keys for /metrics and /health alone.", type=FILE)
     allowed_host: tuple[str, ...] = option(
         (), "Host header to answer; default: any beyond loopback.", multiple=True

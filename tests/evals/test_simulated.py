@@ -19,7 +19,8 @@ def recipe(name):
 
 
 def codecs(name):
-    return recipe(name).layers[0].own
+    layer = recipe(name).layers[0]
+    return layer.k.own, layer.v.own
 
 
 def rows(tiny, names, plan=PLAN):

@@ -50,7 +50,7 @@ def tried(monkeypatch) -> list[str]:
 
     def recorded(self, text):
         texts.append(text)
-        check(self, text)
+        return check(self, text)
 
     monkeypatch.setattr(CompileProcess, "check", recorded)
     return texts

@@ -194,7 +194,7 @@ def test_a_marked_prefix_is_written_once_and_then_read_through_any_pressure(clie
         ({"messages": []}, anthropic.BadRequestError, "messages: "),
         ({"model": "other"}, anthropic.NotFoundError, "no model 'other' here"),
         (
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"thinking": {"type": "adaptive"}},
             anthropic.BadRequestError,
             "does not think",
         ),

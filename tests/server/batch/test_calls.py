@@ -20,7 +20,7 @@ class Deaths(Calls):
         self.running = {}
         self.num_deaths = 0
 
-    def _body(self, line):
+    async def _body(self, line):
         return line
 
     def _call(self, line):
