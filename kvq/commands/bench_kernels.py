@@ -23,7 +23,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShapeOptions:
+class _ShapeOptions:
     """The shape of one layer's step."""
 
     batch: int = option(1, "Sequences.", type=click.IntRange(1, 4096))
@@ -100,11 +100,11 @@ class Beside:
 @_formats_option()
 @_new_option
 @gathered(Beside, "beside")
-@gathered(ShapeOptions, "shape")
+@gathered(_ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
 @json_option
 def attention(
-    kv: str, new: int, beside: Beside, shape: ShapeOptions, how: KernelOptions, json_path: str | None
+    kv: str, new: int, beside: Beside, shape: _ShapeOptions, how: KernelOptions, json_path: str | None
 ) -> None:
     """One layer's attention over quantized blocks: decode (--new 1) or extend.
 
@@ -143,10 +143,10 @@ def attention(
 @click.command(name="write")
 @_formats_option()
 @_new_option
-@gathered(ShapeOptions, "shape")
+@gathered(_ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
 @json_option
-def write(kv: str, new: int, shape: ShapeOptions, how: KernelOptions, json_path: str | None) -> None:
+def write(kv: str, new: int, shape: _ShapeOptions, how: KernelOptions, json_path: str | None) -> None:
     """Quantize and store one step's K and V of one layer; bytes are checked against the reference."""
     from kvq.bench.write import bench_write
     from kvq.commands.progress import counted, progress_bar
@@ -180,11 +180,11 @@ def write(kv: str, new: int, shape: ShapeOptions, how: KernelOptions, json_path:
     help="New tokens: up to 64 query rows of a KV head tune decode, more extend.",
 )
 @click.option("--table", type=TO_WRITE, help="Where to write; default: kvq's own table.")
-@gathered(ShapeOptions, "shape")
+@gathered(_ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
 @json_option
 def tune(
-    kv: str, new: str, table: str | None, shape: ShapeOptions, how: KernelOptions, json_path: str | None
+    kv: str, new: str, table: str | None, shape: _ShapeOptions, how: KernelOptions, json_path: str | None
 ) -> None:
     """Find the fastest tile shapes of the Triton kernels on this GPU and write them into the table."""
     import torch

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
 from kvq.commands.loading import check_for, load_to_serve
 from kvq.commands.options import ModelOptions
-from kvq.commands.said import say_defaults
+from kvq.commands.screen import say_defaults
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.engine.outputs import RequestOutput

@@ -20,7 +20,7 @@ from kvq.commands.options import (
     option,
     path_option,
 )
-from kvq.commands.screen import echo, stream
+from kvq.commands.screen import echo, say_defaults, stream
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,7 +107,6 @@ def command(
     unless --model names another.
     """
     from kvq.commands.loading import check_for, load_to_serve
-    from kvq.commands.said import say_defaults
     from kvq.engine import LLM
     from kvq.engine.build import check_cache
     from kvq.engine.grammar.compiler import check_structured

@@ -47,7 +47,7 @@ class Tokens(click.IntRange):
             self.fail(f"{error}.", param, ctx)
 
 
-class CheckedPath(click.Path):
+class _CheckedPath(click.Path):
     """A path at which a function has looked before anything large is imported."""
 
     def __init__(self, check: Callable[[Any], object], path_type: type[Path] | None = None) -> None:
@@ -82,8 +82,8 @@ GENERATION_CONFIG = (
     "Whose generation_config.json fills what is left out of sampling: auto (the model's), none, or a folder."
 )
 PATH = click.Path(path_type=Path)
-TO_READ, FILE = CheckedPath(check_readable), CheckedPath(check_readable, Path)
-TO_WRITE = CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
+TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
+TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 
 

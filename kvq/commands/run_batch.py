@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvq.commands.options import FILE, PATH, SectionedCommand, gathered, option
-from kvq.commands.screen import echo, say_model
+from kvq.commands.screen import echo, say_defaults, say_model
 from kvq.commands.served import Service, service_options
 from kvq.extras import SERVER, require
 
@@ -50,7 +50,6 @@ def command(service: Service, asked: Asked) -> None:
     """
     require("kvq run-batch", SERVER)
     from kvq.commands.progress import named_progress
-    from kvq.commands.said import say_defaults
     from kvq.server.batch.run import BatchConfig, run_batch
 
     config = BatchConfig(

@@ -12,6 +12,7 @@ import click
 from kvq.printable import one_line, printable
 
 if TYPE_CHECKING:
+    from kvq.engine.defaults import SamplingDefaults
     from kvq.models.resolve import ModelSource
 
 _SHOWN_DIGITS = 12  # of a digest
@@ -32,6 +33,20 @@ def warn(text: str) -> None:
 def say_model(source: "ModelSource", digest: str) -> None:
     """Say on standard error which model was loaded."""
     echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
+
+
+def say_defaults(source: "ModelSource", asked: str) -> "SamplingDefaults":
+    """The sampling defaults that a model's folder brings, or another; said on standard error, if any.
+
+    Raises:
+        ConfigError: `asked` names no such folder.
+    """
+    from kvq.engine.defaults import read_defaults
+
+    defaults = read_defaults(source.folder, asked)
+    if told := str(defaults):
+        echo(f"kvq: {told}", err=True)
+    return defaults
 
 
 def stream(text: str) -> None:

@@ -67,7 +67,7 @@ def known_names() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class KVName:
+class _KVName:
     """The K and V format names that a `--kv` value stands for, and how it was understood."""
 
     k: str
@@ -118,7 +118,7 @@ def split_exact(text: str) -> tuple[str, ExactTokens]:
     return formats, ExactTokens(**found)
 
 
-def split_pair(text: str) -> KVName:
+def split_pair(text: str) -> _KVName:
     """Split a `--kv` value into its K and V names: `int4`, `int8/int4`, `k8v4`, `q8_0`.
 
     Raises:
@@ -138,7 +138,7 @@ def split_pair(text: str) -> KVName:
         if mapped not in Own.registered:
             _read(mapped, text)
         ours.append(mapped)
-    return KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
+    return _KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
 
 
 def parse_key_format(name: str, head_dim: int) -> KVFormat:
@@ -223,11 +223,11 @@ def _read(name: str, given: str) -> _Read:
     return read
 
 
-def _of_widths(name: str) -> KVName | None:
+def _of_widths(name: str) -> _KVName | None:
     """What a pair such as k8v4 stands for."""
     pair = _PAIR.fullmatch(name)
     k, v = (_of_width(int(bits)) for bits in pair.groups()) if pair else (None, None)
-    return KVName(k, v) if k and v else None
+    return _KVName(k, v) if k and v else None
 
 
 def _of_width(bits: int) -> str | None:

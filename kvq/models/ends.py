@@ -14,8 +14,10 @@ NO_END = (
 _KEY = "eos_token_id"
 
 
-def read_end_ids(folder: Path, config: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Those that generation_config.json names, or else config.json as it is written; and the tokenizer's.
+def read_end_ids(
+    folder: Path, config: Mapping[str, Any], tokenizers: object, vocab_size: int
+) -> frozenset[int]:
+    """Those that generation_config.json names, or else config.json as it is written; and the tokenizer's own.
 
     Empty: none names any. transformers falls back on config.json like this; vLLM and mlx-lm take the
     tokenizer's besides, which is what a chat template ends turns by.
@@ -25,11 +27,11 @@ def read_end_ids(folder: Path, config: Mapping[str, Any], tokenizer: Any, vocab_
     """
     own = folder / GENERATION_FILE
     said = _listed(read_json(own).get(_KEY)) if own.is_file() else []
-    named = {*(said or _listed(config.get(_KEY))), *_listed(tokenizer.eos_token_id)}
+    named = {*(said or _listed(config.get(_KEY))), *_listed(tokenizers)}
     return frozenset(token for token in named if 0 <= token < vocab_size)
 
 
-def _listed(given: Any) -> list[int]:
+def _listed(given: object) -> list[int]:
     """Ids, from one or a list; -1 is none, to some."""
     ids = given if isinstance(given, list) else [given]
     return [token for token in ids if type(token) is int and token >= 0]

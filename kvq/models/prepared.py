@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,7 +15,7 @@ import torch
 from kvq.arguments import checked
 from kvq.cache.backend import CacheBackend, cache_backend
 from kvq.cache.kv_cache import KVCache
-from kvq.errors import ConfigError, nearest
+from kvq.errors import ConfigError, ModelError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
@@ -90,9 +91,12 @@ class PreparedModel:
         """The tokens that end a text; empty: no file of the model names any.
 
         Raises:
-            ModelError: see `tokenizer`.
+            ModelError: generation_config.json is no JSON object.
         """
-        return read_end_ids(self.folder, self.config, self.tokenizer, self.geometry.vocab_size)
+        own = None  # of who has no tokenizer, and gives ids
+        with suppress(ModelError):
+            own = self.tokenizer.eos_token_id
+        return read_end_ids(self.folder, self.config, own, self.geometry.vocab_size)
 
     @property
     def digest(self) -> str:

@@ -1,7 +1,6 @@
 """End tokens are those that a model's files name, asked in the order of transformers and vLLM."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -37,11 +36,11 @@ def test_the_files_are_asked_in_turn(generation, config, tokenizer, ends, is_the
     if is_there or generation is not ABSENT:
         file = {"temperature": 0.6, **named(generation)}
         (tmp_path / "generation_config.json").write_text(json.dumps(file))
-    found = read_end_ids(tmp_path, named(config), SimpleNamespace(eos_token_id=tokenizer), 50)
+    found = read_end_ids(tmp_path, named(config), tokenizer, 50)
     assert found == ends
 
 
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"generation_config\.json is not JSON"):
-        read_end_ids(tmp_path, {}, SimpleNamespace(eos_token_id=2), 50)
+        read_end_ids(tmp_path, {}, 2, 50)

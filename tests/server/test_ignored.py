@@ -1,5 +1,6 @@
 """Fields that nobody knows are named, counted, and refused by a strict server."""
 
+import asyncio
 import json
 import re
 
@@ -409,14 +410,14 @@ LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"
 def test_lines_of_batches_are_looked_at_too(change, body, names, said):
     found = []
     line = parse_line(1, json.dumps(LINE | change | {"body": LINE["body"] | body}).encode())
-    Calls(service(), found.append)._body(line)
+    asyncio.run(Calls(service(), found.append)._body(line))
     assert found == ([] if names is None else [names])
     strict = Calls(service(is_strict=True))
     if said is None:
-        strict._body(line)
+        asyncio.run(strict._body(line))
         return
     with pytest.raises(Problem) as refused:
-        strict._body(line)
+        asyncio.run(strict._body(line))
     assert (refused.value.status, refused.value.message) == (400, f"unknown field {said}")
 
 
