@@ -72,7 +72,7 @@ def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
         low, others = 0, []
     high = others[-1] if others else low
     if len(others) > 1 or not 1 <= low <= high:
-        raise ConfigError(f"--context takes a number of tokens or a range A-B, got {context!r}")
+        raise ConfigError(f"--context takes a number of tokens (8192, 8k) or a range A-B, got {context!r}")
     if not others:
         return (low,) * batch
     middle, spread = (math.log(low) + math.log(high)) / 2, math.log(high / low) / 6

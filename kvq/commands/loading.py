@@ -12,6 +12,7 @@ from kvq.models import Model
 from kvq.models.load_check import check_on_load, refuse_known
 from kvq.models.model import load_prepared
 from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.tokenizer import check_knows_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
     """
     with status(f"checking {options.model}"):
         prepared = prepare(options.model, **options.load_options())
-        _ = prepared.tokenizer  # that there is one which knows texts
+        check_knows_text(prepared.tokenizer, prepared.folder)
         if options.scales and options.calibrate_on_load:
             raise ConfigError(
                 "--calibrate-on-load makes static scales and --scales names some; give one of them"

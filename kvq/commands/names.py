@@ -41,7 +41,8 @@ class Names(StringParamType):
             begin, find = begin + len(half) + 1, self._halves
         before, last = incomplete[:begin], incomplete[begin:].lower()
         found = [CompletionItem(before + name) for name in find() if name.startswith(last)]
-        others = [one for one in ctx.command.params if isinstance(one, click.Argument) and one is not param]
+        arguments = [one for one in ctx.command.params if isinstance(one, click.Argument)]
+        others = [one for one in arguments if not isinstance(one.type, Names)]
         kind = "file" if others else self._paths  # a command's own arguments may be files
         # Paths come first: bash's script forgets what it was told before them.
         is_path = self._paths == "dir" or (self._paths and not found)

@@ -11,7 +11,6 @@ import click
 
 from kvq.commands.options import (
     AT_LEAST_1,
-    TO_READ,
     TOKENS,
     Finite,
     gathered,
@@ -137,7 +136,7 @@ class Asked:
     "eval_text",
     is_flag=False,
     flag_value=_HELD_OUT,
-    type=TO_READ,
+    type=click.Path(),
     help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
 )
 def command(model: str, method: Method, asked: Asked) -> None:

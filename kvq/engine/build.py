@@ -79,7 +79,6 @@ def check_engine(
     path = rest.pop("scales", None)
     prepared = prepare(model, max_context=config.max_context, **rest)
     check_cache(prepared)
-    _ = prepared.tokenizer  # refused before the weights are loaded
     check_speculation(parse_speculation(config.speculation), prepared)
     scales = find_scales(prepared, path)
     recipe = prepared.recipe(kv, scales)

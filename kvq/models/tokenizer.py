@@ -24,8 +24,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
     """The tokenizer of a model folder; `chat_template` is instead of its own.
 
     Raises:
-        ModelError: the folder has none that loads without running its code, or one that knows no text, as
-            transformers makes for want of files.
+        ModelError: the folder has none that loads without running its code.
     """
     import_whole("transformers")
     from transformers import AutoTokenizer
@@ -41,11 +40,6 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
     except Exception as error:  # whatever a damaged file makes the parsers raise
         why = first_lines(error) if _files_of(folder) else _NO_FILES
         raise ModelError(f"{folder} has no tokenizer that loads: {why}") from error
-    if not _knows_text(tokenizer):
-        raise ModelError(
-            f"{folder} has no tokenizer that knows a text: {type(tokenizer).__name__} of {len(tokenizer)} "
-            f"tokens makes nothing of {_PLAIN!r}; {_said_of_files(folder)}"
-        )
     beside = folder / "chat_template.json"  # of models that read images too
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -73,7 +67,9 @@ def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
             import transformers  # noqa: F401 - it looks for torch once
     finally:
         log.removeFilter(_says_nothing)
-    return load_tokenizer(folder, chat_template)
+    tokenizer = load_tokenizer(folder, chat_template)
+    check_knows_text(tokenizer, folder)
+    return tokenizer
 
 
 def _says_nothing(_: logging.LogRecord) -> bool:
@@ -92,6 +88,16 @@ def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
             f"{folder}: its tokenizer has {min(size, tokenizer.vocab_size)} tokens, its config.json says "
             f"vocab_size {vocab_size}; they belong to different models, so copy the folder again: "
             f"{_said_of_files(folder)}"
+        )
+
+
+def check_knows_text(tokenizer: Any, folder: Path) -> None:
+    """Raise ModelError if a tokenizer makes nothing of texts, as transformers makes one for want of files."""
+    if not _knows_text(tokenizer):
+        folder = tokenizer_folder(folder)
+        raise ModelError(
+            f"{folder} has no tokenizer that knows a text: {type(tokenizer).__name__} of {len(tokenizer)} "
+            f"tokens makes nothing of {_PLAIN!r}; {_said_of_files(folder)}"
         )
 
 

@@ -14,6 +14,7 @@ from kvq.models.load_check import is_to_check, recalled
 from kvq.models.prepared import PreparedModel
 from kvq.models.proof import prove
 from kvq.models.skeleton import build_skeleton
+from kvq.models.tokenizer import check_knows_text
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
@@ -64,6 +65,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         if config.chat_template is not None:
             engine.model.tokenizer.chat_template = config.chat_template
         verify_manifest(engine.model.folder)
+        check_knows_text(engine.model.tokenizer, engine.model.folder)
         build_skeleton(engine.model)
         prove(engine.model)
         ToolCalling.of(engine.model.tokenizer, config.tool_call_parser, config.reasoning_parser)

@@ -24,7 +24,9 @@ def test_everything_in_one_run(kvq, tmp_path):
     )
     assert (status, remarks(err)) == (0, [])
     for task in ("perplexity,kl", "generation", "attention"):
-        assert re.search(rf"^{task}: [\d.]+ s, peak memory [\d.]+ [MG]iB \(\+[\d.]+ ([KMG]i)?B\)$", out, re.M)
+        assert re.search(
+            rf"^{task}: [\d.]+ s, peak memory [\d.,]+ [MG]iB \(\+[\d.,]+ ([KMG]i)?B\)$", out, re.M
+        )
     verdict = r"(harmless|warning|broken): KL [\d.]+, perplexity [+-]"
     assert re.search(rf"^int4 +4\.625 +[\d.]+ +888 +3\.46x .* {verdict}", out, re.M)
     text = page.with_suffix(".json").read_text()

@@ -146,7 +146,7 @@ def test_a_server_does_not_wait_for_a_tokenizer_that_loads_for_ever(monkeypatch,
     """Nor for its thread, when the process is to end."""
     never = threading.Event()
 
-    def load(_):
+    def load(*_):
         os.kill(os.getpid(), signal.SIGTERM)
         never.wait(HANG_S)
         raise AssertionError("it was waited for")

@@ -1,5 +1,6 @@
 """MODEL is a command's first argument, or --model; what can't be one is said before torch is imported."""
 
+import io
 import json
 import subprocess
 import sys
@@ -160,7 +161,8 @@ def test_a_file_of_options_gives_way_to_the_argument(kvq, tmp_path, monkeypatch)
     assert (status, "'010' is no number of tokens; write it as 8192, 8k" in err) == (2, True)
 
 
-def test_a_name_for_a_running_server_is_no_path(kvq):
+def test_a_name_for_a_running_server_is_no_path(kvq, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     _, _, err = kvq("chat", "--url", "http://127.0.0.1:9", "--model", "./nosuch")
     assert "there is no folder" not in err
 

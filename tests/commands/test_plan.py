@@ -443,7 +443,7 @@ def test_a_method_that_nobody_knows_is_named_and_counted_in_the_models_type(kvq,
     assert "quant_method 'exotic'" in said
     assert "--weights names the nearest format, such as int4" in said
     advised, _ = plan_of(kvq, tmp_path, own, "--engine", engine, "--weights", "int4")
-    assert advised["weights_bytes"] < 0.5 * plain["weights_bytes"]
+    assert advised["weights_bytes"] < 0.65 * plain["weights_bytes"]  # half of it are embeddings
 
 
 def test_what_modelopt_says_in_a_file_of_its_own_counts(kvq, tmp_path):

@@ -12,7 +12,7 @@ from transformers.utils import is_torch_available
 
 from kvq.errors import ModelError
 from kvq.models.resolve import EMBEDDED, resolve_model
-from kvq.models.tokenizer import check_vocabulary, load_tokenizer, load_without_torch
+from kvq.models.tokenizer import check_knows_text, check_vocabulary, load_tokenizer, load_without_torch
 
 TEXT = "The 1,000 häuser  of <|user|>\nthe “city”\t and <|endoftext|>"
 
@@ -124,7 +124,7 @@ def test_a_folder_without_a_tokenizer_has_none(model_type, folder):
     """transformers makes one of special tokens alone for some families, and raises for others."""
     without_tokenizer(folder, model_type)
     with pytest.raises(ModelError, match=r"has no tokenizer that .*no file of a tokenizer is there; copy"):
-        load_tokenizer(folder)
+        check_knows_text(load_tokenizer(folder), folder)
 
 
 def test_special_tokens_alone_know_no_text(folder):
@@ -133,7 +133,7 @@ def test_special_tokens_alone_know_no_text(folder):
     (folder / "tokenizer_config.json").write_text(told)
     rewrite(folder / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     with pytest.raises(ModelError, match=r"makes nothing of 'Hello.*files there are tokenizer_config\.json"):
-        load_tokenizer(folder)
+        check_knows_text(load_tokenizer(folder), folder)
 
 
 def test_nor_does_a_vocabulary_of_unknown_words(folder):
@@ -141,13 +141,14 @@ def test_nor_does_a_vocabulary_of_unknown_words(folder):
     special = {"unk_token": "<unk>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
     with pytest.raises(ModelError, match="makes nothing of 'Hello"):
-        load_tokenizer(folder)
+        check_knows_text(load_tokenizer(folder), folder)
 
 
 def test_words_of_its_own_will_do(folder):
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "Pitch_60": 1, "Bar": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
     tokenizer = load_tokenizer(folder)
+    check_knows_text(tokenizer, folder)
     assert tokenizer.encode("Bar") == [2]
     check_vocabulary(tokenizer, folder, 128)  # padded
     with pytest.raises(

@@ -20,7 +20,7 @@ message_params = partial(_params, offer=None)
 # How a request is served and what comes back, not how tokens are chosen.
 _OF_THE_REQUEST = {
     *("model", "stream", "stream_options", "service_tier", "priority", "cache_salt"),
-    *("prompt", "suffix"),
+    *("prompt", "suffix", "echo"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls"),
     *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
 }
@@ -45,7 +45,6 @@ _UNUSUAL = {
     "min_tokens": 2,
     "ignore_eos": True,
     "skip_special_tokens": False,
-    "echo": True,
     "response_format": {"type": "json_object"},
     "guided_json": _SCHEMA,
     "guided_regex": "a",
@@ -102,7 +101,8 @@ def test_the_models_defaults_fill_what_a_body_leaves_out_or_says_null_to(body):
     told = {"temperature": 0.3, "top_k": 7, "top_p": 0.8, "most_tokens": 9, "logit_bias": {3: -100.0}}
     defaults = SamplingDefaults(fields=told)
     if body is MessagesBody:
-        least, build = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}, message_params
+        least = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        build = message_params
     else:
         least, build = _KINDS[body][1], _KINDS[body][0].func
 

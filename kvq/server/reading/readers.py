@@ -32,7 +32,9 @@ class Reader:
     async def do(self, pieces: Sequence[Piece], job: bytes) -> FromReader | None:
         """The answer to an encoded job and the pieces of its texts; None if it ended instead."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # it ended or was closed: then there is no answer either
+        if self.sock.fileno() < 0:  # closed since it was given to somebody
+            return None
+        with contextlib.suppress(ConnectionError):  # then there is no answer either
             for piece in pieces:
                 await loop.sock_sendall(self.sock, encode(piece))
                 await asyncio.sleep(0)
