@@ -67,7 +67,7 @@ def test_the_pages_format_stands_in_kvqs_table(tmp_path):
     shown = run(script, *command.split(), "--context", "96", "--max-windows", "1")
     rows = {line.split()[0]: line.split() for line in shown.splitlines() if re.match(r"\S*(fp32|int)", line)}
     assert list(rows) == ["fp32", "int4", "my-int4", "int8/my-int4"]
-    assert [rows[name][1] for name in ("my-int4", "int8/my-int4")] == ["4.25", "6.25"]
+    assert [rows[name][1] for name in ("my-int4", "int8/my-int4")] == ["4.25", "6.375"]
 
 
 def test_the_examples_formats_are_measured(monkeypatch, capsys):

@@ -50,28 +50,28 @@ print(json.dumps(found))
 NEEDS = {  # command line -> what it needs, and the extra that brings it
     "serve --model nowhere": ("kvq serve needs fastapi, uvicorn, h11, msgspec", "serve"),
     "serve --config nothing.yaml": ("--config needs pyyaml", "serve"),
-    "run-batch nothing.jsonl out.jsonl --model nowhere": ("kvq run-batch needs fastapi", "serve"),
+    "run-batch ../there.txt out.jsonl --model nowhere": ("kvq run-batch needs fastapi", "serve"),
     "bench serve --model nowhere": ("kvq bench serve needs fastapi", "serve"),
     "bench vllm --model nowhere": ("kvq bench vllm needs vllm", "vllm"),
-    "perplexity --model nowhere --plot out.svg --text nothing.txt": (
+    "perplexity --model nowhere --plot out.svg --text ../there.txt": (
         "the plot out.svg needs matplotlib",
         "plot",
     ),
-    "perplexity --model nowhere --html out.html --text nothing.txt": ("--html needs matplotlib", "plot"),
-    "eval nowhere --html out.html --text nothing.txt": ("--html needs matplotlib", "plot"),
+    "perplexity --model nowhere --html out.html --text ../there.txt": ("--html needs matplotlib", "plot"),
+    "eval nowhere --html out.html --text ../there.txt": ("--html needs matplotlib", "plot"),
     "tune nowhere --plot out.svg": ("the plot out.svg needs matplotlib", "plot"),
-    "tune nowhere --html out.html --text nothing.txt": ("--html needs matplotlib", "plot"),
+    "tune nowhere --html out.html --text ../there.txt": ("--html needs matplotlib", "plot"),
     "plan --model nowhere --gpu none --context 9 --html out.html": ("--html needs matplotlib", "plot"),
     "simulate --model nowhere --gpu none --rate 1 --html out.html": ("--html needs matplotlib", "plot"),
     "bench attention --kv nothing --plot out.svg": ("the plot out.svg needs matplotlib", "plot"),
     "bench engine --model nowhere --plot out.svg": ("the plot out.svg needs matplotlib", "plot"),
     "demo --out out": ("the plot out/plot.svg needs matplotlib", "plot"),
     "eval nowhere --tasks perplexity,lm_eval:hellaswag": ("lm_eval:hellaswag needs lm-eval", "eval"),
-    "perplexity --model nowhere --text nothing.parquet": (
-        "the Parquet file nothing.parquet needs pyarrow",
+    "perplexity --model nowhere --text ../there.parquet": (
+        "the Parquet file ../there.parquet needs pyarrow",
         "eval",
     ),
-    "calibrate nowhere --check no.parquet": ("the Parquet file no.parquet needs pyarrow", "eval"),
+    "calibrate nowhere --check ../there.parquet": ("the Parquet file ../there.parquet needs pyarrow", "eval"),
     "tune nowhere --text hf:nothing": ("hf:nothing needs datasets", "eval"),
     "quantize nowhere --out out --method nf4": ("--method nf4 needs bitsandbytes, accelerate", "bnb"),
 }
@@ -80,7 +80,10 @@ NEEDS = {  # command line -> what it needs, and the extra that brings it
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """What each command line ends with without optional packages, and the folder where it was called."""
-    folder = tmp_path_factory.mktemp("bare")
+    folder = tmp_path_factory.mktemp("bare") / "here"
+    folder.mkdir()
+    for name in ("there.txt", "there.parquet"):
+        (folder.parent / name).touch()
     given = json.dumps([list(extras.PACKAGES), list(NEEDS)])
     done = subprocess.run(
         [sys.executable, "-c", BARE, given], cwd=folder, capture_output=True, text=True, check=False
