@@ -65,9 +65,9 @@ def check_config(config: ServerConfig) -> list[Finding]:
         if config.chat_template is not None:
             engine.model.tokenizer.chat_template = config.chat_template
         verify_manifest(engine.model.folder)
-        check_knows_text(engine.model.tokenizer, engine.model.folder)
         build_skeleton(engine.model)
         prove(engine.model)
+        check_knows_text(engine.model.tokenizer, engine.model.folder)
         ToolCalling.of(engine.model.tokenizer, config.tool_call_parser, config.reasoning_parser)
     except KVQError as error:
         what = "memory" if isinstance(error, OutOfMemory) else "model"
