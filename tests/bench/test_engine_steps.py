@@ -1,4 +1,4 @@
-"""`kvq.bench.engine_steps` and the models of random weights that it runs on a GPU."""
+"""`benchmarks.gpu.engine_steps` and the models of random weights that it runs on a GPU."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,9 @@ import torch
 import kvq
 from benchmarks.gpu import models
 from benchmarks.gpu.case import Target
+from benchmarks.gpu.engine_steps import _opened, _prefill, _watched, bench_steps
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.engine_server import Limits, _GraphsRefused
-from kvq.bench.engine_steps import _opened, _prefill, _watched, bench_steps
 from kvq.engine.graphs import decode_graphs
 from kvq.errors import EngineError
 from kvq.models import Model

@@ -19,8 +19,8 @@ import torch
 from benchmarks.gpu import goals, record, rehearsal, summary
 from benchmarks.gpu.case import Case, Target
 from benchmarks.gpu.parts import PARTS, Part, chosen
+from benchmarks.gpu.profile import Activity, kind_of, summed_up
 from benchmarks.gpu.runner import Run, run_part
-from kvq.bench.gpu_profile import Activity, kind_of, summed_up
 from tests.bench.gpu_faults import HERE, ROW
 from tests.waiting import HANG_S, wait_for
 

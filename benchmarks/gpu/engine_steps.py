@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+from benchmarks.gpu.profile import profiled, summed_up
 from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.gpu_profile import profiled, summed_up
 from kvq.bench.step_costs import read_bytes
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
