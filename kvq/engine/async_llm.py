@@ -16,6 +16,7 @@ from kvq.engine.publisher import StepStats, StepSubscriber
 from kvq.engine.terms import Origin, Terms
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.neighbours import end_team
+from kvq.models.stays_here import Home
 from kvq.scheduler import Priority
 
 _log = logging.getLogger("kvq")
@@ -34,7 +35,7 @@ class AsyncLLM(LoopedEngine):
     def _start(self) -> None:
         self._error: KVQError | None = None  # why no command is taken any more
         self._lock = threading.Lock()  # held to set it, and to send unless it is set
-        self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=Home.ENGINE_THREAD, daemon=True)
         end_team()  # this thread's, with which the model was loaded
         self._thread.start()
 

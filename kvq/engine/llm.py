@@ -1,6 +1,5 @@
 """`kvq.LLM`: prompts in, results out, as many at a time as the pool holds."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Self, cast
@@ -88,8 +87,9 @@ class LLM(LoopedEngine):
 
     def close(self) -> None:
         """End what runs and give back the memory."""
-        self.core.close()
-        self._loop.close()
+        if not self._is_ending():
+            self.core.close()
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +112,6 @@ class LLM(LoopedEngine):
             raise
 
     def _stream(self, job: Job, events: list[Event]) -> Iterator[Piece]:
-        is_ending = sys.is_finalizing  # modules are taken apart before a stream that is left open
         self.core.submit(job)
         try:
             while True:
@@ -123,7 +122,7 @@ class LLM(LoopedEngine):
                 events.clear()
                 self.step()
         finally:
-            if not is_ending():
+            if not self._is_ending():
                 self.core.cancel(job)
 
 

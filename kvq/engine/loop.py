@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -149,6 +150,7 @@ class LoopedEngine(StaysHere):
         self.core = EngineCore(loaded, config)
         self._loop = EngineLoop(self.core, on_stuck)
         weakref.finalize(self, self._loop.watchdog.stop)  # for those who forget to close
+        self._is_ending = sys.is_finalizing  # at the end of a program modules go before what they made
         self._start()
 
     @property

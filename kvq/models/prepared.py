@@ -30,6 +30,7 @@ from kvq.models.ends import read_end_ids
 from kvq.models.kv_scales import is_kv_scale, read_kv_scales
 from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
+from kvq.models.stays_here import Home
 from kvq.models.support import check_supported
 from kvq.models.text_part import read_config, read_entries
 from kvq.models.tokenizer import check_vocabulary, load_tokenizer
@@ -227,6 +228,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option that is unknown or can't be used as given.
+        EngineError: in a process that was forked from one whose engine ran in a thread.
     """
     for name in given:
         if name not in _DEFAULTS:
@@ -234,6 +236,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
             raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(sorted(_DEFAULTS))}")
     options = _DEFAULTS | given
     backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
+    Home.check_fork()
     check_backend(backend)
     if cache != "kvq" and backend != "auto":
         raise ConfigError(

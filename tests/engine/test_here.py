@@ -52,12 +52,21 @@ def test_a_forked_child_of_a_stepping_engine_is_told_so():
         async with kvq.AsyncLLM("tiny", "int4", num_blocks=64) as engine:
             await engine.generate("Once", kvq.SamplingParams(max_tokens=2))
 
-            def work():
-                return asyncio.run(engine.generate("Once"))
+            works = (
+                lambda: asyncio.run(engine.generate("Once")),
+                lambda: kvq.LLM("tiny", "int4", num_blocks=64),
+                lambda: kvq.LLM(engine.core.model, num_blocks=64),
+                lambda: kvq.load("tiny", "int4"),
+                lambda: in_a_fork(lambda: kvq.load("tiny", "int4")),
+            )
+            return [await asyncio.to_thread(in_a_fork, work) for work in works]
 
-            return await asyncio.to_thread(in_a_fork, work)
-
-    assert "EngineError: this engine was made in process" in asyncio.run(main())
+    used, *made = asyncio.run(main())
+    assert used.startswith("EngineError: this engine was made in process")
+    for said in made:
+        assert "while an engine's thread ran there; no model and no engine can be made here" in said
+        assert "start processes by 'spawn' (multiprocessing.get_context)" in said
+    assert in_a_fork(lambda: type(kvq.load("tiny", "int4")).__name__) == "Model"  # the thread has ended
 
 
 def test_an_engine_is_neither_pickled_nor_copied():
