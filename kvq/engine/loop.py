@@ -29,7 +29,6 @@ class Watchdog:
     def __init__(self, deadline_s: float, on_stuck: Callable[[float], object] | None = None) -> None:
         """`on_stuck` is called from the watchdog's thread with the seconds the step has taken so far."""
         self.deadline_s = deadline_s
-        self.num_stuck = 0
         self._on_stuck = on_stuck
         self._began: float | None = None
         self._wake = threading.Event()  # set to end the thread
@@ -61,7 +60,6 @@ class Watchdog:
             if began is None or began == reported or monotonic() - began < self.deadline_s:
                 continue
             reported = began
-            self.num_stuck += 1
             taken = monotonic() - began
             _log.error("a step has taken %.1f s, its deadline is %.1f s", taken, self.deadline_s)
             if self._on_stuck is not None:

@@ -394,7 +394,6 @@ def test_a_stuck_step_is_reported_once_while_it_lasts(model, caplog, monkeypatch
             assert stuck == []
             slow.set()
             assert (await engine.generate([5, 6], GREEDY)).error is None
-        assert engine._loop.watchdog.num_stuck == 1
 
     monkeypatch.setattr(loop_module, "monotonic", lambda: now[0])
     hook = model.weights.model.model.embed_tokens.register_forward_pre_hook(hold)
@@ -404,7 +403,7 @@ def test_a_stuck_step_is_reported_once_while_it_lasts(model, caplog, monkeypatch
     finally:
         hook.remove()
     assert stuck == [pytest.approx(0.3)]
-    assert "a step has taken 0.3 s, its deadline is 0.1 s" in caplog.text
+    assert caplog.messages.count("a step has taken 0.3 s, its deadline is 0.1 s") == 1
 
 
 def test_a_watchdog_goes_on_when_whom_it_tells_fails(caplog):
@@ -415,12 +414,12 @@ def test_a_watchdog_goes_on_when_whom_it_tells_fails(caplog):
         raise OSError("no mail today")
 
     watchdog = Watchdog(0.02, fail)
-    with caplog.at_level(logging.CRITICAL, "kvq"):
+    with caplog.at_level(logging.ERROR, "kvq"):
         for number in (1, 2):
             with watchdog.step():
                 wait_for(lambda number=number: len(told) == number, "the report of a step")
     watchdog.close()
-    assert len(told) == watchdog.num_stuck == 2
+    assert len(told) == caplog.messages.count("who was told of a stuck step failed") == 2
 
 
 def test_streams_begin_while_others_run_and_everybody_gets_on(model):
