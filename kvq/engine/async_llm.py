@@ -1,6 +1,7 @@
 """`kvq.AsyncLLM`: the engine for asyncio, with streaming and cancellation."""
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -38,6 +39,7 @@ class AsyncLLM(LoopedEngine):
         self._thread = threading.Thread(target=self._run, name=Home.ENGINE_THREAD, daemon=True)
         end_team()  # this thread's, with which the model was loaded
         self._thread.start()
+        atexit.register(self.close)  # Python aborts if it takes itself apart while a thread computes
 
     async def stream(
         self,
@@ -60,7 +62,10 @@ class AsyncLLM(LoopedEngine):
         loop = asyncio.get_running_loop()
 
         def tell(event: Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the event loop was closed, so nobody listens any more
+                self._ask(partial(self.core.cancel, job), quiet=True)
 
         origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt, request_id=request_id)
         terms = Terms(params=as_params(params), origin=origin)
@@ -118,6 +123,7 @@ class AsyncLLM(LoopedEngine):
 
     def close(self) -> None:
         """Cancel what runs, end the thread, give back the memory. May be called again."""
+        atexit.unregister(self.close)
         if self._thread.is_alive():
             self._loop.ask(None)
             self._thread.join()

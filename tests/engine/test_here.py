@@ -176,15 +176,17 @@ async def left_open():
 
 loop = asyncio.new_event_loop()
 kept = loop.run_until_complete(left_open())
+if len(sys.argv) > 2:
+    loop.close()
 print("done", flush=True)
 sys.exit(int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_what_is_left_open_at_the_end_of_a_program_says_nothing(status):
+@pytest.mark.parametrize(("status", "more"), [(0, []), (3, ["closed"])])
+def test_what_is_left_open_at_the_end_of_a_program_says_nothing(status, more):
     ran = subprocess.run(
-        [sys.executable, "-c", _OPEN, str(status)],
+        [sys.executable, "-c", _OPEN, str(status), *more],
         capture_output=True,
         text=True,
         timeout=HANG_S,
