@@ -132,7 +132,8 @@ class Runner:
         # What the host finds in its own, no kernels have to be launched for; on a CPU both are one.
         self._tables = Tables(tables, [table.cpu().numpy() for table in tables])
         capture = partial(
-            *(DecodeGraphs, model, self.cache, self._tables),
+            DecodeGraphs,
+            *(model, self.cache, self._tables),
             max_num_seqs=max_num_seqs,
             max_context=longest,
             keeps_hidden=keeps_hidden,

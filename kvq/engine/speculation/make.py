@@ -11,7 +11,7 @@ from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.draft_model import DraftModel, check_draft
 from kvq.engine.speculation.heads import Heads
-from kvq.engine.speculation.lookup import Lookup
+from kvq.engine.speculation.ngram import Lookup
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
 from kvq.engine.speculation.speculator import Speculator
