@@ -85,9 +85,8 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
         return expansion.values(out)
 
     k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
-    return _contender(
-        "kvq, latents", workload, kv, cache, attend, exact_attention(_last(workload, q), k, v, options.scale)
-    )
+    truth = exact_attention(q[-workload.new :], k, v, options.scale)  # of the last sequence
+    return _contender("kvq, latents", workload, kv, cache, attend, truth)
 
 
 def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Contender:
@@ -108,7 +107,7 @@ def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Conte
         return cache.attend(copy, q, batch, options)[0]
 
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
-    truth = exact_attention(_last(workload, q), k[0], v[0], options.scale)
+    truth = exact_attention(q[-workload.new :], k[0], v[0], options.scale)
     return _contender("kvq, heads", workload, kv, cache, attend, truth)
 
 
@@ -164,8 +163,3 @@ def _queries(workload: Workload, expansion: LatentExpansion) -> Tensor:
 
 def _options(workload: Workload, expansion: LatentExpansion) -> AttentionOptions:
     return AttentionOptions(scale=(expansion.dims.k_dim + workload.head_dim) ** -0.5)
-
-
-def _last(workload: Workload, q: Tensor) -> Tensor:
-    """The last sequence's queries."""
-    return q[-workload.new :]

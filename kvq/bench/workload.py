@@ -35,9 +35,7 @@ class Workload:
     backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
-    latent_dim: int | None = (
-        None  # of latent attention: `head_dim` is of the rotary part then, of one KV head
-    )
+    latent_dim: int | None = None  # of latent attention; then `head_dim` is of one KV head's rotary part
 
     @property
     def dims(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from kvq.calib.candidates import Trial, halves, recipe_of
 from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError
 from kvq.evals.bootstrap import Bootstrap, Interval
-from kvq.evals.divergence import TokenFigures, TokenPlan, Watch, measure_tokens
+from kvq.evals.divergence import TokenPlan, Watch, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, instrument_facts, look, perplexity_row
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
@@ -119,7 +119,15 @@ def tune(
     kinds = ["uniform"] * (1 + len(uniform)) + ["tuned"] * len(others) + ["chosen"]
     expected = [None] * (1 + len(uniform)) + [cost(search.nbytes(other)) for other in others]
     expected.append(cost(budget) if is_tuned else None)
-    points = tuple(_point(*of, figures[0]) for of in zip(kinds, figures, expected, strict=True))
+    points = tuple(
+        Point(
+            kind=kind,
+            row=perplexity_row(own, figures[0]),
+            window_kl=tuple(own.kl.mean(axis=1, dtype=np.float64).tolist()),
+            expected_kl=kl,
+        )
+        for kind, own, kl in zip(kinds, figures, expected, strict=True)
+    )
     rows = [point.row for point in points]
     return Tuned(
         recipe=recipe,
@@ -130,12 +138,6 @@ def tune(
         sensitivities=found,
         cautions=tuple(instrument_facts(rows, look(model, "auto", held_out.text, verifying))["cautions"]),
     )
-
-
-def _point(kind: str, figures: TokenFigures, expected: float | None, baseline: TokenFigures) -> Point:
-    by_window = figures.kl.mean(axis=1, dtype=np.float64).tolist()
-    row = perplexity_row(figures, baseline)
-    return Point(kind=kind, row=row, window_kl=tuple(by_window), expected_kl=expected)
 
 
 class _Search:

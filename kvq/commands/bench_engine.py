@@ -20,6 +20,7 @@ from kvq.commands.options import (
     kv_option,
     model_options,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
@@ -125,25 +126,17 @@ def _plan(model: "PreparedModel", load_options: LoadOptions, asked: Asked) -> "P
     except ValueError as error:
         raise ConfigError(f"--concurrency takes whole numbers with commas between; {error}") from error
     at_once = not users and load_options.rate == "inf"
+    limits = ("kv_memory", "max_num_seqs", "max_num_batched_tokens", "prefix_caching")
     return Plan(
         load=make(
             vocab_size=model.geometry.vocab_size,
             max_context=model.max_context,
             priority=as_priority(asked.priority or ("batch" if at_once else "interactive")),
         ),
-        limits=Limits(
-            kv_memory=asked.kv_memory,
-            num_blocks=asked.blocks,
-            max_num_seqs=asked.max_num_seqs,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            prefix_caching=asked.prefix_caching,
-        ),
+        limits=Limits(num_blocks=asked.blocks, **picked(asked, *limits)),
         users=users,
         rivals=() if asked.rivals == "none" else tuple(name.strip() for name in asked.rivals.split(",")),
-        repeats=asked.repeats,
-        step_costs=asked.step_costs,
-        slo_ttft_ms=asked.slo_ttft_ms,
-        slo_itl_ms=asked.slo_itl_ms,
+        **picked(asked, "repeats", "step_costs", "slo_ttft_ms", "slo_itl_ms"),
     )
 
 

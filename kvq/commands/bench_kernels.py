@@ -11,7 +11,16 @@ import click
 
 from kvq.commands.bench_options import TIMES, KernelOptions, listed
 from kvq.commands.names import FORMATS
-from kvq.commands.options import BLOCK_SIZES, TO_WRITE, TOKENS, gathered, json_option, option, path_option
+from kvq.commands.options import (
+    BLOCK_SIZES,
+    TO_WRITE,
+    TOKENS,
+    gathered,
+    json_option,
+    option,
+    path_option,
+    picked,
+)
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import parse_tokens, speed
@@ -54,10 +63,7 @@ class _ShapeOptions:
         return Workload(
             contexts=contexts,
             new=new,
-            q_heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
+            **picked(self, "q_heads", "kv_heads", "head_dim", "block_size"),
             dtype=dtype,
             device=device,
             backend=how.backend,

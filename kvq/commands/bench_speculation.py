@@ -18,6 +18,7 @@ from kvq.commands.options import (
     kv_option,
     model_options,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
@@ -122,16 +123,13 @@ def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
     depths = check_depths(asked.k, MOST_DRAFTS)
     text = default_text().text if asked.text is None else decoded(asked.text)
     ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    needed = asked.requests * asked.input_len
     if len(ids) < asked.input_len:
         raise ConfigError(
             f"the text has {len(ids):,} tokens; prompts of --input-len {asked.input_len:,} need more"
         )
-    stride = (
-        max(1, (len(ids) - asked.input_len) // max(1, asked.requests - 1))
-        if needed > len(ids)
-        else asked.input_len
-    )
+    stride = asked.input_len
+    if asked.requests * stride > len(ids):  # they overlap
+        stride = max(1, (len(ids) - stride) // max(1, asked.requests - 1))
     starts = [i * stride % (len(ids) - asked.input_len + 1) for i in range(asked.requests)]
     if asked.input_len + asked.output_len > model.max_context:
         raise ConfigError(
@@ -144,9 +142,7 @@ def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
         prompts=[ids[start : start + asked.input_len] for start in starts],
         batch=min(asked.batch, asked.requests),
         output_tokens=asked.output_len,
-        temperature=asked.temperature,
-        seed=asked.seed,
-        repeats=asked.repeats,
+        **picked(asked, "temperature", "seed", "repeats"),
     )
 
 

@@ -58,7 +58,8 @@ def vllm(kv: list[str], asked: Asked, json_path: str | None) -> None:
     begin(json_path)
     plan = Plan.of(_numbers(asked.burst, "--burst"), _numbers(asked.deep, "--deep"), asked.repeats)
     with _loaded(asked) as model:
-        facts = {"model": model.description, "load": asdict(asked), "vllm": vllm_version(), **_runtime()}
+        facts: dict[str, Any] = {"model": model.description, "load": asdict(asked), "vllm": vllm_version()}
+        facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # memory and OpenMP libraries that come first
         with FinishedRows(json_path, partial(result_of, facts=facts), _print) as finished:
             with progress_bar("vLLM") as progress:
                 rows = bench_vllm(model, kv, plan, progress=progress, keep=finished.keep)
@@ -75,11 +76,6 @@ def _loaded(asked: Asked) -> "Iterator[Model]":
         return
     with TemporaryDirectory() as folder:
         yield make_model(Path(folder) / _RANDOM, asked.dtype)
-
-
-def _runtime() -> dict[str, str | None]:
-    """What vLLM's speed on CPUs depends on besides: memory and OpenMP libraries that come first."""
-    return {"ld_preload": os.environ.get("LD_PRELOAD")}
 
 
 def _numbers(text: str, name: str) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from kvq.commands.options import (
     model_argument,
     option,
     path_option,
+    picked,
     text_options,
 )
 from kvq.commands.screen import echo, warn
@@ -90,14 +91,8 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     begin(asked.out, asked.json_path)
     if asked.fp8_out is not None:
         check_export_path(asked.fp8_out)
-    prepared = prepare(
-        model,
-        device=asked.device,
-        dtype=asked.dtype,
-        max_context=asked.max_model_len,
-        revision=asked.revision,
-        token=asked.token,
-    )
+    how = picked(asked, "device", "dtype", "revision", "token")
+    prepared = prepare(model, max_context=asked.max_model_len, **how)
     recipe = prepared.recipe(kv[0])
     if asked.centered and not any(map(any, _is_grouped(recipe))):
         raise ConfigError(

@@ -21,6 +21,7 @@ from kvq.commands.options import (
     kv_option,
     model_options,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
@@ -68,9 +69,7 @@ def command(kv: list[str], model_options: ModelOptions, asked: Asked, sampling: 
 
         partner = EnginePartner(
             *(model_options, kv[0], sampling),
-            kv_memory=asked.kv_memory,
-            accept_divergence=asked.accept_divergence,
-            generation_config=asked.generation_config,
+            **picked(asked, "kv_memory", "accept_divergence", "generation_config"),
         )
     is_terminal = sys.stdin.isatty()
     session = Session(partner, system=asked.system, trim=asked.trim, is_terminal=is_terminal)

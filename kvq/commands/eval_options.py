@@ -21,26 +21,20 @@ class Asked:
     text_field: str | None
     tasks: str = option(
         "perplexity,kl",
-        (
-            "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
-            "a pattern or a YAML file of lm-eval."
-        ),
+        "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
+        "a pattern or a YAML file of lm-eval.",
     )
     simulate: tuple[str, ...] = option(
         (),
-        (
-            "Methods of others to measure beside, simulated, such as kivi-k2v2+recent=128,kvarn-k4v2; they "
-            "can't be served."
-        ),
+        "Methods of others to measure beside, simulated, such as kivi-k2v2+recent=128,kvarn-k4v2; they "
+        "can't be served.",
         type=Several(click.STRING, "name,..."),
     )
     gates: tuple[str, ...] = option(
         (),
-        (
-            "Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
-            "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', "
-            "'lm_eval.acc_change>=-1%' against the baseline. May be repeated."
-        ),
+        "Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
+        "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', "
+        "'lm_eval.acc_change>=-1%' against the baseline. May be repeated.",
         names="--gate",
         multiple=True,
     )
@@ -69,10 +63,8 @@ class TaskOptions:
     needle_trials: int = option(10, "Prompts per length and depth.", type=AT_LEAST_1)
     needle: str | None = option(
         None,
-        (
-            "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
-            "{key} is {value}.]"
-        ),
+        "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
+        "{key} is {value}.]",
     )
     needle_distractors: int = option(0, "Needles with other keys.", type=click.IntRange(min=0))
     include_path: str | None = path_option(

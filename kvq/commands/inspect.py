@@ -44,9 +44,8 @@ def command(
 
     source = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_config(source.folder)
-    geometry = check_supported(
-        config, max_context=1, folder=source.folder
-    )  # RoPE need not be pinned to count bytes
+    # RoPE need not be pinned to count bytes
+    geometry = check_supported(config, max_context=1, folder=source.folder)
     if is_listed(geometry):  # others were made to be looked at
         build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
@@ -120,13 +119,12 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     out = console()
     out.print(
         f"{result['model']}: {result['model_type']}, {len(result['layers'])} layers with KV, "
-        f"{result['q_heads']} query heads, context {result['max_context']:,}",
-        highlight=False,
+        f"{result['q_heads']} query heads, context {result['max_context']:,}"
     )
     out.print()
     print_kinds(result["layer_kinds"])
     if result["state_bytes"]:
-        out.print(f"states: {result['state_bytes']:,} B a sequence, however long it is", highlight=False)
+        out.print(f"states: {result['state_bytes']:,} B a sequence, however long it is")
     out.print()
     columns: Columns = {
         **{"kv": ("kv", ""), "k": ("K", ""), "v": ("V", "")},
@@ -136,10 +134,10 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     print_columns([row for row in result["formats"] if "refused" not in row], columns)
     for row in result["formats"]:
         if "refused" in row:
-            out.print(f"does not fit: {row['kv']}: {row['refused']}", highlight=False)
-    out.print(f"{RENAMED}; a saved kvq.json says by full names what it holds", highlight=False)
+            out.print(f"does not fit: {row['kv']}: {row['refused']}")
+    out.print(f"{RENAMED}; a saved kvq.json says by full names what it holds")
     out.print()
-    out.print(f"layout of one {chosen} block of {result['block_size']} tokens:", highlight=False)
+    out.print(f"layout of one {chosen} block of {result['block_size']} tokens:")
     for group in result["layout"]:
         regions = ", ".join(
             f"{name} at {r['offset']} ({r['nbytes']} B, {r['row_bytes']} a row)"
@@ -148,6 +146,5 @@ def _print(result: dict[str, Any], chosen: str) -> None:
         )
         out.print(
             f"  {group['group']}: {group['layers']} layers x {group['layer_bytes']} B = "
-            f"{group['block_bytes']:,} B; each layer {regions}",
-            highlight=False,
+            f"{group['block_bytes']:,} B; each layer {regions}"
         )

@@ -111,6 +111,11 @@ def path_option(names: str, help: str, *, type: click.Path = TO_WRITE) -> Any:
     return option(None, help, names=names, type=type)
 
 
+def picked(options: object, *names: str) -> dict[str, Any]:
+    """Some fields of an options' dataclass, as keyword arguments of what calls them the same."""
+    return {name: getattr(options, name) for name in names}
+
+
 def given_options() -> dict[str, str]:
     """The options that somebody typed: name and longest spelling."""
     context = click.get_current_context()

@@ -19,7 +19,6 @@ from kvq.commands.options import (
     text_options,
 )
 from kvq.commands.screen import warn
-from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from kvq.commands.eval_tasks import EvalPlan
@@ -64,9 +63,7 @@ def command(kv: list[str], model_options: ModelOptions, windows: WindowOptions, 
     from kvq.evals.plot import perplexity_figure
     from kvq.evals.report import write_report
 
-    if asked.html_path is not None:
-        require("--html", PLOTS)
-    begin(asked.json_path, asked.html_path, plot=asked.plot_path)
+    begin(asked.json_path, plot=asked.plot_path, html=asked.html_path)
     source = default_text() if asked.text is None else read_text(asked.text, asked.text_field)
     checked = check_for(model_options, kv)
     plan = EvalPlan(

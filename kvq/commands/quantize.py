@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from kvq.commands.options import (
     model_argument,
     option,
     path_option,
+    picked,
     text_options,
 )
 from kvq.commands.screen import echo, say_model
@@ -70,9 +71,8 @@ class Method:
         """What kvq takes of it."""
         from kvq.calib.quantize import Method, QuantizeSettings
 
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
         bits = None if self.bits is None else int(self.bits)
-        return QuantizeSettings(**given | {"method": Method.named(self.method), "bits": bits})
+        return QuantizeSettings(**asdict(self) | {"method": Method.named(self.method), "bits": bits})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ class Asked:
             out=Path(self.out),
             text=None if self.text is None else read_text(self.text, self.text_field),
             restart=not self.resume,
-            **{name: getattr(self, name) for name in names},
+            **picked(self, *names),
         )
 
 

@@ -51,20 +51,21 @@ def command(service: Service, asked: Asked) -> None:
     require("kvq run-batch", SERVER)
     from kvq.commands.progress import named_progress
     from kvq.server.batch.run import BatchConfig, run_batch
+    from kvq.server.config import ServerConfig
 
     config = BatchConfig(
         source=asked.source,
         target=asked.target,
         max_in_flight=asked.max_in_flight or 2 * service.engine.max_num_seqs,
         retry_failed=asked.retry_failed,
-        **service.fields(),
+        serving=ServerConfig(**service.fields()),
     )
     with suppress(_Stopped), named_progress() as progress:
         progress("starting the engine", 0, None)
 
         def on_model(source: "ModelSource", digest: str) -> None:
             say_model(source, digest)
-            say_defaults(source, config.generation_config)
+            say_defaults(source, config.serving.generation_config)
             progress("answering", 0, None)
 
         summary = run_batch(config, partial(progress, "answering"), on_model)

@@ -19,6 +19,7 @@ from kvq.commands.options import (
     SectionedCommand,
     gathered,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.commands.served import Service, service_options
@@ -152,26 +153,18 @@ def _config(service: Service, asked: Asked) -> "ServerConfig":
 
     return ServerConfig(
         **service.fields(),
-        host=asked.host,
-        port=asked.port,
+        **picked(asked, "host", "port", "max_connections", "max_connections_per_address", "max_restarts"),
         access=_access(asked),
         read_access=partial(_access, asked) if asked.api_key_file or asked.ssl_certfile else None,
         tls=_tls(asked.ssl_certfile, asked.ssl_keyfile),
         admission=AdmissionConfig(
-            max_queue=asked.max_queue,
-            max_queued_tokens=asked.max_queued_tokens,
-            max_wait_s=asked.max_wait,
-            max_kv_pressure=asked.max_kv_pressure,
+            max_wait_s=asked.max_wait, **picked(asked, "max_queue", "max_queued_tokens", "max_kv_pressure")
         ),
         tenants=TenantLimits(
             max_concurrency=asked.max_concurrency_per_key,
-            requests_per_minute=asked.requests_per_minute,
-            tokens_per_minute=asked.tokens_per_minute,
+            **picked(asked, "requests_per_minute", "tokens_per_minute"),
         ),
         log=LogConfig(format=asked.log_format, level=asked.log_level),
-        max_connections=asked.max_connections,
-        max_connections_per_address=asked.max_connections_per_address,
-        max_restarts=asked.max_restarts,
         kv_events=_events(asked),
         metrics_names=parse_names(asked.metrics_names),
         trusts_chats=asked.control_tokens_in in ("chats", "both"),

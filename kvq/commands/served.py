@@ -122,7 +122,7 @@ class Service:
     engine: EngineOptions
 
     def fields(self) -> dict[str, Any]:
-        """Those of `ServerConfig` and `BatchConfig`; `engine` are options of `kvq.LLM`.
+        """Those of `ServerConfig`; `engine` are options of `kvq.LLM`.
 
         Raises:
             ConfigError: an option that such an engine does not take.

@@ -198,6 +198,6 @@ def _observed(model: Path | str, *, counted: bool) -> "Shape | None":
     family = str(read_config(model).get("model_type", ""))
     if family in FAMILIES | SIZED and (is_counted(family) or not counted):
         return None
-    from kvq.models.shape import read_shape
+    from kvq.models.counted import read_shape
 
     return read_shape(model)

@@ -19,11 +19,11 @@ from kvq.commands.options import (
     model_options,
     option,
     path_option,
+    picked,
     text_options,
 )
 from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
-from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,10 +55,8 @@ class Asked:
     text_field: str | None
     budget: str | None = option(
         None,
-        (
-            "Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
-            f"[default: {DEFAULT_BUDGET}]"
-        ),
+        "Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
+        f"[default: {DEFAULT_BUDGET}]",
     )
     max_kl: float | None = option(None, "Instead: mean KL divergence to stay below.", type=POSITIVE)
     held_out: str | None = path_option(
@@ -94,15 +92,8 @@ class Asked:
 
         is_limited = self.max_kl is not None and self.budget is None
         nbytes = None if is_limited else parse_budget(model, self.budget or DEFAULT_BUDGET)
-        plan = TunePlan(
-            budget_bytes=nbytes,
-            max_kl=self.max_kl,
-            recent=self.recent,
-            sinks=self.sinks,
-            context=self.context,
-            max_windows=self.max_windows,
-            verify_windows=self.verify_windows,
-        )
+        same = ("max_kl", "recent", "sinks", "context", "max_windows", "verify_windows")
+        plan = TunePlan(budget_bytes=nbytes, **picked(self, *same))
         if codes is not None:
             return replace(plan, codes=codes)
         plan = replace(plan, codes=default_codes(model, plan))
@@ -128,12 +119,10 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     from kvq.evals.figure import write_figure
     from kvq.models.verdict import verdict
 
-    if asked.html_path is not None:
-        require("--html", PLOTS)
     codes = None if asked.formats is None else codes_of(asked.formats.split(","))
     texts = _texts(asked.text, asked.text_field, asked.held_out)
     json_path = json_beside(asked.html_path, asked.json_path)
-    begin(asked.out, json_path, asked.html_path, plot=asked.plot_path)
+    begin(asked.out, json_path, plot=asked.plot_path, html=asked.html_path)
     checked = check_for(model_options, ["auto"])
     plan = asked.plan(checked.prepared, codes)
     for warning in plan.check_exact(checked.prepared, plan.check(checked.prepared, *texts)):
@@ -239,7 +228,7 @@ def _print(result: dict[str, Any], out: str) -> None:
     print_cautions(result)
     screen = console()
     screen.print(text_table(RECIPE, result["recipe"], RECIPE))
-    screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)
+    screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better")
     print_columns(marked(result["rows"]), point_columns(result["rows"]))
     echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
 

@@ -159,9 +159,8 @@ def content_digest(files: list[Path]) -> str:
     defence against somebody who forges weights on purpose.
     """
     lines = []
-    chunk = memoryview(
-        bytearray(_CHUNK_BYTES)
-    )  # read into over and over: fresh memory costs more than reading
+    # Read into over and over: fresh memory costs more than reading
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
     for path in files:
         entries = read_header(path)
         with path.open("rb") as file:

@@ -5,11 +5,16 @@ For families whose config.json is not enough to tell: the module is made without
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from kvq.models.modules import build_on_meta, unquantized
+from kvq.models.support import check_supported
+from kvq.models.text_part import read_config
 from kvq.sizing.parameters import Matrix, Parameters
+from kvq.sizing.shape import Shape
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MLP = re.compile(r"\.(mlp|mlps|feed_forward|ffn|moe|block_sparse_moe|shared\w*|experts)\.")
@@ -95,3 +100,15 @@ def _width(config: Any, last: tuple[int, int]) -> int:
 def _chosen(config: Any) -> int:
     """Experts that a token is sent to."""
     return next(value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int))
+
+
+def read_shape(folder: Path) -> Shape:
+    """Layers and parameters of the model in a folder, by transformers' own code for it, without numbers.
+
+    Raises:
+        ModelError: kvq does not run it; the message says why.
+    """
+    config = read_config(folder)
+    geometry = check_supported(config, max_context=1, folder=folder)  # RoPE need not be pinned to count bytes
+    counted = count_module(build_on_meta(folder, unquantized(config)))
+    return Shape(config=config, geometry=geometry, parameters=counted)

@@ -124,12 +124,14 @@ def _heads(attention: Any, projections: Sequence[nn.Module], inner: Any, name: s
     own = [_norm(getattr(attention, n)) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
     if len(own) == 1:
         raise _Unknown
+    kind = _kind(inner, attention.layer_idx)
+    frequencies: Tensor = getattr(inner.rotary_emb, f"{kind}_inv_freq" if kind else "inv_freq")
     return LayerHeads(
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         k_dim=dim,
         v_dim=dim,
-        rotary_dim=_rotary_dim(inner, attention.layer_idx) if _turns(attention, name) else 0,
+        rotary_dim=2 * len(frequencies) if _turns(attention, name) else 0,
         pairs=Pairs.NEIGHBOURS if name in _NEIGHBOURS else Pairs.HALVES,
         norms=(own[0], own[1]) if own else None,
         bias=_bias(projections),
@@ -149,12 +151,6 @@ def _kind(inner: Any, index: int) -> str:
     if kinds is None or not hasattr(inner.rotary_emb, f"{kinds[index]}_inv_freq"):
         return ""
     return str(kinds[index])
-
-
-def _rotary_dim(inner: Any, index: int) -> int:
-    kind = _kind(inner, index)
-    frequencies: Tensor = getattr(inner.rotary_emb, f"{kind}_inv_freq" if kind else "inv_freq")
-    return 2 * len(frequencies)
 
 
 def _mlp(mlp: Any) -> GatedParts | Callable[[Tensor], Tensor]:

@@ -120,9 +120,8 @@ def _blamed(
 ) -> ModelError:
     """The error that names the field without which all goes well, else one that fails alike by itself."""
     kind, cause = {"model_type": config["model_type"]}, first_lines(error)
-    told = re.sub(
-        r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2]
-    )  # a check's own words, of its report
+    # A check's own words, of its report
+    told = re.sub(r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2])
     others = {name: value for name, value in config.items() if name not in kind}
     rests = {name: {key: other for key, other in config.items() if key != name} for name in others}
     dropped = [name for name, rest in rests.items() if _error(make, rest) is None]

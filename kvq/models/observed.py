@@ -12,6 +12,8 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
@@ -19,7 +21,6 @@ from kvq.geometry.parse import CHUNK_KEY, MAX_CONTEXT
 from kvq.models.config_values import check_values
 from kvq.models.handing_on import hand_on_steps
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
-from kvq.models.numberless import numberless
 from kvq.models.observed_latents import LatentDims, Product, latent_dims
 from kvq.models.observed_states import StateWatch
 from kvq.models.twin import build_twin
@@ -336,3 +337,24 @@ def _observed(
     if key.shape[2] != query.shape[2]:
         raise ModelError(f"layer {layer} attends from {query.shape[2]} tokens to {key.shape[2]} new keys")
     return value.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+
+
+@contextmanager
+def numberless() -> Iterator[None]:
+    """Within it, nothing is found in a tensor without numbers that isn't zero, and nothing is validated."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with _NothingChosen():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+class _NothingChosen(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.nonzero.default and (x := args[0]).is_meta:
+            return x.new_empty((0, x.ndim), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))

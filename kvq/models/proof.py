@@ -102,7 +102,8 @@ def _error_of(weights: LoadedWeights) -> float:
             f"its window of {far[0]} tokens is none that its config names, so no small one shows it"
         )
     wanted = [eager_logits(weights, own) for own in ids]
-    if not _shows_context(weights, ids[0], wanted[0]):
+    without = eager_logits(weights, ids[0][-3:])[-1]  # what came before the last few tokens
+    if not relative_error(without, wanted[0][-1]) >= _SHOWS:
         raise _Unproven("a small one doesn't look at its context, so it shows nothing")
     cut = max(map(relative_error, _in_steps(weights, ids), wanted))
     whole = relative_error(_in_steps(weights, ids[:1], ((len(ids[0]),),))[0], wanted[0])
@@ -194,11 +195,6 @@ def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
     ids = torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     ids[count // 3 : count // 3 + 2] = [2, 1]  # an end and a beginning, which code may look for
     return list(ids)
-
-
-def _shows_context(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
-    """Whether what came before the last few tokens changes the last one's logits."""
-    return relative_error(eager_logits(weights, ids[-3:])[-1], wanted[-1]) >= _SHOWS
 
 
 @torch.inference_mode()

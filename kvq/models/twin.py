@@ -204,7 +204,11 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: in
     count *= 1 + shares
     if count > _MOST_LAYERS:
         return {}
-    tables = {key: _below(value, count) for key, value in config.items() if _is_by_layer(value)}
+    tables = {
+        key: {number: own for number, own in value.items() if int(number) < count}
+        for key, value in config.items()
+        if _is_by_layer(value)
+    }
     numbers = {key: [number for number in named[key] if number < count] for key in numbered}
     lists = {key: value[:count] for key, value in lists.items()}
     return dict.fromkeys(counted[:1], min(count, layers)) | lists | numbers | tables | sharing
@@ -218,10 +222,6 @@ def _is_by_layer(value: object) -> bool:
         and all(str(key).isdigit() for key in value)
         and all(isinstance(own, Mapping) for own in value.values())
     )
-
-
-def _below(table: Mapping[Any, Any], count: int) -> dict[Any, Any]:
-    return {key: value for key, value in table.items() if int(key) < count}
 
 
 def _until_all_kinds(values: list[Any]) -> int:

@@ -35,8 +35,16 @@ def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -
     return source, Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=on_failed)
 
 
-def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, tokenizer: Any) -> Service:
-    """The service over an engine. `name`: of the model, unless the configuration has others.
+def make_service(
+    config: ServerConfig,
+    name: str,
+    folder: Path,
+    remote: Remote,
+    tokenizer: Any,
+    prompts: Prompts | None = None,
+) -> Service:
+    """The service over an engine. `name`: of the model, unless the configuration has others. `prompts`: read
+    otherwise than for clients who wait.
 
     Raises:
         ConfigError: there are no such tool calls, or no such generation_config.json.
@@ -46,7 +54,7 @@ def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, 
         _log.info("%s", told)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
     setup = Setup(folder=str(folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats)
-    prompts = Prompts(
+    prompts = prompts or Prompts(
         Readers(setup),
         tokenizer,
         plain_texts=not config.trusts_completions,

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
@@ -29,7 +30,7 @@ from kvq.weights.manifest import verify_manifest
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing looked at."""
 
@@ -45,16 +46,7 @@ class Finding:
         return f"{self.level:<8}{self.text}"
 
 
-def _ok(text: str) -> Finding:
-    return Finding(level="ok", text=text)
-
-
-def _warning(text: str) -> Finding:
-    return Finding(level="warning", text=text)
-
-
-def _error(text: str) -> Finding:
-    return Finding(level="error", text=text)
+_ok, _warning, _error = (partial(Finding, level) for level in ("ok", "warning", "error"))
 
 
 def check_config(config: ServerConfig) -> list[Finding]:

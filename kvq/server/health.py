@@ -25,11 +25,8 @@ _TOKENS = 10
 class DeepCheck:
     """A text tokenized and 10 tokens generated under deadlines, past admission; one at a time for all."""
 
-    def __init__(
-        self, service: Service, *, deadline_s: float = _DEADLINE_S, clock: Callable[[], float] = monotonic
-    ) -> None:
+    def __init__(self, service: Service, *, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
-        self._deadline_s = deadline_s
         self._clock = clock
         self._running: asyncio.Task[float] | None = None
         self._began_s = 0.0
@@ -54,19 +51,19 @@ class DeepCheck:
         room = remote.info.max_context - 1 if remote.info is not None else 1
         params = SamplingParams(max_tokens=min(_TOKENS, room), ignore_eos=True)
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(_DEADLINE_S):
                 if (reason := await self._service.prompts.probe()) is not None:
                     raise unavailable(reason)
                 tokens = await self._service.prompts.tokenize("ping", tenant=PROBE)
         except TimeoutError as error:
-            raise unavailable(f"no text was tokenized within {self._deadline_s:g} s") from error
-        messages = remote.stream(tokens[:1] or [0], Terms(params=params), timeout_s=self._deadline_s)
+            raise unavailable(f"no text was tokenized within {_DEADLINE_S:g} s") from error
+        messages = remote.stream(tokens[:1] or [0], Terms(params=params), timeout_s=_DEADLINE_S)
         try:
             async for message in messages:
                 if isinstance(message, Ended) and message.error is not None:
                     raise unavailable(f"the engine failed a generation: {message.error}")
         except TimeoutError as error:
-            raise unavailable(f"no {_TOKENS} tokens within {self._deadline_s:g} s") from error
+            raise unavailable(f"no {_TOKENS} tokens within {_DEADLINE_S:g} s") from error
         except EngineError as error:
             raise unavailable(str(error)) from error
         finally:

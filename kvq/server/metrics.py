@@ -47,9 +47,8 @@ class Source:
         self.model = model
         self.block_times = BlockTimes()
         self._remote = remote
-        self._before: collections.Counter[str] = (
-            collections.Counter()
-        )  # of the engine's lives that ended; of receipts, all
+        # Of the engine's lives that ended; of receipts, all
+        self._before: collections.Counter[str] = collections.Counter()
         self._now: dict[str, int] = {}  # of its present one
         self._life = 0
 

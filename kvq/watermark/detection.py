@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, lgamma, log, log1p, sqrt
 
 import numpy as np
 import numpy.typing as npt
 
 from kvq.watermark.key import Key
 from kvq.watermark.schemes import Green, Scheme, Tournament
-from kvq.watermark.tails import binomial_tail
 from kvq.watermark.words import Words, is_green, layer_bits, token_words
 
 
@@ -81,3 +80,28 @@ def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.i
 
 def _context_words(contexts: npt.NDArray[np.int64], scheme: Scheme, key: Key) -> Words:
     return np.array([key.word(scheme.tag, context) for context in contexts.tolist()], dtype=np.uint64)
+
+
+def binomial_tail(successes: int, trials: int, share: float) -> float:
+    """P(X >= successes) for a binomial X, to 1e-9 of itself; the terms are added from the largest on."""
+    if successes <= 0:
+        return 1.0
+    if successes <= trials * share:
+        return 1.0 - _upper(trials - successes + 1, trials, 1 - share)  # P(X < s): of failures
+    return _upper(successes, trials, share)
+
+
+def _upper(successes: int, trials: int, share: float) -> float:
+    """The tail above the mean, where terms fall."""
+    if successes > trials:
+        return 0.0
+    first = (
+        lgamma(trials + 1)
+        - lgamma(successes + 1)
+        - lgamma(trials - successes + 1)
+        + successes * log(share)
+        + (trials - successes) * log1p(-share)
+    )
+    k = np.arange(successes, trials, dtype=np.float64)
+    ratios = (trials - k) / (k + 1) * (share / (1 - share))
+    return exp(first) * (1 + float(np.cumprod(ratios).sum()))

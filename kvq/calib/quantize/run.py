@@ -21,7 +21,6 @@ from kvq.geometry import ModelGeometry
 from kvq.models import load
 from kvq.models.checkpoint import content_digest, weight_files
 from kvq.models.prepared import PreparedModel
-from kvq.models.resolve import ModelSource
 from kvq.models.skeleton import build_skeleton
 from kvq.models.weights import load_plain
 from kvq.version import __version__
@@ -71,9 +70,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     held = {entry.name for entry in prepared.entries}
     takes_experts = not settings.method.folds  # scales of a norm would have to go into all experts at once
     if (skeleton := build_skeleton(prepared)) is not None:
-        find_targets(
-            skeleton.model, settings.fmt, held, takes_experts=takes_experts
-        )  # raises before the weights are loaded
+        # Raises before the weights are loaded
+        find_targets(skeleton.model, settings.fmt, held, takes_experts=takes_experts)
     text = work.text or calibration_text()
     windows: list[list[int]] = []
     if settings.method.needs_text:
@@ -90,7 +88,10 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     model = load_plain(prepared, dtype=dtype)
     _check_finite(model, dtype)
     targets = find_targets(model, settings.fmt, held, takes_experts=takes_experts)
-    seen = _observed(work, prepared.source, text) if work.kv_scales else None
+    seen = None
+    if work.kv_scales:  # of the model as it is: quantized weights move the maxima of K and V little
+        whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
+        seen = observe(whole, text, progress=work.progress("observing K and V"))
     source = Source(
         model=model,
         targets=targets,
@@ -179,12 +180,6 @@ def _check_finite(model: Any, dtype: str) -> None:
                 f"{name} holds NaN or infinity in {dtype if dtype != 'auto' else parameter.dtype}; "
                 f"where it is too large for fp16, write compressed-tensors with --dtype bf16"
             )
-
-
-def _observed(work: Quantizing, source: ModelSource, text: EvalText) -> Observations:
-    """K and V of the model as it is: quantized weights move their maxima little."""
-    model = load(source, kv="fp32", device=work.device, dtype=work.dtype)
-    return observe(model, text, progress=work.progress("observing K and V"))
 
 
 def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:

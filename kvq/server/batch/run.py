@@ -4,31 +4,25 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from kvq.engine.defaults import read_defaults
 from kvq.errors import ConfigError, EngineError, KVQError
-from kvq.models.resolve import ModelSource, resolve_model
+from kvq.models.resolve import ModelSource
 from kvq.models.tokenizer import load_without_torch
 from kvq.server.admission import AdmissionConfig
+from kvq.server.assembly import make_remote, make_service
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
 from kvq.server.config import ServerConfig
 from kvq.server.logs import LogConfig
-from kvq.server.messages import Start
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
 from kvq.server.reading import Readers, Setup
-from kvq.server.remote import Remote
-from kvq.server.service import Service
-from kvq.server.tools.calling import ToolCalling
-from kvq.server.tools.registry import find_format
-from kvq.server.tools.thoughts import check_name
 
 Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)
 _TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
@@ -42,25 +36,15 @@ _CHUNK = 1 << 20  # bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """What to answer, where to, and with which engine."""
+    """What to answer, where to, and how: of `serving`, the model, its engine and how requests are read."""
 
     source: Path
     target: Path
-    model: str | Path = "tiny"
-    kv: str = "auto"
-    served_model_name: str | tuple[str, ...] | None = None
-    chat_template: str | None = None  # as in `ServerConfig`
-    tool_call_parser: str = "auto"  # as in `ServerConfig`
-    reasoning_parser: str = "auto"  # as in `ServerConfig`
-    strict_requests: bool = False  # as in `ServerConfig`
-    generation_config: str = "auto"  # as in `ServerConfig`
+    serving: ServerConfig
     max_in_flight: int = 256  # lines
     retry_failed: bool = False
-    engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
 
     def __post_init__(self) -> None:
-        find_format(self.tool_call_parser, "")
-        check_name(self.reasoning_parser)
         if self.max_in_flight < 1:
             raise ConfigError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
         if not self.source.is_file():
@@ -144,7 +128,7 @@ class _Batch:
         return self.summary
 
     async def _run(self) -> None:
-        config, lines = self._config, self._unfinished()
+        lines = self._unfinished()
         for first in lines:  # found before an engine is started for nothing
             if first is not None:
                 break
@@ -152,14 +136,14 @@ class _Batch:
         else:
             return
         why_failed: list[KVQError] = []
-        options = dict(config.engine)
-        source = resolve_model(
-            config.model, revision=options.pop("revision", None), token=options.pop("token", None)
+        config = replace(
+            self._config.serving, admission=_BOUNDLESS, timeout_s=None, log=LogConfig(level="warning")
         )
-        start = Start(
-            folder=str(source.folder), kv=config.kv, options=options, log=LogConfig(level="warning")
-        )
-        service = _service(config, source, Remote(start, on_failed=why_failed.append))
+        source, remote = make_remote(config, on_failed=why_failed.append)
+        tokenizer = load_without_torch(source.folder, config.chat_template)
+        setup = Setup(folder=str(source.folder), chat_template=config.chat_template)
+        prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
+        service = make_service(config, source.name, source.folder, remote, tokenizer, prompts)
         try:
             self._on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()
@@ -231,18 +215,6 @@ class _Batch:
                 await asyncio.sleep(0)
         self._total = count
         self._show()
-
-
-def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
-    """Over an engine that is yet to be started, before which as many lines may wait as are held."""
-    tokenizer = load_without_torch(source.folder, config.chat_template)
-    tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
-    setup = Setup(folder=str(source.folder), chat_template=config.chat_template)
-    prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
-    names = config.served_model_name or source.name
-    options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
-    defaults = read_defaults(source.folder, config.generation_config)
-    return Service(names, remote, prompts, options, tools=tools, defaults=defaults)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

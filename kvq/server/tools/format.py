@@ -34,9 +34,8 @@ class Wording:
 class Spelling:
     """The text of an answer that is calls and nothing else, but for their arguments."""
 
-    call: Callable[
-        [str], tuple[str, str]
-    ]  # what stands before and behind the arguments, from the tool's name
+    # What stands before and behind the arguments, from the tool's name
+    call: Callable[[str], tuple[str, str]]
     before: str = ""
     between: str = ""
     after: str = ""

@@ -48,7 +48,11 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     fmt = layer.fmt
     if fmt.code is WeightCode.FP8:
         return _read_float(fmt, name, tensors)
-    q = _packed_codes(fmt, name, tensors) if layer.version == PACKED else _plain_codes(fmt, name, tensors)
+    if layer.version == PACKED:
+        q = _packed_codes(fmt, name, tensors)
+    else:
+        q = take_matrix(tensors, f"{name}.weight", (torch.int8,))
+        _check_range(f"{name}.weight", q, fmt.code.bits)
     out, inputs = q.shape
     groups = fmt.groups(inputs)
     scale = take_scale(tensors, f"{name}.weight_scale", [out, groups])
@@ -80,12 +84,6 @@ def _packed_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -
     if shape[1] % 2 and bits < 8:
         raise ModelError(f"tensor {name}.weight_shape says {shape}; kvq reads an even number of inputs")
     return signed(unpack_words(words, bits, shape[1]), bits)
-
-
-def _plain_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    q = take_matrix(tensors, f"{name}.weight", (torch.int8,))
-    _check_range(f"{name}.weight", q, fmt.code.bits)
-    return q
 
 
 def _zero(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
