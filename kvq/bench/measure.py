@@ -137,9 +137,9 @@ def interleaved(
     return [{name: percentile(ms, percent) for name, percent in names.items()} for ms in samples]
 
 
-def read_bandwidth(device: torch.device) -> float:
+def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
     """GB/s that a sum over much more than any cache reads, the median of several runs."""
-    nbytes = 1 << 32 if device.type == "cuda" else 1 << 29
+    nbytes = nbytes or (1 << 32 if device.type == "cuda" else 1 << 29)
     x = torch.ones(nbytes // 4, device=device)
     watch = Stopwatch(lambda _: x.sum(), 1, device)
     ms = percentile([watch.sample() for _ in range(9)], 50)
