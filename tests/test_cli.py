@@ -270,7 +270,7 @@ def test_formats_that_do_not_exist_or_fit_are_refused_with_what_does(run, kv, sa
         (["perplexity", "--json", "no/folder/r.json"], "there is no folder no/folder"),
         (["perplexity", "--plot", "r.gif"], "the name must end in .svg, .png, .pdf"),
         (["perplexity", "--device", "cuda:99"], "device 'cuda:99' is not usable here"),
-        (["perplexity", "--dtype", "fp33"], "unknown dtype 'fp33'; did you mean 'fp32'?"),
+        (["perplexity", "--dtype", "fp33"], "'fp33' is not one of 'auto', 'fp32', 'bf16', 'fp16'."),
         (["perplexity", "--backend", "trition"], "did you mean 'triton'?"),
         (["perplexity", "--backend", "triton"], "triton: needs an nvidia or amd gpu, not cpu"),
         (["perplexity", "--kv", "int8", "-ctk", "int8"], "give one of them"),

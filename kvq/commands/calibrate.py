@@ -94,6 +94,7 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     how = picked(asked, "device", "dtype", "revision", "token")
     prepared = prepare(model, max_context=asked.max_model_len, **how)
     recipe = prepared.recipe(kv[0])
+    recipe.check_stored("calibrate")
     if asked.centered and not any(map(any, _is_grouped(recipe))):
         raise ConfigError(
             f"--centered is for formats in groups, such as int4_g32_s8_rot, got --kv {recipe.name}; "

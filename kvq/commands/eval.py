@@ -61,13 +61,13 @@ def command(
     from kvq.evals.report import write_report
     from kvq.evals.simulated import simulated
 
+    json_path = json_beside(asked.html_path, asked.json_path)
+    begin(json_path, html=asked.html_path)
     chosen = choose_tasks(asked.tasks)
     limits = [parse_gate(gate) for gate in asked.gates]
     if windows.instrument and not any(one.task.key == "rows" for one in chosen):
         raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
     source = default_text() if asked.text is None else read_text(asked.text, asked.text_field)
-    json_path = json_beside(asked.html_path, asked.json_path)
-    begin(json_path, html=asked.html_path)
     checked = check_for(model_options, kv)
     if asked.simulate and (served := {"attention", "lm_eval"} & {one.task.key for one in chosen}):
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")

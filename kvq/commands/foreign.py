@@ -2,9 +2,10 @@
 
 foreign.json has an entry for each, by its `names`. `takes`: how many values: none by default, 1, "many"
 (up to an option or a path), or a list of those that may follow. `values`: kvq's words for single values; none
-where that is what kvq does anyway. `as`: for any other, in place of `{}`; `commas`: one value is several.
-`always`: what kvq does anyway. `instead`: what to do where none of these is there. `secret`: values are not
-shown. An option of kvq's own has an entry for values that only others know, or if it takes several in others.
+where that is what kvq does anyway. `as`: for any other, in place of `{}`; `commas`: one value is several;
+`beside`: what to know of it. `always`: what kvq does anyway. `instead`: what to do where none of these is
+there. `secret`: values are not shown. An option of kvq's own has an entry for values that only others know,
+or if it takes several in others.
 """
 
 import json
@@ -25,7 +26,8 @@ def translated(command: click.Command, words: list[str]) -> list[str]:
     """A command line in the command's own options; says on standard error what became of others.
 
     Raises:
-        ConfigError: there are some that it can't do; each is named with what to do instead.
+        ConfigError: there are some that it can't do; each is named with what to do instead. Or two stand for
+            one option.
     """
     options = [one for one in command.params if isinstance(one, click.Option)]
     own = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
@@ -33,6 +35,7 @@ def translated(command: click.Command, words: list[str]) -> list[str]:
     table = {name: entry for entry in entries for name in entry["names"]}
     found: list[str] = []
     refused: list[str] = []
+    spelled: dict[str | None, str] = {}  # how each option was given
     rest = list(words)
     while rest and rest[0] != "--":
         name, equals, value = (word := rest.pop(0)).partition("=")
@@ -47,6 +50,7 @@ def translated(command: click.Command, words: list[str]) -> list[str]:
         typed = [f"{name}={value}"] if equals else [name, *values]
         is_known = entry is not None and "".join(values[:1]).lower() in entry.get("values", {})
         if entry is None or (option is not None and count < 2 and not is_known):
+            _check_once(spelled, option, name)
             found += typed
             continue
         shown = name if entry.get("secret") else " ".join(typed)
@@ -54,12 +58,23 @@ def translated(command: click.Command, words: list[str]) -> list[str]:
             refused.append(f"{shown}: {entry.get('instead', 'it is for kvq serve')}")
             continue
         found += became
+        _check_once(spelled, own[became[0]] if became else None, name)
         if became != typed:
-            taken = [f"taken as {became[0] if entry.get('secret') else ' '.join(became)}"] if became else []
-            echo(f"kvq: {shown}: {'; '.join([*taken, entry.get('always', '')]).strip('; ')}", err=True)
+            taken = f"taken as {became[0] if entry.get('secret') else ' '.join(became)}"
+            told = [taken, entry.get("beside", "")] if became else [entry.get("always", "")]
+            echo(f"kvq: {shown}: {'; '.join(filter(None, told))}", err=True)
     if refused:
         raise ConfigError("options that kvq does not have:\n  " + "\n  ".join(refused))
     return found + rest
+
+
+def _check_once(spelled: dict[str | None, str], option: click.Option | None, name: str) -> None:
+    """Raise ConfigError if an option that takes one value was given by another name before."""
+    if option is None or option.multiple:
+        return
+    before = spelled.setdefault(option.name, name)
+    if before != name and not {before, name} <= {*option.opts, *option.secondary_opts}:
+        raise ConfigError(f"{before} and {name} are one option; give it once")
 
 
 def _num_values(takes: int | str | list[str], rest: list[str]) -> int:

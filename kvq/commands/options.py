@@ -193,7 +193,9 @@ class ModelOptions:
     model: str
     device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option(
-        "auto", "Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16."
+        "auto",
+        "Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
+        type=click.Choice(("auto", "fp32", "bf16", "fp16")),
     )
     max_context: int | None = option(
         None,

@@ -1,5 +1,7 @@
 """`kvq serve`: an OpenAI-compatible server."""
 
+import os
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,9 +111,7 @@ class Asked:
 @click.option(
     "--api-key",
     multiple=True,
-    envvar="KVQ_API_KEY",
-    show_envvar=True,
-    help="A key, or several with commas. Lists of processes show it: better the variable or a file.",
+    help="A key, or several with commas. Lists of processes show it: better a file or KVQ_API_KEY.",
 )
 @gathered(Asked, "asked")
 def command(service: Service, asked: Asked) -> None:
@@ -179,8 +179,9 @@ def _access(asked: Asked) -> "Access":
     from kvq.server.credentials import Access
 
     keys = read_keys(asked.api_key_file) if asked.api_key_file is not None else ()
+    beside = re.split(r"[,\s]+", ",".join([*asked.api_key, os.environ.get("KVQ_API_KEY", "")]))
     return Access(
-        api_keys=tuple(dict.fromkeys([*keys, *filter(None, ",".join(asked.api_key).split(","))])),
+        api_keys=tuple(dict.fromkeys([*keys, *filter(None, beside)])),
         metrics_keys=read_keys(asked.metrics_key_file) if asked.metrics_key_file is not None else (),
         hosts=allowed_hosts(asked.host, asked.allowed_host),
         origins=frozenset(asked.allow_origin),

@@ -119,10 +119,10 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     from kvq.evals.figure import write_figure
     from kvq.models.verdict import verdict
 
-    codes = None if asked.formats is None else codes_of(asked.formats.split(","))
-    texts = _texts(asked.text, asked.text_field, asked.held_out)
     json_path = json_beside(asked.html_path, asked.json_path)
     begin(asked.out, json_path, plot=asked.plot_path, html=asked.html_path)
+    codes = None if asked.formats is None else codes_of(asked.formats.split(","))
+    texts = _texts(asked.text, asked.text_field, asked.held_out)
     checked = check_for(model_options, ["auto"])
     plan = asked.plan(checked.prepared, codes)
     for warning in plan.check_exact(checked.prepared, plan.check(checked.prepared, *texts)):

@@ -16,11 +16,13 @@ class Own:
 
     registered: ClassVar[dict[str, "Own"]] = {}
     name: str
-    through: Through
-    bits: Callable[[int], float]  # an element of rows of so many; raises ConfigError for rows that don't fit
+    through: Through = field(repr=False)
+    bits: Callable[[int], float] = field(
+        repr=False
+    )  # an element of rows of so many; raises ConfigError for rows that don't fit
     tokens: int | None = None  # of the blocks that it takes whole; None: rows, each by itself
     # Under one name another process may do something else: what one has written the other can't read.
-    nonce: str = field(default_factory=lambda: uuid4().hex)
+    nonce: str = field(default_factory=lambda: uuid4().hex, repr=False)
 
     def __deepcopy__(self, memo: object) -> "Own":
         return self  # told apart by identity

@@ -5,7 +5,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import ModelError, first_lines
+from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.lazy import import_whole, unseen
 from kvq.models.checkpoint import read_json
 from kvq.models.resolve import tokenizer_folder
@@ -69,7 +69,20 @@ def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
         log.removeFilter(_says_nothing)
     tokenizer = load_tokenizer(folder, chat_template)
     check_knows_text(tokenizer, folder)
+    if chat_template is not None:
+        _check_template(chat_template)
     return tokenizer
+
+
+def _check_template(text: str) -> None:
+    """Raise ConfigError for one that somebody gave and that is no Jinja."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template is no Jinja: line {error.lineno}: {error}") from error
 
 
 def _says_nothing(_: logging.LogRecord) -> bool:

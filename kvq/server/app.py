@@ -135,6 +135,7 @@ def create_app(
         credentials=credentials,
         check=partial(_check_arrival, service),
         charge=service.admission.charge_refused,
+        count=service.metrics.count,
     )
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(

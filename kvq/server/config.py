@@ -57,6 +57,10 @@ class ServerConfig:
                 f"--host {self.host} can be reached from other machines: give --api-key-file or "
                 f"KVQ_API_KEY, or stay on 127.0.0.1"
             )
+        if self.served_model_name == "" or "" in tuple(self.served_model_name or ()):
+            raise ConfigError(
+                "--served-model-name is empty; leave it out for the last part of the model's path"
+            )
         find_format(self.tool_call_parser, "")
         check_name(self.reasoning_parser)
 

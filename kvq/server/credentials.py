@@ -31,10 +31,13 @@ class Access:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"{origin!r} is no origin; write it as https://a.org or https://a.org:8443")
         if self.metrics_keys and not self.api_keys:
-            raise ConfigError("--metrics-key-file needs --api-key-file: without one anybody may ask anything")
+            raise ConfigError(
+                "--metrics-key-file needs --api-key-file, --api-key or KVQ_API_KEY: without one anybody "
+                "may ask anything"
+            )
         if set(self.metrics_keys) & set(self.api_keys):
             raise ConfigError(
-                "a key of --metrics-key-file may ask for everything: --api-key-file holds it too"
+                "a key of --metrics-key-file may ask for everything: it is among the clients' keys, too"
             )
 
 
@@ -59,10 +62,10 @@ class Tls:
             context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
             holds_key = b"PRIVATE KEY-----" in self.certificate.read_bytes()
         except (OSError, ValueError) as error:  # SSLError is an OSError
-            raise ConfigError(
-                f"{self.certificate} and {self.key} are no PEM certificate and its open key: {error}; "
-                f"name a key that has a file of its own with --ssl-keyfile"
-            ) from error
+            is_one = self.certificate == self.key
+            files = f"{self.certificate} is" if is_one else f"{self.certificate} and {self.key} are"
+            advice = "; name a key that has a file of its own with --ssl-keyfile" if is_one else ""
+            raise ConfigError(f"{files} no PEM certificate and its open key: {error}{advice}") from error
         check_secret(self.key)
         if holds_key:
             check_secret(self.certificate)

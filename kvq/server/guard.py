@@ -49,15 +49,17 @@ class Guard:
         credentials: Credentials | None = None,
         check: Callable[[str, str], object] = lambda path, tenant: None,
         charge: Callable[[str], object] = lambda tenant: None,
+        count: Callable[[str], object] = lambda ending: None,
     ) -> None:
         """`credentials`: the keys that count now, if not those of `access`. `check` raises Problem if it is
         plain, before its body is read, that a request can't be served. `charge` is told the tenant of each
-        one that was refused for what it is.
+        one that was refused for what it is, `count` how those ended that are refused here.
         """
         self._app = app
         self._access = access
         self._check_arrival = check
         self._charge = charge
+        self._count = count
         self._credentials = credentials or Credentials(access)
         self._incoming = Incoming()
         self._refused = Sparse()
@@ -74,6 +76,8 @@ class Guard:
                 whole = await body.read(receive, scope["kvq_tenant"], _most_bytes(scope))
             except Problem as problem:
                 scope[REASON] = problem.code or problem.type
+                if scope["method"] == "POST":
+                    self._count(problem.ending)
                 body.release()
                 await skip(receive)
                 response = as_response(problem, scope["path"])

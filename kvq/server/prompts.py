@@ -103,7 +103,9 @@ class Prompts:
         """
         await self._readers.start()
         with contextlib.suppress(Problem):  # then it is tried again
-            if lacking := (await self.forms()).lacking:
+            if why := await self.try_one():
+                _log.error("chat template: no conversation can be read: %s", why)
+            elif lacking := (await self.forms()).lacking:
                 _log.info("chat template: no place for %s; the model can't be told of such", lacking)
 
     async def forms(self) -> Forms:

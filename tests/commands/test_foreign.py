@@ -95,7 +95,7 @@ def test_all_of_the_table_take_their_own_values_and_no_others(command, entry, ca
 def test_the_table_says_something_of_each_and_names_none_twice():
     names = [name for entry in TABLE for name in entry["names"]]
     assert len(names) == len(set(names))
-    fields = {"names", "takes", "values", "as", "always", "instead", "secret", "commas"}
+    fields = {"names", "takes", "values", "as", "beside", "always", "instead", "secret", "commas"}
     both = {name for one in (*serve.params, *generate.params) for name in one.opts}
     for entry in TABLE:
         assert entry.keys() <= fields
@@ -192,10 +192,53 @@ def test_keys_of_the_environment_and_of_a_file_count_together(config, tmp_path, 
     path.write_text("three\none\n")
     path.chmod(0o600)
     assert config("--api-key-file", path)[0].access.api_keys == ("three", "one", "two")
-    assert config("--api-key", "four")[0].access.api_keys == ("four",)  # typed before the environment
+    assert config("--api-key", "four")[0].access.api_keys == ("four", "one", "two")
+    assert config("--api-key", "two")[0].access.api_keys == ("two", "one")
     monkeypatch.setenv("KVQ_API_KEY", " ")
     status, _, err = kvq("serve", "--host", "0.0.0.0")
     assert (status, "KVQ_API_KEY" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-c", "4096", "--max-model-len", "2048"),
+        ("--max-model-len=2048", "-c", "4096"),
+        ("--ctx-size", "2k", "--context-length", "4k"),
+        ("--parallel", "2", "--max-num-seqs", "3"),
+    ],
+)
+def test_one_option_under_two_names_is_refused(kvq, words):
+    names = [word.partition("=")[0] for word in words if word.startswith("-")]
+    status, _, err = kvq("serve", *words)
+    assert (status, f"{names[0]} and {names[1]} are one option; give it once" in err) == (2, True), err
+
+
+def test_what_is_taken_does_not_count_as_what_kvq_does_anyway(config):
+    for words, limit in ((("-np", "4"), "--max-num-seqs 4"), (("--swap-space", "4"), "--swap-memory 4GiB")):
+        assert config(*words)[1] == f"kvq: {' '.join(words)}: taken as {limit}\n"
+    assert "anyway" in config("--swap-space", "0")[1]
+
+
+def test_a_file_of_options_may_have_those_of_others(config, kvq, tmp_path):
+    path = tmp_path / "vllm.yaml"
+    path.write_text(
+        "max_model_len: 2048\nswap-space: 2\nenforce-eager: true\ntensor-parallel-size: 1\nalias: a,b\n"
+        "max-running-requests: 7\nenable-prefix-caching: true\n"
+    )
+    made, err = config("--config", path)
+    assert made.engine["max_context"] == 2048
+    assert made.engine["max_num_seqs"] == 7
+    assert made.served_model_name == ("a", "b")
+    assert "--swap-space 2: taken as --swap-memory 2GiB" in err
+    path.write_text("tensor-parallel-size: 2\n")
+    status, _, err = kvq("serve", "--config", path)
+    assert (status, "\n  --tensor-parallel-size 2: " in err) == (2, True)
+
+
+def test_a_name_that_is_empty_is_refused(kvq):
+    status, _, err = kvq("serve", "--served-model-name", "")
+    assert (status, "--served-model-name is empty" in err) == (2, True)
 
 
 def test_a_template_is_read_from_its_file_or_taken_as_it_is(config, kvq, tmp_path):

@@ -431,7 +431,7 @@ def test_the_option_reaches_a_batch(tmp_path, monkeypatch):
     for options in ((), ("--strict-requests",)):
         with pytest.raises(SystemExit):
             main(["run-batch", *options, str(source), str(tmp_path / "out.jsonl")])
-    made = [
-        kvq.server.batch.run._service(config, resolve_model("tiny"), service().remote) for config in taken
-    ]
+    source = resolve_model("tiny")
+    given = (source.name, source.folder, service().remote, load_tokenizer(source.folder))
+    made = [make_service(config.serving, *given) for config in taken]
     assert [one.is_strict for one in made] == [False, True]

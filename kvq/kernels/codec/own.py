@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -43,14 +44,17 @@ def register_format(
             Whoever uses the name gets one for rows that the functions can't take, or give back as others.
     """
     _check_name(name, is_known=name in Own.registered and not replace)
+    if not callable(quantize) or not (dequantize is None or callable(dequantize)):
+        raise ConfigError(f"{name}: quantize and dequantize must be functions")
     if dequantize is None and bits is None:
         raise ConfigError(f"{name}: give bits=, an element's with its share of scales; nothing else tells")
-    if bits is not None and not (type(bits) in (int, float) and 0 < bits <= _MOST_BITS):
+    if bits is not None and not (isinstance(bits, Real) and 0 < bits <= _MOST_BITS):
         raise ConfigError(f"{name}: bits must be above 0 and up to {_MOST_BITS} an element, got {bits!r:.40}")
-    if block is not None and not (type(block) is int and 1 < block <= MAX_BLOCK_SIZE):
+    if block is not None and not (isinstance(block, Integral) and 1 < block <= MAX_BLOCK_SIZE):
         raise ConfigError(f"{name}: block must be 2 to {MAX_BLOCK_SIZE} tokens, got {block!r:.40}")
-    own = _Registered(name, quantize, dequantize, bits, block)
-    Own.registered[name] = Own(name=name, through=own.through, bits=own.bits_of, tokens=block)
+    tokens = None if block is None else int(block)
+    own = _Registered(name, quantize, dequantize, None if bits is None else float(bits), tokens)
+    Own.registered[name] = Own(name=name, through=own.through, bits=own.bits_of, tokens=tokens)
 
 
 def _check_name(name: str, *, is_known: bool) -> None:
@@ -82,27 +86,21 @@ class _Registered:
     def bits_of(self, dim: int) -> float:
         """Bits of an element, after a trial for rows of `dim` elements."""
         if dim not in self.tried:
-            try:
-                self.tried[dim] = self._try(dim)
-            except ConfigError:
-                raise
-            except Exception as error:  # whatever functions of others raise
-                told = f"{type(error).__name__}: {first_lines(error)}"
-                raise UnfitFormat(f"{self.name} can't take rows of {dim} elements: {told}") from error
+            self.tried[dim] = self._try(dim)
         return self.tried[dim]
 
     def through(self, x: Tensor) -> Tensor:
         """What is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim]."""
         rows = x.flatten(0, -2 if self.block is None else -3)
-        return self._read_back(self._stored(rows), rows).reshape(x.shape)
+        return self._read_back(rows)[1].reshape(x.shape)
 
     def _try(self, dim: int) -> float:
         x = torch.randn(_TRIED, self.block or 1, dim, generator=torch.Generator().manual_seed(0))
         x[1], x[2, 0, dim // 2] = 0, 100
         x = x if self.block else x[:, 0]
-        stored = self._stored(x)
-        together, again = self._read_back(stored, x), self.through(x)
-        alone = torch.cat([self.through(part) for part in x.split(1)])
+        (nbytes, together), again = self._read_back(x), self.through(x)
+        (one, first), *others = (self._read_back(part) for part in x.split(1))
+        alone = torch.cat([first, *(made for _, made in others)])
         if again.equal(together) and not alone.allclose(together, rtol=1e-3, atol=1e-3):  # not by chance
             unit, or_else = ("block", "") if self.block else ("row", "; or give block=")
             raise UnfitFormat(
@@ -111,17 +109,22 @@ class _Registered:
             )
         if self.stated is not None:
             return self.stated
-        nbytes: int = sum(part.numel() * part.element_size() for part in stored)
-        return 8 * nbytes / x.numel()
+        # What all rows share, such as a codebook, is no row's
+        return 8 * (nbytes - one) / (x.numel() - x[:1].numel())
 
-    def _stored(self, x: Tensor) -> tuple[Any, ...]:
-        stored = self.quantize(x.clone())
-        return (
-            tuple(stored) if self.dequantize is not None and isinstance(stored, tuple | list) else (stored,)
-        )
-
-    def _read_back(self, stored: tuple[Any, ...], x: Tensor) -> Tensor:
-        made = stored[0] if self.dequantize is None else self.dequantize(*stored)
+    def _read_back(self, x: Tensor) -> tuple[int, Tensor]:
+        """The bytes of what is in between, and what comes back."""
+        try:
+            stored = self.quantize(x.clone())
+            is_several = self.dequantize is not None and isinstance(stored, tuple | list)
+            stored = tuple(stored) if is_several else (stored,)
+            nbytes: int = sum(
+                part.numel() * part.element_size() for part in stored if isinstance(part, Tensor)
+            )
+            made = stored[0] if self.dequantize is None else self.dequantize(*stored)
+        except Exception as error:  # whatever functions of others raise
+            told = f"{type(error).__name__}: {first_lines(error)}"
+            raise UnfitFormat(f"{self.name} can't take rows of {x.shape[-1]} elements: {told}") from error
         wanted, got = (
             f"{y.dtype} {list(y.shape)} on {y.device}" if isinstance(y, Tensor) else f"{type(y)}"
             for y in (x, made)
@@ -132,4 +135,4 @@ class _Registered:
             raise UnfitFormat(
                 f"{self.name} gave back NaN or infinity; rows may be all zeros, or have outliers"
             )
-        return made
+        return nbytes, made
