@@ -54,8 +54,6 @@ def test_users_that_take_turns():
     assert found.tokens_per_s == pytest.approx(333.3, abs=0.1)
     seconds = found.itl_s * 100
     assert found.requests_per_s * seconds == pytest.approx(found.users)  # Little's law
-    with pytest.raises(ConfigError):
-        steady_state(users=0, step_s=1, prefill_s=1, output_tokens=1)
 
 
 def test_costs():
@@ -77,11 +75,8 @@ def test_costs():
         lambda: usd_per_million(1, -1),
         lambda: usd_per_million(1, float("nan")),
         lambda: usd_per_million(1, 1, utilization=1.5),
-        lambda: break_even_requests(1, 0),
-        lambda: monthly_usd(1, gpus=0),
         lambda: Prices(input=-1, output=1),
         lambda: Efficiency(bandwidth=0),
-        lambda: Machine(bandwidth=0, flops=1, efficiency=PERFECT),
     ],
 )
 def test_numbers_that_are_none_are_refused(wrong):
