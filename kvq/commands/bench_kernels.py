@@ -66,8 +66,7 @@ class _ShapeOptions:
             **picked(self, "q_heads", "kv_heads", "head_dim", "block_size"),
             dtype=dtype,
             device=device,
-            backend=how.backend,
-            seed=how.seed,
+            **picked(how, "backend", "seed"),
         )
 
 
