@@ -41,7 +41,7 @@ def bench_blocks(
         progress(2 + 2 * i, 6)
         load.time_decoding()
         progress(3 + 2 * i, 6)
-        rows += load.rows()
+        rows += load.timed.rows()
     rows += _long_rows(rng, num_blocks, block_size)
     progress(6, 6)
     return rows
@@ -70,18 +70,14 @@ class _Load:
         self._count = num_sequences
         room = num_sequences * (blocks_each + _MORE)
         self._manager = BlockManager(num_blocks=[room], block_size=block_size)
-        self._timed = Timings(f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}")
+        self.timed = Timings(f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}")
         self._prompts: list[array[int]] = [
             array("I", rng.choices(range(_TOKENS), k=blocks_each * block_size)) for _ in range(num_sequences)
         ]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Of all that was timed."""
-        return self._timed.rows()
-
     def time_prompts(self) -> None:
         """Hash, look up, allocate, publish and free whole prompts; then again as hits, and evicting."""
-        manager, each, timed = self._manager, self._each, self._timed
+        manager, each, timed = self._manager, self._each, self.timed
         blocks = partial(timed.call, count=each, per="block")
         prompts = [manager.prompt(tokens) for tokens in self._prompts]
         sequences: list[Sequence] = []
@@ -116,7 +112,7 @@ class _Load:
         manager.append([(filler, manager.usage()[0].free * self._size)])
         allocate = partial(manager.pools[0].allocate, each)
         taken = [
-            self._timed.call("allocate_evicting", allocate, count=each, per="block")
+            self.timed.call("allocate_evicting", allocate, count=each, per="block")
             for _ in range(min(self._count, manager.usage()[0].cached // each))
         ]
         for blocks in taken:
@@ -126,7 +122,7 @@ class _Load:
 
     def time_decoding(self) -> None:
         """Decode steps of all sequences at once: append, commit; then fork and write apart."""
-        manager, timed = self._manager, self._timed
+        manager, timed = self._manager, self.timed
         sequences = [self._filled(manager.prompt(tokens)) for tokens in self._prompts]
         token = [7]
 

@@ -36,11 +36,6 @@ def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: fl
     return usd_per_hour / (tokens_per_s * utilization * 3600) * 1e6
 
 
-def tokens_per_usd(usd_per_hour: float, tokens_per_s: float, *, utilization: float = 1.0) -> float:
-    """Tokens of one $."""
-    return 1e6 / usd_per_million(usd_per_hour, tokens_per_s, utilization=utilization)
-
-
 def monthly_usd(usd_per_hour: float, *, gpus: int = 1, operations_usd: float = 0.0) -> float:
     """$ of a month of 30 days: GPUs that run all the time, and who looks after them."""
     return usd_per_hour * _HOURS_A_MONTH * gpus + operations_usd

@@ -7,7 +7,6 @@ from kvq.capacity.plan.cost import (
     break_even_requests,
     monthly_usd,
     requests_a_month,
-    tokens_per_usd,
     usd_per_million,
 )
 from kvq.capacity.plan.speed import steady_state
@@ -59,7 +58,6 @@ def test_users_that_take_turns():
 def test_costs():
     assert usd_per_million(64, 3000) == pytest.approx(5.93, abs=5e-3)
     assert usd_per_million(64, 3000, utilization=0.5) == pytest.approx(11.85, abs=5e-3)
-    assert tokens_per_usd(64, 3000) == pytest.approx(168_750)
     assert 1e6 * Prices(input=5, output=30).request_usd(500, 200) == pytest.approx(8500)
     assert Prices(input=5, output=30).request_usd(500, 200) == pytest.approx(0.0085)
     assert break_even_requests(10_640, 0.0085) / 1e6 == pytest.approx(1.252, abs=5e-4)
