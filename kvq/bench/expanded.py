@@ -93,10 +93,7 @@ def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Conte
     expansion = projection.expansion
     dims = expansion.dims
     heads = replace(
-        workload,
-        kv_heads=workload.q_heads,
-        head_dim=dims.k_dim + workload.head_dim,
-        latent_dim=dims.v_dim,
+        workload, kv_heads=workload.q_heads, head_dim=dims.k_dim + workload.head_dim, latent_dim=dims.v_dim
     )
     cache, batch = _filled(workload, layout_of(heads, kv), expansion)
     q, options = _asked(workload, expansion)

@@ -44,10 +44,7 @@ def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
             f"--verify starts the model, and of {sizing.model} only the shape is known; give its folder "
             f"(./{sizing.model}) or its hub name"
         )
-    prepared = prepare(
-        sizing.model,
-        **picked(sizing, "block_size", "max_context", "weights"),
-    )
+    prepared = prepare(sizing.model, **picked(sizing, "block_size", "max_context", "weights"))
     engine = _engine(sizing, asked)
     for kv in formats:
         prepared.check_scales(prepared.recipe(kv))

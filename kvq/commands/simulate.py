@@ -50,9 +50,7 @@ class Asked:
         None, "Engines: 4, or 1,2,4 to compare.  [default: 1]", type=Several(AT_LEAST_1)
     )
     routing: tuple[str, ...] = option(
-        "least-loaded",
-        f"{', '.join(_ROUTINGS)}; several to compare.",
-        type=Several(click.Choice(_ROUTINGS)),
+        "least-loaded", f"{', '.join(_ROUTINGS)}; several to compare.", type=Several(click.Choice(_ROUTINGS))
     )
     prefill_replicas: int = option(0, "More engines, for prompts only.", type=click.IntRange(min=0))
     transfer_gb_s: float = option(50.0, "Of KV from those.", type=POSITIVE)

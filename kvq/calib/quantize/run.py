@@ -121,11 +121,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
 
 
 def _quantize_layers(
-    source: Source,
-    settings: QuantizeSettings,
-    windows: list[list[int]],
-    partial: Partial,
-    progress: Progress,
+    source: Source, settings: QuantizeSettings, windows: list[list[int]], partial: Partial, progress: Progress
 ) -> None:
     """Quantize every layer into `partial`, going on after those that are finished there.
 
