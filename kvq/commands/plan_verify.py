@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvq.commands.options import given_options, picked
-from kvq.commands.results import result_of
+from kvq.commands.results import FinishedRows, result_of
 from kvq.commands.screen import echo, say_model
 from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
@@ -34,7 +34,6 @@ _COLUMNS = {
 def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.catalogue import known_models
-    from kvq.commands.results import FinishedRows
     from kvq.models.prepared import prepare
 
     if wrong := sorted(spelled for name, spelled in given_options().items() if name not in _ALLOWED):

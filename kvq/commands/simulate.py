@@ -17,7 +17,7 @@ from kvq.commands.options import (
     kv_option,
     option,
 )
-from kvq.commands.results import result_of
+from kvq.commands.results import FinishedRows, result_of
 from kvq.commands.screen import echo
 from kvq.commands.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
@@ -94,7 +94,6 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOption
     engines die and come back empty, at moments that the seed decides.
     """
     from kvq.commands.progress import progress_bar
-    from kvq.commands.results import FinishedRows
     from kvq.commands.simulate_fleet import Study
 
     sizing.check_paths()
