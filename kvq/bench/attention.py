@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvq.bench.expanded import against_heads
 from kvq.bench.latent import latent_contenders
-from kvq.bench.measure import Contender, compete, copies_for, exact_attention, relative_error
+from kvq.bench.measure import Contender, Run, compete, copies_for, exact_attention, relative_error
 from kvq.bench.staged import filled_staged, read_bytes, seen, steps_of_staged
 from kvq.bench.workload import Workload, dense_kv, filled_cache, layout_of, queries
 from kvq.cache import KVCache
@@ -220,12 +220,16 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
             name=name,
             backend="third party",
             over={"kv": kv},
-            run=lambda _, run=run: run().flatten(0, 1),
+            run=_flat(run),
             nbytes=nbytes,
             copies=1,
             truth=truth,
             allowed=0.5,  # what their quantization costs is theirs; garbage is found
         )
+
+
+def _flat(run: Callable[[], Tensor]) -> Run:
+    return lambda _: run().flatten(0, 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Tensor:
