@@ -113,12 +113,13 @@ def tune(
     uniform, others = search.uniform(budget), search.others(budget)
     verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
     watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
-    recipes = [model.prepared.recipe("auto"), *uniform, *others, replace(recipe, label="chosen")]
-    figures = measure_tokens(model, recipes, held_out.text, verifying, watch)
     cost = search.allocation.cost
-    kinds = ["uniform"] * (1 + len(uniform)) + ["tuned"] * len(others) + ["chosen"]
-    expected = [None] * (1 + len(uniform)) + [cost(search.nbytes(other)) for other in others]
-    expected.append(cost(budget) if is_tuned else None)
+    verified: list[tuple[str, KVRecipe, float | None]] = [  # with what is expected of it
+        *(("uniform", other, None) for other in (model.prepared.recipe("auto"), *uniform)),
+        *(("tuned", other, cost(search.nbytes(other))) for other in others),
+        ("chosen", replace(recipe, label="chosen"), cost(budget) if is_tuned else None),
+    ]
+    figures = measure_tokens(model, [one for _, one, _ in verified], held_out.text, verifying, watch)
     points = tuple(
         Point(
             kind=kind,
@@ -126,7 +127,7 @@ def tune(
             window_kl=tuple(own.kl.mean(axis=1, dtype=np.float64).tolist()),
             expected_kl=kl,
         )
-        for kind, own, kl in zip(kinds, figures, expected, strict=True)
+        for (kind, _, kl), own in zip(verified, figures, strict=True)
     )
     rows = [point.row for point in points]
     return Tuned(

@@ -36,8 +36,7 @@ class Asked:
 
     requests: int = option(32, type=click.IntRange(1, 100_000))
     concurrency: str | None = option(
-        None,
-        "So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more.",
+        None, "So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more."
     )
     priority: str | None = option(
         None,

@@ -66,8 +66,7 @@ class _ShapeOptions:
             **picked(self, "q_heads", "kv_heads", "head_dim", "block_size"),
             dtype=dtype,
             device=device,
-            backend=how.backend,
-            seed=how.seed,
+            **picked(how, "backend", "seed"),
         )
 
 
@@ -120,9 +119,8 @@ def attention(
     from kvq.bench.attention import bench_attention
     from kvq.bench.figures import roofline_figure
     from kvq.commands.progress import counted, progress_bar
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import begin, result_of, write_rows
     from kvq.evals.figure import write_figure
-    from kvq.evals.results import write_json
 
     begin(json_path, plot=beside.plot_path)
     workload = replace(shape.workload(new, how), latent_dim=beside.latent_dim)
@@ -139,11 +137,10 @@ def attention(
             progress=counted(progress, how.repeats),
         )
     _print_attention(rows, bandwidth)
-    result = result_of(rows, workload.device, {"read_gb_per_s": bandwidth})
-    if json_path is not None:
-        write_json(json_path, result)
+    facts = {"read_gb_per_s": bandwidth}
+    write_rows(rows, json_path, workload.device, facts)
     if beside.plot_path is not None:
-        write_figure(beside.plot_path, roofline_figure, result)
+        write_figure(beside.plot_path, roofline_figure, result_of(rows, workload.device, facts))
 
 
 @click.command(name="write")

@@ -59,9 +59,7 @@ class Asked:
         None, "Of requests, which then get the tokens that they get without drafts.", type=int
     )
     text: Path | None = option(
-        None,
-        "Prompts are cut from this text.  [default: help topics of Python]",
-        type=FILE,
+        None, "Prompts are cut from this text.  [default: help topics of Python]", type=FILE
     )
     repeats: int = option(5, type=click.IntRange(1, 1000))
 

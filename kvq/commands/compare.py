@@ -81,15 +81,8 @@ def _overlap(a: Any, b: Any) -> bool:
 
 def _write(path: str | None, paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
     keys = (
-        "kvq_version",
-        "commit",
-        "date",
-        "device",
-        "command",
-        "model",
-        "model_digest",
-        "text",
-        "text_digest",
+        *("kvq_version", "commit", "date", "device", "command"),
+        *("model", "model_digest", "text", "text_digest"),
     )
     origins: dict[str, Any] = {
         name: {"path": one, **{key: result.get(key) for key in keys}}

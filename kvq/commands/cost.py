@@ -93,7 +93,7 @@ def _own(asked: Asked, gpu_file: Path | None) -> dict[str, Any]:
     return {
         "usd_per_hour": together,
         "usd_per_million_tokens": million,
-        "tokens_per_usd": cost.tokens_per_usd(together, asked.tokens_per_s, utilization=used),
+        "tokens_per_usd": 1e6 / million,
         "requests_per_usd": 1e6 / million / asked.output,
         "usd_per_month": month,
         "requests_per_month": served,

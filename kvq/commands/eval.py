@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.eval_options import Asked, TaskOptions
-from kvq.commands.options import (
-    ModelOptions,
-    WindowOptions,
-    gathered,
-    kv_option,
-    model_options,
-    text_options,
-)
+from kvq.commands.options import ModelOptions, WindowOptions, gathered, kv_option, model_options, text_options
 from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
 
@@ -39,11 +32,7 @@ _JSON = ("cautions", "look")  # of what tasks find: no rows
 @gathered(TaskOptions, "of_tasks")
 @model_options
 def command(
-    kv: list[str],
-    model_options: ModelOptions,
-    asked: Asked,
-    windows: WindowOptions,
-    of_tasks: TaskOptions,
+    kv: list[str], model_options: ModelOptions, asked: Asked, windows: WindowOptions, of_tasks: TaskOptions
 ) -> None:
     """Measure what KV formats cost in quality on MODEL, a folder, a hub name, or 'tiny'.
 

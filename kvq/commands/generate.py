@@ -62,9 +62,7 @@ class Marked:
     """Whether the text gets a watermark."""
 
     watermark_key_file: str | None = path_option(
-        "--watermark-key-file",
-        "Mark the text with this secret key; see kvq detect-watermark.",
-        type=TO_READ,
+        "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark.", type=TO_READ
     )
     watermark_scheme: str = option("green", "green or tournament, and numbers that differ: green,delta=3.")
 

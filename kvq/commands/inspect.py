@@ -26,12 +26,7 @@ _FORMATS = (
 @click.option("--token", help="Hub token for gated or private models.")
 @click.option("--json", "json_path", type=TO_WRITE, help="Write the numbers as JSON.")
 def command(
-    model: str,
-    kv: list[str],
-    block_size: int,
-    revision: str | None,
-    token: str | None,
-    json_path: str | None,
+    model: str, kv: list[str], block_size: int, revision: str | None, token: str | None, json_path: str | None
 ) -> None:
     """Show a model's layers by kind and the bytes per token of every format. Reads config.json only."""
     from kvq.errors import ConfigError

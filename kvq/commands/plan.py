@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import AT_LEAST_1, FILE, TOKENS, Finite, Size, gathered, kv_option, option
+from kvq.commands.options import AT_LEAST_1, FILE, TOKENS, Finite, Size, gathered, kv_option, option, picked
 from kvq.commands.plan_serve import serve_command, users_of_a_shorter_context
 from kvq.commands.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
 from kvq.commands.results import result_of, write_rows
@@ -70,7 +70,7 @@ class Asked:
         type=Size(),
     )
     weights_gb: float | None = option(None, "GB of all weights, instead of counting them.", type=Finite())
-    max_num_batched_tokens: int = option(2048, "New tokens of a step.", type=TOKENS)
+    step_tokens: int = option(2048, "New tokens of a step.", names="--max-num-batched-tokens", type=TOKENS)
 
 
 @click.command(name="plan")
@@ -114,7 +114,7 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
     from kvq.commands.plan_tables import columns, show
 
     remarks = vllm_remarks(rows, sizing) if asked.engine == "vllm" else []
-    show(rows, assumed=sizing.calibrate is None, seats=sizing.max_num_seqs, remarks=remarks)
+    show(rows, assumed=sizing.calibrate is None, seats=sizing.sequences, remarks=remarks)
     for reason in dict.fromkeys(map(str, refused)):
         echo(f"left out: {reason}", err=True)
     write_rows(rows, sizing.json_path)
@@ -130,9 +130,9 @@ def _demand(sizing: SizingOptions, asked: Asked, target: "Target") -> "Demand":
     most = target.geometry.max_context
     lengths = _lengths(asked, most)
     longest = max(length.total for length in lengths)
-    if (sizing.max_model_len or longest) < longest:
-        raise ConfigError(f"--max-model-len {sizing.max_model_len} is below a request of {longest} tokens")
-    reserved = None if asked.context is None else max(longest, sizing.max_model_len or most)
+    if (sizing.max_context or longest) < longest:
+        raise ConfigError(f"--max-model-len {sizing.max_context} is below a request of {longest} tokens")
+    reserved = None if asked.context is None else max(longest, sizing.max_context or most)
     return Demand(lengths=lengths, slot_tokens=asked.slot or reserved, prefix_share=asked.prefix_share)
 
 
@@ -200,7 +200,7 @@ def _row(
 def _engine(sizing: SizingOptions, asked: Asked, gpu: "Gpu") -> "Engine | VllmEngine":
     if asked.engine == "vllm":
         return vllm_engine(sizing, asked, gpu)
-    return sizing.engine(asked.max_num_batched_tokens)
+    return sizing.engine(asked.step_tokens)
 
 
 def _server(
@@ -211,25 +211,19 @@ def _server(
 
     if isinstance(engine, VllmEngine):
         return vllm_server(plan, sizing, engine, gpu)
-    command = serve_command(plan, sizing, asked.max_num_batched_tokens)
+    command = serve_command(plan, sizing, asked.step_tokens)
     return {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
 
 
 def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
     users, served = plan.users, plan.serving
     return {
-        "model": plan.model,
-        "gpu": plan.gpu,
-        "kv": plan.kv,
+        **picked(plan, "model", "gpu", "kv"),
         "tensor_parallel": plan.split.tensor,
         "pipeline_parallel": plan.split.pipeline,
         "context": demand.longest,
         "mixed_lengths": len({length.total for length in demand.lengths}) > 1,
-        "weights_bytes": plan.weights_bytes,
-        "kv_bytes_per_token": plan.kv_bytes_per_token,
-        "state_bytes": plan.state_bytes,
-        "block_bytes": plan.block_bytes,
-        "pool_bytes": plan.pool_bytes,
+        **picked(plan, "weights_bytes", "kv_bytes_per_token", "state_bytes", "block_bytes", "pool_bytes"),
         "num_blocks": list(plan.num_blocks),
         "max_users": users.paged,
         "contiguous_users": users.contiguous,
@@ -239,8 +233,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
         "requests_per_s": served and served.requests_per_s,
         "ttft_ms": served and 1e3 * served.ttft_s,
         "itl_ms": served and 1e3 * served.itl_s,
-        "usd_per_million_tokens": plan.usd_per_million_tokens,
-        "refused": plan.refused,
+        **picked(plan, "usd_per_million_tokens", "refused"),
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
     }
 

@@ -17,7 +17,7 @@ from kvq.commands.options import (
     kv_option,
     option,
 )
-from kvq.commands.results import result_of
+from kvq.commands.results import FinishedRows, result_of
 from kvq.commands.screen import echo
 from kvq.commands.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
@@ -50,9 +50,7 @@ class Asked:
         None, "Engines: 4, or 1,2,4 to compare.  [default: 1]", type=Several(AT_LEAST_1)
     )
     routing: tuple[str, ...] = option(
-        "least-loaded",
-        f"{', '.join(_ROUTINGS)}; several to compare.",
-        type=Several(click.Choice(_ROUTINGS)),
+        "least-loaded", f"{', '.join(_ROUTINGS)}; several to compare.", type=Several(click.Choice(_ROUTINGS))
     )
     prefill_replicas: int = option(0, "More engines, for prompts only.", type=click.IntRange(min=0))
     transfer_gb_s: float = option(50.0, "Of KV from those.", type=POSITIVE)
@@ -96,7 +94,6 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOption
     engines die and come back empty, at moments that the seed decides.
     """
     from kvq.commands.progress import progress_bar
-    from kvq.commands.results import FinishedRows
     from kvq.commands.simulate_fleet import Study
 
     sizing.check_paths()

@@ -53,9 +53,9 @@ class Study:
         self._target = sizing.target()
         self._slo = _slo(asked)
         self._drafting = parse_drafting(asked.speculation, "--speculation", asked.seed)
-        self._seats = sizing.max_num_seqs or _MAX_NUM_SEQS
+        self._seats = sizing.sequences or _MAX_NUM_SEQS
         most = self._target.geometry.max_context
-        self._context = sizing.max_model_len or most
+        self._context = sizing.max_context or most
         if self._context > most:
             raise ConfigError(f"--max-model-len {self._context} is above the model's context of {most}")
         self.num_requests, self._draw = _load(asked, self._context)

@@ -19,6 +19,7 @@ from kvq.commands.options import (
     model_argument,
     option,
     path_option,
+    picked,
 )
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE
@@ -45,21 +46,24 @@ class SizingOptions:
     )
     tensor_parallel: int = option(1, "GPUs that share each layer.", names="--tensor-parallel -tp")
     pipeline_parallel: int = option(1, "GPUs that share the layers out.", names="--pipeline-parallel -pp")
-    max_num_seqs: int | None = option(
+    sequences: int | None = option(
         None,
         "Sequences side by side.  [default: to plan, as many as fit, which the server has to be told; "
         "to simulate, 256]",
+        names="--max-num-seqs",
         type=AT_LEAST_1,
     )
-    max_model_len: int | None = option(
+    max_context: int | None = option(
         None,
         "Longest context that it takes, for which layer groups share memory.  [default: the model's]",
+        names="--max-model-len",
         type=Tokens(min=2),
     )
     runtime_gb: float = option(0.6, "Of the process on the GPU before it holds a tensor.", type=AT_LEAST_0)
-    gpu_memory_utilization: float = option(
+    memory_fraction: float = option(
         GPU_FRACTION,
         "Share for KV of what the weights leave free, as of kvq serve.",
+        names="--gpu-memory-utilization",
         type=Finite(0, 1, min_open=True),
     )
     block_size: int = option(BLOCK_SIZE, "Tokens.", type=BLOCK_SIZES)
@@ -105,7 +109,7 @@ class SizingOptions:
             weights=self.weights,
             weight_bytes=None if weights_gb is None else round(weights_gb * 1e9),
             split=Split(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel),
-            max_context=self.max_model_len,
+            max_context=self.max_context,
         )
         return replace(target, name=self.model)
 
@@ -117,12 +121,10 @@ class SizingOptions:
         from kvq.capacity.plan.engine import Engine
 
         return Engine(
-            block_size=self.block_size,
             step_tokens=step_tokens,
-            sequences=self.max_num_seqs or sequences,
-            max_context=self.max_model_len,
+            sequences=self.sequences or sequences,
             runtime_bytes=round(self.runtime_gb * 1e9),
-            memory_fraction=self.gpu_memory_utilization,
+            **picked(self, "block_size", "max_context", "memory_fraction"),
         )
 
     def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":

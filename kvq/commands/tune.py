@@ -65,8 +65,7 @@ class Asked:
         type=TO_READ,
     )
     formats: str | None = option(
-        None,
-        "Codes to choose from: int8,int6,int5,int4,int3,int2.  [default: those with fast kernels here]",
+        None, "Codes to choose from: int8,int6,int5,int4,int3,int2.  [default: those with fast kernels here]"
     )
     staged: bool = option(False, "Does nothing: recipes are staged wherever kvq's own cache serves.")
     recent: int = option(

@@ -81,8 +81,8 @@ class PromptEncoder:
             RequestError: the template refuses one of them.
         """
         text, *rest = (self._render(self.forms, turns, options) for turns, options in (whole, *others))
-        shared = [self._control.encode(text[: _num_common(text, other)]) for other in rest]
-        counts = [_num_common(ids, tokens) for ids in shared]
+        shared = [self._control.encode(text[: num_common(text, other)]) for other in rest]
+        counts = [num_common(ids, tokens) for ids in shared]
         return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -189,7 +189,7 @@ def check_length(text: str, max_tokens: int, longest: int) -> None:
         )
 
 
-def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
+def num_common(a: Sequence[object], b: Sequence[object]) -> int:
     """How many items two sequences share from the start."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))

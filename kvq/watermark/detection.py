@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvq.watermark.key import Key
 from kvq.watermark.schemes import Green, Scheme, Tournament
-from kvq.watermark.words import Words, is_green, layer_bits, token_words
+from kvq.watermark.words import is_green, layer_bits, token_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,8 @@ def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:
     approximation is replaced by the binomial tail, which it misses by far at small p.
     """
     grams = _distinct(np.asarray(tokens, dtype=np.int64), scheme)
-    words = token_words(_context_words(grams[:, :-1], scheme, key), grams[:, -1])
+    contexts = [key.word(scheme.tag, context) for context in grams[:, :-1].tolist()]
+    words = token_words(np.array(contexts, dtype=np.uint64), grams[:, -1])
     hits = int(
         (is_green(words, scheme) if isinstance(scheme, Green) else layer_bits(words, scheme.layers)).sum()
     )
@@ -76,10 +77,6 @@ def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.i
     keyed = grams[:, :-1] if isinstance(scheme, Tournament) else grams
     _, first = np.unique(keyed, axis=0, return_index=True)
     return grams[np.sort(first)]
-
-
-def _context_words(contexts: npt.NDArray[np.int64], scheme: Scheme, key: Key) -> Words:
-    return np.array([key.word(scheme.tag, context) for context in contexts.tolist()], dtype=np.uint64)
 
 
 def binomial_tail(successes: int, trials: int, share: float) -> float:

@@ -21,6 +21,7 @@ from kvq.weights.linear import (
     PlainLinear,
     QuantizedLinear,
     hooks_of,
+    linear_at,
     replace_linear,
     runs_library_code,
 )
@@ -146,10 +147,10 @@ def _layers(
         if len(group) == len(names) and (kernel := _joined(group, device, backend)) is not None:
             own = "cpu" if isinstance(kernel, CpuLinear) else "triton"
             for name, weight, part in zip(names, group, Joined(group, kernel).parts, strict=True):
-                layers[name] = _layer(weight, _bias(parent, name), device, own, dtype, part)
+                layers[name] = _layer(weight, linear_at(parent, name).bias, device, own, dtype, part)
     for name, weight in weights.items():
         if name not in layers:
-            layers[name] = _layer(weight, _bias(parent, name), device, backend, dtype)
+            layers[name] = _layer(weight, linear_at(parent, name).bias, device, backend, dtype)
     return layers
 
 
@@ -175,12 +176,6 @@ def _kernel_for(weight: QuantizedWeight, device: torch.device, backend: str) -> 
     """The best one for the device, or that of the named backend."""
     spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
     return select(spec.operation, spec, Device.of(device), backend)
-
-
-def _bias(parent: nn.Module, name: str) -> Tensor | None:
-    linear = parent.get_submodule(name)
-    assert isinstance(linear, nn.Linear), "only Linear layers are replaced"
-    return linear.bias
 
 
 def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:

@@ -115,6 +115,20 @@ def runs_library_code(module: nn.Module) -> bool:
     return not is_own and homes <= {"torch", "transformers", "kvq"}
 
 
+def linear_of(weight: Tensor) -> nn.Linear:
+    """A Linear layer over a weight [out, in], which is not copied."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def linear_at(model: nn.Module, name: str) -> nn.Linear:
+    """The one called `name`, dots included, which is a Linear layer."""
+    found = model.get_submodule(name)
+    assert isinstance(found, nn.Linear), f"{name} is no Linear layer"
+    return found
+
+
 def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one called `name`, dots included."""
     parent, _, own = name.rpartition(".")

@@ -10,7 +10,7 @@ from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
 from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, Source, install
 from kvq.calib.quantize.output import check_output, write_checkpoint
-from kvq.calib.quantize.partial import Partial
+from kvq.calib.quantize.partial import Partial, count_finished
 from kvq.calib.quantize.settings import Progress, QuantizeSettings, Quantizing
 from kvq.calib.quantize.targets import Targets, find_targets
 from kvq.calib.quantize.walk import Walk, decoder_layers, draw_samples
@@ -100,8 +100,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     )
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
     with partial:
-        if partial.finished:
-            work.on_resumed(partial.finished)
+        if finished := count_finished(partial.folder):
+            work.on_resumed(finished)
         _quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
         scales = None if seen is None else fp8_scale_tensors(seen)
         rows, skipped = write_checkpoint(work, prepared, partial, targets, scales)
@@ -121,11 +121,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
 
 
 def _quantize_layers(
-    source: Source,
-    settings: QuantizeSettings,
-    windows: list[list[int]],
-    partial: Partial,
-    progress: Progress,
+    source: Source, settings: QuantizeSettings, windows: list[list[int]], partial: Partial, progress: Progress
 ) -> None:
     """Quantize every layer into `partial`, going on after those that are finished there.
 
@@ -138,7 +134,7 @@ def _quantize_layers(
         RequestError: activations that are not finite; the message names the layer.
     """
     total = len(source.targets.layers)
-    finished = partial.finished
+    finished = count_finished(partial.folder)
     walk = Walk(source.model, windows, source.device) if settings.method.needs_text else None
     for index in range(total):
         progress(index, total)

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import ConfigError, nearest
-from kvq.geometry import (
-    LayerGeometry,
-    ModelGeometry,
-    StateGeometry,
-    StateTensor,
-    parse_geometry,
-)
+from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTensor, parse_geometry
 from kvq.sizing.parameters import Parameters, count_parameters
 
 CATALOGUE = Path(__file__).with_name("models.json")

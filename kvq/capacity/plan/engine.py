@@ -12,13 +12,7 @@ from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE, KVLayout
 from kvq.sizing.memory import Term
 from kvq.sizing.needs import bytes_of, wanted_blocks
-from kvq.sizing.pools import (
-    GPU_FRACTION,
-    MAX_NUM_BATCHED_TOKENS,
-    PoolPlan,
-    plan_pools,
-    pool_budget,
-)
+from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
 _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
 

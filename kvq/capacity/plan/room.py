@@ -56,11 +56,11 @@ class Pools:
     """An engine's blocks on the fullest GPU, and all that lies beside them."""
 
     terms: tuple[Term, ...]  # the pool last
-    block_bytes: int
-    num_blocks: tuple[int, ...]  # of each pool
-    step_tokens: int  # most new tokens of a step
+    block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
+    num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
+    step_tokens: int  # most new tokens of a step, fewer than asked for where they fill a small staging area
     users: Users
-    vllm: VllmCache | None = None  # where it is vLLM
+    vllm: VllmCache | None = None  # what vLLM says of its blocks, where it is the engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,11 +54,6 @@ class Machine:
     flops: float  # operations a second, dense
     efficiency: Efficiency
 
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
-
     def linear_s(self, weight_bytes: float, flops: float, *, tokens: int) -> float:
         """Seconds of linear layers for so many tokens."""
         reached = self.efficiency
