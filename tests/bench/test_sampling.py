@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.gpu.sampling import KINDS, SamplingWorkload, bench_sampling
 from benchmarks.gpu import sampling
+from benchmarks.gpu.sampling import KINDS, SamplingWorkload, bench_sampling
 from kvq.errors import KVQError
 
 WORKLOAD = SamplingWorkload(rows=3, vocab_size=500, dtype=torch.float32, device=torch.device("cpu"))

@@ -48,7 +48,9 @@ def register_format(
         raise ConfigError(f"{name}: quantize and dequantize must be functions")
     if dequantize is None and bits is None:
         raise ConfigError(f"{name}: give bits=, an element's with its share of scales; nothing else tells")
-    if bits is not None and not (isinstance(bits, Real) and 0 < bits <= _MOST_BITS):
+    if bits is not None and (
+        isinstance(bits, bool) or not isinstance(bits, Real) or not 0 < bits <= _MOST_BITS
+    ):
         raise ConfigError(f"{name}: bits must be above 0 and up to {_MOST_BITS} an element, got {bits!r:.40}")
     if block is not None and not (isinstance(block, Integral) and 1 < block <= MAX_BLOCK_SIZE):
         raise ConfigError(f"{name}: block must be 2 to {MAX_BLOCK_SIZE} tokens, got {block!r:.40}")
@@ -118,9 +120,9 @@ class _Registered:
             stored = self.quantize(x.clone())
             is_several = self.dequantize is not None and isinstance(stored, tuple | list)
             stored = tuple(stored) if is_several else (stored,)
-            nbytes: int = sum(
-                part.numel() * part.element_size() for part in stored if isinstance(part, Tensor)
-            )
+            nbytes: int = 0
+            if self.dequantize is not None:
+                nbytes = sum(part.numel() * part.element_size() for part in stored)
             made = stored[0] if self.dequantize is None else self.dequantize(*stored)
         except Exception as error:  # whatever functions of others raise
             told = f"{type(error).__name__}: {first_lines(error)}"
