@@ -39,7 +39,9 @@ class Chat(Answer):
 
     async def _read(self) -> list[list[int]]:
         body = self._body
-        options = (body.chat_template_kwargs or {}) | {"tools": _template_tools(body)}
+        told = body.tools if body.tool_choice != "none" else None  # else nobody would read the model's calls
+        tools = [tool.model_dump(exclude_none=True) for tool in told or ()]
+        options = (body.chat_template_kwargs or {}) | {"tools": tools or None}
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             options["continue_final_message"] = True
@@ -138,13 +140,6 @@ def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
         parallel=body.parallel_tool_calls,
         is_formatted=body.response_format is not None and body.response_format.type != "text",
     )
-
-
-def _template_tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of: none if nobody would read its calls."""
-    if not body.tools or body.tool_choice == "none":
-        return None
-    return [tool.model_dump(exclude_none=True) for tool in body.tools]
 
 
 def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
