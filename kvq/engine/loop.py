@@ -116,10 +116,6 @@ class EngineLoop:
                 commands.append(command)
         return commands
 
-    def close(self) -> None:
-        """End the watchdog."""
-        self.watchdog.close()
-
 
 class LoopedEngine(StaysHere):
     """An engine and its loop: what `LLM` and `AsyncLLM` are."""

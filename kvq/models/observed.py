@@ -135,7 +135,10 @@ def observe(model: Any) -> ModelGeometry:
     about = model.config
     if not can_replace_attention(model):
         raise _refusal(model, "its code computes attention by itself, which can't be replaced")
-    if selector := _selector_in(model):
+    selectors = (name for module in model.modules() if _SELECTS in (name := type(module).__name__))
+    if selector := next(
+        selectors, None
+    ):  # over short contexts it selects all, so that no small model shows it
         raise _refusal(
             model, f"its layers select the keys they see by an indexer ({selector}): sparse attention"
         )
@@ -171,12 +174,6 @@ def can_replace_attention(model: Any) -> bool:
     """True if a model's code looks up its attention function."""
     can: bool = type(model)._can_set_attn_implementation()
     return can
-
-
-def _selector_in(model: Any) -> str | None:
-    """What selects keys for a layer: over short contexts all of them, so that no small model shows it."""
-    names = (type(module).__name__ for module in model.modules())
-    return next((name for name in names if _SELECTS in name), None)
 
 
 def _refusal(model: Any, why: str) -> ModelError:

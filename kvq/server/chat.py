@@ -147,13 +147,8 @@ def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallStart):
-            function = {"name": event.name, "arguments": ""}
-            deltas[event.index] = {
-                "index": event.index,
-                "id": event.id,
-                "type": "function",
-                "function": function,
-            }
+            begun = {"index": event.index, "id": event.id, "type": "function"}
+            deltas[event.index] = begun | {"function": {"name": event.name, "arguments": ""}}
         elif isinstance(event, CallArguments):
             delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text

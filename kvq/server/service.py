@@ -104,10 +104,10 @@ class Service:
         ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
         unknown = ignored.first_unknown
         if unknown is not None and self.is_strict:
-            self.metrics.ignored("refused")
+            self.metrics.ignored.labels("refused").inc()
             raise unknown.refusal()
         if ignored.fields:
-            self.metrics.ignored("label" if unknown is None else "unknown")
+            self.metrics.ignored.labels("label" if unknown is None else "unknown").inc()
         return ignored
 
     def check_arrival(self, tenant: str) -> None:
