@@ -135,13 +135,11 @@ def observe(model: Any) -> ModelGeometry:
     about = model.config
     if not can_replace_attention(model):
         raise _refusal(model, "its code computes attention by itself, which can't be replaced")
-    selectors = (name for module in model.modules() if _SELECTS in (name := type(module).__name__))
-    if selector := next(
-        selectors, None
-    ):  # over short contexts it selects all, so that no small model shows it
-        raise _refusal(
-            model, f"its layers select the keys they see by an indexer ({selector}): sparse attention"
-        )
+    # What selects keys takes all of a short context: no small model shows it
+    names = (type(module).__name__ for module in model.modules())
+    if selector := next((name for name in names if _SELECTS in name), None):
+        why = f"its layers select the keys they see by an indexer ({selector}): sparse attention"
+        raise _refusal(model, why)
     AttentionInterface.register(_NAME, _observed)
     hand_on_steps(model)
     watch = _Watch(about.get_text_config(decoder=True), StateWatch.of(about))
