@@ -245,11 +245,14 @@ class Service:
         self.metrics.ended(ended)
         if (used := ended.receipt) is not None:
             counts = ("prompt_tokens", "cached_tokens", "generated_tokens")
+            times: dict[str, Any] = {
+                name: getattr(ended.timing, name, None) for name in ("queue_s", "ttft_s", "e2e_s")
+            }
             log_event(
                 "generated",
                 **{name: getattr(used, name) for name in counts},
                 preemptions=used.preemptions or None,
-                **{name: getattr(ended.timing, name, None) for name in ("queue_s", "ttft_s", "e2e_s")},
+                **times,
                 tenant=tenant or None,
                 failed=None if ended.error is None else ended.kind,
             )
