@@ -127,7 +127,7 @@ class AsyncLLM(LoopedEngine):
         if self._thread.is_alive():
             self._loop.ask(None)
             self._thread.join()
-        self._loop.close()
+        self._loop.watchdog.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -166,9 +166,22 @@ class Chooser:
             self._sampler.record(branch.row, token)
 
     def bind(self, job: Job, branch: Branch) -> None:
-        """See to it that the sampler knows a branch's row, for who drafts for it."""
-        if self._bound[_row(branch)] is not branch:
-            self._bind(job, branch)
+        """See to it that the sampler knows a branch's row, if it is new or came back at another place."""
+        row = _row(branch)
+        if self._bound[row] is branch:
+            return
+        if branch in self._bound:  # what the row it left has counted grows old
+            self.forget(self._bound.index(branch))
+        self.forget(row)
+        self._sampler.add(
+            row,
+            job.params,
+            prompt=job.request.tokens,
+            generated=branch.tokens[job.request.prompt_length :],
+            seed=mix_seed(job.seed, job.index_of(branch)),
+            stop_ids=list(job.end_ids),
+        )
+        self._bound[row] = branch
 
     def forget(self, row: int) -> None:
         """A row's branch ended or moved."""
@@ -191,22 +204,6 @@ class Chooser:
             drafted={i: draw.drafted for i, draw in enumerate(draws) if draw.drafted is not None},
             contexts={i: [*draw.branch.tokens, *draw.ahead] for i, draw in marked} or None,
         )
-
-    def _bind(self, job: Job, branch: Branch) -> None:
-        """Make a row of the sampler this branch's: it is new, or came back at another place."""
-        row = _row(branch)
-        if branch in self._bound:  # what the row it left has counted grows old
-            self.forget(self._bound.index(branch))
-        self.forget(row)
-        self._sampler.add(
-            row,
-            job.params,
-            prompt=job.request.tokens,
-            generated=branch.tokens[job.request.prompt_length :],
-            seed=mix_seed(job.seed, job.index_of(branch)),
-            stop_ids=list(job.end_ids),
-        )
-        self._bound[row] = branch
 
 
 def _row(branch: Branch) -> int:

@@ -139,13 +139,8 @@ class Job:
                 cumulative_logprob=0.0 if wants else None,
                 logprobs=None if self.params.logprobs is None else [],
             )
-            self.results.append(
-                Result(
-                    output=output,
-                    stream=stream.fork(),
-                    matcher=None if matcher is None else matcher.fork(),
-                )
-            )
+            own = None if matcher is None else matcher.fork()
+            self.results.append(Result(output, stream.fork(), own))
 
     def accept(self, index: int, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Add a token to a result, tell the listener, and return whether it ended the result.

@@ -89,7 +89,7 @@ class LLM(LoopedEngine):
         """End what runs and give back the memory."""
         if not self._is_ending():
             self.core.close()
-            self._loop.close()
+            self._loop.watchdog.close()
 
     def __enter__(self) -> Self:
         return self

@@ -62,14 +62,11 @@ class Watchdog:
             reported = began
             taken = monotonic() - began
             _log.error("a step has taken %.1f s, its deadline is %.1f s", taken, self.deadline_s)
-            if self._on_stuck is not None:
-                self._tell(self._on_stuck, taken)
-
-    def _tell(self, on_stuck: Callable[[float], object], taken: float) -> None:
-        try:
-            on_stuck(taken)
-        except Exception:  # noqa: BLE001 - somebody else's code must not end the watch
-            _log.exception("who was told of a stuck step failed")
+            try:
+                if self._on_stuck is not None:
+                    self._on_stuck(taken)
+            except Exception:  # noqa: BLE001 - somebody else's code must not end the watch
+                _log.exception("who was told of a stuck step failed")
 
 
 _GRAMMAR_POLL_S = 0.002
@@ -118,10 +115,6 @@ class EngineLoop:
             if command is not None:
                 commands.append(command)
         return commands
-
-    def close(self) -> None:
-        """End the watchdog."""
-        self.watchdog.close()
 
 
 class LoopedEngine(StaysHere):

@@ -108,16 +108,6 @@ class TokenFigures:
     role: str = ""  # "window" or "int2": the rows that check the instrument
     chance: float = float("inf")  # of the baseline: the perplexity of a guess over all of the windows
 
-    @property
-    def label(self) -> str:
-        """The format's name."""
-        return self.model.recipe.name
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that were predicted."""
-        return self.nll.size
-
     def first(self, windows: int) -> "TokenFigures":
         """Of the first so many windows."""
         nll, kl, top1, top5 = (x[:windows] for x in (self.nll, self.kl, self.top1, self.top5))

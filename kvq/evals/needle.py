@@ -83,14 +83,9 @@ class _Answer(NamedTuple):
     tokens: int
     seconds: float
 
-    @property
-    def is_hit(self) -> bool:
-        """True if every token is right."""
-        return self.right == self.tokens
-
 
 def _row(kv: str, length: int, depth: float, answers: list[_Answer]) -> NeedleRow:
-    hits = sum(one.is_hit for one in answers)
+    hits = sum(one.right == one.tokens for one in answers)
     return NeedleRow(
         kv=kv,
         length=length,
@@ -146,7 +141,7 @@ def measure_needle(
         watch.progress(done, len(asked))
         watch.keep(rows)
         may_be_void = done in (VOID_AFTER, len(grid)) and not models[0].recipe.is_quantized
-        if may_be_void and not any(one.is_hit for one in itertools.chain(*cells.values())):
+        if may_be_void and not any(one.right == one.tokens for one in itertools.chain(*cells.values())):
             break
     return rows()
 

@@ -226,14 +226,11 @@ def _read(name: str, given: str) -> _Read:
 def _of_widths(name: str) -> _KVName | None:
     """What a pair such as k8v4 stands for."""
     pair = _PAIR.fullmatch(name)
-    k, v = (_of_width(int(bits)) for bits in pair.groups()) if pair else (None, None)
+    grouped = {
+        code.bits: code.name for code in reversed(CODES.values()) if code.is_grouped
+    }  # the first counts
+    k, v = ((grouped | _OF_WIDTH).get(int(bits)) for bits in pair.groups()) if pair else (None, None)
     return _KVName(k, v) if k and v else None
-
-
-def _of_width(bits: int) -> str | None:
-    """The name of a code in a pair."""
-    grouped = (code.name for code in CODES.values() if code.is_grouped and code.bits == bits)
-    return _OF_WIDTH.get(bits) or next(grouped, None)
 
 
 def _unknown(name: str, given: str) -> ConfigError:

@@ -32,54 +32,32 @@ class TextPart:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-_UNSCALED = {"logit_scale": 1.0}  # whole models leave it out
+_OF_LLAMA, _OF_QWEN2 = TextPart("llama"), TextPart("qwen2")
+_OF_COHERE2 = TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models leave it out
+_ALIKE = (  # whose text parts are called as they are, with `_text` behind
+    *("aria", "cohere_compass", "glm4v", "glm4v_moe", "glm_ocr", "llama4", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
+_ALIKE_TIED = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
 KINDS: dict[str, TextPart] = {
-    "aria": TextPart("aria_text"),
-    "aya_vision": TextPart("cohere2", is_tied=True, fixed=_UNSCALED),
-    "cohere2_vision": TextPart("cohere2", is_tied=True, fixed=_UNSCALED),
-    "cohere_compass": TextPart("cohere_compass_text"),
-    "deepseek_vl": TextPart("llama", is_tied=True),
+    **{kind: TextPart(f"{kind}_text") for kind in _ALIKE},
+    **{kind: TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), _OF_COHERE2),
+    **dict.fromkeys(("idefics3", "llava", "llava_next", "llava_next_video", "smolvlm"), _OF_LLAMA),
+    **dict.fromkeys(("video_llava", "vipllava", "voxtral"), _OF_LLAMA),
+    **dict.fromkeys(("deepseek_vl", "glmasr", "janus"), TextPart("llama", is_tied=True)),
+    **dict.fromkeys(("llava_onevision", "qwen2_audio", "video_llama_3"), _OF_QWEN2),
+    **dict.fromkeys(("got_ocr2", "internvl", "ovis2"), TextPart("qwen2", is_tied=True)),
+    **dict.fromkeys(("lighton_ocr", "qwen3_asr"), TextPart("qwen3", is_tied=True)),
     "exaone4_5": TextPart("exaone4"),
     "fuyu": TextPart("persimmon"),
-    "gemma3": TextPart("gemma3_text", is_tied=True),
-    "gemma3n": TextPart("gemma3n_text", is_tied=True),
-    "gemma4": TextPart("gemma4_text", is_tied=True),
-    "gemma4_unified": TextPart("gemma4_unified_text", is_tied=True),
     "glm46v": TextPart("glm4v_text"),
-    "glm4v": TextPart("glm4v_text"),
-    "glm4v_moe": TextPart("glm4v_moe_text"),
-    "glm_ocr": TextPart("glm_ocr_text"),
-    "glmasr": TextPart("llama", is_tied=True),
-    "got_ocr2": TextPart("qwen2", is_tied=True),
     "hyperclovax_vision_v2": TextPart("hyperclovax", is_tied=True),
     "idefics2": TextPart("mistral"),
-    "idefics3": TextPart("llama"),
-    "internvl": TextPart("qwen2", is_tied=True),
-    "janus": TextPart("llama", is_tied=True),
     "lfm2_vl": TextPart("lfm2", is_tied=True),
-    "lighton_ocr": TextPart("qwen3", is_tied=True),
-    "llama4": TextPart("llama4_text"),
-    "llava": TextPart("llama"),
-    "llava_next": TextPart("llama"),
-    "llava_next_video": TextPart("llama"),
-    "llava_onevision": TextPart("qwen2"),
     "minicpmv4_6": TextPart("qwen3_5_text"),
     "mistral3": TextPart("mistral", is_tied=True),
     "nemotron_h_omni": TextPart("nemotron_h"),
-    "ovis2": TextPart("qwen2", is_tied=True),
-    "qwen2_5_vl": TextPart("qwen2_5_vl_text"),
-    "qwen2_audio": TextPart("qwen2"),
-    "qwen2_vl": TextPart("qwen2_vl_text"),
-    "qwen3_5": TextPart("qwen3_5_text"),
-    "qwen3_5_moe": TextPart("qwen3_5_moe_text"),
-    "qwen3_asr": TextPart("qwen3", is_tied=True),
-    "qwen3_vl": TextPart("qwen3_vl_text"),
-    "qwen3_vl_moe": TextPart("qwen3_vl_moe_text"),
-    "smolvlm": TextPart("llama"),
-    "video_llama_3": TextPart("qwen2"),
-    "video_llava": TextPart("llama"),
-    "vipllava": TextPart("llama"),
-    "voxtral": TextPart("llama"),
 }
 
 

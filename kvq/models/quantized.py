@@ -158,7 +158,10 @@ def load_quantized(
     stored = read_tensors(folder)
     weights = read_weights(scheme, stored)
     plain = plain_tensors(scheme, stored, weights)
-    stand_ins = {name: _stand_in(weight, dtype) for name, weight in weights.items()}
+    stand_ins = {  # of one element of memory each
+        name: torch.zeros(1, dtype=dtype).expand(weight.out_features, weight.in_features)
+        for name, weight in weights.items()
+    }
     model = _load(folder, plain, stand_ins, dtype)
     places = _places(model, stand_ins)
     experts = {name: weight for name, weight in weights.items() if name not in places}
@@ -246,11 +249,6 @@ def plain_tensors(
     if twice := [name for name in coded if f"{name}.weight" in plain]:
         raise ModelError(f"the checkpoint holds {twice[0]}.weight in codes and as it was; keep one of them")
     return plain
-
-
-def _stand_in(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """A tensor of the weight's shape that takes one element of memory."""
-    return torch.zeros(1, dtype=dtype).expand(weight.out_features, weight.in_features)
 
 
 def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtype: torch.dtype) -> Any:

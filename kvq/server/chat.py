@@ -39,7 +39,9 @@ class Chat(Answer):
 
     async def _read(self) -> list[list[int]]:
         body = self._body
-        options = (body.chat_template_kwargs or {}) | {"tools": _template_tools(body)}
+        told = body.tools if body.tool_choice != "none" else None  # else nobody would read the model's calls
+        tools = [tool.model_dump(exclude_none=True) for tool in told or ()]
+        options = (body.chat_template_kwargs or {}) | {"tools": tools or None}
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             options["continue_final_message"] = True
@@ -140,25 +142,13 @@ def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
     )
 
 
-def _template_tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of: none if nobody would read its calls."""
-    if not body.tools or body.tool_choice == "none":
-        return None
-    return [tool.model_dump(exclude_none=True) for tool in body.tools]
-
-
 def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
     """One for each call that something was added to: clients know no more than one of an index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallStart):
-            function = {"name": event.name, "arguments": ""}
-            deltas[event.index] = {
-                "index": event.index,
-                "id": event.id,
-                "type": "function",
-                "function": function,
-            }
+            begun = {"index": event.index, "id": event.id, "type": "function"}
+            deltas[event.index] = begun | {"function": {"name": event.name, "arguments": ""}}
         elif isinstance(event, CallArguments):
             delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.memory import LENGTHS, planned_pools, told
+from kvq.engine.memory import LENGTHS, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.ends import NO_END
 from kvq.models.load_check import is_to_check, recalled
@@ -24,7 +24,7 @@ from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import bytes_of
-from kvq.sizing.pools import PoolPlan, at_once, longest_context
+from kvq.sizing.pools import at_once, longest_context
 from kvq.weights.manifest import verify_manifest
 
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
@@ -123,27 +123,10 @@ def _weights(model: PreparedModel) -> int:
 
 
 def _taken(checked: CheckedEngine) -> int:
-    """Bytes of weights and of a step's activations, roughly."""
+    """Bytes of weights and of a step's activations, roughly: what is free has none of them as yet."""
     model, config = checked.model, checked.config
     live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
     return _weights(model) + live_values * model.dtype.itemsize
-
-
-def _pools(checked: CheckedEngine, free: int | None) -> PoolPlan:
-    """`free` memory is before the weights are loaded, so they are taken off with the activations.
-
-    Raises:
-        KVQError: the pools don't fit.
-    """
-    model = checked.model
-    return planned_pools(
-        checked.layout,
-        checked.config,
-        on_gpu=model.device.type == "cuda",
-        max_context=model.max_context,
-        free_bytes=free,
-        activation_bytes=_taken(checked),
-    )
 
 
 def _memory(checked: CheckedEngine) -> Iterator[Finding]:
@@ -154,7 +137,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
         yield _error(f"memory: weights and activations take about {binary(needed)}, {binary(free)} are free")
         return
     try:
-        pools = _pools(checked, free)
+        pools = checked.pools(free, needed)
     except KVQError as error:
         yield _error(f"memory: {error}")
         return
@@ -200,7 +183,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
 def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
     budget = checked.config.max_num_batched_tokens
     try:
-        pools = _pools(checked, available_bytes(checked.model.device))
+        pools = checked.pools(available_bytes(checked.model.device), _taken(checked))
     except KVQError:  # told above
         return
     staged, context = pools.step_tokens, checked.model.max_context

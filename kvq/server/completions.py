@@ -38,18 +38,20 @@ class Completion(Answer):
         super().__init__(service, body, params, tenant, num_prompts=len(self._given))
 
     async def _read(self) -> list[list[int]]:
-        prompts = [await self._tokens(prompt) for prompt in self._given]
+        reader, asks = self._service.prompts, self._terms.origin.tenant
+        prompts = [
+            await reader.tokenize(given, tenant=asks) if isinstance(given, str) else given
+            for given in self._given
+        ]
         for i, tokens in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt.{i}"
             self._service.check_prompt(tokens, self._terms.params, where)
         if self._body.echo:
-            self._echoed = [await self._text(prompt) for prompt in self._given]
+            self._echoed = [
+                given if isinstance(given, str) else await reader.detokenize(given, tenant=asks)
+                for given in self._given
+            ]
         return prompts
-
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        return await self._service.prompts.tokenize(prompt, tenant=self._terms.origin.tenant)
 
     async def _results(self) -> list[Piece]:
         """With `max_tokens` 0 the prompts, and not the tokens that the engine made."""
@@ -59,11 +61,6 @@ class Completion(Answer):
             for result in results:
                 result.text, result.token_ids, result.logprobs, result.finish_reason = "", [], [], "length"
         return results
-
-    async def _text(self, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return await self._service.prompts.detokenize(prompt, tenant=self._terms.origin.tenant)
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """Of a whole result as of a part of one."""

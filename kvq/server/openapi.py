@@ -80,7 +80,8 @@ def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Docum
         if "requestBody" in operation:
             responses["200"].setdefault("headers", {})[HEADER] = _IGNORED
         if has_keys:
-            operation["security"] = [{way: []} for way in _keys(path)]
+            ways = [way for way in _SECURITY if way != "browser" or is_browsed(path)]
+            operation["security"] = [{way: []} for way in ways if path not in OPEN]
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -136,10 +137,3 @@ def _refusal(status: int, path: str) -> Document:
         what = "Seconds after which another try may succeed."
         found["headers"] = {"Retry-After": {"description": what, "schema": {"type": "integer"}}}
     return found
-
-
-def _keys(path: str) -> tuple[str, ...]:
-    """The ways to give a key there, of which one has to be used."""
-    if path in OPEN:
-        return ()
-    return ("bearer", "header", "browser") if is_browsed(path) else ("bearer", "header")

@@ -75,7 +75,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(admitted(request, service.enter(tenant(request), call.seats)))
-        cut = service.metrics.cut
+        cut = service.metrics.cuts.inc
         if stream:
             chunks = await _while_connected(request, _first_of(call.chunks()))
             if chunks is not None:

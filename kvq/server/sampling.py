@@ -11,7 +11,6 @@ from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.terms import Origin, Terms
 from kvq.errors import RequestError
-from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
 from kvq.server.ignored import Body
 from kvq.server.problems import Problem
@@ -53,17 +52,10 @@ def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
     return params_of(body, _other_fields(body) | others, defaults)
 
 
-def _priority_of(body: Common) -> Priority:
-    """The scheduler's class: `priority` by its name, or `service_tier` "flex" for batch."""
-    if body.priority is not None:
-        return Priority[body.priority.upper()]
-    return Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE
-
-
 def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
-    """What a body asks of the engine, for whom, and how urgent it is."""
-    origin = Origin(priority=_priority_of(body), tenant=tenant, cache_salt=body.cache_salt)
-    return Terms(params=params, origin=origin)
+    """What a body asks of the engine, for whom, and how urgent it is; `service_tier` "flex" is for batch."""
+    priority = body.priority or ("batch" if body.service_tier == "flex" else "interactive")
+    return Terms(params=params, origin=Origin(priority=priority, tenant=tenant, cache_salt=body.cache_salt))
 
 
 def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
@@ -89,18 +81,9 @@ def _other_fields(body: Common) -> dict[str, Any]:
         "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
         "stop": body.stop or (),
         "include_stop": body.include_stop_str_in_output,
-        "logit_bias": _biases(body.logit_bias),
+        "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None,
         "structured": _take_structured(body),
     }
-
-
-def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    if not given:
-        return None
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError as error:
-        raise Problem(400, "logit_bias maps token ids to numbers", param="logit_bias") from error
 
 
 def _take_structured(body: Common) -> StructuredOutput | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,14 @@ from kvq.server.remote import Remote, State
 from kvq.server.seating import Seats
 from kvq.server.tools.calling import ToolCalling
 from kvq.server.turns import Turns
+
+# Of requests that the engine ended
+_PROBLEMS: dict[ErrorKind | None, Callable[[str], Problem]] = {
+    "request": partial(Problem, 400),
+    "busy": unavailable,
+    "engine": failed,
+    None: failed,
+}
 
 
 class Service:
@@ -96,10 +104,10 @@ class Service:
         ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
         unknown = ignored.first_unknown
         if unknown is not None and self.is_strict:
-            self.metrics.ignored("refused")
+            self.metrics.ignored.labels("refused").inc()
             raise unknown.refusal()
         if ignored.fields:
-            self.metrics.ignored("label" if unknown is None else "unknown")
+            self.metrics.ignored.labels("label" if unknown is None else "unknown").inc()
         return ignored
 
     def check_arrival(self, tenant: str) -> None:
@@ -179,7 +187,7 @@ class Service:
                         status = ""  # counted by what it says
                         self._count(message, terms.origin.tenant)
                         if message.error is not None:
-                            raise _problem(message.kind, message.error)
+                            raise _PROBLEMS[message.kind](message.error).counted()
                     yield message
             except TimeoutError as error:
                 status = "timeout"
@@ -236,16 +244,15 @@ class Service:
     def _count(self, ended: Ended, tenant: str) -> None:
         self.metrics.ended(ended)
         if (used := ended.receipt) is not None:
-            timing = ended.timing
+            counts = ("prompt_tokens", "cached_tokens", "generated_tokens")
+            times: dict[str, Any] = {
+                name: getattr(ended.timing, name, None) for name in ("queue_s", "ttft_s", "e2e_s")
+            }
             log_event(
                 "generated",
-                prompt_tokens=used.prompt_tokens,
-                cached_tokens=used.cached_tokens,
-                generated_tokens=used.generated_tokens,
+                **{name: getattr(used, name) for name in counts},
                 preemptions=used.preemptions or None,
-                queue_s=None if timing is None else timing.queue_s,
-                ttft_s=None if timing is None else timing.ttft_s,
-                e2e_s=None if timing is None else timing.e2e_s,
+                **times,
                 tenant=tenant or None,
                 failed=None if ended.error is None else ended.kind,
             )
@@ -264,13 +271,6 @@ class Service:
         self.num_active -= 1
         if not self.num_active:
             self._idle.set()
-
-
-def _problem(kind: ErrorKind | None, error: str) -> Problem:
-    """Of a request that the engine ended, which is counted."""
-    if kind == "request":
-        return Problem(400, error).counted()
-    return (unavailable(error) if kind == "busy" else failed(error)).counted()
 
 
 def describe(service: Service, created: int, name: str) -> dict[str, Any]:

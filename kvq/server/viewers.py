@@ -131,9 +131,7 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
 def _own(requests: list[LiveRequest] | list[PastRequest], tenant: str) -> list[dict[str, Any]]:
     """A tenant's requests, without its name."""
     found = [msgspec.to_builtins(request) for request in requests if request.tenant == tenant]
-    for request in found:
-        del request["tenant"]
-    return found
+    return [{name: value for name, value in one.items() if name != "tenant"} for one in found]
 
 
 def _name(tenant: str) -> str:

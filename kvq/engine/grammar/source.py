@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -85,7 +85,8 @@ def _constraint_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
     if spec.json_schema is not None:
         return _schema_text(spec.json_schema, limits)
     if spec.choice is not None:
-        return _choice_text(spec.choice, limits)
+        _check_size("choice", "".join(spec.choice), limits)
+        return LLMatcher.grammar_from_regex("|".join("".join(map(_literal, one)) for one in spec.choice))
     if spec.regex is not None:
         _check_text("regex", spec.regex, limits)
         return LLMatcher.grammar_from_regex(spec.regex)
@@ -125,11 +126,6 @@ def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
     for _, inner in places(schema):
         _without_annotations(inner)
     return schema
-
-
-def _choice_text(choices: Sequence[str], limits: GrammarLimits) -> str:
-    _check_size("choice", "".join(choices), limits)
-    return LLMatcher.grammar_from_regex("|".join("".join(map(_literal, c)) for c in choices))
 
 
 def _literal(character: str) -> str:

@@ -89,7 +89,9 @@ def parse(fields: Fields) -> QuantizationScheme:
     version = fields.choice("format", (*_VERSIONS, _MIXED))
     fields.choice("quantization_status", ("compressed", "frozen", None), None)
     rules = rules_of(fields, lambda group: _group(group, version))
-    return QuantizationScheme(file_format=METHOD, version=version, rules=rules, kv_scales=_kv_scales(fields))
+    if has_scales := fields.values.get("kv_cache_scheme") is not None:
+        _check_args(fields.object("kv_cache_scheme"), _KV_SCHEME)
+    return QuantizationScheme(file_format=METHOD, version=version, rules=rules, kv_scales=has_scales)
 
 
 def rules_of(fields: Fields, read: Callable[[Fields], Layer | None]) -> list[Rule[Layer]]:
@@ -186,13 +188,6 @@ def _target(text: str, where: str) -> re.Pattern[str]:
             f"{where}: targets must be Linear layers, by class, name or re:pattern, got {text!r}"
         )
     return exactly(text)
-
-
-def _kv_scales(fields: Fields) -> bool:
-    if fields.values.get("kv_cache_scheme") is None:
-        return False
-    _check_args(fields.object("kv_cache_scheme"), _KV_SCHEME)
-    return True
 
 
 def _token_inputs(kind: str) -> dict[str, Any]:

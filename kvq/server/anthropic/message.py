@@ -156,12 +156,8 @@ class Content:
         stopped = self._stop()
         self.blocks.append(block)
         self._is_open = True
-        started = {
-            "type": "content_block_start",
-            "index": len(self.blocks) - 1,
-            "content_block": dict(block),
-        }
-        return [*stopped, started]
+        at = len(self.blocks) - 1
+        return [*stopped, {"type": "content_block_start", "index": at, "content_block": dict(block)}]
 
     def _stop(self) -> list[Event]:
         if not self._is_open:

@@ -72,7 +72,8 @@ class Calls:
             await stack.enter_async_context(self._room.enter(alone=alone))
             await self._until_ready()
             try:
-                return await self._call(body).answer()
+                kind: Callable[..., Call] = Chat if isinstance(body, ChatBody) else Completion
+                return await kind(self._service, body, "").answer()
             except Problem:
                 raise
             except RequestError as error:
@@ -88,12 +89,6 @@ class Calls:
             if remote.state in (State.FAILED, State.CLOSED):
                 raise EngineError("there is no engine any more")
             await asyncio.sleep(_POLL_S)
-
-    def _call(self, body: Body) -> Call:
-        """Raises Problem: not a request that this server takes."""
-        if isinstance(body, ChatBody):
-            return Chat(self._service, body, "")
-        return Completion(self._service, body, "")
 
     async def _body(self, line: Line) -> Body:
         """Raises Problem: not a request of this protocol, or a strict run refuses its unknown fields."""
