@@ -48,15 +48,17 @@ def register_format(
         raise ConfigError(f"{name}: quantize and dequantize must be functions")
     if dequantize is None and bits is None:
         raise ConfigError(f"{name}: give bits=, an element's with its share of scales; nothing else tells")
-    if bits is not None and (
-        isinstance(bits, bool) or not isinstance(bits, Real) or not 0 < bits <= _MOST_BITS
-    ):
+    if bits is not None and not (_is_a(bits, Real) and 0 < bits <= _MOST_BITS):
         raise ConfigError(f"{name}: bits must be above 0 and up to {_MOST_BITS} an element, got {bits!r:.40}")
-    if block is not None and not (isinstance(block, Integral) and 1 < block <= MAX_BLOCK_SIZE):
+    if block is not None and not (_is_a(block, Integral) and 1 < block <= MAX_BLOCK_SIZE):
         raise ConfigError(f"{name}: block must be 2 to {MAX_BLOCK_SIZE} tokens, got {block!r:.40}")
     tokens = None if block is None else int(block)
     own = _Registered(name, quantize, dequantize, None if bits is None else float(bits), tokens)
     Own.registered[name] = Own(name=name, through=own.through, bits=own.bits_of, tokens=tokens)
+
+
+def _is_a(given: object, kind: type[Any]) -> bool:
+    return isinstance(given, kind) and not isinstance(given, bool)
 
 
 def _check_name(name: str, *, is_known: bool) -> None:
