@@ -105,7 +105,7 @@ def _prefill(server: KvqServer, requests: list[LoadRequest]) -> float:
     end = server.llm.on_step(stats.append)
     began = perf_counter()
     for request in requests:
-        server.submit(request, lambda _: None)
+        server.submit(request, 0.0, [])
     while not stats or stats[-1].prefill_tokens or stats[-1].decode_tokens < len(requests):
         if not server.llm.core.step():
             raise EngineError("requests ended before all of them decoded; does the pool hold them together?")

@@ -82,7 +82,7 @@ class KvqServer:
         while not arrivals.is_done or core.has_work:
             now = perf_counter() - begin
             for request, due_s in arrivals.due(now, len(ended)):
-                self._submit(request, due_s, ended)
+                self.submit(request, due_s, ended)
             if core.has_work:
                 core.step()
                 gauge.sample()
@@ -132,7 +132,7 @@ class KvqServer:
         """Give back the pool."""
         self.llm.close()
 
-    def _submit(self, request: LoadRequest, due_s: float, ended: list[_Ended]) -> None:
+    def submit(self, request: LoadRequest, due_s: float, ended: list[_Ended]) -> None:
         """Queue a request of greedy tokens up to its length."""
         core = self.llm.core
 

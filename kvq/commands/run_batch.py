@@ -13,10 +13,14 @@ from kvq.commands.options import FILE, PATH, SectionedCommand, gathered, option
 from kvq.commands.screen import echo, say_defaults, say_model
 from kvq.commands.served import Service, service_options
 from kvq.extras import SERVER, require
+from kvq.printable import one_line
 
 if TYPE_CHECKING:
     from kvq.models.resolve import ModelSource
     from kvq.server.batch.run import Summary
+
+
+_REASONS = 3  # of failures that are shown
 
 
 class _Stopped(Exception):
@@ -82,6 +86,10 @@ def _print(summary: "Summary", target: Path, *, is_strict: bool) -> None:
     rate = summary.generated_tokens / summary.seconds if summary.seconds else 0.0
     echo(f"requests  {summary.num_new:,} answered now, {summary.num_skipped:,} before")
     echo(f"failed    {summary.num_failed:,} of all in {target}")
+    for reason, count in summary.reasons.most_common(_REASONS):
+        echo(f"          {count:,} x {one_line(reason)}")
+    if summary.num_failed > summary.reasons.total() and not summary.num_new:
+        echo(f"note      what failed before stays so; name another file than {target} to try it again")
     echo(
         f"tokens    {summary.prompt_tokens:,} of prompts ({summary.cached_tokens:,} cached), "
         f"{summary.generated_tokens:,} generated, {rate:,.1f} per second in {summary.seconds:,.1f} s"

@@ -56,7 +56,8 @@ class SamplingDefaults:
 
     def __str__(self) -> str:
         """One line for a log; empty: the file says nothing."""
-        told = [f"{name} {_told(value)}" for name, value in self.fields.items()]
+        names = {ours: theirs for theirs, ours in _OWN.items()}  # as the file has them
+        told = [f"{names.get(name, name)} {_told(value)}" for name, value in self.fields.items()]
         used = f"{', '.join(told)} (what a request says counts; --generation-config none declines)"
         lines = [f"sampling defaults of {self.source}: {used}"] if told else []
         if self.passed_over:

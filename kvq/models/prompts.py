@@ -138,7 +138,8 @@ class PromptEncoder:
             told = self._control.show(first_lines(error))
             if type(error) is TemplateError:  # as `raise_exception` makes it
                 raise RequestError(f"the model's chat template refused this: {told}") from error
-            what = f"{type(error).__name__}: {told}"
+            line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+            what = f"{type(error).__name__}{line}: {told}"
             raise TemplateFails(f"the model's chat template fails for this: {what}") from error
 
     def _hidden(self, turn: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ _PLAIN = "Hello, world: 12 plain words."
 _OWN_WORDS = 32
 _PADDING = 128  # tokens by which an embedding is larger than any tokenizer's, however small that is
 _PARTS = ("token", "vocab", "merges", "spiece", "tekken")  # of names of files
+_BESIDE = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}  # no vocabulary
 _NO_FILES = (
-    "no file of a tokenizer is there; copy tokenizer_config.json and tokenizer.json, or tokenizer.model, or "
+    "no file of a vocabulary is there; copy tokenizer_config.json and tokenizer.json, or tokenizer.model, or "
     "vocab.json and merges.txt, from where the model comes from"
 )
 
@@ -38,7 +39,8 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
             folder, config=_tokenizers_config(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever a damaged file makes the parsers raise
-        why = first_lines(error) if _files_of(folder) else _NO_FILES
+        found = _files_of(folder)
+        why = first_lines(error) if set(found) - _BESIDE else _NO_FILES
         raise ModelError(f"{folder} has no tokenizer that loads: {why}") from error
     beside = folder / "chat_template.json"  # of models that read images too
     if chat_template is not None:

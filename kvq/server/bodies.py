@@ -308,6 +308,7 @@ class ChatBody(Common):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
+    reasoning_effort: _Name | None = None  # for the chat template, if it reads it
 
     _is_usual = model_validator(mode="before")(check_usual)
 

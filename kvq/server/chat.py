@@ -41,7 +41,8 @@ class Chat(Answer):
         body = self._body
         told = body.tools if body.tool_choice != "none" else None  # else nobody would read the model's calls
         tools = [tool.model_dump(exclude_none=True) for tool in told or ()]
-        options = (body.chat_template_kwargs or {}) | {"tools": tools or None}
+        effort = body.reasoning_effort and {"reasoning_effort": body.reasoning_effort}
+        options = {**(effort or {}), **(body.chat_template_kwargs or {}), "tools": tools or None}
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             options["continue_final_message"] = True

@@ -8,6 +8,7 @@ from functools import partial
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
+from kvq.engine.defaults import read_defaults
 from kvq.engine.memory import LENGTHS, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.ends import NO_END
@@ -69,6 +70,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         *findings,
         _ok(f"model: {model.source}, digest {model.digest[:12]}"),
         _ok(f"formats: KV in {config.kv}, computed in {str(model.dtype)[6:]} on {model.device}"),
+        *([_ok(said)] if (said := str(read_defaults(model.folder, config.generation_config))) else []),
         *([] if model.end_ids else [_warning(f"ends of texts: {NO_END}")]),
         *_checked(engine),
         *_memory(engine),
@@ -207,7 +209,7 @@ def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
 
 def _template(config: ServerConfig, model: PreparedModel) -> Iterator[Finding]:
     if not getattr(model.tokenizer, "chat_template", None):
-        yield _warning("chat template: none: /v1/chat/completions will be refused")
+        yield _warning("chat template: none: /v1/chat/completions will be refused; give --chat-template FILE")
         return
     try:
         why, lacking = asyncio.run(_try_prompts(config, model))

@@ -150,8 +150,12 @@ def _unread(given: Any, taken: frozenset[str], forms: Forms) -> Iterator[Field]:
     fields = {name: given[name] for name in taken & given.keys() if given[name]}
     if "tools" in fields and forms.only_calls and fields.get("tool_choice") not in _NO_TOOLS:
         yield Field("tools", "tools", frozenset())
+    if forms.variables is None:
+        return
+    if "reasoning_effort" in fields and "reasoning_effort" not in forms.variables:
+        yield Field("reasoning_effort", "reasoning_effort", frozenset())
     for name, value in fields.get("chat_template_kwargs", {}).items():
-        if forms.variables is not None and name not in forms.variables and value is not None:
+        if name not in forms.variables and value is not None:
             yield Field(f"chat_template_kwargs.{name[:_MAX_NAME]}", name, forms.variables)
 
 

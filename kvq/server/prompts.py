@@ -208,7 +208,8 @@ class Prompts:
         except Overran as error:
             return f"{_BROKEN} it takes {error}"
         except _TemplateFails as error:
-            return f"{_BROKEN} {error.message}"
+            told = error.message.rpartition("template fails for this: ")[2]
+            return f"{_BROKEN} {told}; --chat-template FILE takes another"
         except Problem as problem:
             if problem.status > 500:
                 raise

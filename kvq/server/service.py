@@ -100,7 +100,7 @@ class Service:
         Raises:
             Problem: this server is strict, and there is something that may be missed.
         """
-        is_for_template = given.get("tools") or given.get("chat_template_kwargs")
+        is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
         ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
         unknown = ignored.first_unknown
         if unknown is not None and self.is_strict:

@@ -405,7 +405,11 @@ def plan_of(kvq, tmp_path, config, *options):
 @pytest.mark.parametrize(
     ("changes", "options", "says"),
     [
-        ({"quantization_config": {"quant_method": "hqq"}}, (), "quant_method must be .* got 'hqq'"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            (),
+            "are of quant_method 'hqq', which kvq does not load",
+        ),
         ({"quantization_config": INT4 | {"bits": 2}}, (), "bits must be 8 or 4 or 3, got 2"),
         ({"quantization_config": INT4}, ("--weights", "int8"), "its weights are quantized already"),
         ({"auto_map": {"AutoModel": "x.Y"}}, (), "it has auto_map"),

@@ -123,7 +123,7 @@ def without_tokenizer(folder, model_type):
 def test_a_folder_without_a_tokenizer_has_none(model_type, folder):
     """transformers makes one of special tokens alone for some families, and raises for others."""
     without_tokenizer(folder, model_type)
-    with pytest.raises(ModelError, match=r"has no tokenizer that .*no file of a tokenizer is there; copy"):
+    with pytest.raises(ModelError, match=r"has no tokenizer that .*no file of a vocabulary is there; copy"):
         check_knows_text(load_tokenizer(folder), folder)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kvq import strict_json
+from kvq.errors import ModelError
 from kvq.formats.checkpoints import config_groups, flat_config
-from kvq.formats.checkpoints.fields import WHERE, Fields
+from kvq.formats.checkpoints.fields import WHERE, Fields, shown
 from kvq.formats.checkpoints.scheme import QuantizationScheme
 
 __all__ = ["QuantizationScheme", "parse_config", "told_beside"]
@@ -28,7 +29,14 @@ def parse_config(config: object) -> QuantizationScheme:
         ModelError: a method, version or feature that isn't read, by its field and value.
     """
     fields = Fields.of(config, WHERE)
-    return _READ[fields.choice("quant_method", tuple(_READ))](fields)
+    method = fields.values.get("quant_method")
+    if not isinstance(method, str) or method not in _READ:
+        told = "say no quant_method" if method is None else f"are of quant_method {shown(method)}"
+        raise ModelError(
+            f"{WHERE}: these weights {told}, which kvq does not load; take it in 16 bits, which --weights and "
+            f"`kvq quantize` round, or in {' or '.join(map(shown, _READ))}"
+        )
+    return _READ[method](fields)
 
 
 def told_beside(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

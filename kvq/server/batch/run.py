@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ _TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
 _BOUNDLESS = AdmissionConfig(  # max_in_flight bounds what waits
     max_queue=1 << 62, max_queued_tokens=1 << 62, max_wait_s=1e9, max_overcommit=1e9, max_kv_pressure=1.0
 )
-_NAMED = 8  # fields that were ignored
+_NAMED = 8  # fields that were ignored, and reasons
 _AT_A_TIME = 1000  # finished lines passed over before others get a turn
 _CHUNK = 1 << 20  # bytes
 
@@ -60,6 +61,7 @@ class Summary:
     num_new: int = 0  # lines finished by this run
     num_skipped: int = 0  # lines that were finished before
     num_failed: int = 0  # results without an answer, those of earlier runs included
+    reasons: Counter[str] = field(default_factory=Counter)  # why those of this run failed
     num_strangers: int = 0  # results of custom_ids that are not in the input
     num_ignoring: int = 0  # requests with fields that were ignored
     ignored: list[str] = field(default_factory=list)  # the first few of these
@@ -75,6 +77,12 @@ class Summary:
         for name in names:
             if name not in self.ignored and len(self.ignored) < _NAMED:
                 self.ignored.append(name)
+
+    def fail(self, reason: str) -> None:
+        """Note a request without an answer; of many kinds of reasons the first."""
+        self.num_failed += 1
+        if reason in self.reasons or len(self.reasons) < _NAMED:
+            self.reasons[reason] += 1
 
     def take(self, usage: dict[str, Any]) -> None:
         """Add an answer's tokens."""
@@ -181,12 +189,12 @@ class _Batch:
 
     async def _result(self, calls: Calls, line: Line) -> bytes:
         if line.fault is not None:
-            self.summary.num_failed += 1
+            self.summary.fail(line.fault.message)
             return encode_fault(line)
         try:
             body = await calls.answer(line)
         except Problem as problem:
-            self.summary.num_failed += 1
+            self.summary.fail(f"{problem.status} {problem.message}")
             return encode_answer(line, problem.body(), problem.status)
         self.summary.take(body["usage"])
         return encode_answer(line, body)
