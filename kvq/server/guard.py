@@ -120,9 +120,7 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         if self._access.hosts is not None and _name(host) not in self._access.hosts:
             raise Problem(
-                400,
-                "this server has no such host name; see --allowed-host",
-                code="host_not_allowed",
+                400, "this server has no such host name; see --allowed-host", code="host_not_allowed"
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
         origins = self._access.origins

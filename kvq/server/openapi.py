@@ -31,9 +31,7 @@ def _object(**properties: Document) -> Document:
 
 
 _SCHEMAS = {
-    "Error": _object(
-        error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL),
-    ),
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
     "MessagesError": _object(
         type={"const": "error"},
         error={

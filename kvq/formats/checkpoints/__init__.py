@@ -33,7 +33,7 @@ def parse_config(config: object) -> QuantizationScheme:
     if not isinstance(method, str) or method not in _READ:
         told = "say no quant_method" if method is None else f"are of quant_method {shown(method)}"
         raise ModelError(
-            f"{WHERE}: these weights {told}, which kvq does not load; take it in 16 bits, which --weights and "
+            f"{WHERE}: these weights {told}, which kvq does not load; take it in 16 bits, which --weights or "
             f"`kvq quantize` round, or in {' or '.join(map(shown, _READ))}"
         )
     return _READ[method](fields)
