@@ -32,10 +32,11 @@ COMMANDS = [
 ]
 
 
-class Looked:
+class Looked(dict):
     """Embedded models, of which a name is looked for."""
 
     def __init__(self, look):
+        super().__init__()
         self._look = look
 
     def __contains__(self, name):

@@ -460,7 +460,7 @@ def test_what_modelopt_says_in_a_file_of_its_own_counts(kvq, tmp_path):
     row, _ = plan_of(kvq, tmp_path, LLAMA)
     linear = 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
     assert plain["weights_bytes"] - row["weights_bytes"] == pytest.approx(linear, rel=0.01)
-    assert "got 'modelopt'" in row["refused"]
+    assert "'modelopt', which kvq does not load" in row["refused"]
     (tmp_path / "hf_quant_config.json").write_text("{")
     row, told = plan_of(kvq, tmp_path, LLAMA)
     assert "quant_method 'modelopt'" in told

@@ -39,6 +39,7 @@ def test_every_field_is_taken_and_named_in_one_line(tmp_path):
     told = str(found)
     assert "\n" not in told
     assert all(f"{name} {value}" in told for name, value in own.items())
+    assert "max_new_tokens 9" in told
     assert "generation_config.json" in told
     assert "--generation-config none" in told
 

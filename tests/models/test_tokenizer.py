@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import is_torch_available
 
-from kvq.errors import ModelError
+from kvq.errors import ConfigError, ModelError
 from kvq.models.resolve import EMBEDDED, resolve_model
 from kvq.models.tokenizer import check_knows_text, check_vocabulary, load_tokenizer, load_without_torch
 
@@ -125,6 +125,17 @@ def test_a_folder_without_a_tokenizer_has_none(model_type, folder):
     without_tokenizer(folder, model_type)
     with pytest.raises(ModelError, match=r"has no tokenizer that .*no file of a vocabulary is there; copy"):
         check_knows_text(load_tokenizer(folder), folder)
+
+
+def test_a_vocabulary_that_is_missing_is_told_though_other_files_are_there(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="no file of a vocabulary is there; copy"):
+        load_tokenizer(folder)
+
+
+def test_a_template_that_was_given_and_is_no_jinja_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"--chat-template is no Jinja: line 2: .*'endfr'"):
+        load_without_torch(folder, "{% for m in messages %}\n{{ m }}{% endfr %}")
 
 
 def test_special_tokens_alone_know_no_text(folder):

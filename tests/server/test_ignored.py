@@ -105,6 +105,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ("model", "given", "found"),
     [
         (ChatBody, chat(chat_template_kwargs={"x": 1, "y": 2, "z": None}), ["chat_template_kwargs.y"]),
+        (ChatBody, chat(reasoning_effort="low"), ["reasoning_effort"]),
         (ChatBody, chat(tools=[TOOL]), ["tools"]),
         (ChatBody, chat(tools=[TOOL], tool_choice="none"), []),
         (ChatBody, chat(tools=[]), []),

@@ -22,7 +22,7 @@ _OF_THE_REQUEST = {
     *("model", "stream", "stream_options", "service_tier", "priority", "cache_salt"),
     *("prompt", "suffix", "echo"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls"),
-    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"),
 }
 _SCHEMA = {"type": "object"}
 _UNUSUAL = {
