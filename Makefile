@@ -5,6 +5,8 @@
 #   make sanitize   the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer (gcc)
 #   make arm        the portable C++ kernels on an emulated Arm CPU (aarch64-linux-gnu-g++, qemu-aarch64-static)
 #   make docs       the documentation as a site, in build/docs/index.html
+#   make wheel      a wheel with the C++ kernels for every CPU of this kind, in dist/, tried in an environment of its own
+#   make resolve    whether pip can resolve every extra; EXTRAS=vllm for some
 #   make fuzz       everything from outside, made up and broken, for an hour; FUZZ_SECONDS=60 for a minute
 #   make scale      kvq inside vLLM, LMCache, Ray Serve and Dynamo, each in an environment of its own in
 #                   build/scale (some gigabytes, once); scale-vllm, scale-lmcache, scale-ray, scale-dynamo for one
@@ -22,12 +24,15 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
-# The C++ kernels; when one changes, the editable installation is built anew.
+# The C++ kernels; when one changes, they are compiled anew.
 NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
+# What a compiler said that failed
+UNBUILT := kvq/kernels/native/not_built.txt
 
-.PHONY: demo docs test test-long fuzz sanitize sanitize-address sanitize-thread arm gpu real lint setup setup-demo clean
+.PHONY: demo docs test test-long fuzz sanitize sanitize-address sanitize-thread arm gpu real lint setup setup-demo wheel resolve clean
 
 demo: setup-demo
+	@echo 'kvq: measuring ten KV formats on the embedded model: about a minute'
 	$(BIN)/kvq demo --out demo
 	@echo 'kvq is in $(BIN): . $(BIN)/activate'
 
@@ -103,11 +108,11 @@ $(SCALES:%=scale-%): scale-%: build/scale/%/.ready
 	TOKENIZERS_PARALLELISM=false build/scale/$*/bin/python -m pytest tests/scale/$*
 
 # requirements.txt as pip resolves it, then what is taken without its own requirements, and kvq in its place.
-build/scale/%/.ready: tests/scale/%/requirements.txt tests/scale/%/bare.txt $(NATIVE) | $(VENV)/.dev
+build/scale/%/.ready: tests/scale/%/requirements.txt tests/scale/%/bare.txt $(NATIVE) | $(VENV)/.dev $(VENV)/.kernels
 	test -x build/scale/$*/bin/python || $(BIN)/python -m venv build/scale/$*
 	build/scale/$*/bin/python -m pip install --quiet --disable-pip-version-check -r tests/scale/$*/requirements.txt
 	build/scale/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/scale/$*/bare.txt
-	build/scale/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	KVQ_VARIANTS=none build/scale/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 lint: setup
@@ -116,16 +121,46 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-setup: $(VENV)/.dev
-setup-demo: $(VENV)/.demo
+setup: $(VENV)/.dev $(VENV)/.kernels
+setup-demo: $(VENV)/.demo $(VENV)/.kernels-here
 
-$(VENV)/.dev: $(VENV)/.created $(NATIVE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+# kvq without its kernels, which the next step compiles where one sees it.
+define install  # extra, and what it brings
+	@echo 'kvq: installing $(2) into $(VENV): a minute, and what downloading takes'
+	KVQ_VARIANTS=none $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[$(1)]' 'setuptools>=77'
+endef
+
+$(VENV)/.dev: $(VENV)/.created
+	$(call install,dev,torch$(comma) all that kvq can use$(comma) and the tools of its tests)
 	@touch $(VENV)/.dev $(VENV)/.demo
 
-$(VENV)/.demo: $(VENV)/.created $(NATIVE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[standard]'
+$(VENV)/.demo: $(VENV)/.created
+	$(call install,standard,torch$(comma) transformers and what every command needs)
 	@touch $(VENV)/.demo
+
+# For every CPU of this kind, as tests and wheels need them, or for this one alone, which takes a quarter of the time.
+$(VENV)/.kernels: $(NATIVE) | $(VENV)/.dev
+	$(BIN)/python setup.py -q build_ext --inplace
+	@test -e $(UNBUILT) || touch $(VENV)/.kernels $(VENV)/.kernels-here
+
+$(VENV)/.kernels-here: $(NATIVE) | $(VENV)/.demo
+	KVQ_VARIANTS=here $(BIN)/python setup.py -q build_ext --inplace
+	@rm -f $(VENV)/.kernels
+	@test -e $(UNBUILT) || touch $(VENV)/.kernels-here
+
+wheel: $(VENV)/.created
+	rm -rf dist build/wheel build/lib*
+	@echo 'kvq: compiling the C++ kernels for every CPU of this kind and packing them: 1 to 3 minutes'
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@echo 'kvq: installing it into an environment of its own, with what it requires alone, to try it: a minute or more'
+	$(BIN)/python -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build/wheel && bin/python $(CURDIR)/tools/check_wheel.py
+	@ls dist/*.whl
+
+resolve: $(VENV)/.created
+	$(BIN)/python tools/resolve.py $(EXTRAS)
 
 $(VENV)/.docs: $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -134,8 +169,9 @@ $(VENV)/.docs: $(VENV)/.created
 
 $(VENV)/.created: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "kvq needs Python 3.11, 3.12 or 3.13 as python3; found: $$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@test -x $(BIN)/python || echo 'kvq: making a virtual environment in $(VENV): some seconds'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 can't make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	@touch $(VENV)/.created
 
 clean:
-	rm -rf $(VENV) demo build dist *.egg-info kvq/kernels/native/_kernels*.so
+	rm -rf $(VENV) demo build dist *.egg-info kvq/kernels/native/_kernels*.so $(UNBUILT)

@@ -5,8 +5,8 @@
 Needs `optimum-quanto` for the rival (`pip install optimum-quanto`). Every repeat runs all caches
 one after another: prefill, then single-token steps, greedily. Perplexity and KL divergence from
 DynamicCache in fp32 are taken over the steps of one token, as each cache serves them: 512 tokens of
-held-out text after a prefill of 512, with the standard error of the change. QuantizedCache keeps up to
-128 recent tokens unquantized, as KvqCache does with residual_length=128; by itself KvqCache quantizes
+held-out text after a prefill of 512, with the standard error of the change. QuantizedCache keeps 0 to 127
+recent tokens unquantized, KvqCache with residual_length=128 always 128; by itself KvqCache quantizes
 every token as it is written.
 """
 

@@ -4,7 +4,8 @@
 KVQ_PROBE_URL tells where it listens, if not on http://127.0.0.1:8000. Over HTTPS its certificate is not
 looked at: it names the service and not this container.
 
-Probes of orchestrators can't carry a secret, and every route but /health/live needs a key.
+Probes of orchestrators can't carry a secret, and every route but /health/live needs a key. The keys of the
+file are tried in turn: one that was just written there counts once the server has read it again (SIGHUP).
 """
 
 import os
@@ -16,27 +17,30 @@ from pathlib import Path
 
 
 def main(path: str, keys: str | None = None) -> int:
-    """Ask once."""
+    """Ask once, or with one key after the other while the server does not know them."""
     url = os.environ.get("KVQ_PROBE_URL", "http://127.0.0.1:8000")
-    request = urllib.request.Request(url + path)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        if keys is not None:
-            request.add_header("Authorization", f"Bearer {first_key(keys)}")
-        with urllib.request.urlopen(request, timeout=4, context=context) as answer:
-            return int(answer.status != 200)
-    except urllib.error.HTTPError as error:
-        print(error.read(1000).decode(errors="replace"), file=sys.stderr)
+        for key in [None] if keys is None else read_keys(keys):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            request = urllib.request.Request(url + path, headers=headers)
+            try:
+                with urllib.request.urlopen(request, timeout=4, context=context) as answer:
+                    return int(answer.status != 200)
+            except urllib.error.HTTPError as error:
+                print(error.read(1000).decode(errors="replace"), file=sys.stderr)
+                if error.code != 401:
+                    return 1
     except OSError as error:
         print(error, file=sys.stderr)
     return 1
 
 
-def first_key(path: str) -> str:
+def read_keys(path: str) -> list[str]:
     """As the server reads them: one a line, comments passed over."""
     lines = [line.strip() for line in Path(path).read_text(encoding="utf8").splitlines()]
-    return next((line for line in lines if line and not line.startswith("#")), "")
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 if __name__ == "__main__":

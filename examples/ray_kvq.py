@@ -2,7 +2,7 @@
 
 python examples/ray_kvq.py [MODEL [KV]]
 
-Needs `pip install 'kvq-toolkit[ray]'` at every node. Clients find the OpenAI routes at
+Needs `pip install '.[ray]'` in a clone of kvq at every node. Clients find the OpenAI routes at
 http://127.0.0.1:8000/v1. Replicas are added while more requests are at work than there are seats. In a
 cluster that runs already, the same without Python: serve run kvq.integrations.ray:build num_replicas=2
 """

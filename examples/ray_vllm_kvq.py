@@ -1,6 +1,6 @@
 """Serve a large model by vLLM with kvq's plug-in, each replica on 16 GPUs of two nodes, under Ray Serve.
 
-    pip install 'ray[llm]' 'kvq-toolkit[vllm]'     # at every node: vLLM's workers load the plug-in there
+    pip install 'ray[llm]' '.[vllm]'     # in a clone of kvq, at every node: vLLM's workers load the plug-in
     python examples/ray_vllm_kvq.py                # at the head node
 
 It was never run: there was no cluster of GPUs. What was checked is that Ray's `LLMConfig` takes it.

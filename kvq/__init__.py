@@ -9,6 +9,9 @@
 Importing kvq loads nothing else: torch and transformers come with the first name that needs them.
 """
 
+import os
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvq.errors import (
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.plan import plan
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
+    from kvq.kernels.codec.own import register_format
     from kvq.models import Model
     from kvq.models.hf_check import check
 else:
@@ -44,6 +48,7 @@ else:
             "kvq.capacity.plan.plan": ("plan",),
             "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
             "kvq.formats": ("KVRecipe",),
+            "kvq.kernels.codec.own": ("register_format",),
             "kvq.models": ("Model",),
             "kvq.models.hf_check": ("check",),
         },
@@ -74,9 +79,16 @@ __all__ = [
     "perplexity",
     "plan",
     "quantize",
+    "register_format",
     "tune",
 ]
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if hasattr(os, "register_at_fork"):  # a child would wait for threads of torch's that it doesn't have
+    os.register_at_fork(
+        before=lambda: "torch" in sys.modules and import_module("kvq.kernels.neighbours").end_team()
+    )

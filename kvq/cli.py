@@ -15,31 +15,42 @@ from kvq.commands.shortage import check_addresses, shortage
 from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
-# Command name -> (module below kvq.commands, its one-line help, shown without loading the module).
-_COMMANDS = {
-    "perplexity": ("perplexity", "Measure what KV formats cost on a text."),
-    "eval": ("eval", "Measure quality by several measures, with error bars and gates."),
-    "compare": ("compare", "Compare two results of perplexity or eval."),
-    "generate": ("generate", "Go on from a prompt, streamed."),
-    "serve": ("serve", "Serve a model over HTTP, as OpenAI does."),
-    "run-batch": ("run_batch", "Answer a file of requests, in OpenAI's batch format; resumable."),
-    "chat": ("chat", "Chat in the terminal, with a model or with a running server."),
-    "detect-watermark": ("detect_watermark", "Find kvq's watermark in texts, and make keys for it."),
-    "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
-    "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
-    "tune": ("tune", "Find the formats of every layer that cost least within a memory budget."),
-    "quantize": ("quantize", "Quantize a model's weights into a folder that other engines load too."),
-    "manifest": ("manifest", "Write or check the digests of a model folder's files."),
-    "bench": ("bench", "Measure how fast the parts are, and the engine under load."),
-    "plan": ("plan", "Plan memory: how many users fit on which GPU."),
-    "cost": ("cost", "Compare what tokens cost on one's own GPUs and at an API."),
-    "models": ("models", "List the models that plan knows without their files."),
-    "gpus": ("gpus", "List the GPUs that plan knows."),
-    "simulate": ("simulate", "Serve a load to come without a GPU: latency, throughput, cost."),
-    "demo": ("demo", "Measure every format on the embedded model and write a report."),
-    "doctor": ("doctor", "Show what runs on this machine and why the rest does not."),
-    "completion": ("completion", "Make bash, zsh or fish complete commands, options and names."),
+# Of a group, command name -> its one-line help, shown without loading its module below kvq.commands.
+_GROUPS = {
+    "First steps": {
+        "demo": "Measure every format on the embedded model and write a report.",
+        "perplexity": "Measure what KV formats cost on a text: kvq perplexity ./my-model",
+        "serve": "Serve a model over HTTP, as OpenAI does: kvq serve ./my-model --kv int4",
+    },
+    "Use a model": {
+        "generate": "Go on from a prompt, streamed.",
+        "chat": "Chat in the terminal, with a model or with a running server.",
+        "run-batch": "Answer a file of requests, in OpenAI's batch format; resumable.",
+        "detect-watermark": "Find kvq's watermark in texts, and make keys for it.",
+    },
+    "Quality": {
+        "eval": "Measure quality by several measures, with error bars and gates.",
+        "compare": "Compare two results of perplexity or eval.",
+        "inspect": "Show a model's KV geometry and the bytes per token of every format.",
+        "calibrate": "Observe a model and write static scales to a kvq.json.",
+        "tune": "Find the formats of every layer that cost least within a memory budget.",
+        "quantize": "Quantize a model's weights into a folder that other engines load too.",
+        "manifest": "Write or check the digests of a model folder's files.",
+    },
+    "Size and speed": {
+        "plan": "Plan memory: how many users fit on which GPU.",
+        "simulate": "Serve a load to come without a GPU: latency, throughput, cost.",
+        "cost": "Compare what tokens cost on one's own GPUs and at an API.",
+        "models": "List the models that plan knows without their files.",
+        "gpus": "List the GPUs that plan knows.",
+        "bench": "Measure how fast the parts are, and the engine under load.",
+    },
+    "This machine": {
+        "doctor": "Show what runs on this machine and why the rest does not.",
+        "completion": "Make bash, zsh or fish complete commands, options and names.",
+    },
 }
+_COMMANDS = {name: line for group in _GROUPS.values() for name, line in group.items()}
 _WINDOWS = (
     "kvq runs on Linux, macOS and WSL; on Windows, install WSL (wsl --install) and run it there, please."
 )
@@ -59,7 +70,7 @@ class _Commands(click.Group):
         if name not in _COMMANDS:
             return None
         check_addresses()
-        module = importlib.import_module(f"kvq.commands.{_COMMANDS[name][0]}")
+        module = importlib.import_module(f"kvq.commands.{name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 
@@ -70,15 +81,14 @@ class _Commands(click.Group):
             raise _Interrupted from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+        for title, group in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([*group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
         """Commands by name, of which none is loaded, and kvq's own options."""
         found = [
-            CompletionItem(name, help=line)
-            for name, (_, line) in _COMMANDS.items()
-            if name.startswith(incomplete)
+            CompletionItem(name, help=line) for name, line in _COMMANDS.items() if name.startswith(incomplete)
         ]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
@@ -99,7 +109,11 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, prog_name="kvq")
 def root() -> None:
-    """Quantized, block-managed KV caches for language models, and what they cost."""
+    """Quantized, block-managed KV caches for language models, and what they cost.
+
+    A MODEL is a folder, a name on the Hugging Face hub, or 'tiny', the embedded one. `kvq COMMAND --help` has
+    a command's options.
+    """
 
 
 def main(args: list[str] | None = None) -> Any:

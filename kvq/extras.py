@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 from kvq.errors import ConfigError
 
-DISTRIBUTION = "kvq-toolkit"
 PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brings it
     "fastapi": ("fastapi", "serve"),
     "uvicorn": ("uvicorn", "serve"),
@@ -41,9 +40,10 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def install_command(extra: str) -> str:
-    """What brings an extra's packages."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+def install_command(extra: str = "") -> str:
+    """What brings kvq with an extra's packages: it is on no package index."""
+    what = f"'.[{extra}]'" if extra else "."
+    return f"pip install {what} in a clone of kvq"
 
 
 def missing_packages(extra: str) -> list[str]:

@@ -20,6 +20,7 @@ from typing import TypedDict
 from kvq.errors import ConfigError
 from kvq.formats import BLOCK_SIZE as BLOCK_SIZE
 from kvq.formats import ExactTokens, KVFormat, KVRecipe, LayerFormats
+from kvq.formats.own import tokens_of
 from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry, StateTensor
 
 VERSION = 1  # of the byte order inside a block; blocks of another version must not be read
@@ -275,6 +276,7 @@ def plan_layout(
             f"block_size must be 1 to {MAX_BLOCK_SIZE} tokens, got {block_size}; {BLOCK_SIZE} is usual"
         )
     check_recipe_fits(geometry, recipe)
+    block_size = tokens_of(recipe.own) or block_size
     groups = tuple(
         GroupLayout(
             group=group,

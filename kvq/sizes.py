@@ -12,6 +12,7 @@ _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
 _COUNTS = ("", "K", "M", "B", "T")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
+_TOKENS = re.compile(r"([-+]?(?:0|[1-9]\d{0,17})(?:\.\d{1,9})?)([km]?)", re.IGNORECASE | re.ASCII)
 _SIZE = re.compile(r"\s*(\d{0,18}\.?\d{1,18})\s*((?:[kmgt]i?)?)(?:b|bytes)?\s*", re.IGNORECASE)
 
 
@@ -54,6 +55,19 @@ def parse_bytes(size: int | str, name: str) -> int:
     if match is None:
         raise ConfigError(f"{name} must be a size such as '2GiB' or a number of bytes, got {size!r}")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_tokens(text: str) -> int:
+    """How many tokens a text says: `8192`, `8k` or `1M`, in powers of 1024 as contexts are.
+
+    Raises:
+        ConfigError: it says no whole number of them.
+    """
+    match = _TOKENS.fullmatch(text)
+    tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0.5
+    if not tokens.is_integer():
+        raise ConfigError(f"{text!r} is no number of tokens; write it as 8192, 8k (which is 8192) or 1M")
+    return int(tokens)
 
 
 def _fitting(amount: float, step: int, units: tuple[str, ...]) -> str:

@@ -154,6 +154,7 @@ def static_scale(recipe: dict, layer: int, part: str, fmt: Format) -> np.ndarray
         return None
     need(recipe["static_scales"] is not None, f"layers[{layer}].{part}: {fmt.name} without static scales")
     maxima = recipe["static_scales"]["layers"][layer][part + "_rotated" * fmt.rotated]
+    need(maxima is not None, f"layers[{layer}].{part}: {fmt.name} without scales of what is rotated")
     largest = {"fp8": 448.0, "int8": 127.0}[fmt.code]
     return np.array([max(a / largest, 2.0**-126) for a in maxima], np.float32)[:, None, None]
 

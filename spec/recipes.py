@@ -28,11 +28,12 @@ def _numbers(values: object, where: str, least: float = -_LARGEST) -> list[float
 
 
 def _maxima(layer: dict, where: str) -> dict:
-    """Per KV head one number above 0."""
+    """Per KV head one number above 0, or null for what is rotated."""
     heads = len(items(layer["k"], f"{where}.k"))
-    for field in _FIELDS["static_scales"]:
+    known = [f for f in _FIELDS["static_scales"] if layer[f] is not None or not f.endswith("_rotated")]
+    for field in known:
         items(layer[field], f"{where}.{field}", heads)
-    return {f: _numbers(layer[f], f"{where}.{f}", 5e-324) for f in _FIELDS["static_scales"]}
+    return dict.fromkeys(layer) | {f: _numbers(layer[f], f"{where}.{f}", 5e-324) for f in known}
 
 
 def _means(layer: dict, where: str) -> dict:

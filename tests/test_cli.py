@@ -247,7 +247,7 @@ BAD_FORMATS = [
         "group size must divide head_dim/2 or equal head_dim=64, got 48; use one of [4, 8, 16, 32, 64]",
     ),
     ("fp32,,int4", "unknown KV format ''"),
-    ("no/such.json", "can't read recipe no/such.json"),
+    ("no/such.json", "can't read no/such.json"),
 ]
 
 
@@ -270,7 +270,7 @@ def test_formats_that_do_not_exist_or_fit_are_refused_with_what_does(run, kv, sa
         (["perplexity", "--json", "no/folder/r.json"], "there is no folder no/folder"),
         (["perplexity", "--plot", "r.gif"], "the name must end in .svg, .png, .pdf"),
         (["perplexity", "--device", "cuda:99"], "device 'cuda:99' is not usable here"),
-        (["perplexity", "--dtype", "fp33"], "unknown dtype 'fp33'; did you mean 'fp32'?"),
+        (["perplexity", "--dtype", "fp33"], "'fp33' is not one of 'auto', 'fp32', 'bf16', 'fp16'."),
         (["perplexity", "--backend", "trition"], "did you mean 'triton'?"),
         (["perplexity", "--backend", "triton"], "triton: needs an nvidia or amd gpu, not cpu"),
         (["perplexity", "--kv", "int8", "-ctk", "int8"], "give one of them"),

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import kvq
 from kvq import extras
@@ -49,28 +50,28 @@ print(json.dumps(found))
 NEEDS = {  # command line -> what it needs, and the extra that brings it
     "serve --model nowhere": ("kvq serve needs fastapi, uvicorn, h11, msgspec", "serve"),
     "serve --config nothing.yaml": ("--config needs pyyaml", "serve"),
-    "run-batch nothing.jsonl out.jsonl --model nowhere": ("kvq run-batch needs fastapi", "serve"),
+    "run-batch ../there.txt out.jsonl --model nowhere": ("kvq run-batch needs fastapi", "serve"),
     "bench serve --model nowhere": ("kvq bench serve needs fastapi", "serve"),
     "bench vllm --model nowhere": ("kvq bench vllm needs vllm", "vllm"),
-    "perplexity --model nowhere --plot out.svg --text nothing.txt": (
+    "perplexity --model nowhere --plot out.svg --text ../there.txt": (
         "the plot out.svg needs matplotlib",
         "plot",
     ),
-    "perplexity --model nowhere --html out.html --text nothing.txt": ("--html needs matplotlib", "plot"),
-    "eval nowhere --html out.html --text nothing.txt": ("--html needs matplotlib", "plot"),
+    "perplexity --model nowhere --html out.html --text ../there.txt": ("--html needs matplotlib", "plot"),
+    "eval nowhere --html out.html --text ../there.txt": ("--html needs matplotlib", "plot"),
     "tune nowhere --plot out.svg": ("the plot out.svg needs matplotlib", "plot"),
-    "tune nowhere --html out.html --text nothing.txt": ("--html needs matplotlib", "plot"),
+    "tune nowhere --html out.html --text ../there.txt": ("--html needs matplotlib", "plot"),
     "plan --model nowhere --gpu none --context 9 --html out.html": ("--html needs matplotlib", "plot"),
     "simulate --model nowhere --gpu none --rate 1 --html out.html": ("--html needs matplotlib", "plot"),
     "bench attention --kv nothing --plot out.svg": ("the plot out.svg needs matplotlib", "plot"),
     "bench engine --model nowhere --plot out.svg": ("the plot out.svg needs matplotlib", "plot"),
     "demo --out out": ("the plot out/plot.svg needs matplotlib", "plot"),
     "eval nowhere --tasks perplexity,lm_eval:hellaswag": ("lm_eval:hellaswag needs lm-eval", "eval"),
-    "perplexity --model nowhere --text nothing.parquet": (
-        "the Parquet file nothing.parquet needs pyarrow",
+    "perplexity --model nowhere --text ../there.parquet": (
+        "the Parquet file ../there.parquet needs pyarrow",
         "eval",
     ),
-    "calibrate nowhere --check no.parquet": ("the Parquet file no.parquet needs pyarrow", "eval"),
+    "calibrate nowhere --check ../there.parquet": ("the Parquet file ../there.parquet needs pyarrow", "eval"),
     "tune nowhere --text hf:nothing": ("hf:nothing needs datasets", "eval"),
     "quantize nowhere --out out --method nf4": ("--method nf4 needs bitsandbytes, accelerate", "bnb"),
 }
@@ -79,7 +80,10 @@ NEEDS = {  # command line -> what it needs, and the extra that brings it
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """What each command line ends with without optional packages, and the folder where it was called."""
-    folder = tmp_path_factory.mktemp("bare")
+    folder = tmp_path_factory.mktemp("bare") / "here"
+    folder.mkdir()
+    for name in ("there.txt", "there.parquet"):
+        (folder.parent / name).touch()
     given = json.dumps([list(extras.PACKAGES), list(NEEDS)])
     done = subprocess.run(
         [sys.executable, "-c", BARE, given], cwd=folder, capture_output=True, text=True, check=False
@@ -94,7 +98,7 @@ def test_commands_say_what_to_install_before_they_do_anything(bare, line):
     status, out, err = bare[0][line]
     assert (status, out) == (2, "")
     assert err.startswith(f"kvq: error: {says}")
-    assert err.endswith(f" not installed; pip install 'kvq-toolkit[{extra}]'\n")
+    assert err.endswith(f" not installed; pip install '.[{extra}]' in a clone of kvq\n")
     assert list(bare[1].iterdir()) == []
 
 
@@ -103,7 +107,7 @@ def distributions(extra: str) -> set[str]:
     found = set()
     for requirement in OPTIONAL[extra]:
         name, inner = re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups()
-        is_own = name == extras.DISTRIBUTION
+        is_own = name == PROJECT["name"]
         found |= set().union(*map(distributions, inner.split(","))) if is_own else {name}
     return found
 
@@ -116,13 +120,33 @@ def test_every_package_is_in_the_extra_that_its_error_names():
     assert distributions("standard") == {
         name for name, extra in extras.PACKAGES.values() if extra in ("serve", "eval", "plot")
     }
-    assert PROJECT["name"] == extras.DISTRIBUTION
+
+
+def test_nothing_tells_to_install_kvq_from_an_index():
+    """It is on none: a clone's folder, or a wheel, is what pip can take."""
+    places = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()]
+    places += [
+        path for folder in ("kvq", "deploy") for path in (ROOT / folder).rglob("*") if path.suffix != ".so"
+    ]
+    for path in places:
+        if path.is_file() and path.suffix != ".pyc":
+            told = re.search(
+                r"install[^\n]*kvq-toolkit\b", path.read_text(encoding="utf-8", errors="replace")
+            )
+            assert told is None, f"{path}: {told and told[0]}"
+
+
+@pytest.mark.parametrize(("package", "pinned"), [("torch", "2.14.0"), ("llguidance", "1.7.6")])
+def test_what_vllm_pins_is_admitted(package, pinned):
+    """vLLM 0.32 and 0.33 take llguidance 1.7 alone, 0.33 torch 2.14.0 alone; `make resolve` asks pip."""
+    (found,) = [r for r in map(Requirement, PROJECT["dependencies"]) if r.name == package]
+    assert found.specifier.contains(pinned)
 
 
 def test_readme_and_make_install_what_the_commands_below_need():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.search(r"^pip install '\.\[standard\]'", readme, re.MULTILINE)
-    assert "-e '.[standard]'" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "$(call install,standard," in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
@@ -147,7 +171,7 @@ def test_without_triton_a_gpu_says_what_to_install(monkeypatch):
     support._has_triton.cache_clear()
     found = support.supports_linear(None, Device(type="cuda", name="H100", capability=(9, 0)))
     support._has_triton.cache_clear()
-    assert found.reason == "Triton is not installed; pip install 'kvq-toolkit[gpu]'"
+    assert found.reason == "Triton is not installed; pip install '.[gpu]' in a clone of kvq"
 
 
 def test_optional_packages_are_asked_for_in_one_place():

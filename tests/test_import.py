@@ -100,7 +100,7 @@ def test_deciding_and_sizing_import_no_tensors(module: str) -> None:
 def test_processes_without_a_model_import_neither_torch_nor_the_engine() -> None:
     """The HTTP process, the one that reads prompts, and those of the commands that start them."""
     modules = "kvq.server.run, kvq.server.reading.host, kvq.server.batch.run"
-    _, loaded, _ = run(f"import kvq.commands.serve, kvq.commands.run_batch, kvq.commands.said, {modules}")
+    _, loaded, _ = run(f"import kvq.commands.serve, kvq.commands.run_batch, kvq.commands.screen, {modules}")
     assert "fastapi" in loaded
     heavy = ("torch", "transformers", "numpy", "triton", "safetensors", "huggingface_hub")
     assert not [m for m in loaded if m.partition(".")[0] in heavy]

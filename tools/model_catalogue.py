@@ -22,12 +22,12 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvq.capacity.plan.catalogue import CATALOGUE, KnownModel, encode_shape, known_models
+from kvq.capacity.plan.catalogue import CATALOGUE, OF_A_LAYER, KnownModel, known_models
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTensor, parse_geometry
+from kvq.geometry.text_part import KINDS
 from kvq.models.counted import count_module
 from kvq.models.support import check_supported
-from kvq.models.text_part import KINDS
 from kvq.sizing.parameters import Parameters, count_parameters
 
 TOKENS = 7
@@ -201,6 +201,26 @@ def says_enough(known: KnownModel, geometry: ModelGeometry) -> bool:
         return False
 
 
+def encode_shape(geometry: ModelGeometry) -> dict[str, Any]:
+    """Write a geometry as the catalogue has it: equal layers once, with their numbers."""
+    layers: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for layer in geometry.layers:
+        own = {key: value for key in OF_A_LAYER if (value := getattr(layer, key))}
+        entry = layers.setdefault(tuple(own.items()), {"at": [], **own})
+        entry["at"].append(layer.number)
+        if layer.readers:
+            entry.setdefault("readers", {})[str(layer.number)] = list(layer.readers)
+    states: dict[StateGeometry, dict[str, Any]] = {}
+    for state in geometry.states:
+        key = StateGeometry(number=0, kind=state.kind, tensors=state.tensors)
+        tensors = [[x.name, x.index, list(x.shape), x.dtype] for x in state.tensors]
+        states.setdefault(key, {"at": [], "kind": state.kind, "tensors": tensors})["at"].append(state.number)
+    names = ("model_type", "q_heads", "hidden_size", "vocab_size", "max_context", "softcap", "has_sinks")
+    whole = {name: value for name in names if (value := getattr(geometry, name))}
+    found = {**whole, "layers": list(layers.values())}
+    return found | ({"states": list(states.values())} if states else {})
+
+
 def write(names: list[str]) -> None:
     """Bring the shapes that configs don't say up to date."""
     data = json.loads(CATALOGUE.read_text(encoding="utf8"))
@@ -213,7 +233,11 @@ def write(names: list[str]) -> None:
             facts["refused"] = why
         if not says_enough(known, geometry):
             facts["shape"] = encode_shape(geometry)
-            kinds = {key: value for key in Parameters.__slots__ if (value := getattr(counted, key))}
+            kinds = {
+                key: value
+                for key in Parameters.__slots__
+                if key != "matrices" and (value := getattr(counted, key))
+            }
             facts["counted"] = kinds
         print(f"{name}: {counted.total / 1e9:.2f} B, {'shape' if 'shape' in facts else 'config'}", flush=True)
     save(data)

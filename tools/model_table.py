@@ -23,11 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvq.errors import ModelError, first_lines
 from kvq.geometry import FAMILIES, ModelGeometry
+from kvq.geometry.text_part import KINDS
 from kvq.models import Model, load
 from kvq.models.probe import relative_error
 from kvq.models.proof import TOLERANCE
 from kvq.models.support import check_supported
-from kvq.models.text_part import KINDS
 from kvq.models.twin import CONTEXT, build_twin
 from tools.whole_models import save_whole
 

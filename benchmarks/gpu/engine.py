@@ -73,7 +73,7 @@ def large(target: Target) -> Iterator[Case]:
 
 def taken_apart(target: Target, kv: str) -> Rows:
     """A decode step of as many sequences of 8,192 tokens as fit in bf16, 64 at most."""
-    from kvq.bench.engine_steps import bench_steps
+    from benchmarks.gpu.engine_steps import bench_steps
 
     read = models.bandwidth(target)
     model = models.model(target, "large")

@@ -7,7 +7,7 @@ from benchmarks.gpu.case import Case, Rows, Target
 
 def cases(target: Target) -> Iterator[Case]:
     """A case for each kind of parameters; all together first."""
-    from kvq.bench.sampling import KINDS
+    from benchmarks.gpu.sampling import KINDS
 
     for rows in target.pick((256, 1), (4,)):
         pieces = [
@@ -22,10 +22,10 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def measured(target: Target, rows: int, kinds: tuple[str, ...]) -> Rows:
-    """Rows of `kvq.bench.sampling`."""
+    """Rows of `benchmarks.gpu.sampling`."""
     import torch
 
-    from kvq.bench.sampling import SamplingWorkload, bench_sampling
+    from benchmarks.gpu.sampling import SamplingWorkload, bench_sampling
 
     workload = SamplingWorkload(
         rows=rows,

@@ -1,4 +1,4 @@
-"""Decode steps of the engine taken apart: `kvq.bench.engine_steps` over a model of 0.6B shapes."""
+"""Decode steps of the engine taken apart: `benchmarks.gpu.engine_steps` over a model of 0.6B shapes."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def slope(target: Target) -> Iterator[Case]:
 
 def measured(target: Target, kv: str, batch: int, context: int, longest: int) -> Rows:
     """One row."""
-    from kvq.bench.engine_steps import bench_steps
+    from benchmarks.gpu.engine_steps import bench_steps
 
     read = models.bandwidth(target)
     model = models.model(target, "small", max_position_embeddings=longest)

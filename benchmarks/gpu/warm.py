@@ -102,7 +102,7 @@ def _multiply(target: Target, shape: tuple[int, int], rows: int, kind: str) -> N
 def _engine(target: Target, name: str, kv: str) -> None:
     """A layer of the model in an engine: prefill, decode steps, and what they are captured as."""
     from benchmarks.gpu import models
-    from kvq.bench.engine_steps import bench_steps
+    from benchmarks.gpu.engine_steps import bench_steps
 
     own = Target(device=target.device, folder=target.folder / f"warm-{name}-{kv}", out=target.out)
     model = models.model(own, name, num_hidden_layers=1)

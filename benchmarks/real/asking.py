@@ -8,7 +8,6 @@ from kvq.engine import LLM, RequestOutput
 from kvq.errors import ConfigError
 from kvq.evals.divergence import Progress
 from kvq.evals.scoring import generate
-from kvq.evals.simulated import SimulatedModel
 from kvq.evals.windows import begin_ids, text_ids
 from kvq.models import Model
 
@@ -42,7 +41,7 @@ def answers(
         ConfigError: a method that is only simulated, in which nothing can be generated.
         RequestError: a prompt that can't be served.
     """
-    if isinstance(model, SimulatedModel):
+    if model.recipe.own:
         raise ConfigError(f"{model.recipe.name} is simulated and can't generate; measure texts with it")
     tokens = max(map(len, prompts)) + (params.max_tokens or 0)
     each = -(-(tokens + 1) // model.layout.block_size)

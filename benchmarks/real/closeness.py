@@ -13,7 +13,7 @@ from kvq.evals.divergence import Progress, Reference, TokenFigures
 from kvq.evals.exact_tail import exact_keys
 from kvq.evals.quality import depths
 from kvq.evals.side_by_side import Chunk
-from kvq.evals.simulated import SimulatedRecipe, model_in
+from kvq.evals.simulated import simulated
 from kvq.models import Model
 from kvq.models.prepared import PreparedModel
 
@@ -29,7 +29,7 @@ def in_format(model: Model, kv: str) -> Model:
         ConfigError: an unknown format, or one that doesn't fit.
     """
     if kv.startswith(METHODS):
-        return model_in(model, SimulatedRecipe.of(kv, model.geometry.head_dims))
+        return model.with_kv(simulated(kv, model.geometry.head_dims))
     return model.with_kv(kv)
 
 

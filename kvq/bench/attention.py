@@ -152,10 +152,7 @@ def _of_rounding(workload: Workload, cache: KVCache, batch: SequenceBatch, truth
 def _multiplies_8_bits(workload: Workload, cache: KVCache) -> bool:
     formats = cache.layer(0).formats
     spec = KernelSpec(
-        formats=formats,
-        q_heads=workload.q_heads,
-        kv_heads=workload.kv_heads,
-        block_size=workload.block_size,
+        formats=formats, q_heads=workload.q_heads, kv_heads=workload.kv_heads, block_size=workload.block_size
     )
     return limit_of(formats.k) is not None and gpu.supports_8bit(spec, Device.of(workload.device)).yes
 

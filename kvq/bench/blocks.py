@@ -4,12 +4,12 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
-from time import perf_counter_ns
 from typing import Any
 
 from kvq.bench.timing import Timings, percentile
-from kvq.blockmgr import BlockManager, BlockPool, PrefixQuery, Sequence
+from kvq.blockmgr import BlockManager, BlockPool, Match, PrefixQuery, Sequence
 
 Progress = Callable[[int, int], None]
 _TOKENS = 50_000  # ids are drawn below this
@@ -41,7 +41,7 @@ def bench_blocks(
         progress(2 + 2 * i, 6)
         load.time_decoding()
         progress(3 + 2 * i, 6)
-        rows += load.rows()
+        rows += load.timed.rows()
     rows += _long_rows(rng, num_blocks, block_size)
     progress(6, 6)
     return rows
@@ -51,17 +51,11 @@ def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
     """The bare pool: blocks that were free, and blocks that had to be evicted from the cache."""
     pool = BlockPool(num_blocks)
     timed = Timings(f"pool of {num_blocks:,} blocks, {batch} at a time")
+    each = partial(timed.call, count=batch, per="block")
     for _ in range(3):
-        taken = []
-        for _ in range(num_blocks // batch):
-            start = perf_counter_ns()
-            blocks = pool.allocate(batch)
-            timed.add("pool_allocate", start, batch, "block")
-            taken.append(blocks)
+        taken = [each("pool_allocate", pool.allocate, batch) for _ in range(num_blocks // batch)]
         for blocks in taken:
-            start = perf_counter_ns()
-            pool.release_all(reversed(blocks))
-            timed.add("pool_free", start, batch, "block")
+            each("pool_free", pool.release_all, reversed(blocks))
     pool.check_integrity()
     return timed.rows()
 
@@ -76,57 +70,38 @@ class _Load:
         self._count = num_sequences
         room = num_sequences * (blocks_each + _MORE)
         self._manager = BlockManager(num_blocks=[room], block_size=block_size)
-        self._timed = Timings(f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}")
+        self.timed = Timings(f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}")
         self._prompts: list[array[int]] = [
             array("I", rng.choices(range(_TOKENS), k=blocks_each * block_size)) for _ in range(num_sequences)
         ]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Of all that was timed."""
-        return self._timed.rows()
-
     def time_prompts(self) -> None:
         """Hash, look up, allocate, publish and free whole prompts; then again as hits, and evicting."""
-        manager, each, timed = self._manager, self._each, self._timed
+        manager, each, timed = self._manager, self._each, self.timed
+        blocks = partial(timed.call, count=each, per="block")
         prompts = [manager.prompt(tokens) for tokens in self._prompts]
         sequences: list[Sequence] = []
         for prompt in prompts:
-            start = perf_counter_ns()
-            manager.blocks.index.digest_at(prompt, each - 1)
-            timed.add("hash", start, each, "block")
-            start = perf_counter_ns()
-            match = manager.lookup(prompt)
-            timed.add("lookup_miss", start)
+            blocks("hash", manager.blocks.index.digest_at, prompt, each - 1)
+            match = timed.call("lookup_miss", manager.lookup, prompt)
             assert match.length == 0, "a fresh prompt can't hit"
             sequences.append(manager.start(prompt))
         for i, sequence in enumerate(sequences):
             work = [(sequence, each * self._size)]
-            start = perf_counter_ns()
             if i % 2:
-                manager.extend(work)
-                timed.add("allocate", start, each, "block")
+                blocks("allocate", manager.extend, work)
             else:
-                manager.append(work)
-                timed.add("allocate_with_slots", start, each, "block")
+                blocks("allocate_with_slots", manager.append, work)
         for sequence in sequences:
-            start = perf_counter_ns()
-            manager.commit(sequence, [1])
-            timed.add("publish", start, each, "block")
+            blocks("publish", manager.commit, sequence, [1])
         manager.check_integrity()
         for sequence in sequences:
-            start = perf_counter_ns()
-            manager.free(sequence)
-            timed.add("free", start, each, "block")
+            blocks("free", manager.free, sequence)
         for tokens in self._prompts:
             again = manager.prompt(tokens)
-            start = perf_counter_ns()
-            match = manager.lookup(again)
-            timed.add("lookup", start, each, "block")
+            match = blocks("lookup", manager.lookup, again)
             assert match.length == each * self._size - 1, "a cached prompt must hit"
-            start = perf_counter_ns()
-            sequence = manager.start(again)
-            timed.add("start_hit", start)
-            manager.free(sequence)
+            manager.free(timed.call("start_hit", manager.start, again))
         manager.take_orders()
         self._time_evicting()
 
@@ -135,12 +110,11 @@ class _Load:
         manager, each = self._manager, self._each
         filler = manager.new_sequence()
         manager.append([(filler, manager.usage()[0].free * self._size)])
-        taken = []
-        for _ in range(min(self._count, manager.usage()[0].cached // each)):
-            start = perf_counter_ns()
-            blocks = manager.pools[0].allocate(each)
-            self._timed.add("allocate_evicting", start, each, "block")
-            taken.append(blocks)
+        allocate = partial(manager.pools[0].allocate, each)
+        taken = [
+            self.timed.call("allocate_evicting", allocate, count=each, per="block")
+            for _ in range(min(self._count, manager.usage()[0].cached // each))
+        ]
         for blocks in taken:
             manager.pools[0].release_all(blocks)
         manager.free(filler)
@@ -148,29 +122,23 @@ class _Load:
 
     def time_decoding(self) -> None:
         """Decode steps of all sequences at once: append, commit; then fork and write apart."""
-        manager, timed = self._manager, self._timed
+        manager, timed = self._manager, self.timed
         sequences = [self._filled(manager.prompt(tokens)) for tokens in self._prompts]
         token = [7]
-        for _ in range(4 * self._size):  # every step some tables get a block, over 16 steps all do
-            work = [(sequence, 1) for sequence in sequences]
-            start = perf_counter_ns()
-            manager.append(work)
-            timed.add("append", start, len(work))
-            start = perf_counter_ns()
+
+        def commit() -> None:
             for sequence in sequences:
                 manager.commit(sequence, token)
-            timed.add("commit", start, len(work))
+
+        for _ in range(4 * self._size):  # every step some tables get a block, over 16 steps all do
+            work = [(sequence, 1) for sequence in sequences]
+            timed.call("append", manager.append, work, count=len(work))
+            timed.call("commit", commit, count=len(work))
         manager.check_integrity()
         for sequence in sequences[:200]:
-            start = perf_counter_ns()
-            twin = manager.fork(sequence)
-            timed.add("fork", start)
-            start = perf_counter_ns()
-            manager.append([(sequence, 1)])
-            timed.add("append_after_fork", start)
-            start = perf_counter_ns()
-            manager.free(twin)
-            timed.add("free_fork", start)
+            twin = timed.call("fork", manager.fork, sequence)
+            timed.call("append_after_fork", manager.append, [(sequence, 1)])
+            timed.call("free_fork", manager.free, twin)
         for sequence in sequences:
             manager.free(sequence)
         manager.check_integrity()
@@ -184,6 +152,11 @@ class _Load:
         self._manager.append([(sequence, max(1, count))])
         self._manager.commit(sequence)
         return sequence
+
+
+def _looked_up(manager: BlockManager, tokens: "array[int]") -> tuple[PrefixQuery, Match]:
+    prompt = manager.prompt(tokens)
+    return prompt, manager.lookup(prompt)
 
 
 def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dict[str, Any]]:
@@ -200,21 +173,13 @@ def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dic
         manager.commit(other)
         manager.free(other)
     timed = Timings(f"{len(tokens):,} tokens in {num_blocks:,} blocks")
+    whole = partial(timed.call, per="prompt")
     for _ in range(20):
-        start = perf_counter_ns()
-        prompt = manager.prompt(tokens)
-        match = manager.lookup(prompt)
-        timed.add("lookup_long", start, per="prompt")
+        prompt, match = whole("lookup_long", _looked_up, manager, tokens)
         assert match.length >= len(tokens) - block_size, "a cached prompt must hit"
-        start = perf_counter_ns()
-        manager.lookup(prompt)
-        timed.add("lookup_long_again", start, per="prompt")
-        start = perf_counter_ns()
-        sequence = manager.start(prompt)
-        timed.add("start_long", start, per="prompt")
-        start = perf_counter_ns()
-        manager.free(sequence)
-        timed.add("free_long", start, per="prompt")
+        whole("lookup_long_again", manager.lookup, prompt)
+        sequence = whole("start_long", manager.start, prompt)
+        whole("free_long", manager.free, sequence)
     manager.check_integrity()
     return timed.rows()
 

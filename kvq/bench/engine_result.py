@@ -1,14 +1,16 @@
 """What serving a load gave: times of every request, summed up as rows of `kvq bench engine`."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.timing import percentile
 from kvq.errors import EngineError
 
+_median = partial(percentile, percent=50)
 _GROWTH = 1.03  # throughput that grows less from one concurrency to the next is saturated
 
 
@@ -143,7 +145,3 @@ def _latencies(name: str, seconds: list[float]) -> dict[str, float | None]:
         f"{name}_ms_p{p}": 1e3 * percentile(seconds, p) if seconds else None  # outputs of one token: no ITL
         for p in (50, 95, 99)
     }
-
-
-def _median(values: Iterable[float]) -> float:
-    return percentile(values, 50)

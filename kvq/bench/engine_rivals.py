@@ -15,6 +15,7 @@ from kvq.bench.engine_server import KvqServer, Limits
 from kvq.engine import CompletionOutput
 from kvq.errors import EngineError
 from kvq.models import Model
+from kvq.models.prompts import num_common
 
 _REQUESTS, _TOKENS = 4, 16
 NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close
@@ -67,10 +68,7 @@ def compare(
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
     """Where two lists of tokens part; None if they don't."""
-    if list(expected) == list(found):
-        return None
-    pairs = enumerate(zip(expected, found, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(found)))
+    return None if list(expected) == list(found) else num_common(expected, found)
 
 
 def _gap(output: CompletionOutput, at: int) -> float:

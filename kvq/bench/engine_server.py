@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +21,7 @@ from kvq.scheduler import Priority
 
 _SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
 _SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count
+_Ended = tuple[LoadRequest, float, RequestOutput]  # with when it was due
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +77,12 @@ class KvqServer:
         before, counters = copy(core.scheduler.counters), core.scheduler.counters
         gauge = _Gauge(manager)
         arrivals = Arrivals(requests, users)
-        ended: list[tuple[LoadRequest, float, RequestOutput]] = []
+        ended: list[_Ended] = []
         begin = perf_counter()
         while not arrivals.is_done or core.has_work:
             now = perf_counter() - begin
             for request, due_s in arrivals.due(now, len(ended)):
-                self._submit(request, due_s, ended)
+                self.submit(request, due_s, ended)
             if core.has_work:
                 core.step()
                 gauge.sample()
@@ -131,21 +132,14 @@ class KvqServer:
         """Give back the pool."""
         self.llm.close()
 
-    def _submit(
-        self,
-        request: LoadRequest,
-        due_s: float,
-        ended: list[tuple[LoadRequest, float, RequestOutput]],
-    ) -> None:
+    def submit(self, request: LoadRequest, due_s: float, ended: list[_Ended]) -> None:
+        """Queue a request of greedy tokens up to its length."""
+        core = self.llm.core
+
         def listen(event: Event) -> None:
             if isinstance(event, RequestOutput):
                 ended.append((request, due_s, event))
 
-        self.submit(request, listen)
-
-    def submit(self, request: LoadRequest, listen: Callable[[Event], object]) -> None:
-        """Queue a request of greedy tokens up to its length."""
-        core = self.llm.core
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
         terms = Terms(params=params, origin=Origin(priority=request.priority))
         core.submit(core.intake.new_job(request.prompt, terms, listener=listen))

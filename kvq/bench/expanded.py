@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvq.bench.latent import check_one_head
 from kvq.bench.measure import Contender, Run, exact_attention
-from kvq.bench.workload import Workload, layout_of, shuffled_tables, slots_of, step_of
+from kvq.bench.workload import Workload, blocks_of, layout_of, random_rows, shuffled_tables, slots_of, step_of
 from kvq.cache import KVCache
 from kvq.cache.expansion import LatentExpansion
 from kvq.errors import ConfigError
@@ -76,8 +76,8 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
         block_size=layout.block_size,
         order=layout.groups[0].order,
     )
-    cache, batch = _filled(workload, latent, expansion, of_heads=False)
-    q, options = _queries(workload, expansion), _options(workload, expansion)
+    cache, batch = _filled(workload, latent)
+    q, options = _asked(workload, expansion)
     rows = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
 
     def attend(copy: int) -> Tensor:
@@ -85,22 +85,18 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
         return expansion.values(out)
 
     k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
-    return _contender(
-        "kvq, latents", workload, kv, cache, attend, exact_attention(_last(workload, q), k, v, options.scale)
-    )
+    truth = exact_attention(q[-workload.new :], k, v, options.scale)  # of the last sequence
+    return _contender("kvq, latents", workload, kv, cache, attend, truth)
 
 
 def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Contender:
     expansion = projection.expansion
     dims = expansion.dims
     heads = replace(
-        workload,
-        kv_heads=workload.q_heads,
-        head_dim=dims.k_dim + workload.head_dim,
-        latent_dim=dims.v_dim,
+        workload, kv_heads=workload.q_heads, head_dim=dims.k_dim + workload.head_dim, latent_dim=dims.v_dim
     )
-    cache, batch = _filled(heads, layout_of(heads, kv), expansion, of_heads=True)
-    q, options = _queries(workload, expansion), _options(workload, expansion)
+    cache, batch = _filled(workload, layout_of(heads, kv), expansion)
+    q, options = _asked(workload, expansion)
     new = torch.randn(len(q), expansion.latent_dim).to(q)
 
     def attend(copy: int) -> Tensor:
@@ -108,7 +104,7 @@ def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Conte
         return cache.attend(copy, q, batch, options)[0]
 
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
-    truth = exact_attention(_last(workload, q), k[0], v[0], options.scale)
+    truth = exact_attention(q[-workload.new :], k[0], v[0], options.scale)
     return _contender("kvq, heads", workload, kv, cache, attend, truth)
 
 
@@ -129,43 +125,24 @@ def _contender(
 
 
 def _filled(
-    workload: Workload, layout: KVLayout, expansion: LatentExpansion, *, of_heads: bool
+    workload: Workload, layout: KVLayout, heads: LatentExpansion | None = None
 ) -> tuple[KVCache, SequenceBatch]:
     """Blocks of the same random latents and rotary keys, or of the heads that they give, and the step."""
     layout.recipe.check_unstaged("a benchmark of latent attention")
-    tables = shuffled_tables(workload)
-    cache = KVCache(
-        layout, num_blocks=[int(tables.max()) + 1], device=workload.device, backend=workload.backend
-    )
-    random = torch.Generator().manual_seed(workload.seed + 2)
-    latent, rotary = expansion.latent_dim, workload.head_dim
-    rotary -= expansion.dims.k_dim if of_heads else 0
-    for table, context in zip(tables, workload.contexts, strict=True):
-        for at in range(0, context, _CHUNK):
-            position = torch.arange(at, min(at + _CHUNK, context), device=workload.device)
-            shapes = [(len(position), dim) for dim in (rotary, latent)]
-            k, v = (torch.randn(shape, generator=random).to(workload.device) for shape in shapes)
-            rows = [x[None] for x in (k, v)]
-            if of_heads:
-                rows = list(expansion.expanded(k, v))
+    tables, blocks = shuffled_tables(workload), sum(blocks_of(workload))
+    cache = KVCache(layout, num_blocks=[blocks], device=workload.device, backend=workload.backend)
+    for i, position, k, v in random_rows(workload, _CHUNK):
+        if heads is not None:
+            rows = heads.expanded(k[:, 0].float(), v[:, 0].float())
             k, v = (x.transpose(0, 1).to(workload.dtype) for x in rows)  # [tokens, heads, dim]
-            slots = slots_of(table, position, workload.block_size)
-            for layer in range(len(layout.geometry.layers)):
-                cache.write(layer, k, v, slots)
+        for layer in range(len(layout.geometry.layers)):
+            cache.write(layer, k, v, slots_of(tables[i], position, workload.block_size))
     return cache, step_of(workload, tables)
 
 
-def _queries(workload: Workload, expansion: LatentExpansion) -> Tensor:
-    """Of heads, [tokens, q_heads, k_dim + rotary]."""
-    shape = len(workload.contexts) * workload.new, workload.q_heads, expansion.dims.k_dim + workload.head_dim
+def _asked(workload: Workload, expansion: LatentExpansion) -> tuple[Tensor, AttentionOptions]:
+    """Queries of heads, [tokens, q_heads, k_dim + rotary], and their scale."""
+    dim = expansion.dims.k_dim + workload.head_dim
     random = torch.Generator().manual_seed(workload.seed + 1)
-    return torch.randn(shape, generator=random).to(workload.device, workload.dtype)
-
-
-def _options(workload: Workload, expansion: LatentExpansion) -> AttentionOptions:
-    return AttentionOptions(scale=(expansion.dims.k_dim + workload.head_dim) ** -0.5)
-
-
-def _last(workload: Workload, q: Tensor) -> Tensor:
-    """The last sequence's queries."""
-    return q[-workload.new :]
+    q = torch.randn(len(workload.contexts) * workload.new, workload.q_heads, dim, generator=random)
+    return q.to(workload.device, workload.dtype), AttentionOptions(scale=dim**-0.5)

@@ -44,10 +44,7 @@ def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, 
     pool = PoolBytes(layout.groups[0], blocks, workload.device)
     layers = [pool.layer(i, layout.recipe) for i in range(len(layout.geometry.layers))]
     spec = KernelSpec(
-        formats=layers[0].formats,
-        q_heads=workload.q_heads,
-        kv_heads=1,
-        block_size=workload.block_size,
+        formats=layers[0].formats, q_heads=workload.q_heads, kv_heads=1, block_size=workload.block_size
     )
     kernel = partial(select, spec=spec, device=Device.of(workload.device), backend=workload.backend)
     write, attend = kernel("write_kv"), kernel("attend_latent")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvq.bench.measure import Contender, compete, copies_for, matrix_rate
 from kvq.errors import ConfigError
@@ -16,6 +16,7 @@ from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import rounded_inputs
 from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear, is_supported
+from kvq.weights.linear import linear_of
 from kvq.weights.rounding import round_weight
 
 _ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative errors
@@ -148,14 +149,8 @@ def _unquantized(
     )
 
 
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
-
-
 _LAYERS: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
     "cpu": lambda weight: CpuLinear(PlainWeight(values=weight)),
-    "onednn": lambda weight: OneDNNLinear(_linear(weight), packs=True),
-    "cublas": lambda weight: _linear(weight.clone()),
+    "onednn": lambda weight: OneDNNLinear(linear_of(weight), packs=True),
+    "cublas": lambda weight: linear_of(weight.clone()),
 }

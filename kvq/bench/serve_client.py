@@ -33,14 +33,14 @@ class Target:
     tls: ssl.SSLContext | None = None
 
     @classmethod
-    def from_url(cls, url: str, model: str = "", key: str = "none") -> "Target":
+    def from_url(cls, url: str, key: str = "none") -> "Target":
         """From its address, such as http://127.0.0.1:8000.
 
         Raises:
             ConfigError: no http URL with a host.
         """
         address = read_address(url, ("http",))
-        return cls(host=address.hostname or "", port=address.port or 80, model=model, key=key)
+        return cls(host=address.hostname or "", port=address.port or 80, model="", key=key)
 
 
 @dataclass(slots=True)

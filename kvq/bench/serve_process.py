@@ -58,8 +58,9 @@ class ServerProcess:
         self.model: dict[str, Any] = {}  # as /v1/models lists it
         self._cores = sorted(os.sched_getaffinity(0)) if pin else []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
-        command = [sys.executable, "-m", "kvq", "serve", "--port", str(port), *options]
-        environment = dict(os.environ)
+        plain = ("--generation-config", "none")  # loads say what they sample
+        command = [sys.executable, "-m", "kvq", "serve", "--port", str(port), *plain, *options]
+        environment = {name: value for name, value in os.environ.items() if name != "KVQ_API_KEY"}
         if len(self._cores) > 1:
             environment["OMP_NUM_THREADS"] = str(len(self._cores) - 1)
         self.process = subprocess.Popen(command, stderr=self._log, stdin=subprocess.DEVNULL, env=environment)

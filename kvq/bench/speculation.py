@@ -25,6 +25,7 @@ from kvq.engine.speculation.speculator import Speculator
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
 from kvq.models import Model
+from kvq.models.prompts import num_common
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights
 
@@ -287,19 +288,12 @@ def _lookup_share(plan: Plan, texts: list[list[int]], k: int) -> float | None:
             known.extend(text[len(known.tokens) - len(prompt) : at])
             limit = min(k, len(text) - at - 1)
             guessed = known.following(known.tokens, limit) or answers.following(known.tokens, limit)
-            good = _common(guessed, text[at:])
+            good = num_common(guessed, text[at:])
             looked_at += min(len(guessed), good + 1)
             right += good
             at += good + 1
         answers.extend(text)
     return right / looked_at if looked_at else None
-
-
-def _common(some: Sequence[int], others: Sequence[int]) -> int:
-    for i, (one, other) in enumerate(zip(some, others, strict=False)):
-        if one != other:
-            return i
-    return min(len(some), len(others))
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:

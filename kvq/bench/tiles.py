@@ -27,9 +27,7 @@ def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
 
 
 def search(
-    ways: Sequence[Sequence[Change]],
-    start: TileShape,
-    cost: Callable[[TileShape], Cost | None],
+    ways: Sequence[Sequence[Change]], start: TileShape, cost: Callable[[TileShape], Cost | None]
 ) -> Costs:
     """What was tried, with its cost: along one of `axes` after another, from the best so far."""
     found = {start: cost(start)}

@@ -1,6 +1,6 @@
 """Samples of a measured time, summed up."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
@@ -14,10 +14,15 @@ class Timings:
         self._scale = scale
         self._us: dict[tuple[str, str], list[float]] = {}
 
-    def add(self, operation: str, start_ns: int, count: int = 1, per: str = "sequence") -> None:
-        """Add the time since `start_ns` (of `perf_counter_ns`) over `count` operations, or blocks of one."""
+    def call(
+        self, operation: str, work: Callable[..., T], *given: Any, count: int = 1, per: str = "sequence"
+    ) -> T:
+        """Do the work, which is `count` operations, or one of so many blocks; add its time."""
+        start_ns = perf_counter_ns()
+        found = work(*given)
         end_ns = perf_counter_ns()
         self._us.setdefault((operation, per), []).append((end_ns - start_ns) / 1000 / count)
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """Median and 10th to 90th percentile of each, as rows of `kvq bench` results."""

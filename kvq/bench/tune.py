@@ -73,11 +73,7 @@ def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
 
 
 def fastest(
-    own: Contender,
-    key: str,
-    found: Sequence[_Tile],
-    *,
-    repeats: int,
+    own: Contender, key: str, found: Sequence[_Tile], *, repeats: int
 ) -> tuple[_Tile, list[dict[str, Any]]]:
     """The best tile, and the times of all with which a contender runs and is right.
 

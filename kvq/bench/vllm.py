@@ -1,11 +1,12 @@
 """`kvq bench vllm`: kvq's formats inside vLLM beside vLLM's own KV cache, in turn within one process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from kvq.bench.engine import Keep, Progress
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.engine_rivals import compare, one_by_one
 from kvq.bench.engine_server import KvqServer
@@ -15,8 +16,6 @@ from kvq.bench.vllm_engine import OWN, Limits, VllmEngine
 from kvq.bench.vllm_load import CLOCKED, WARM_UP, Plan, Shape
 from kvq.engine import CompletionOutput
 from kvq.models import Model
-
-Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ def bench_vllm(
     formats: Sequence[str],
     plan: Plan,
     *,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
     keep: Keep = lambda make: None,
 ) -> list[dict[str, Any]]:
     """Rows of vLLM's own cache and of all formats under both loads.
@@ -93,8 +92,8 @@ def _limits(model: Model, plan: Plan) -> Limits:
     tokens = max(shape.cache_tokens for shape in plan.shapes)
     return Limits(
         dtype=str(dtype).removeprefix("torch."),
-        kv_bytes=tokens * model.geometry.elements_per_token * dtype.itemsize,
-        max_context=max(shape.tokens for shape in plan.shapes),
+        kv_cache_memory_bytes=tokens * model.geometry.elements_per_token * dtype.itemsize,
+        max_model_len=max(shape.tokens for shape in plan.shapes),
         max_num_seqs=max(shape.requests for shape in plan.shapes),
     )
 

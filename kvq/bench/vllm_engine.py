@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,11 +19,11 @@ _PARTS = {"attention": "forward", "write": "do_kv_cache_update"}  # -> methods o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What every engine gets, whatever its format."""
+    """What every engine gets, whatever its format, as vLLM calls it."""
 
     dtype: str  # of weights and activations, as torch names it
-    kv_bytes: int
-    max_context: int  # tokens
+    kv_cache_memory_bytes: int
+    max_model_len: int  # tokens
     max_num_seqs: int
     max_num_batched_tokens: int = STEP_TOKENS
 
@@ -45,11 +45,7 @@ class VllmEngine:
         try:
             llm = LLM(
                 str(folder),
-                dtype=limits.dtype,
-                max_model_len=limits.max_context,
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                kv_cache_memory_bytes=limits.kv_bytes,
+                **asdict(limits),
                 enable_prefix_caching=False,
                 enforce_eager=True,
                 skip_tokenizer_init=True,

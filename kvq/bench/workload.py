@@ -15,6 +15,7 @@ from kvq.formats import HeadMaxima, KVRecipe, StaticScales
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.kernels import SequenceBatch
 from kvq.layout import BlockOrder, KVLayout, plan_layout
+from kvq.sizes import parse_tokens
 
 _CHUNK = 8192  # tokens written at a time
 
@@ -34,9 +35,7 @@ class Workload:
     backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
-    latent_dim: int | None = (
-        None  # of latent attention: `head_dim` is of the rotary part then, of one KV head
-    )
+    latent_dim: int | None = None  # of latent attention; then `head_dim` is of one KV head's rotary part
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -65,15 +64,19 @@ def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
     Raises:
         ConfigError: neither a number nor a range.
     """
-    low, is_range, high = context.partition("-")
-    if not low.isdigit() or int(low) < 1 or (is_range and not (high.isdigit() and int(low) <= int(high))):
-        raise ConfigError(f"--context takes a number of tokens or a range A-B, got {context!r}")
-    if not is_range:
-        return (int(low),) * batch
-    middle, spread = (math.log(int(low)) + math.log(int(high))) / 2, math.log(int(high) / int(low)) / 6
+    try:
+        low, *others = [parse_tokens(end) for end in context.split("-")]
+    except ConfigError:
+        low, others = 0, []
+    high = others[-1] if others else low
+    if len(others) > 1 or not 1 <= low <= high:
+        raise ConfigError(f"--context takes a number of tokens (8192, 8k) or a range A-B, got {context!r}")
+    if not others:
+        return (low,) * batch
+    middle, spread = (math.log(low) + math.log(high)) / 2, math.log(high / low) / 6
     draw = random.Random(seed)
     drawn = (round(draw.lognormvariate(middle, spread)) for _ in range(batch))
-    return tuple(min(max(n, int(low)), int(high)) for n in drawn)
+    return tuple(min(max(n, low), high) for n in drawn)
 
 
 def queries(workload: Workload) -> Tensor:

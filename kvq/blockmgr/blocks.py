@@ -1,16 +1,14 @@
 """The memory that sequences and pins share: pools, prefix index, orders and events."""
 
-from itertools import chain
 from typing import Any
 
 from kvq.blockmgr.events import Copy, Events, Evicted, Order, Stored, SwapIn, SwapOut
-from kvq.blockmgr.pool import Account, BlockId, BlockPool, EvictionListener
+from kvq.blockmgr.pool import BlockId, BlockPool, EvictionListener
 from kvq.blockmgr.prefix import Digest, Node, PrefixIndex
 from kvq.blockmgr.sequence import Sequence
 from kvq.blockmgr.states import States
 from kvq.errors import ConfigError
 
-Demand = list[list[tuple[int, Account | None]]]  # per layer group: (blocks, on whose quota)
 STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the one before it
 
 
@@ -97,44 +95,31 @@ class Blocks:
         return sum(end is None or index < end for end in self.ends)
 
     def can_take(
-        self, demand: Demand, *, beside: list[list[BlockId]], spare: list[int] | None = None
+        self, demand: list[int], *, beside: list[list[BlockId]], spare: list[int] | None = None
     ) -> bool:
         """True if `take(demand)` would succeed with the blocks `beside` shared first. Changes nothing.
 
         `spare`: blocks of every pool that must be left over; None for none.
         """
         spare = spare or [0] * len(self.pools)
-        for pool, parts, shared, left in zip(self.pools, demand, beside, spare, strict=True):
-            used = [block for block in shared if not pool.references(block)]
-            if sum(count for count, _ in parts) + left > pool.num_available - len(used):
+        for pool, count, shared, left in zip(self.pools, demand, beside, spare, strict=True):
+            used = sum(not pool.references(block) for block in shared)
+            if count + left > pool.num_available - used:
                 return False
-            for account, count in _by_account(parts).items():
-                if account.excess(count) > len(account.cached) - sum(b in account.cached for b in used):
-                    return False
         return True
 
-    def take(self, demand: Demand) -> list[list[BlockId]]:
-        """Allocate blocks in every group, in the order of the demand's parts; all, or OutOfBlocks."""
-        self._check_room(demand)
+    def take(self, demand: list[int]) -> list[list[BlockId]]:
+        """Allocate so many blocks in every group; all, or OutOfBlocks."""
+        for pool, count in zip(self.pools, demand, strict=True):  # before anything is evicted
+            pool.check_room(count)
         taken: list[list[BlockId]] = [[] for _ in self.pools]
         try:
-            for pool, parts, got in zip(self.pools, demand, taken, strict=True):
-                if all(account is None for _, account in parts):
-                    got += pool.allocate(sum(count for count, _ in parts))
-                    continue
-                for count, account in parts:
-                    got += pool.allocate(count, account)
+            for pool, count, got in zip(self.pools, demand, taken, strict=True):
+                got += pool.allocate(count)
         except BaseException:
             self.release(taken)
             raise
         return taken
-
-    def _check_room(self, demand: Demand) -> None:
-        """Raise OutOfBlocks as the first pool would that can't meet its part; evict nothing yet."""
-        for pool, parts in zip(self.pools, demand, strict=True):
-            for account, count in chain([(None, sum(n for n, _ in parts))], _by_account(parts).items()):
-                if not pool.can_allocate(count, account):
-                    pool.allocate(count, account)
 
     def share(self, held: list[list[BlockId]]) -> None:
         """Add a reference to blocks of every group."""
@@ -291,11 +276,3 @@ def _check_limits(limits: list[int | None], windows: list[int | None], block_siz
                 f"a layer group keeps the first {limit} tokens or a window of the last {window}, not both; "
                 f"make two groups"
             )
-
-
-def _by_account(parts: list[tuple[int, Account | None]]) -> dict[Account, int]:
-    sums: dict[Account, int] = {}
-    for count, account in parts:
-        if account is not None:
-            sums[account] = sums.get(account, 0) + count
-    return sums

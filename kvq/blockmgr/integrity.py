@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.pins import Pins
-from kvq.blockmgr.pool import Account, BlockId, BlockPool
+from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node
 from kvq.blockmgr.sequence import HOLE, Sequence
 from kvq.blockmgr.swap import SwapSpace
@@ -17,13 +17,11 @@ def check_integrity(
     pins: Pins,
     swap: SwapSpace,
     computing: dict[bytes, Sequence],
-    accounts: dict[str, list[Account]],
 ) -> None:
     """Raise AssertionError, saying what is wrong, unless every invariant holds."""
     for group, pool in enumerate(blocks.pools):
         pool.check_integrity()
         _check_references(group, pool, sequences, pins)
-        _check_accounts(group, pool, accounts)
         _check_order(group, pool, blocks.windows[group])
         _check_slots(group, sequences, swap)
     _check_index(blocks)
@@ -49,25 +47,6 @@ def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pi
     pinned = {block for pin in pins.all() for block in pin.blocks[group]}
     assert pins.num_pinned(group) == len(pinned), f"group {group}: pinned blocks are counted wrongly"
     assert pins.num_pinned(group) <= pins.limit(group), f"group {group}: more blocks are pinned than may be"
-
-
-def _check_accounts(group: int, pool: BlockPool, accounts: dict[str, list[Account]]) -> None:
-    """Accounts own what the pool says, and list those of their blocks that are cached."""
-    owned: dict[Account, set[BlockId]] = {}
-    cached: dict[Account, set[BlockId]] = {}
-    for i, owner in enumerate(pool.owners()):
-        if owner is not None:
-            owned.setdefault(owner, set()).add(BlockId(i))
-            if not pool.references(BlockId(i)):
-                cached.setdefault(owner, set()).add(BlockId(i))
-    known = {per_group[group]: tenant for tenant, per_group in accounts.items()}
-    strays = sorted(block for owner, some in owned.items() if owner not in known for block in some)
-    assert not strays, f"group {group}: blocks {strays} belong to nobody's account"
-    for account, tenant in known.items():
-        count = len(owned.get(account, ()))
-        assert account.owned == count, f"group {group}: {tenant!r} owns {count} blocks"
-        listed = account.cached.keys()
-        assert listed == cached.get(account, set()), f"group {group}: {tenant!r} has stray cached blocks"
 
 
 def _check_order(group: int, pool: BlockPool, window: int | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Order, Subscriber
 from kvq.blockmgr.pins import Pins
-from kvq.blockmgr.pool import Account, BlockId, BlockPool, PoolUsage
+from kvq.blockmgr.pool import BlockId, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import Digest, PrefixQuery, sha256_digest, token_array
 from kvq.blockmgr.prefixes import Match, Prefixes, find, needed_blocks
 from kvq.blockmgr.register import Register
@@ -16,7 +16,7 @@ from kvq.errors import ConfigError
 
 
 class BlockKeeper:
-    """What a `BlockManager` does without a sequence: lookups, pins, quotas, orders, gauges, growth."""
+    """What a `BlockManager` does without a sequence: lookups, pins, orders, gauges, growth."""
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class BlockKeeper:
         self.pins = Pins(self.blocks, max_pinned_blocks)
         self.prefixes = Prefixes(self.blocks)
         self._tables = Tables(self.blocks)
-        self.accounts: dict[str, list[Account]] = {}  # of tenants with a quota, one per layer group
         self._register = Register()
 
     @property
@@ -121,7 +120,7 @@ class BlockKeeper:
         `spare`: blocks per layer group to be left over, by default the reserve. Changes nothing.
         """
         left = [self.reserve_blocks] * len(self.pools) if spare is None else spare
-        return self.prefixes.can_start(prompt, count, self.accounts.get(prompt.tenant), spare=left)
+        return self.prefixes.can_start(prompt, count, spare=left)
 
     def pin(self, prompt: PrefixQuery, until: float) -> int:
         """Keep the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
@@ -138,29 +137,9 @@ class BlockKeeper:
         """Release the pins whose time is over. Returns how many."""
         return self.pins.expire(now)
 
-    def release_pin(self, tenant: str) -> bool:
-        """Release the pin that ends first, so that a request of `tenant` may go on.
-
-        False: there is no pin, or the tenant has a quota, which may be what is in its way.
-        """
-        return tenant not in self.accounts and self.pins.release_first()
-
-    def set_quota(self, tenant: str, blocks: int) -> None:
-        """Limit the blocks of every pool that a tenant may own, live and cached ones together.
-
-        A tenant owns the blocks that its sequences took until they are free again; at its quota it
-        gives up its own cached blocks, then it is refused. Sequences that live already and had no quota
-        go on without.
-
-        Raises:
-            ConfigError: less than one block.
-        """
-        if not isinstance(blocks, int) or blocks < 1:
-            raise ConfigError(f"a quota must be a number of at least one block, got {blocks!r}")
-        if tenant not in self.accounts:
-            self.accounts[tenant] = [Account(quota=blocks) for _ in self.pools]
-        for account in self.accounts[tenant]:
-            account.quota = blocks
+    def release_pin(self) -> bool:
+        """Release the pin that ends first, so that a request may go on. False: there is none."""
+        return self.pins.release_first()
 
     def take_orders(self) -> list[Order]:
         """Every order queued since the last call, in order, each exactly once."""

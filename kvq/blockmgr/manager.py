@@ -38,7 +38,6 @@ class BlockManager(BlockKeeper):
             starts=[0] * len(self.pools),
             node=self.blocks.index.root(self.blocks.index.root_digest(tenant)),
             tenant=tenant,
-            accounts=self.accounts.get(tenant),
             state_group=-1 if self.blocks.states is None else self.blocks.states.group,
         )
         self._register.add(sequence)
@@ -91,7 +90,7 @@ class BlockManager(BlockKeeper):
         limit have no slot there: -1. Recurrent states have none at all: see `Sequence.move`.
 
         Raises:
-            OutOfBlocks: a pool or a quota has too few blocks; nothing changed.
+            OutOfBlocks: a pool has too few blocks; nothing changed.
             ConfigError: a negative count, a sequence twice, or one that can't be used now.
         """
         self._make_room(work)
@@ -280,14 +279,7 @@ class BlockManager(BlockKeeper):
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming it, if any invariant of docs/blocks.md is broken."""
-        check_integrity(
-            self.blocks,
-            self.sequences(),
-            self.pins,
-            self.swap,
-            self.prefixes.computing(),
-            self.accounts,
-        )
+        check_integrity(self.blocks, self.sequences(), self.pins, self.swap, self.prefixes.computing())
 
     def _make_room(self, work: Work) -> None:
         self._register.check_work(work)

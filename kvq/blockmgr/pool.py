@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NewType
 
 from kvq.errors import ConfigError, OutOfBlocks
@@ -19,19 +19,6 @@ class PoolUsage:
     cached: int  # hold indexed tokens that nobody uses now; given away when free blocks run out
     live: int  # referenced by sequences or pins
     total: int
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Account:
-    """One tenant's quota in one pool. Its blocks are those it allocated, live or cached."""
-
-    quota: int  # blocks
-    owned: int = 0  # blocks
-    cached: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)  # least recently used first
-
-    def excess(self, count: int) -> int:
-        """How many of its own cached blocks must go before it may take `count` more."""
-        return max(0, self.owned + count - self.quota) if count else 0
 
 
 _MOST_FAVOURED = 0.75  # of a pool's blocks
@@ -56,13 +43,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
         self._entries: list[object | None] = [None] * num_blocks  # what the index knows a block by
-        self._accounts: list[Account | None] = [None] * num_blocks  # who allocated it, if under a quota
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._favoured: OrderedDict[BlockId, None] = OrderedDict()  # cached ones that go after all those
         self._hit: set[BlockId] = set()  # blocks that were shared since they are indexed, if that counts
         self._favours_hits = favours_hits
-        self._has_accounts = False  # True once any block belonged to one
         self._on_evict = on_evict
 
     @property
@@ -91,29 +76,24 @@ class BlockPool:
             free=self.num_free, cached=self.num_cached, live=self.num_live, total=self.num_blocks
         )
 
-    def can_allocate(self, count: int, account: Account | None = None) -> bool:
-        """True if `allocate(count, account)` would succeed now. Changes nothing."""
-        if account is not None and account.excess(count) > len(account.cached):
-            return False
-        return count <= self.num_available
+    def check_room(self, count: int) -> None:
+        """Raise OutOfBlocks unless `allocate(count)` would succeed now. Changes nothing."""
+        if count > self.num_available:
+            raise OutOfBlocks(
+                f"need {count} blocks, but only {len(self._free)} of {self.num_blocks} are free and "
+                f"{self.num_cached} cached; shorten or finish a sequence, or give the pool more memory"
+            )
 
-    def allocate(self, count: int, account: Account | None = None) -> list[BlockId]:
+    def allocate(self, count: int) -> list[BlockId]:
         """Take `count` blocks, each with one reference: free ones first, least recently freed first.
 
         When they run out, the least recently used cached blocks leave the prefix index, here and
-        nowhere else. An account at its quota gives up its own cached blocks before anybody's.
-        All or nothing: a refused request leaves the pool unchanged.
+        nowhere else. All or nothing: a refused request leaves the pool unchanged.
 
         Raises:
-            OutOfBlocks: too few blocks are free or cached, or the account is at its quota.
+            OutOfBlocks: too few blocks are free or cached.
         """
-        if not self.can_allocate(count, account):
-            raise self._refusal(count, account)
-        if account is not None:
-            while account.excess(count):
-                oldest, _ = account.cached.popitem(last=False)
-                self._uncache(oldest)
-                self._evict([oldest])
+        self.check_room(count)
         free, refs = self._free, self._refs
         if count > len(free):
             self._evict(self._least_used(count - len(free)))
@@ -121,11 +101,6 @@ class BlockPool:
         taken = [take() for _ in range(count)]
         for block in taken:
             refs[block] = 1
-        if account is not None:
-            self._has_accounts = True
-            account.owned += count
-            for block in taken:
-                self._accounts[block] = account
         return taken
 
     def share(self, block: BlockId) -> None:
@@ -135,9 +110,6 @@ class BlockPool:
         if not refs:
             assert self._entries[block] is not None, f"block {block} is free, it can't be shared"
             self._uncache(block)
-            account = self._accounts[block]
-            if account is not None:
-                del account.cached[block]
         if self._favours_hits and self._entries[block] is not None:
             self._hit.add(block)
 
@@ -161,11 +133,6 @@ class BlockPool:
                 self._favour(block)
             else:
                 cached[block] = None
-            if self._has_accounts and (account := self._accounts[block]) is not None:
-                if entries[block] is None:
-                    self._close(block)
-                else:
-                    account.cached[block] = None
 
     def references(self, block: BlockId) -> int:
         """How often the block is referenced; 0 for a free or cached one."""
@@ -174,10 +141,6 @@ class BlockPool:
     def held(self) -> dict[BlockId, int]:
         """The live blocks and how often each is referenced."""
         return {BlockId(block): refs for block, refs in enumerate(self._refs) if refs}
-
-    def owners(self) -> list[Account | None]:
-        """The account of every block."""
-        return self._accounts[:]
 
     def entry(self, block: BlockId) -> object | None:
         """The index entry that the block was marked with, or None."""
@@ -238,7 +201,6 @@ class BlockPool:
         self._free.extend(BlockId(i) for i in range(self.num_blocks, num_blocks))
         self._refs += [0] * more
         self._entries += [None] * more
-        self._accounts += [None] * more
         self.num_blocks = num_blocks
 
     def check_integrity(self) -> None:
@@ -255,7 +217,6 @@ class BlockPool:
         )
         for block in free:
             assert self._entries[block] is None, f"block {block} is free and indexed"
-            assert self._accounts[block] is None, f"block {block} is free and owned"
         for block in cached:
             assert self._entries[block] is not None, f"block {block} is cached and not indexed"
 
@@ -270,11 +231,6 @@ class BlockPool:
             for block in blocks:
                 known[block] = None
             self._hit.difference_update(blocks)
-            if self._has_accounts:
-                for block in blocks:
-                    if (account := self._accounts[block]) is not None:
-                        account.cached.pop(block, None)
-                        self._close(block)
             self._free.extend(blocks)
             blocks = list(self._on_evict(blocks, entries)) if self._on_evict is not None else []
             for block in blocks:
@@ -299,21 +255,3 @@ class BlockPool:
         """Take so many cached blocks out, in the order in which they are given away."""
         pools = self._cached, self._favoured
         return [(pools[0] or pools[1]).popitem(last=False)[0] for _ in range(count)]
-
-    def _close(self, block: BlockId) -> None:
-        account = self._accounts[block]
-        assert account is not None, f"block {block} belongs to no account"
-        account.owned -= 1
-        self._accounts[block] = None
-
-    def _refusal(self, count: int, account: Account | None) -> OutOfBlocks:
-        if account is not None and account.excess(count) > len(account.cached):
-            return OutOfBlocks(
-                f"need {count} blocks, but the tenant holds {account.owned} of its quota of "
-                f"{account.quota} and {len(account.cached)} of them can be given up; finish or preempt a "
-                f"request that uses its blocks, let their pins expire, or raise the quota"
-            )
-        return OutOfBlocks(
-            f"need {count} blocks, but only {len(self._free)} of {self.num_blocks} are free and "
-            f"{self.num_cached} cached; shorten or finish a sequence, or give the pool more memory"
-        )

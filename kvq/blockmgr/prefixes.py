@@ -5,9 +5,9 @@ makes a hit valid in every layer group, and starting sequences from it.
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from kvq.blockmgr.blocks import Blocks, Demand
+from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Copy, Found
-from kvq.blockmgr.pool import Account, BlockId
+from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError, OutOfBlocks
@@ -141,9 +141,7 @@ class Prefixes:
         """Digests of blocks that are being computed, and by whom."""
         return dict(self._computing)
 
-    def can_start(
-        self, prompt: PrefixQuery, count: int, accounts: list[Account] | None, *, spare: list[int]
-    ) -> bool:
+    def can_start(self, prompt: PrefixQuery, count: int, *, spare: list[int]) -> bool:
         """True if blocks are there for a prompt's hit and `count` tokens more, with `spare` left over.
 
         `spare`: blocks per layer group. Changes nothing.
@@ -151,12 +149,12 @@ class Prefixes:
         hit, blocks = self.hit(prompt), self._blocks
         whole = len(hit.nodes) * blocks.block_size
         _, held = needed_blocks(blocks, hit.nodes, whole)
-        demand: Demand = []
+        demand = []
         for group in range(len(held)):
             need = blocks.entries(group, hit.length + count) - blocks.entries(group, whole)
             if blocks.states is not None and group == blocks.states.group:
                 need = min(need, 1)
-            demand.append([(need, accounts[group] if accounts else None)])
+            demand.append(need)
         return blocks.can_take(demand, beside=held, spare=spare)
 
     def publish(self, sequence: Sequence) -> None:
@@ -209,12 +207,7 @@ class Prefixes:
             )
         ends = [blocks.entries(group, length) for group in range(len(blocks.pools))]
         starts = [min(blocks.first_seen(group, length), end) for group, end in enumerate(ends)]
-        taken = blocks.take(
-            [
-                [(end - first, sequence.account(group))]
-                for group, (first, end) in enumerate(zip(starts, ends, strict=True))
-            ]
-        )
+        taken = blocks.take([end - first for first, end in zip(starts, ends, strict=True)])
         sequence.fill(starts, taken)
         sequence.length = sequence.adopted = length
         sequence.receipt.own = sequence.num_held
@@ -243,9 +236,7 @@ class Prefixes:
         assert copied == blocks.num_groups_at(part.depth - 1), "a part is there in every layer group"
         blocks.share(sources)  # so that making room can't evict it
         try:
-            taken = blocks.take(
-                [[(len(source), sequence.account(group))] for group, source in enumerate(sources)]
-            )
+            taken = blocks.take(list(map(len, sources)))
         except OutOfBlocks:
             return
         finally:

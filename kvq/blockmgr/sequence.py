@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import dataclass, field, fields
 
-from kvq.blockmgr.pool import Account, BlockId, HostSlot
+from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
 
 HOLE = BlockId(-1)  # where a table of states has no block
@@ -53,7 +53,6 @@ class Sequence:
     starts: list[int]  # per layer group, index of the first block held
     node: Node  # of the last indexed block; a root while there is none
     tenant: str = ""
-    accounts: list[Account] | None = None  # per layer group, if the tenant has a quota
     length: int = 0  # tokens that have a slot
     committed: int = 0  # tokens whose KV is known to be good
     adopted: int = 0  # of the first tokens those that were filled in: their blocks are old enough to index
@@ -140,10 +139,6 @@ class Sequence:
         if group == self.state_group:
             return len(self.held_in(group))
         return len(self.tables[group]) - self.starts[group]
-
-    def account(self, group: int) -> Account | None:
-        """Whose quota its blocks of a layer group count on, if anybody's."""
-        return None if self.accounts is None else self.accounts[group]
 
     @property
     def held(self) -> list[list[BlockId]]:

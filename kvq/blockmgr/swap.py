@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from kvq.blockmgr.blocks import Blocks, Demand
+from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import SwapIn, SwapOut
 from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
@@ -70,9 +70,8 @@ class SwapSpace:
         demand = self._demand(sequence, found)
         if not self._fits(demand, found):
             raise OutOfBlocks(
-                f"need {[sum(n for n, _ in parts) for parts in demand]} blocks per layer group beside "
-                f"those shared, more than are free, cached or within the quota; finish or preempt another "
-                f"sequence"
+                f"need {demand} blocks per layer group beside those shared, more than are free or cached; "
+                f"finish or preempt another sequence"
             )
         shared = [list(held.values()) for held in found]
         blocks.share(shared)
@@ -115,7 +114,7 @@ class SwapSpace:
             free.extend(slot for _, slot in slots)
         sequence.swapped = None
 
-    def _fits(self, demand: Demand, found: list[dict[int, BlockId]]) -> bool:
+    def _fits(self, demand: list[int], found: list[dict[int, BlockId]]) -> bool:
         return self._blocks.can_take(demand, beside=[list(held.values()) for held in found])
 
     def _find(self, sequence: Sequence) -> list[dict[int, BlockId]]:
@@ -131,12 +130,9 @@ class SwapSpace:
             found.append(held)
         return found
 
-    def _demand(self, sequence: Sequence, found: list[dict[int, BlockId]]) -> Demand:
+    def _demand(self, sequence: Sequence, found: list[dict[int, BlockId]]) -> list[int]:
         assert sequence.swapped is not None, "the sequence is not swapped out"
-        return [
-            [(len(slots) - len(found[group]), sequence.account(group))]
-            for group, slots in enumerate(sequence.swapped)
-        ]
+        return [len(slots) - len(held) for slots, held in zip(sequence.swapped, found, strict=True)]
 
     def _set_depth(self, sequence: Sequence) -> None:
         """Keep as indexed only the leading blocks that the index and the sequence both hold."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvq.blockmgr.blocks import Blocks, Demand
+from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Copy, Scrub
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.sequence import HOLE, Sequence
@@ -81,11 +81,9 @@ class Tables:
             return work
         return [(s, min(count, limit - s.length)) for s, count in work if s.length < limit]
 
-    def demand(self, plan: list[_Grow]) -> Demand:
-        """The blocks that a plan takes, and on whose quota."""
-        return [
-            [(need + copies, s.account(group)) for s, need, copies in grow] for group, grow in enumerate(plan)
-        ]
+    def demand(self, plan: list[_Grow]) -> list[int]:
+        """The blocks that a plan takes, per layer group."""
+        return [sum(need + copies for _, need, copies in grow) for grow in plan]
 
     def make_room(self, work: Work) -> None:
         """Take the blocks that `work` needs, copy-on-write included, or raise. Lengths stay as they are."""

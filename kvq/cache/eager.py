@@ -20,7 +20,9 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            return _disabled(function)(*args, **kwargs)  # type: ignore[no-any-return]
+            if function not in _DISABLED:
+                _DISABLED[function] = torch.compiler.disable(function)
+            return _DISABLED[function](*args, **kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
     return call
@@ -28,9 +30,3 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 # torch.compile can't see through functools.cache.
 _DISABLED: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if function not in _DISABLED:
-        _DISABLED[function] = torch.compiler.disable(function)
-    return _DISABLED[function]

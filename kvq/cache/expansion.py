@@ -90,9 +90,8 @@ class LatentExpansion(nn.Module):
 
     def expanded(self, rotary: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [q_heads, keys, dim] of stored rows [keys, dim], fp32."""
-        heads = torch.matmul(
-            latents, self._numbers().float().transpose(1, 2)
-        )  # [q_heads, keys, k_dim + v_dim]
+        # [q_heads, keys, k_dim + v_dim]
+        heads = torch.matmul(latents, self._numbers().float().transpose(1, 2))
         own, values = heads.split((self.dims.k_dim, self.dims.v_dim), dim=-1)
         keys = torch.cat((own, rotary[None].expand(self.q_heads, -1, -1)), dim=-1)
         return keys, values

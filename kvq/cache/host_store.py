@@ -20,7 +20,7 @@ from torch import Tensor
 from kvq.cache.memory import allocate_bytes
 from kvq.errors import ConfigError, OutOfMemory
 from kvq.formats import KVRecipe
-from kvq.layout import VERSION, GroupLayout, KVLayout, StateRegion
+from kvq.layout import VERSION, GroupLayout, KVLayout
 from kvq.sizes import binary
 
 
@@ -46,6 +46,10 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
 
     The block order is not among them: `GroupLayout.runs` lists the same bytes in both.
     """
+    states = [
+        [one.number, one.tensor.name, one.tensor.index, list(one.tensor.shape), one.tensor.dtype, one.offset]
+        for one in layout.states
+    ]
     return {
         "layout_version": VERSION,
         "group": layout.group.index,
@@ -64,13 +68,8 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
             }
             for layer in layout.layers
         ],
-        **({"states": [_state_numbers(region) for region in layout.states]} if layout.states else {}),
+        **({"states": states} if states else {}),
     }
-
-
-def _state_numbers(region: StateRegion) -> list[object]:
-    tensor = region.tensor
-    return [region.number, tensor.name, tensor.index, list(tensor.shape), tensor.dtype, region.offset]
 
 
 def layout_digest(layout: KVLayout) -> str:

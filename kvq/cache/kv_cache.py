@@ -13,7 +13,7 @@ from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
-from kvq.cache.staging import Seal, StagedLayer
+from kvq.cache.staging import StagedLayer
 from kvq.cache.states import StateSlots
 from kvq.formats import ExactTokens, LayerCenters, LayerFormats
 from kvq.kernels import (
@@ -146,12 +146,6 @@ class KVCache(BlockCache):
         """Quantize what a step's new tokens, written before, make old enough: as `attend` does first."""
         self._staged[layer].seal(self.staged(layer), batch)
 
-    def seal_by(self, seal: Seal) -> None:
-        """Have blocks of staged layers made by something else than a kernel: in comparisons."""
-        for layer in self._staged.values():
-            layer.seal = seal
-        self.version += 1
-
     def backend_of(self, operation: str, layer: int) -> str:
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
         return self._kernels[layer][operation].backend
@@ -159,10 +153,10 @@ class KVCache(BlockCache):
     def in_cpp(self, layer: int) -> tuple[PagedKV | StagedKV, bool] | None:
         """A layer's blocks, and whether attention is exact; None if more than C++ has a part in it."""
         backend, staged = self.backend_of("attend", layer), self._staged.get(layer)
-        plain = layer not in self._centering and (staged is None or staged.is_plain)
-        both = backend in ("cpu", "cpu-fp32") and self.backend_of("write_kv", layer) in ("cpu", "cpu-fp32")
+        writing = self.backend_of("write_kv", layer), "cpu" if staged is None else staged.seal_backend
+        is_cpp = all(x in ("cpu", "cpu-fp32") for x in (backend, *writing))
         is_latent = "rope_write" not in self._kernels[layer]
-        if not plain or not both or is_latent:
+        if layer in self._centering or not is_cpp or is_latent:
             return None
         return (self.layer(layer) if staged is None else self.staged(layer)), backend == "cpu-fp32"
 

@@ -108,7 +108,9 @@ def _restore(
 
 def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[str, Any], list[Tensor]]:
     """A file's header and its groups' blocks, all checked against this cache and prompt."""
-    raw = _content(path, limit=_largest(cache, prompt))
+    blocks = len(prompt.tokens) // cache.layout.block_size
+    limit = _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
+    raw = _content(path, limit=limit)
     found = _sealed_header(raw)
     length, starts = found.get("length"), found.get("starts")
     if type(length) is not int or not isinstance(starts, list):
@@ -224,11 +226,6 @@ def _blocks(cache: KVCache, group: int, start: int, held: list[BlockId]) -> Tens
 
 def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:
     return BlockDigests(cache.layout.groups[group], cache.layout.recipe).of(blocks, start).hex()
-
-
-def _largest(cache: KVCache, prompt: PrefixQuery) -> int:
-    blocks = len(prompt.tokens) // cache.layout.block_size
-    return _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
 
 
 def _name(group: int) -> str:

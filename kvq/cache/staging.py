@@ -36,17 +36,13 @@ class StagedLayer:
             UnsupportedKernel: no backend can run them.
         """
         self.sees_old = sees_old
-        self.seal: Seal = select("seal", spec, device, backend).run
-        self._own_seal = self.seal
+        sealing = select("seal", spec, device, backend)
+        self.seal: Seal = sealing.run
+        self.seal_backend = sealing.backend
         attend = "attend_latent" if is_latent else "attend"
         self._attend_sealed = select(attend, spec, device, backend)
         self._attend_plain = select(attend, plain, device, backend)
         self._merge = select("merge_partials", plain, device)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if nothing but a kernel seals blocks; see `KVCache.seal_by`."""
-        return self.seal is self._own_seal
 
     def attend(
         self, q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions

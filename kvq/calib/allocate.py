@@ -23,11 +23,8 @@ class Allocation:
     def __init__(self, units: Sequence[Sequence[Trial]]) -> None:
         """Solve for all budgets, O(units x options x bytes / their greatest common divisor).
 
-        Raises:
-            ConfigError: no units, or one without options.
+        There are units, and each has options.
         """
-        if not units or not all(units):
-            raise ConfigError("every layer's K and V needs at least one format to choose from")
         self._units = units
         least = [min(option.nbytes for option in options) for options in units]
         above = [[o.nbytes - fewest for o in options] for options, fewest in zip(units, least, strict=True)]

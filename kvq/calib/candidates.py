@@ -16,6 +16,7 @@ from kvq.formats import (
     parse_format,
     parse_key_format,
 )
+from kvq.formats.own import Own
 from kvq.geometry import ModelGeometry
 from kvq.layout import BLOCK_SIZE
 from kvq.models.prepared import PreparedModel
@@ -121,6 +122,8 @@ def codes_of(names: Sequence[str]) -> tuple[Code, ...]:
     """
     known = {code.name: code for code in ALL_CODES}
     for name in names:
+        if name in Own.registered:
+            raise ConfigError(f"{name} is a registered format, of which `kvq tune` has no candidates")
         if name not in known:
             hint = nearest(name, list(known)) or ";"
             raise ConfigError(

@@ -99,7 +99,7 @@ def check_domain(
         heads_exceeded=sum(ratio > _LARGER for ratio, _ in excess),
         largest_excess=max(excess)[0],
         worst_head=max(excess)[1],
-        tokens=given.tokens,
+        tokens=given.nll.size,
         kl_mean=kl,
         own_kl_mean=own_kl,
         kl_difference=difference,

@@ -22,7 +22,7 @@ from kvq.calib.candidates import Trial, halves, recipe_of
 from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError
 from kvq.evals.bootstrap import Bootstrap, Interval
-from kvq.evals.divergence import TokenFigures, TokenPlan, Watch, measure_tokens
+from kvq.evals.divergence import TokenPlan, Watch, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, instrument_facts, look, perplexity_row
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
@@ -113,13 +113,22 @@ def tune(
     uniform, others = search.uniform(budget), search.others(budget)
     verifying = TokenPlan(context=window, max_windows=plan.verify_windows)
     watch = Watch(lambda done, total: progress("verifying whole recipes", done, total))
-    recipes = [model.prepared.recipe("auto"), *uniform, *others, replace(recipe, label="chosen")]
-    figures = measure_tokens(model, recipes, held_out.text, verifying, watch)
     cost = search.allocation.cost
-    kinds = ["uniform"] * (1 + len(uniform)) + ["tuned"] * len(others) + ["chosen"]
-    expected = [None] * (1 + len(uniform)) + [cost(search.nbytes(other)) for other in others]
-    expected.append(cost(budget) if is_tuned else None)
-    points = tuple(_point(*of, figures[0]) for of in zip(kinds, figures, expected, strict=True))
+    verified: list[tuple[str, KVRecipe, float | None]] = [  # with what is expected of it
+        *(("uniform", other, None) for other in (model.prepared.recipe("auto"), *uniform)),
+        *(("tuned", other, cost(search.nbytes(other))) for other in others),
+        ("chosen", replace(recipe, label="chosen"), cost(budget) if is_tuned else None),
+    ]
+    figures = measure_tokens(model, [one for _, one, _ in verified], held_out.text, verifying, watch)
+    points = tuple(
+        Point(
+            kind=kind,
+            row=perplexity_row(own, figures[0]),
+            window_kl=tuple(own.kl.mean(axis=1, dtype=np.float64).tolist()),
+            expected_kl=kl,
+        )
+        for (kind, _, kl), own in zip(verified, figures, strict=True)
+    )
     rows = [point.row for point in points]
     return Tuned(
         recipe=recipe,
@@ -130,12 +139,6 @@ def tune(
         sensitivities=found,
         cautions=tuple(instrument_facts(rows, look(model, "auto", held_out.text, verifying))["cautions"]),
     )
-
-
-def _point(kind: str, figures: TokenFigures, expected: float | None, baseline: TokenFigures) -> Point:
-    by_window = figures.kl.mean(axis=1, dtype=np.float64).tolist()
-    row = perplexity_row(figures, baseline)
-    return Point(kind=kind, row=row, window_kl=tuple(by_window), expected_kl=expected)
 
 
 class _Search:

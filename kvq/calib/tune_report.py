@@ -167,11 +167,6 @@ def sensitivity_figure(rows: list[Row]) -> Any:
 
 def write_report(path: str | Path, result: Row) -> None:
     """Write the page. `result`: as `kvq tune --json` writes it."""
-    fileio.write_text(path, render(result))
-
-
-def render(result: Row) -> str:
-    """Return the page's HTML."""
     parts = [
         f"<h1>A KV recipe for {escape(result['model'])}</h1>",
         *(f'<p class="bad"><b>Mind: {escape(line)}.</b></p>' for line in result["cautions"]),
@@ -188,7 +183,7 @@ def render(result: Row) -> str:
         drawing(sensitivity_figure, result["sensitivities"]),
         origin(result),
     ]
-    return page(f"kvq tune: {result['model']}", parts)
+    fileio.write_text(path, page(f"kvq tune: {result['model']}", parts))
 
 
 def verdict(tuned: Tuned) -> str:

@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 from kvq.capacity.trace_file import read_lines
 from kvq.errors import ConfigError
+from kvq.sizes import parse_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +36,16 @@ def parse_lengths(text: str, option: str) -> Lengths:
     words = text.split(":")
     try:
         if words[0] == "lognormal" and len(words) == 3:
-            median, sigma = int(words[1]), float(words[2])
+            median, sigma = parse_tokens(words[1]), float(words[2])
             if median >= 1 and 0 <= sigma <= 10:
                 return Lengths(low=median, high=median, sigma=sigma)
         elif len(words) <= 2:
-            low, high = int(words[0]), int(words[-1])
+            low, high = parse_tokens(words[0]), parse_tokens(words[-1])
             if 1 <= low <= high:
                 return Lengths(low=low, high=high)
-    except ValueError:
+    except ValueError:  # as ConfigError is
         pass
-    raise ConfigError(f"{option} takes tokens such as 128, 16:512 or lognormal:256:0.7, got {text!r}")
+    raise ConfigError(f"{option} takes tokens such as 128, 8k, 16:512 or lognormal:256:0.7, got {text!r}")
 
 
 _QUANTILES = 1000  # points that stand for a distribution

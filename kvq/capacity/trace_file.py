@@ -10,6 +10,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from json import JSONDecodeError
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 
 HASHED_TOKENS = 512  # that one of `hash_ids` stands for
-_NEEDED = "prompt_tokens and output_tokens (or input_length and output_length)"
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_FORMS = (
+    "a trace has an object a line, with prompt_tokens and output_tokens (or Mooncake's input_length and "
+    f"output_length), or is a .csv with the columns {', '.join(_COLUMNS)}"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,9 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from _rows(path, file) if path.suffix.lower() == ".csv" else _objects(path, file)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8; {_FORMS}") from error
+    except (OSError, csv.Error) as error:
         raise ConfigError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -54,10 +60,12 @@ def _objects(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
         if not line.strip():
             continue
         try:
-            yield _line(strict_json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            data = strict_json.loads(line)
+            yield _line(data if isinstance(data, dict) else {})
+        except (ValueError, KeyError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{path}, line {number}: needs {_NEEDED}; {what}") from error
+            what = "it is no JSON" if isinstance(error, JSONDecodeError) else what
+            raise ConfigError(f"{path}, line {number}: {what}; {_FORMS}") from error
 
 
 def _line(data: dict[str, Any]) -> TraceLine:
@@ -66,15 +74,17 @@ def _line(data: dict[str, Any]) -> TraceLine:
     output = data["output_length" if is_mooncake else "output_tokens"]
     arrival = data.get("arrival_s")
     if arrival is None and is_mooncake and "timestamp" in data:
-        arrival = data["timestamp"] / 1e3
-    priority = data.get("priority", "interactive")
+        arrival = _seconds(data["timestamp"]) / 1e3
+    hashes, priority = data.get("hash_ids", []), data.get("priority", "interactive")
+    if not isinstance(hashes, list):
+        raise ValueError(f"hash_ids are a list of numbers, got {hashes!r}")
     if not isinstance(priority, str) or priority.upper() not in Priority.__members__:
         raise ValueError(f"priority is interactive or batch, got {priority!r}")
     return TraceLine(
         prompt_tokens=_count("prompt tokens", prompt, 1),
         output_tokens=_count("output tokens", output, 0),
         arrival_s=None if arrival is None else _seconds(arrival),
-        hash_ids=tuple(_count("hash_ids", one, 0) for one in data.get("hash_ids", ())),
+        hash_ids=tuple(_count("hash_ids", one, 0) for one in hashes),
         session=str(data.get("session", "")),
         tenant=str(data.get("tenant", "")),
         priority=Priority[priority.upper()],
@@ -96,7 +106,8 @@ def _rows(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
                 arrival_s=(time - begin).total_seconds(),
             )
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
+            got = ", ".join(str(row[name]) for name in _COLUMNS)
+            raise ConfigError(f"{path}, line {reader.line_num}: no time and numbers: {got}") from error
 
 
 def _count(what: str, value: Any, least: int) -> int:

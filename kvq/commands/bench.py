@@ -28,9 +28,11 @@ for _one in (attention, write, linear, tune, engine, serve, speculation, vllm):
 class Asked:
     """How much memory of blocks is measured."""
 
-    sequences: int = option(1000, type=click.IntRange(1, 100_000))
+    num_sequences: int = option(1000, names="--sequences", type=click.IntRange(1, 100_000))
     blocks_per_sequence: int = option(64, "Of prompts.", type=click.IntRange(1, 10_000))
-    blocks: int = option(100_000, "Of the large pool.", type=click.IntRange(128, 10_000_000))
+    num_blocks: int = option(
+        100_000, "Of the large pool.", names="--blocks", type=click.IntRange(128, 10_000_000)
+    )
     block_size: int = option(16, "Tokens.", type=BLOCK_SIZES)
     seed: int = option(0, "Of the prompts.")
 
@@ -49,14 +51,7 @@ def blocks(asked: Asked, json_path: str | None) -> None:
 
     begin(json_path)
     with progress_bar("blocks") as progress:
-        rows = bench_blocks(
-            num_sequences=asked.sequences,
-            blocks_per_sequence=asked.blocks_per_sequence,
-            num_blocks=asked.blocks,
-            block_size=asked.block_size,
-            seed=asked.seed,
-            progress=progress,
-        )
+        rows = bench_blocks(**asdict(asked), progress=progress)
     filled = measure_utilization(block_size=asked.block_size, seed=asked.seed)
     _print(rows)
     echo(

@@ -10,13 +10,17 @@ from kvq.commands.bench_options import LATENCIES, THROUGHPUT, LoadOptions
 from kvq.commands.options import (
     AT_LEAST_1,
     POSITIVE,
+    TO_WRITE,
     ModelOptions,
+    SectionedCommand,
     Size,
+    Tokens,
     gathered,
     json_option,
     kv_option,
     model_options,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
@@ -32,8 +36,7 @@ class Asked:
 
     requests: int = option(32, type=click.IntRange(1, 100_000))
     concurrency: str | None = option(
-        None,
-        "So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more.",
+        None, "So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more."
     )
     priority: str | None = option(
         None,
@@ -46,7 +49,7 @@ class Asked:
     )
     blocks: int | None = option(None, "Size of the KV pool in blocks per layer group.", type=AT_LEAST_1)
     max_num_seqs: int = option(128, type=click.IntRange(1, 65_536))
-    max_num_batched_tokens: int = option(2048, type=click.IntRange(1, 1 << 20))
+    max_num_batched_tokens: int = option(2048, type=Tokens(1, 1 << 20))
     prefix_caching: bool = option(True)
     rivals: str = option("none", "none, or of hf-static,hf-continuous.")
     slo_ttft_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
@@ -55,13 +58,13 @@ class Asked:
     step_costs: bool = option(False, "Also what the parts of steps take, for --calibrate of others.")
 
 
-@click.command(name="engine")
+@click.command(name="engine", cls=SectionedCommand)
 @kv_option("bf16,int4", many=True)
 @model_options
 @gathered(LoadOptions, "load_options")
 @gathered(Asked, "asked")
 @json_option
-@click.option("--plot", "plot_path", type=click.Path(), help="Draw latency over throughput (.svg, .png).")
+@click.option("--plot", "plot_path", type=TO_WRITE, help="Draw latency over throughput (.svg, .png).")
 def engine(
     kv: list[str],
     model_options: ModelOptions,
@@ -122,25 +125,17 @@ def _plan(model: "PreparedModel", load_options: LoadOptions, asked: Asked) -> "P
     except ValueError as error:
         raise ConfigError(f"--concurrency takes whole numbers with commas between; {error}") from error
     at_once = not users and load_options.rate == "inf"
+    limits = ("kv_memory", "max_num_seqs", "max_num_batched_tokens", "prefix_caching")
     return Plan(
         load=make(
             vocab_size=model.geometry.vocab_size,
             max_context=model.max_context,
             priority=as_priority(asked.priority or ("batch" if at_once else "interactive")),
         ),
-        limits=Limits(
-            kv_memory=asked.kv_memory,
-            num_blocks=asked.blocks,
-            max_num_seqs=asked.max_num_seqs,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            prefix_caching=asked.prefix_caching,
-        ),
+        limits=Limits(num_blocks=asked.blocks, **picked(asked, *limits)),
         users=users,
         rivals=() if asked.rivals == "none" else tuple(name.strip() for name in asked.rivals.split(",")),
-        repeats=asked.repeats,
-        step_costs=asked.step_costs,
-        slo_ttft_ms=asked.slo_ttft_ms,
-        slo_itl_ms=asked.slo_itl_ms,
+        **picked(asked, "repeats", "step_costs", "slo_ttft_ms", "slo_itl_ms"),
     )
 
 

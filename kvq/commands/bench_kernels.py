@@ -11,10 +11,19 @@ import click
 
 from kvq.commands.bench_options import TIMES, KernelOptions, listed
 from kvq.commands.names import FORMATS
-from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option, path_option
+from kvq.commands.options import (
+    BLOCK_SIZES,
+    TO_WRITE,
+    TOKENS,
+    gathered,
+    json_option,
+    option,
+    path_option,
+    picked,
+)
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
-from kvq.sizes import speed
+from kvq.sizes import parse_tokens, speed
 
 if TYPE_CHECKING:
     from kvq.bench.workload import Workload
@@ -23,7 +32,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShapeOptions:
+class _ShapeOptions:
     """The shape of one layer's step."""
 
     batch: int = option(1, "Sequences.", type=click.IntRange(1, 4096))
@@ -54,14 +63,10 @@ class ShapeOptions:
         return Workload(
             contexts=contexts,
             new=new,
-            q_heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
+            **picked(self, "q_heads", "kv_heads", "head_dim", "block_size"),
             dtype=dtype,
             device=device,
-            backend=how.backend,
-            seed=how.seed,
+            **picked(how, "backend", "seed"),
         )
 
 
@@ -70,9 +75,7 @@ def _formats_option(default: str = "bf16,fp8,int8,int4") -> Callable[[_Command],
     return click.option("--kv", type=FORMATS, default=default, show_default=True, help=text)
 
 
-_new_option = click.option(
-    "--new", default=1, show_default=True, type=click.IntRange(1), help="Tokens each adds."
-)
+_new_option = click.option("--new", default=1, show_default=True, type=TOKENS, help="Tokens each adds.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +105,11 @@ class Beside:
 @_formats_option()
 @_new_option
 @gathered(Beside, "beside")
-@gathered(ShapeOptions, "shape")
+@gathered(_ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
 @json_option
 def attention(
-    kv: str, new: int, beside: Beside, shape: ShapeOptions, how: KernelOptions, json_path: str | None
+    kv: str, new: int, beside: Beside, shape: _ShapeOptions, how: KernelOptions, json_path: str | None
 ) -> None:
     """One layer's attention over quantized blocks: decode (--new 1) or extend.
 
@@ -116,9 +119,8 @@ def attention(
     from kvq.bench.attention import bench_attention
     from kvq.bench.figures import roofline_figure
     from kvq.commands.progress import counted, progress_bar
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import begin, result_of, write_rows
     from kvq.evals.figure import write_figure
-    from kvq.evals.results import write_json
 
     begin(json_path, plot=beside.plot_path)
     workload = replace(shape.workload(new, how), latent_dim=beside.latent_dim)
@@ -135,20 +137,19 @@ def attention(
             progress=counted(progress, how.repeats),
         )
     _print_attention(rows, bandwidth)
-    result = result_of(rows, workload.device, {"read_gb_per_s": bandwidth})
-    if json_path is not None:
-        write_json(json_path, result)
+    facts = {"read_gb_per_s": bandwidth}
+    write_rows(rows, json_path, workload.device, facts)
     if beside.plot_path is not None:
-        write_figure(beside.plot_path, roofline_figure, result)
+        write_figure(beside.plot_path, roofline_figure, result_of(rows, workload.device, facts))
 
 
 @click.command(name="write")
 @_formats_option()
 @_new_option
-@gathered(ShapeOptions, "shape")
+@gathered(_ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
 @json_option
-def write(kv: str, new: int, shape: ShapeOptions, how: KernelOptions, json_path: str | None) -> None:
+def write(kv: str, new: int, shape: _ShapeOptions, how: KernelOptions, json_path: str | None) -> None:
     """Quantize and store one step's K and V of one layer; bytes are checked against the reference."""
     from kvq.bench.write import bench_write
     from kvq.commands.progress import counted, progress_bar
@@ -181,12 +182,12 @@ def write(kv: str, new: int, shape: ShapeOptions, how: KernelOptions, json_path:
     show_default=True,
     help="New tokens: up to 64 query rows of a KV head tune decode, more extend.",
 )
-@click.option("--table", type=click.Path(dir_okay=False), help="Where to write; default: kvq's own table.")
-@gathered(ShapeOptions, "shape")
+@click.option("--table", type=TO_WRITE, help="Where to write; default: kvq's own table.")
+@gathered(_ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
 @json_option
 def tune(
-    kv: str, new: str, table: str | None, shape: ShapeOptions, how: KernelOptions, json_path: str | None
+    kv: str, new: str, table: str | None, shape: _ShapeOptions, how: KernelOptions, json_path: str | None
 ) -> None:
     """Find the fastest tile shapes of the Triton kernels on this GPU and write them into the table."""
     import torch
@@ -203,7 +204,7 @@ def tune(
 
     path = Path(table) if table else TABLE
     begin(path, json_path)
-    workloads = [shape.workload(int(n), how) for n in new.split(",")]
+    workloads = [shape.workload(parse_tokens(n), how) for n in new.split(",")]
     if workloads[0].dtype is torch.float32:  # whose kernels have tiles of their own
         raise ConfigError("kvq bench tune tunes kernels of 16-bit queries, got --dtype fp32; use bf16")
     formats = listed(kv, "--kv")

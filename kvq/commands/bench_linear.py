@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.bench_options import TIMES, KernelOptions, listed
-from kvq.commands.options import gathered, json_option, option
+from kvq.commands.options import gathered, json_option, option, picked
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import speed
@@ -67,8 +67,7 @@ def linear(asked: Asked, how: KernelOptions, json_path: str | None) -> None:
             rows=count,
             dtype=dtype,
             device=device,
-            backend=how.backend,
-            seed=how.seed,
+            **picked(how, "backend", "seed"),
         )
         for outputs, inputs in map(parse_shape, asked.shapes)
         for count in counts

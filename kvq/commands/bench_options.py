@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import Finite, option
+from kvq.commands.options import Finite, option, picked
 from kvq.errors import ConfigError
 from kvq.sizes import speed
 
@@ -69,8 +69,7 @@ class LoadOptions:
             input_lengths=parse_lengths(self.input_len, "--input-len"),
             output_lengths=parse_lengths(self.output_len, "--output-len"),
             rate=per_second,
-            shared_prefix=self.shared_prefix,
-            seed=self.seed,
+            **picked(self, "shared_prefix", "seed"),
         )
 
 

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
-    PATH,
+    FILE,
     SPECULATION,
+    TO_WRITE,
     Finite,
     ModelOptions,
+    Tokens,
     gathered,
     json_option,
     kv_option,
     model_options,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
@@ -49,14 +52,14 @@ class Asked:
     k: str = option("1,2,3,4,6", "Numbers of drafts that are tried, with commas between.")
     batch: int = option(1, "Requests at a time.", type=click.IntRange(1, 4096))
     requests: int = option(4, type=click.IntRange(1, 100_000))
-    input_len: int = option(128, "Tokens of each prompt.", type=click.IntRange(1, 1 << 20))
-    output_len: int = option(128, "Tokens generated for each.", type=click.IntRange(2, 1 << 20))
+    input_len: int = option(128, "Tokens of each prompt.", type=Tokens(1, 1 << 20))
+    output_len: int = option(128, "Tokens generated for each.", type=Tokens(2, 1 << 20))
     temperature: float = option(0.0, "0 takes the likeliest token.", type=Finite(0, 10))
     seed: int | None = option(
         None, "Of requests, which then get the tokens that they get without drafts.", type=int
     )
     text: Path | None = option(
-        None, "Prompts are cut from this text.  [default: help topics of Python]", type=PATH
+        None, "Prompts are cut from this text.  [default: help topics of Python]", type=FILE
     )
     repeats: int = option(5, type=click.IntRange(1, 1000))
 
@@ -66,7 +69,7 @@ class Asked:
 @model_options
 @gathered(Asked, "asked")
 @json_option
-@click.option("--plot", "plot_path", type=click.Path(), help="Draw speed over k (.svg, .png).")
+@click.option("--plot", "plot_path", type=TO_WRITE, help="Draw speed over k (.svg, .png).")
 def speculation(
     kv: list[str], model_options: ModelOptions, asked: Asked, json_path: str | None, plot_path: str | None
 ) -> None:
@@ -118,16 +121,13 @@ def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
     depths = check_depths(asked.k, MOST_DRAFTS)
     text = default_text().text if asked.text is None else decoded(asked.text)
     ids = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    needed = asked.requests * asked.input_len
     if len(ids) < asked.input_len:
         raise ConfigError(
             f"the text has {len(ids):,} tokens; prompts of --input-len {asked.input_len:,} need more"
         )
-    stride = (
-        max(1, (len(ids) - asked.input_len) // max(1, asked.requests - 1))
-        if needed > len(ids)
-        else asked.input_len
-    )
+    stride = asked.input_len
+    if asked.requests * stride > len(ids):  # they overlap
+        stride = max(1, (len(ids) - stride) // max(1, asked.requests - 1))
     starts = [i * stride % (len(ids) - asked.input_len + 1) for i in range(asked.requests)]
     if asked.input_len + asked.output_len > model.max_context:
         raise ConfigError(
@@ -140,9 +140,7 @@ def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
         prompts=[ids[start : start + asked.input_len] for start in starts],
         batch=min(asked.batch, asked.requests),
         output_tokens=asked.output_len,
-        temperature=asked.temperature,
-        seed=asked.seed,
-        repeats=asked.repeats,
+        **picked(asked, "temperature", "seed", "repeats"),
     )
 
 

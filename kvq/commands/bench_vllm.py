@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.bench_options import THROUGHPUT
-from kvq.commands.options import gathered, json_option, kv_option, option
+from kvq.commands.options import gathered, json_option, kv_option, model_argument, option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import VLLM, require, vllm_version
+from kvq.sizes import parse_tokens
 
 if TYPE_CHECKING:
     from kvq.models import Model
@@ -27,7 +28,7 @@ _RANDOM = "random"
 class Asked:
     """Which model under which loads."""
 
-    model: str = option(_RANDOM, "Folder, hub name, or 'random', a Llama of 28 million.", names="--model -m")
+    model: str
     dtype: str = option("auto", "Of the weights: auto (fp32), fp32, bf16, fp16.")
     burst: str = option("16x128x64", "Requests x tokens of prompts x tokens of outputs.")
     deep: str = option(
@@ -39,6 +40,7 @@ class Asked:
 
 @click.command(name="vllm")
 @kv_option("int8,int4,k8v4", many=True)
+@model_argument(_RANDOM, "Folder, hub name, or 'random', a Llama of 28 million; the same as MODEL.")
 @gathered(Asked, "asked")
 @json_option
 def vllm(kv: list[str], asked: Asked, json_path: str | None) -> None:
@@ -56,7 +58,8 @@ def vllm(kv: list[str], asked: Asked, json_path: str | None) -> None:
     begin(json_path)
     plan = Plan.of(_numbers(asked.burst, "--burst"), _numbers(asked.deep, "--deep"), asked.repeats)
     with _loaded(asked) as model:
-        facts = {"model": model.description, "load": asdict(asked), "vllm": vllm_version(), **_runtime()}
+        facts: dict[str, Any] = {"model": model.description, "load": asdict(asked), "vllm": vllm_version()}
+        facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # memory and OpenMP libraries that come first
         with FinishedRows(json_path, partial(result_of, facts=facts), _print) as finished:
             with progress_bar("vLLM") as progress:
                 rows = bench_vllm(model, kv, plan, progress=progress, keep=finished.keep)
@@ -75,17 +78,14 @@ def _loaded(asked: Asked) -> "Iterator[Model]":
         yield make_model(Path(folder) / _RANDOM, asked.dtype)
 
 
-def _runtime() -> dict[str, str | None]:
-    """What vLLM's speed on CPUs depends on besides: memory and OpenMP libraries that come first."""
-    return {"ld_preload": os.environ.get("LD_PRELOAD")}
-
-
 def _numbers(text: str, name: str) -> tuple[int, int, int]:
-    parts = text.split("x")
-    if len(parts) != 3 or not all(part.isdigit() for part in parts):
-        raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
-    first, second, third = map(int, parts)
-    return first, second, third
+    try:
+        first, second, third = map(parse_tokens, text.split("x"))
+        if min(first, second, third) >= 0:
+            return first, second, third
+    except ValueError:  # also of fewer or more, as ConfigError is
+        pass
+    raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
 
 
 _COLUMNS = {

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.names import MODEL
-from kvq.commands.options import AT_LEAST_1, gathered, kv_option, option, path_option, text_options
+from kvq.commands.options import (
+    TO_READ,
+    TO_WRITE,
+    TOKENS,
+    gathered,
+    kv_option,
+    model_argument,
+    option,
+    path_option,
+    picked,
+    text_options,
+)
 from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
 
@@ -29,17 +39,17 @@ class Asked:
 
     text: str | None
     text_field: str | None
-    out: str = option("kvq.json", "Where to write the recipe.", type=click.Path())
+    out: str = option("kvq.json", "Where to write the recipe.", type=TO_WRITE)
     centered: bool = option(
         False,
         "Store formats in groups, as V in int4, without the means of their rows, which cost no bytes then.",
     )
     context: int | None = option(
-        None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
+        None, "Tokens per window.  [default: 1024, or what the model takes]", type=TOKENS
     )
     max_windows: int = option(32, "Windows taken, spread over the text.")
     check: str | None = path_option(
-        "--check", "Another text: are the scales fit for it? Exit 1 if they are not."
+        "--check", "Another text: are the scales fit for it? Exit 1 if they are not.", type=TO_READ
     )
     fp8_out: str | None = path_option(
         "--fp8-out", "FP8 scales per tensor for other engines: .safetensors or .json."
@@ -48,14 +58,14 @@ class Asked:
     device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option("auto", "Of the weights: auto, fp32, bf16 or fp16.")
     max_model_len: int | None = option(
-        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=AT_LEAST_1
+        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=TOKENS
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     token: str | None = option(None, "Hub token for gated or private models.")
 
 
 @click.command(name="calibrate")
-@click.argument("model", type=MODEL)
+@model_argument(None)
 @text_options("help topics of CPython that are not held out")
 @kv_option("fp8_per_head", many=False)
 @gathered(Asked, "asked")
@@ -81,15 +91,10 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     begin(asked.out, asked.json_path)
     if asked.fp8_out is not None:
         check_export_path(asked.fp8_out)
-    prepared = prepare(
-        model,
-        device=asked.device,
-        dtype=asked.dtype,
-        max_context=asked.max_model_len,
-        revision=asked.revision,
-        token=asked.token,
-    )
+    how = picked(asked, "device", "dtype", "revision", "token")
+    prepared = prepare(model, max_context=asked.max_model_len, **how)
     recipe = prepared.recipe(kv[0])
+    recipe.check_stored("calibrate")
     if asked.centered and not any(map(any, _is_grouped(recipe))):
         raise ConfigError(
             f"--centered is for formats in groups, such as int4_g32_s8_rot, got --kv {recipe.name}; "

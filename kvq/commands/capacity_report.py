@@ -45,7 +45,7 @@ def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> No
             drawing(_pareto, rows),
         ]
     parts.append("<h2>All figures</h2>")
-    parts.append(_table(rows, columns))
+    parts.append(html_table(*table(rows, columns)))
     for gpu in gpus:
         row = next(row for row in rows if row["gpu"] == gpu)
         parts.append(f"<h2>{escape(gpu)}, {escape(row['kv'])}, per GPU</h2>")
@@ -66,14 +66,10 @@ def write_simulation(path: str | Path, result: dict[str, Any], columns: Columns)
         f"<p>{first['requests']:,} requests in {first['seconds']:,.0f} s of simulated time, served by kvq's "
         f"own scheduler and block memory; the time of steps comes from a roofline.</p>",
         drawing(_bars, rows),
-        _table(rows, columns),
+        html_table(*table(rows, columns)),
         origin(result),
     ]
     fileio.write_text(path, page(f"kvq simulate: {first['model']}", parts))
-
-
-def _table(rows: list[dict[str, Any]], columns: Columns) -> str:
-    return html_table(*table(rows, columns))
 
 
 def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
@@ -167,14 +163,10 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             if axis.get_transform().base == 2:
-                axis.set_major_formatter(_thousands)
+                axis.set_major_formatter(lambda n, _: f"{n / 1024:g}K" if n >= 1024 else f"{n:g}")
                 axis.set_minor_formatter("")
             else:
                 log_axis(axis)
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.25)
     finish(axes, x, y)
-
-
-def _thousands(tokens: float, _position: int) -> str:
-    return f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}"

@@ -12,13 +12,16 @@ import click
 from kvq.commands.chat_partner import Sampling
 from kvq.commands.options import (
     ACCEPT,
+    GENERATION_CONFIG,
     ModelOptions,
+    SectionedCommand,
     Size,
     gathered,
     given_options,
     kv_option,
     model_options,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
@@ -41,10 +44,11 @@ class Asked:
     api_key_env: str | None = option(None, "With --url: the environment variable that holds the key.")
     system: str | None = option(None, "The system message.")
     accept_divergence: bool = option(False, ACCEPT)
+    generation_config: str = option("auto", GENERATION_CONFIG)
     trim: bool = option(False, "Drop the oldest turns when the context is full.")
 
 
-@click.command(name="chat")
+@click.command(name="chat", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
 @gathered(Asked, "asked")
@@ -65,8 +69,7 @@ def command(kv: list[str], model_options: ModelOptions, asked: Asked, sampling: 
 
         partner = EnginePartner(
             *(model_options, kv[0], sampling),
-            kv_memory=asked.kv_memory,
-            accept_divergence=asked.accept_divergence,
+            **picked(asked, "kv_memory", "accept_divergence", "generation_config"),
         )
     is_terminal = sys.stdin.isatty()
     session = Session(partner, system=asked.system, trim=asked.trim, is_terminal=is_terminal)

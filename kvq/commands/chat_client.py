@@ -7,7 +7,7 @@ from http.client import HTTPException
 from time import monotonic
 from typing import IO, Any, NoReturn
 from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from kvq.answers import Event, Usage, read_address, read_event, read_model, read_refusal
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
@@ -34,7 +34,9 @@ class ServerPartner:
         self._url = url.rstrip("/") + ("" if address.path.strip("/") else "/v1")
         self._key = key
         self._sampling = sampling
-        self._opener = _opener(address.hostname)
+        # Proxies of the environment are for other machines
+        direct = [ProxyHandler({})] if address.hostname in _LOOPBACK else []
+        self._opener = build_opener(_NoRedirects(), *direct)
         self.name = model or self._first_model()
 
     def answer(self, turns: list[Turn], show: Show) -> Answered:
@@ -100,11 +102,6 @@ class _NoRedirects(HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
-
-
-def _opener(host: str | None) -> OpenerDirector:
-    """Proxies of the environment are for other machines."""
-    return build_opener(_NoRedirects(), *([ProxyHandler({})] if host in _LOOPBACK else []))
 
 
 def _events(answer: IO[bytes]) -> Iterator[Event]:

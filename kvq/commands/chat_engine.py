@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
 from kvq.commands.loading import check_for, load_to_serve
 from kvq.commands.options import ModelOptions
+from kvq.commands.screen import say_defaults
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.engine.outputs import RequestOutput
@@ -18,6 +19,7 @@ from kvq.models.prepared import PreparedModel
 from kvq.models.prompts import PromptEncoder
 
 _LEAST_ROOM = 64  # tokens, for an answer
+_USUAL = {"temperature": 0.7, "max_tokens": None}
 _Result = TypeVar("_Result")
 
 
@@ -32,6 +34,7 @@ class EnginePartner:
         *,
         kv_memory: str | None = None,
         accept_divergence: bool = False,
+        generation_config: str = "auto",
     ) -> None:
         """Load the model.
 
@@ -40,17 +43,14 @@ class EnginePartner:
             ModelError: missing, damaged or refused model.
             BrokenFormat: the format breaks the model, and that was not accepted.
         """
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-        )
+        given = sampling.body()
+        SamplingParams(**given)  # refused before anything is read
         checked = check_for(options, [kv])
         check_cache(checked.prepared)
         _check_template(checked.prepared)
         self.name = checked.prepared.source.name
-        self._params = params
+        defaults = say_defaults(checked.prepared.source, generation_config)
+        self._params = SamplingParams(**defaults.fill(_USUAL | given, given))
         with ExitStack() as held:
             # Its loop outlives an answer: the engine may still have a word
             self._loop = held.enter_context(asyncio.Runner()).get_loop()
@@ -71,7 +71,7 @@ class EnginePartner:
         """
         tokens = self._read(turns)
         room = self._max_context - len(tokens)
-        wanted = self._params.max_tokens
+        wanted = self._params.max_tokens or self._params.most_tokens
         if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
             raise ContextFull(f"{len(tokens):,} of {self._max_context:,} tokens are taken")
         max_tokens = None if wanted is None else min(wanted, room)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from kvq.commands.options import AT_LEAST_1, option
+from kvq.commands.options import TOKENS, option
 from kvq.errors import KVQError
 
 Turn = dict[str, str]  # role, content
@@ -19,10 +19,10 @@ class ContextFull(KVQError):
 class Sampling:
     """How answers are chosen."""
 
-    temperature: float = option(0.7, "0 takes the likeliest token.")
-    top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
+    temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0.7]", type=float)
+    top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
     max_tokens: int | None = option(
-        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=AT_LEAST_1
+        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=TOKENS
     )
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
 

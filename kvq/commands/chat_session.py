@@ -35,7 +35,7 @@ class Session:
         self._saved: set[Path] = set()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: echo(HELP),
-            "/reset": self._reset,
+            "/reset": lambda _: self._turns.clear(),
             "/system": self._set_system,
             "/save": self._save,
             "/stats": lambda _: echo(self._stats()),
@@ -105,9 +105,6 @@ class Session:
     def _all_turns(self) -> list[Turn]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, *self._turns]
-
-    def _reset(self, _: str) -> None:
-        self._turns.clear()
 
     def _set_system(self, text: str) -> None:
         self._system = text or None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.options import TO_READ, TO_WRITE
 from kvq.commands.results import write_rows
 from kvq.commands.screen import warn
 
@@ -15,9 +16,9 @@ _PERCENT = ("perplexity_change", "top1_agreement", "top5_agreement", "identical"
 
 
 @click.command(name="compare")
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
-@click.option("--json", "json_path", type=click.Path(), help="Write the differences as JSON.")
+@click.argument("a", type=TO_READ)
+@click.argument("b", type=TO_READ)
+@click.option("--json", "json_path", type=TO_WRITE, help="Write the differences as JSON.")
 def command(a: str, b: str, json_path: str | None) -> None:
     """Compare A and B, JSON files of `kvq perplexity` or of `kvq eval`, format by format.
 
@@ -47,27 +48,24 @@ def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison"
             one_line(
                 f"{name}  {path}: {result['model']}, {result['text']}, windows of {result['context']}, "
                 f"{result['date']}, commit {result.get('commit')}"
-            ),
-            highlight=False,
+            )
         )
     for section in dict.fromkeys(one.section for one in found.differences):
         shown = [one for one in found.differences if one.section == section]
         figures = list(dict.fromkeys(one.figure for one in shown))
         rows = list(dict.fromkeys((one.kv, one.where) for one in shown))
         cells = {(one.kv, one.where, one.figure): _cell(one) for one in shown}
-        out.print(
-            f"\n{'per format' if section == 'rows' else section}: A, B (B - A)", style="bold", highlight=False
-        )
+        out.print(f"\n{'per format' if section == 'rows' else section}: A, B (B - A)", style="bold")
         table = [
             [", ".join(filter(None, row)), *(cells.get((*row, figure), "-") for figure in figures)]
             for row in rows
         ]
         out.print(text_table(("kv", *figures), table, WORDS))
     if any(not _overlap(one.a_interval, one.b_interval) for one in found.differences):
-        out.print("!  the 95% intervals don't overlap", highlight=False)
+        out.print("!  the 95% intervals don't overlap")
     for name, labels in (("A", found.only_in_a), ("B", found.only_in_b)):
         if labels:
-            out.print(f"\nonly in {name}: {one_line('; '.join(labels))}", highlight=False)
+            out.print(f"\nonly in {name}: {one_line('; '.join(labels))}")
 
 
 def _cell(one: "Difference") -> str:
@@ -83,15 +81,8 @@ def _overlap(a: Any, b: Any) -> bool:
 
 def _write(path: str | None, paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
     keys = (
-        "kvq_version",
-        "commit",
-        "date",
-        "device",
-        "command",
-        "model",
-        "model_digest",
-        "text",
-        "text_digest",
+        *("kvq_version", "commit", "date", "device", "command"),
+        *("model", "model_digest", "text", "text_digest"),
     )
     origins: dict[str, Any] = {
         name: {"path": one, **{key: result.get(key) for key in keys}}

@@ -87,11 +87,6 @@ def register() -> None:
         add_completion_class(one, name)
 
 
-def script_of(shell: str, command: click.Command) -> str:
-    """The script that makes `shell` complete `command`."""
-    return f"{MARK}\n{_CLASSES[shell](command, {}, 'kvq', VARIABLE).source()}"
-
-
 def place_of(shell: str) -> Place:
     """Where a user's `shell` finds its script."""
     home = Path.home()
@@ -152,7 +147,8 @@ def command(shell: str | None, install: bool) -> None:
     shell = shell or calling_shell()
     if shell is None:
         raise ConfigError(f"can't tell which shell this is; name it: kvq completion {' | '.join(SHELLS)}")
-    script = script_of(shell, click.get_current_context().find_root().command)
+    command = click.get_current_context().find_root().command
+    script = f"{MARK}\n{_CLASSES[shell](command, {}, 'kvq', VARIABLE).source()}"
     if install:
         _install(shell, place_of(shell), script)
     else:

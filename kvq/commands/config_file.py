@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from kvq.commands.options import TextOrMapping
+from kvq.commands.foreign import translated
+from kvq.commands.options import TextOrMapping, Tokens
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
 from kvq.strict_json import check_value
@@ -49,7 +50,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
     given = _read(path)
     defaults = dict(context.default_map or {})
     written: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in _translated(context.command, names, given).items():
         name = str(key).replace("_", "-")
         if name not in names:
             raise ConfigError(
@@ -77,6 +78,32 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
     context.default_map = defaults
 
 
+def _translated(
+    command: click.Command, names: dict[str, click.Option], given: dict[Any, Any]
+) -> dict[Any, Any]:
+    """What a file says, with other engines' options in kvq's words."""
+    made: dict[Any, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("_", "-")
+        words = [
+            f"--{name}",
+            *([] if value is True else map(str, value if isinstance(value, list) else [value])),
+        ]
+        if name in names or value in (None, False) or (known := translated(command, words)) == words:
+            made[key] = value
+            continue
+        found: dict[str, list[str]] = {}
+        for word in known:
+            if word.startswith("--"):
+                name = word.removeprefix("--")
+            found.setdefault(name, []).extend([] if word.startswith("--") else [word])
+        for name, texts in found.items():
+            made[name] = texts[-1] if texts else True
+            if texts and name in names and names[name].multiple:
+                made[name] = texts
+    return made
+
+
 def _names(command: click.Command) -> dict[str, click.Option]:
     """Options by their long names, without the dashes."""
     return {
@@ -95,7 +122,8 @@ def _wanted(option: click.Option, value: Any) -> str | None:
     kind = option.type
     if isinstance(kind, click.types.StringParamType | click.Path):
         return None if isinstance(value, str) else "a text; put it in quotes"
-    if isinstance(kind, click.types.IntParamType):
+    is_text = isinstance(kind, Tokens) and isinstance(value, str)  # such as 8k, which it reads itself
+    if isinstance(kind, click.types.IntParamType) and not is_text:
         is_whole = type(value) is int or (isinstance(value, str) and _WHOLE.fullmatch(value))
         return None if is_whole else "a whole number in plain digits"
     if isinstance(kind, click.types.FloatParamType):

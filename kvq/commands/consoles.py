@@ -12,7 +12,7 @@ class PlainConsole(console.Console):  # noqa: TID251 - the one place
     """rich's, for texts from outside."""
 
     def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
-        super().__init__(markup=False, emoji=False, stderr=stderr, width=width)
+        super().__init__(markup=False, emoji=False, highlight=False, stderr=stderr, width=width)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.names import GPU
-from kvq.commands.options import AT_LEAST_0, AT_LEAST_1, Finite, gathered, json_option, option
+from kvq.commands.options import AT_LEAST_0, AT_LEAST_1, TOKENS, Finite, gathered, json_option, option
 from kvq.commands.results import write_rows
 from kvq.commands.sizing import PriceOptions, gpu_file_option, gpus_of
 from kvq.errors import ConfigError
@@ -33,8 +33,8 @@ class Asked:
         1.0, "Share of the time in which they are used.", type=Finite(0, 1, min_open=True)
     )
     operations_usd: float = option(0.0, "$ a month for whoever looks after them.", type=AT_LEAST_0)
-    prompt: int = option(500, "Tokens of a request.", type=AT_LEAST_1)
-    output: int = option(200, "Tokens of its answer.", type=AT_LEAST_1)
+    prompt: int = option(500, "Tokens of a request.", type=TOKENS)
+    output: int = option(200, "Tokens of its answer.", type=TOKENS)
     requests: float | None = option(None, "A month, to compare both.", type=AT_LEAST_0)
 
 
@@ -45,11 +45,8 @@ class Asked:
 @json_option
 def command(asked: Asked, api: PriceOptions, gpu_file: Path | None, json_path: str | None) -> None:
     """Compare what tokens cost: $ a million of one's own, $ of an API, and where they break even."""
-    from kvq import fileio
     from kvq.commands.tables import console, new_table
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
     prices = api.prices()
     row = _numbers(asked, prices, gpu_file)
     table = new_table(show_header=False)
@@ -96,7 +93,7 @@ def _own(asked: Asked, gpu_file: Path | None) -> dict[str, Any]:
     return {
         "usd_per_hour": together,
         "usd_per_million_tokens": million,
-        "tokens_per_usd": cost.tokens_per_usd(together, asked.tokens_per_s, utilization=used),
+        "tokens_per_usd": 1e6 / million,
         "requests_per_usd": 1e6 / million / asked.output,
         "usd_per_month": month,
         "requests_per_month": served,

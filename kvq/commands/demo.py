@@ -1,13 +1,27 @@
 """`kvq demo`: every format on the embedded model, text beside text, and a report."""
 
+from itertools import takewhile
 from pathlib import Path
 
 import click
 
-from kvq.commands.screen import echo, stream
+from kvq.commands.screen import echo
 
 KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
 PROMPT = "The history of the city of"
+SHOWN = ("fp32", "int4")
+PARTED = ">>>"
+
+
+def parted(one: str, other: str) -> tuple[str, str]:
+    """Two texts with a mark before the first word that they don't share, if there is one."""
+    words, others = one.split(" "), other.split(" ")
+    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(words, others, strict=False))])
+    if one == other:
+        return one, other
+    return " ".join([*words[:same], PARTED, *words[same:]]), " ".join(
+        [*others[:same], PARTED, *others[same:]]
+    )
 
 
 @click.command(name="demo")
@@ -50,18 +64,16 @@ def command(out: str, max_windows: int | None) -> None:
     )
     result = measure(model, plan, json_path=str(folder / "results.json"))
     print_check(result)
-    echo("\nThe same prompt and random numbers; a very small model: compare, don't expect sense.\n")
-    samples = {}
-    for kv in ("fp32", "int4"):
-        echo(f"--- {kv} ---\n{PROMPT}", nl=False)
-        pieces = []
+    echo(f"\nThe likeliest tokens; texts part at {PARTED}. A very small model: compare, don't expect sense.")
+    texts = []
+    for kv in SHOWN:
         with LLM(model, kv, max_num_seqs=1) as llm:
-            for piece in llm.stream(PROMPT, SamplingParams(max_tokens=64, temperature=0.7, seed=3)):
-                stream(piece.text)
-                pieces.append(piece.text)
-        samples[kv] = PROMPT + "".join(pieces)
-        echo("\n")
+            (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))
+            texts.append(PROMPT + output.outputs[0].text)
+    samples = dict(zip(SHOWN, parted(*texts), strict=True))
+    for kv, text in samples.items():
+        echo(f"\n--- {kv} ---\n{text}")
     write_report(folder / "report.html", result, samples)
     write_figure(folder / "plot.svg", perplexity_figure, result)
-    echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
-    echo("next: kvq serve --model tiny; kvq perplexity --model FOLDER measures a model of yours")
+    echo(f"\nwrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
+    echo("next: kvq serve tiny; kvq perplexity FOLDER measures a model of yours")

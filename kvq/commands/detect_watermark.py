@@ -3,14 +3,14 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.commands.names import MODEL
-from kvq.commands.options import PATH, Finite, gathered, option, path_option
+from kvq.commands.options import FILE, PATH, Finite, gathered, option, path_option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError, RequestError
 
@@ -27,7 +27,7 @@ class Asked:
     model: str = option(
         "tiny", "Folder or hub name of the model that may have written them.", names="--model -m", type=MODEL
     )
-    key_file: Path | None = option(None, "The secret key that texts were marked with.", type=PATH)
+    key_file: Path | None = option(None, "The secret key that texts were marked with.", type=FILE)
     scheme: str = option("green", "As the engine's --watermark-scheme.")
     false_alarms: float = option(
         FALSE_ALARMS,
@@ -40,10 +40,10 @@ class Asked:
 
 
 @click.command(name="detect-watermark")
-@click.argument("files", nargs=-1, type=click.Path(allow_dash=True))
+@click.argument("files", metavar="[MODEL] [FILES]...", nargs=-1, type=click.Path(allow_dash=True))
 @gathered(Asked, "asked")
 def command(files: tuple[str, ...], asked: Asked) -> None:
-    """Find the watermark of texts in FILES, or on standard input (-).
+    """Find the watermark of texts in FILES, or on standard input (-). A folder before them is the MODEL.
 
     Neither the model's weights nor the prompt are needed: the text is cut into tokens, and those that
     follow a context are tested. p is how likely a text without the mark looks as marked; of many texts,
@@ -56,14 +56,13 @@ def command(files: tuple[str, ...], asked: Asked) -> None:
         raise ConfigError(
             "--key-file is needed, the key that texts were marked with; --new-key FILE makes one for others"
         )
-    from kvq.fileio import check_writable
     from kvq.models.resolve import resolve_model
     from kvq.models.tokenizer import load_without_torch
     from kvq.watermark import detect, parse_scheme, read_key
 
-    if asked.json_path is not None:
-        check_writable(asked.json_path)
     scheme, key = parse_scheme(asked.scheme), read_key(asked.key_file)
+    if files and Path(files[0]).is_dir():
+        asked, files = replace(asked, model=files[0]), files[1:]
     texts = list(_texts(files or ("-",), is_by_line=asked.lines))
     tokenizer = load_without_torch(resolve_model(asked.model, weights=False).folder)
     rows = []

@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.eval_options import Asked, TaskOptions
-from kvq.commands.options import (
-    ModelOptions,
-    WindowOptions,
-    gathered,
-    kv_option,
-    model_argument,
-    model_options,
-    text_options,
-)
+from kvq.commands.options import ModelOptions, WindowOptions, gathered, kv_option, model_options, text_options
 from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
-from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from kvq.commands.eval_tasks import Chosen, EvalPlan
@@ -34,7 +25,6 @@ _JSON = ("cautions", "look")  # of what tasks find: no rows
 
 
 @click.command(name="eval")
-@model_argument
 @kv_option("fp32,fp8,int8,k8v4,int4", many=True)
 @text_options("held-out help topics of CPython")
 @gathered(Asked, "asked")
@@ -42,11 +32,7 @@ _JSON = ("cautions", "look")  # of what tasks find: no rows
 @gathered(TaskOptions, "of_tasks")
 @model_options
 def command(
-    kv: list[str],
-    model_options: ModelOptions,
-    asked: Asked,
-    windows: WindowOptions,
-    of_tasks: TaskOptions,
+    kv: list[str], model_options: ModelOptions, asked: Asked, windows: WindowOptions, of_tasks: TaskOptions
 ) -> None:
     """Measure what KV formats cost in quality on MODEL, a folder, a hub name, or 'tiny'.
 
@@ -62,26 +48,24 @@ def command(
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.gates import parse_gate
     from kvq.evals.report import write_report
-    from kvq.evals.simulated import SimulatedRecipe
+    from kvq.evals.simulated import simulated
 
+    json_path = json_beside(asked.html_path, asked.json_path)
+    begin(json_path, html=asked.html_path)
     chosen = choose_tasks(asked.tasks)
-    if asked.html_path is not None:
-        require("--html", PLOTS)
     limits = [parse_gate(gate) for gate in asked.gates]
     if windows.instrument and not any(one.task.key == "rows" for one in chosen):
         raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
     source = default_text() if asked.text is None else read_text(asked.text, asked.text_field)
-    json_path = json_beside(asked.html_path, asked.json_path)
-    begin(json_path, asked.html_path)
     checked = check_for(model_options, kv)
     if asked.simulate and (served := {"attention", "lm_eval"} & {one.task.key for one in chosen}):
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
     if asked.simulate and checked.prepared.cache != "kvq":
         raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
-    simulated = [SimulatedRecipe.of(name, checked.prepared.geometry.head_dims) for name in asked.simulate]
+    dims = checked.prepared.geometry.head_dims
     plan = EvalPlan(
         prepared=checked.prepared,
-        recipes=[*recipes_of(checked), *simulated],
+        recipes=[*recipes_of(checked), *(simulated(name, dims) for name in asked.simulate)],
         text=source,
         tokens=TokenPlan(**asdict(windows)),
         attention_windows=asked.attention_windows,
@@ -154,11 +138,10 @@ def plan_result(
     """The JSON envelope of what was found."""
     from kvq.commands.results import result_of
     from kvq.evals.perplexity import size_figures
-    from kvq.evals.simulated import model_in
 
     more = dict(found)
     rows = more.pop("rows", None) or [
-        {"kv": recipe.name, **size_figures(model_in(model, recipe), plan.tokens.context)}
+        {"kv": recipe.name, **size_figures(model.with_kv(recipe), plan.tokens.context)}
         for recipe in plan.recipes
     ]
     about = {

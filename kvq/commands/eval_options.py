@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import AT_LEAST_1, Finite, Several, Size, option, path_option
+from kvq.commands.options import AT_LEAST_1, TO_READ, TOKENS, Finite, Several, Size, option, path_option
 
 if TYPE_CHECKING:
     from kvq.evals.generation import GenerationPlan
@@ -21,26 +21,20 @@ class Asked:
     text_field: str | None
     tasks: str = option(
         "perplexity,kl",
-        (
-            "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
-            "a pattern or a YAML file of lm-eval."
-        ),
+        "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
+        "a pattern or a YAML file of lm-eval.",
     )
     simulate: tuple[str, ...] = option(
         (),
-        (
-            "Methods of others to measure beside, simulated, such as kivi-k2v2+recent=128,kvarn-k4v2; they "
-            "can't be served."
-        ),
+        "Methods of others to measure beside, simulated, such as kivi-k2v2+recent=128,kvarn-k4v2; they "
+        "can't be served.",
         type=Several(click.STRING, "name,..."),
     )
     gates: tuple[str, ...] = option(
         (),
-        (
-            "Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
-            "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', "
-            "'lm_eval.acc_change>=-1%' against the baseline. May be repeated."
-        ),
+        "Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
+        "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', "
+        "'lm_eval.acc_change>=-1%' against the baseline. May be repeated.",
         names="--gate",
         multiple=True,
     )
@@ -56,12 +50,12 @@ class TaskOptions:
     """Of single tasks; those of lm_eval are called as lm-eval calls them."""
 
     prompts: int = option(32, "Of generation.", type=AT_LEAST_1)
-    prompt_tokens: int = option(128, "Per prompt.", type=AT_LEAST_1)
-    new_tokens: int = option(64, "Generated after each.", type=AT_LEAST_1)
+    prompt_tokens: int = option(128, "Per prompt.", type=TOKENS)
+    new_tokens: int = option(64, "Generated after each.", type=TOKENS)
     needle_lengths: tuple[int, ...] | None = option(
         None,
         "Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
-        type=Several(AT_LEAST_1, "n,..."),
+        type=Several(TOKENS, "n,..."),
     )
     needle_depths: tuple[float, ...] = option(
         "0,0.25,0.5,0.75,1", "Shares of the text before the needle.", type=Several(Finite(0, 1), "x,...")
@@ -69,13 +63,13 @@ class TaskOptions:
     needle_trials: int = option(10, "Prompts per length and depth.", type=AT_LEAST_1)
     needle: str | None = option(
         None,
-        (
-            "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
-            "{key} is {value}.]"
-        ),
+        "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
+        "{key} is {value}.]",
     )
     needle_distractors: int = option(0, "Needles with other keys.", type=click.IntRange(min=0))
-    include_path: str | None = path_option("--include-path", "Folder with more task files for lm_eval.")
+    include_path: str | None = path_option(
+        "--include-path", "Folder with more task files for lm_eval.", type=TO_READ
+    )
     limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=AT_LEAST_1)
     num_fewshot: int | None = option(
         None, "Examples before each question of lm_eval.  [default: the task's]", type=click.IntRange(min=0)

@@ -1,50 +1,60 @@
 """`kvq generate`: text from a prompt, streamed, over quantized KV."""
 
 from dataclasses import asdict, dataclass
+from os.path import isfile, join
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.commands.options import (
     ACCEPT,
+    GENERATION_CONFIG,
     SPECULATION,
+    TO_READ,
     ModelOptions,
+    SectionedCommand,
+    Tokens,
     gathered,
     kv_option,
     model_options,
     option,
     path_option,
 )
-from kvq.commands.screen import echo, stream
+from kvq.commands.screen import echo, say_defaults, stream
+from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.engine import SamplingParams
+    from kvq.engine.defaults import SamplingDefaults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How the text is chosen, as the command line says it."""
 
-    max_tokens: int = option(64, "Tokens to generate at most.", names="--max-tokens -n")
-    temperature: float = option(0.0, "0 takes the likeliest token.")
+    max_tokens: int | None = option(
+        None, "Tokens to generate at most.  [default: 64]", names="--max-tokens -n", type=Tokens()
+    )
+    temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0]", type=float)
     top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
-    top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
-    min_p: float = option(0.0, "Drop tokens below this share of the likeliest.")
-    repetition_penalty: float = option(1.0, "Above 1 discourages repetition.")
+    top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
+    min_p: float | None = option(None, "Least share of the likeliest's.  [default: 0]", type=float)
+    repetition_penalty: float | None = option(None, "Above 1 discourages it.  [default: 1]", type=float)
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
     stop: tuple[str, ...] = option((), "End before this text; may be given several times.", multiple=True)
     ignore_eos: bool = option(False, "Go on past the end-of-text token.")
     json_schema: str | None = option(None, "The text must be JSON of this schema.")
     regex: str | None = option(None, "The text must match this regular expression.")
 
-    def params(self) -> "SamplingParams":
-        """As the engine takes it."""
+    def params(self, defaults: "SamplingDefaults | None" = None) -> "SamplingParams":
+        """As the engine takes it; `defaults`: the model's, for what is left out."""
         from kvq.engine import SamplingParams, StructuredOutput
 
-        given = asdict(self)
-        grammar = {name: given.pop(name) for name in ("json_schema", "regex")}
-        is_free = self.json_schema is None and self.regex is None
-        return SamplingParams(structured=None if is_free else StructuredOutput(**grammar), **given)
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        grammar = {name: given.pop(name) for name in ("json_schema", "regex") if name in given}
+        if grammar:
+            given["structured"] = StructuredOutput(**grammar)
+        return SamplingParams(**(given if defaults is None else defaults.fill(given, given)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +62,7 @@ class Marked:
     """Whether the text gets a watermark."""
 
     watermark_key_file: str | None = path_option(
-        "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark."
+        "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark.", type=TO_READ
     )
     watermark_scheme: str = option("green", "green or tournament, and numbers that differ: green,delta=3.")
 
@@ -73,15 +83,16 @@ class Served:
 
     speculation: str | None = option(None, SPECULATION)
     accept_divergence: bool = option(False, ACCEPT)
+    generation_config: str = option("auto", GENERATION_CONFIG)
 
 
-@click.command(name="generate")
-@click.argument("prompt")
+@click.command(name="generate", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
 @gathered(Sampling, "sampling")
 @gathered(Marked, "marked")
 @gathered(Served, "served")
+@click.argument("prompt")
 def command(
     prompt: str,
     kv: list[str],
@@ -90,7 +101,9 @@ def command(
     marked: Marked,
     served: Served,
 ) -> None:
-    """Go on from PROMPT, streamed to standard output."""
+    """Go on from PROMPT, streamed to standard output. One argument alone is the prompt, of the embedded model
+    unless --model names another.
+    """
     from kvq.commands.loading import check_for, load_to_serve
     from kvq.engine import LLM
     from kvq.engine.build import check_cache
@@ -101,6 +114,8 @@ def command(
     from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
+    if isfile(join(prompt, "config.json")):
+        raise ConfigError(f"{prompt} is a model's folder and no prompt: kvq generate {prompt} PROMPT")
     params, marks = sampling.params(), marked.options()
     if params.structured is not None:
         check_structured(params.structured)
@@ -111,9 +126,10 @@ def command(
     check_speculation(drafting, known)
     check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
+    params = sampling.params(say_defaults(known.source, served.generation_config))
     room = check_room(length, params.max_tokens, known.max_context)
     model = load_to_serve(checked, kv[0], accept_divergence=served.accept_divergence)
-    longest = length + (params.max_tokens or room)
+    longest = length + min(room, params.max_tokens or params.most_tokens or room)
     with LLM(model, max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
         pieces = llm.stream(prompt, params)
         shown = prompt

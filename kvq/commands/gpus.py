@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvq.commands.options import TO_WRITE
 from kvq.commands.sizing import gpu_file_option, gpus_of
 
 _COLUMNS = {
@@ -20,9 +21,7 @@ _COLUMNS = {
 
 @click.command(name="gpus")
 @gpu_file_option
-@click.option(
-    "--json", "json_path", type=click.Path(), help="Write them as JSON, in the form that --gpus reads."
-)
+@click.option("--json", "json_path", type=TO_WRITE, help="Write them as JSON, in the form that --gpus reads.")
 def command(gpu_file: Path | None, json_path: str | None) -> None:
     """List GPUs: memory by data sheet and as a process sees it, bandwidth, arithmetic, price an hour."""
     import json

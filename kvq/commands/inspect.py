@@ -5,8 +5,8 @@ from typing import Any
 import click
 
 from kvq.commands.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
-from kvq.commands.names import MODEL, RENAMED
-from kvq.commands.options import BLOCK_SIZES, kv_option
+from kvq.commands.names import RENAMED
+from kvq.commands.options import BLOCK_SIZES, TO_WRITE, kv_option, model_argument
 from kvq.commands.results import write_rows
 from kvq.layout import BLOCK_SIZE, named_recipe
 
@@ -17,42 +17,35 @@ _FORMATS = (
 
 
 @click.command(name="inspect")
-@click.option(
-    "--model", "-m", type=MODEL, default="tiny", show_default=True, help="Folder, hub name, or 'tiny'."
-)
+@model_argument()
 @kv_option("int4", many=False)
 @click.option(
     "--block-size", type=BLOCK_SIZES, default=BLOCK_SIZE, show_default=True, help="Tokens per block."
 )
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--token", help="Hub token for gated or private models.")
-@click.option("--json", "json_path", type=click.Path(), help="Write the numbers as JSON.")
+@click.option("--json", "json_path", type=TO_WRITE, help="Write the numbers as JSON.")
 def command(
-    model: str,
-    kv: list[str],
-    block_size: int,
-    revision: str | None,
-    token: str | None,
-    json_path: str | None,
+    model: str, kv: list[str], block_size: int, revision: str | None, token: str | None, json_path: str | None
 ) -> None:
     """Show a model's layers by kind and the bytes per token of every format. Reads config.json only."""
-    from kvq import fileio
     from kvq.errors import ConfigError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
+    from kvq.models.modules import build_on_meta, unquantized
     from kvq.models.resolve import resolve_model
-    from kvq.models.support import check_supported
+    from kvq.models.support import check_supported, is_listed
     from kvq.models.text_part import read_config
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
     source = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_config(source.folder)
-    geometry = check_supported(
-        config, max_context=1, folder=source.folder
-    )  # RoPE need not be pinned to count bytes
+    # RoPE need not be pinned to count bytes
+    geometry = check_supported(config, max_context=1, folder=source.folder)
+    if is_listed(geometry):  # others were made to be looked at
+        build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)
+    chosen.check_stored("inspect")
     layout = plan_layout(geometry, chosen, block_size=block_size)
     rows = []
     for label in dict.fromkeys((*_FORMATS, *CODES, name)):
@@ -121,13 +114,12 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     out = console()
     out.print(
         f"{result['model']}: {result['model_type']}, {len(result['layers'])} layers with KV, "
-        f"{result['q_heads']} query heads, context {result['max_context']:,}",
-        highlight=False,
+        f"{result['q_heads']} query heads, context {result['max_context']:,}"
     )
     out.print()
     print_kinds(result["layer_kinds"])
     if result["state_bytes"]:
-        out.print(f"states: {result['state_bytes']:,} B a sequence, however long it is", highlight=False)
+        out.print(f"states: {result['state_bytes']:,} B a sequence, however long it is")
     out.print()
     columns: Columns = {
         **{"kv": ("kv", ""), "k": ("K", ""), "v": ("V", "")},
@@ -137,10 +129,10 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     print_columns([row for row in result["formats"] if "refused" not in row], columns)
     for row in result["formats"]:
         if "refused" in row:
-            out.print(f"does not fit: {row['kv']}: {row['refused']}", highlight=False)
-    out.print(f"{RENAMED}; a saved kvq.json says by full names what it holds", highlight=False)
+            out.print(f"does not fit: {row['kv']}: {row['refused']}")
+    out.print(f"{RENAMED}; a saved kvq.json says by full names what it holds")
     out.print()
-    out.print(f"layout of one {chosen} block of {result['block_size']} tokens:", highlight=False)
+    out.print(f"layout of one {chosen} block of {result['block_size']} tokens:")
     for group in result["layout"]:
         regions = ", ".join(
             f"{name} at {r['offset']} ({r['nbytes']} B, {r['row_bytes']} a row)"
@@ -149,6 +141,5 @@ def _print(result: dict[str, Any], chosen: str) -> None:
         )
         out.print(
             f"  {group['group']}: {group['layers']} layers x {group['layer_bytes']} B = "
-            f"{group['block_bytes']:,} B; each layer {regions}",
-            highlight=False,
+            f"{group['block_bytes']:,} B; each layer {regions}"
         )

@@ -91,13 +91,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _end() -> NoReturn:
     for number in (*_USUAL, signal.SIGALRM):  # an interrupt behind the line would be told once more
-        signal.signal(number, _pass)
+        signal.signal(number, lambda *_: None)
     os.write(2, b"kvq: interrupted\n")
     os._exit(130)
-
-
-def _pass(number: int, frame: FrameType | None) -> None:
-    """The process ends already."""
 
 
 def _is_importing(frame: FrameType | None) -> bool:

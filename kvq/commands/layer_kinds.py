@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
+    from kvq.geometry import LayerGeometry, ModelGeometry
 
 COMPUTE_BYTES = 2  # of states in the type that a model computes in
 _PIECES = 5  # of the numbers of layers of a kind, that are shown
@@ -86,8 +86,5 @@ def _rows(geometry: "ModelGeometry") -> Iterator[tuple[int, dict[str, Any]]]:
         for number in layer.readers:
             yield number, {"kind": "shared", "reads": layer.number}
     for state in geometry.states:
-        yield state.number, {"kind": state.kind, "state_bytes": _state_bytes(state)}
-
-
-def _state_bytes(state: "StateGeometry") -> int:
-    return sum(tensor.nbytes(COMPUTE_BYTES) for tensor in state.tensors)
+        nbytes = sum(tensor.nbytes(COMPUTE_BYTES) for tensor in state.tensors)
+        yield state.number, {"kind": state.kind, "state_bytes": nbytes}

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from kvq.api import with_fresh_scales
 from kvq.commands.options import ModelOptions
 from kvq.commands.progress import progress_bar, status
-from kvq.commands.said import say_model
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, say_model
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
 from kvq.models.load_check import check_on_load, refuse_known
 from kvq.models.model import load_prepared
 from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.tokenizer import check_knows_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +68,7 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
     """
     with status(f"checking {options.model}"):
         prepared = prepare(options.model, **options.load_options())
+        check_knows_text(prepared.tokenizer, prepared.folder)
         if options.scales and options.calibrate_on_load:
             raise ConfigError(
                 "--calibrate-on-load makes static scales and --scales names some; give one of them"

@@ -19,12 +19,12 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
 
     From then on every load compares all files with it. A folder that has one is compared, and left alone.
     """
-    from kvq.sizes import decimal
-    from kvq.weights.manifest import MANIFEST, read_manifest, write_manifest
-
     if check and overwrite:
         raise ConfigError("--check compares and --overwrite writes anew; give one of them")
     _check_folder(folder, is_written=not check)
+    from kvq.sizes import decimal
+    from kvq.weights.manifest import MANIFEST, read_manifest, write_manifest
+
     files = None if overwrite else read_manifest(folder)
     if files is None:
         if check:

@@ -12,7 +12,7 @@ class Names(StringParamType):
 
     `find`: the names, found only when a shell asks. `separators`: characters between several names.
     `paths`: "dir" or "file" if a path is a value as well. `halves`: names of which two make a pair.
-    `missing`: what to say where an option that is required is not there.
+    `missing`: what to say where none is given and one is needed.
     """
 
     def __init__(
@@ -22,17 +22,13 @@ class Names(StringParamType):
         separators: str = "",
         paths: str = "",
         halves: Callable[[], Iterable[str]] = tuple,
-        missing: str | None = None,
+        missing: str = "a MODEL is needed: a folder, a hub name, or 'tiny'.",
     ) -> None:
         self._find = find
         self._halves = halves
         self._separators = separators
         self._paths = paths
-        self._missing = missing
-
-    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
-        """What to give."""
-        return self._missing
+        self.missing = missing
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -45,9 +41,12 @@ class Names(StringParamType):
             begin, find = begin + len(half) + 1, self._halves
         before, last = incomplete[:begin], incomplete[begin:].lower()
         found = [CompletionItem(before + name) for name in find() if name.startswith(last)]
+        arguments = [one for one in ctx.command.params if isinstance(one, click.Argument)]
+        others = [one for one in arguments if not isinstance(one.type, Names)]
+        kind = "file" if others else self._paths  # a command's own arguments may be files
         # Paths come first: bash's script forgets what it was told before them.
         is_path = self._paths == "dir" or (self._paths and not found)
-        return [CompletionItem(incomplete, type=self._paths), *found] if is_path else found
+        return [CompletionItem(incomplete, type=kind), *found] if is_path else found
 
 
 def _formats() -> tuple[str, ...]:
@@ -90,7 +89,7 @@ MODEL = Names(_embedded, paths="dir")  # that is loaded
 PLANNED_MODEL = Names(  # whose shape is enough
     _models,
     paths="dir",
-    missing="Plans are of a model on GPUs: give --model and --gpu; see kvq models, kvq gpus.",
+    missing="Plans are of a model on GPUs: give MODEL and --gpu; see kvq models, kvq gpus.",
 )
 GPUS = Names(_gpus, separators=",")
 GPU = Names(_gpus)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
-    AT_LEAST_1,
+    TOKENS,
     ModelOptions,
     WindowOptions,
     gathered,
@@ -19,7 +19,6 @@ from kvq.commands.options import (
     text_options,
 )
 from kvq.commands.screen import warn
-from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from kvq.commands.eval_tasks import EvalPlan
@@ -34,7 +33,7 @@ class Asked:
     text: str | None
     text_field: str | None
     attention_window: int | None = option(
-        None, "Cut attention to this many tokens, to see what context is worth.", type=AT_LEAST_1
+        None, "Cut attention to this many tokens, to see what context is worth.", type=TOKENS
     )
     json_path: str | None = path_option("--json", "Write the rows as JSON.")
     plot_path: str | None = path_option("--plot", "Write a plot (.svg, .png or .pdf).")
@@ -64,9 +63,7 @@ def command(kv: list[str], model_options: ModelOptions, windows: WindowOptions, 
     from kvq.evals.plot import perplexity_figure
     from kvq.evals.report import write_report
 
-    if asked.html_path is not None:
-        require("--html", PLOTS)
-    begin(asked.json_path, asked.html_path, plot=asked.plot_path)
+    begin(asked.json_path, plot=asked.plot_path, html=asked.html_path)
     source = default_text() if asked.text is None else read_text(asked.text, asked.text_field)
     checked = check_for(model_options, kv)
     plan = EvalPlan(

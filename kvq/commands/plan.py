@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import AT_LEAST_1, PATH, Finite, Size, gathered, kv_option, option
+from kvq.commands.options import AT_LEAST_1, FILE, TOKENS, Finite, Size, gathered, kv_option, option, picked
 from kvq.commands.plan_serve import serve_command, users_of_a_shorter_context
 from kvq.commands.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
 from kvq.commands.results import result_of, write_rows
 from kvq.commands.screen import echo
 from kvq.commands.sizing import SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
-from kvq.sizes import decimal
+from kvq.sizes import decimal, parse_tokens
 from kvq.sizing.pools import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
@@ -32,18 +32,21 @@ if TYPE_CHECKING:
 class Asked:
     """How long requests are, how many come, and whether this machine is measured instead."""
 
-    context: int | None = option(None, "Tokens of each request when it ends.", type=AT_LEAST_1)
-    output: int | None = option(None, "Of these, generated.  [default: an eighth]", type=AT_LEAST_1)
+    context: int | None = option(None, "Tokens of each request when it ends.", type=TOKENS)
+    output: int | None = option(None, "Of these, generated.  [default: an eighth]", type=TOKENS)
     lognormal: str | None = option(None, "MEDIAN,SIGMA of the tokens of requests, instead of --context.")
     trace: Path | None = option(
-        None, "JSON lines with prompt_tokens and output_tokens, instead of --context.", type=PATH
+        None,
+        "JSON lines with prompt_tokens and output_tokens, or CSV with TIMESTAMP, ContextTokens and "
+        "GeneratedTokens, instead of --context.",
+        type=FILE,
     )
     prefix_share: float = option(0.0, "Of the prompts, what all requests share.")
     slot: int | None = option(
         None,
         "Tokens that an engine without blocks reserves for each request.  [default: with --context the "
         "longest that the server takes, else the longest request]",
-        type=AT_LEAST_1,
+        type=TOKENS,
     )
     users: int | None = option(None, "Tells how many GPUs so many users need.", type=AT_LEAST_1)
     active: float = option(
@@ -67,12 +70,12 @@ class Asked:
         type=Size(),
     )
     weights_gb: float | None = option(None, "GB of all weights, instead of counting them.", type=Finite())
-    max_num_batched_tokens: int = option(2048, "New tokens of a step.", type=AT_LEAST_1)
+    step_tokens: int = option(2048, "New tokens of a step.", names="--max-num-batched-tokens", type=TOKENS)
 
 
 @click.command(name="plan")
 @target_options
-@kv_option("fp16,fp8,int8,k8v4,int4", many=True)
+@kv_option("auto,fp8,int8,k8v4,int4", many=True)
 @gathered(Asked, "asked")
 @sizing_options
 def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
@@ -101,7 +104,7 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
     demand = _demand(sizing, asked, target)
     rows: list[dict[str, Any]] = []
     refused: list[ConfigError] = []
-    for gpu, name in product(gpus, dict.fromkeys(kv)):
+    for gpu, name in product(gpus, target.formats(kv)):
         try:
             rows.append(_row(sizing, asked, target, demand, gpu, name))
         except ConfigError as error:
@@ -111,7 +114,7 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
     from kvq.commands.plan_tables import columns, show
 
     remarks = vllm_remarks(rows, sizing) if asked.engine == "vllm" else []
-    show(rows, assumed=sizing.calibrate is None, seats=sizing.max_num_seqs, remarks=remarks)
+    show(rows, assumed=sizing.calibrate is None, seats=sizing.sequences, remarks=remarks)
     for reason in dict.fromkeys(map(str, refused)):
         echo(f"left out: {reason}", err=True)
     write_rows(rows, sizing.json_path)
@@ -127,9 +130,9 @@ def _demand(sizing: SizingOptions, asked: Asked, target: "Target") -> "Demand":
     most = target.geometry.max_context
     lengths = _lengths(asked, most)
     longest = max(length.total for length in lengths)
-    if (sizing.max_model_len or longest) < longest:
-        raise ConfigError(f"--max-model-len {sizing.max_model_len} is below a request of {longest} tokens")
-    reserved = None if asked.context is None else max(longest, sizing.max_model_len or most)
+    if (sizing.max_context or longest) < longest:
+        raise ConfigError(f"--max-model-len {sizing.max_context} is below a request of {longest} tokens")
+    reserved = None if asked.context is None else max(longest, sizing.max_context or most)
     return Demand(lengths=lengths, slot_tokens=asked.slot or reserved, prefix_share=asked.prefix_share)
 
 
@@ -148,10 +151,10 @@ def _lengths(asked: Asked, most: int) -> "list[Length]":
         return read_trace(asked.trace)
     try:
         median, sigma = (asked.lognormal or "").split(",")
-        shape = int(median), float(sigma)
+        shape = parse_tokens(median), float(sigma)
     except ValueError as error:
         raise ConfigError(
-            f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8, got {asked.lognormal!r}"
+            f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8 or 8k,0.8, got {asked.lognormal!r}"
         ) from error
     return lognormal(*shape, most=most)
 
@@ -197,7 +200,7 @@ def _row(
 def _engine(sizing: SizingOptions, asked: Asked, gpu: "Gpu") -> "Engine | VllmEngine":
     if asked.engine == "vllm":
         return vllm_engine(sizing, asked, gpu)
-    return sizing.engine(asked.max_num_batched_tokens)
+    return sizing.engine(asked.step_tokens)
 
 
 def _server(
@@ -208,25 +211,19 @@ def _server(
 
     if isinstance(engine, VllmEngine):
         return vllm_server(plan, sizing, engine, gpu)
-    command = serve_command(plan, sizing, asked.max_num_batched_tokens)
+    command = serve_command(plan, sizing, asked.step_tokens)
     return {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
 
 
 def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
     users, served = plan.users, plan.serving
     return {
-        "model": plan.model,
-        "gpu": plan.gpu,
-        "kv": plan.kv,
+        **picked(plan, "model", "gpu", "kv"),
         "tensor_parallel": plan.split.tensor,
         "pipeline_parallel": plan.split.pipeline,
         "context": demand.longest,
         "mixed_lengths": len({length.total for length in demand.lengths}) > 1,
-        "weights_bytes": plan.weights_bytes,
-        "kv_bytes_per_token": plan.kv_bytes_per_token,
-        "state_bytes": plan.state_bytes,
-        "block_bytes": plan.block_bytes,
-        "pool_bytes": plan.pool_bytes,
+        **picked(plan, "weights_bytes", "kv_bytes_per_token", "state_bytes", "block_bytes", "pool_bytes"),
         "num_blocks": list(plan.num_blocks),
         "max_users": users.paged,
         "contiguous_users": users.contiguous,
@@ -236,8 +233,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
         "requests_per_s": served and served.requests_per_s,
         "ttft_ms": served and 1e3 * served.ttft_s,
         "itl_ms": served and 1e3 * served.itl_s,
-        "usd_per_million_tokens": plan.usd_per_million_tokens,
-        "refused": plan.refused,
+        **picked(plan, "usd_per_million_tokens", "refused"),
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
     }
 

@@ -25,15 +25,15 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
     if plan.split.gpus > 1 or plan.refused is not None:
         return None
     most = plan.users.paged  # for whose recurrent states room is made
-    seats = sizing.max_num_seqs or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
+    seats = sizing.sequences or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
     words = ["--model", served(sizing.model), "--kv", plan.kv]
     for name, value, default in (
         ("weights", rounded_to(sizing.weights), None),
         ("block-size", sizing.block_size, BLOCK_SIZE),
-        ("max-model-len", sizing.max_model_len, None),
+        ("max-model-len", sizing.max_context, None),
         ("max-num-seqs", seats, MAX_NUM_SEQS),
         ("max-num-batched-tokens", step_tokens, MAX_NUM_BATCHED_TOKENS),
-        ("gpu-memory-utilization", sizing.gpu_memory_utilization, GPU_FRACTION),
+        ("gpu-memory-utilization", sizing.memory_fraction, GPU_FRACTION),
     ):
         if value not in (None, default):
             words += [f"--{name}", f"{value}"]

@@ -45,9 +45,7 @@ def show(
     for gpu in dict.fromkeys(row["gpu"] for row in rows):
         first = firsts[gpu]
         spread = first["tensor_parallel"] * first["pipeline_parallel"]
-        out.print(
-            f"{first['model']} on {f'{spread} x ' if spread > 1 else ''}{gpu}, per GPU", highlight=False
-        )
+        out.print(f"{first['model']} on {f'{spread} x ' if spread > 1 else ''}{gpu}, per GPU")
         terms = new_table(("", "decimal", "binary", "formula"), ("", "formula"), no_wrap=False)
         for term in first["terms"]:
             what = term["name"] + (f", {first['kv']}" if term["name"] == "KV pool" else "")
@@ -63,7 +61,7 @@ def show(
         at_once = ["too many" if row["in_flight"] is None else f"{row['in_flight']:,}" for row in rows]
         print_columns([row | {"at_once": n} for row, n in zip(rows, at_once, strict=True)], _AT_RATE)
     for line in (*_remarks(rows, assumed=assumed, seats=seats), *remarks):
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) -> list[str]:

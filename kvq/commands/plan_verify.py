@@ -5,9 +5,9 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.options import given_options
-from kvq.commands.results import result_of
-from kvq.commands.screen import echo
+from kvq.commands.options import given_options, picked
+from kvq.commands.results import FinishedRows, result_of
+from kvq.commands.screen import echo, say_model
 from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from kvq.models.prepared import PreparedModel
 
 _ALLOWED = {
-    *("model", "kv", "verify", "kv_memory", "json_path", "block_size", "weights", "max_num_seqs"),
-    *("max_num_batched_tokens", "max_model_len", "gpu_memory_utilization"),
+    *("model", "kv", "verify", "kv_memory", "json_path", "block_size", "weights", "sequences"),
+    *("step_tokens", "max_context", "memory_fraction"),
 }
-
-
 _COLUMNS = {
     "kv": ("KV", ""),
     "name": ("", ""),
@@ -36,8 +34,6 @@ _COLUMNS = {
 def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.catalogue import known_models
-    from kvq.commands.results import FinishedRows
-    from kvq.commands.said import say_model
     from kvq.models.prepared import prepare
 
     if wrong := sorted(spelled for name, spelled in given_options().items() if name not in _ALLOWED):
@@ -47,12 +43,7 @@ def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
             f"--verify starts the model, and of {sizing.model} only the shape is known; give its folder "
             f"(./{sizing.model}) or its hub name"
         )
-    prepared = prepare(
-        sizing.model,
-        block_size=sizing.block_size,
-        max_context=sizing.max_model_len,
-        weights=sizing.weights,
-    )
+    prepared = prepare(sizing.model, **picked(sizing, "block_size", "max_context", "weights"))
     engine = _engine(sizing, asked)
     for kv in formats:
         prepared.check_scales(prepared.recipe(kv))
@@ -71,13 +62,13 @@ def _engine(sizing: SizingOptions, asked: "Asked") -> "EngineConfig":
     """The settings that were given; without a share of memory a host's own bound holds."""
     from kvq.engine.config import EngineConfig
 
-    has_share = "gpu_memory_utilization" in given_options()
+    has_share = "memory_fraction" in given_options()
     return EngineConfig(
         kv_memory=asked.kv_memory,
-        max_context=sizing.max_model_len,
-        max_num_batched_tokens=asked.max_num_batched_tokens,
-        memory_fraction=sizing.gpu_memory_utilization if has_share else None,
-        max_num_seqs=sizing.max_num_seqs or MAX_NUM_SEQS,
+        max_context=sizing.max_context,
+        max_num_batched_tokens=asked.step_tokens,
+        memory_fraction=sizing.memory_fraction if has_share else None,
+        max_num_seqs=sizing.sequences or MAX_NUM_SEQS,
     )
 
 

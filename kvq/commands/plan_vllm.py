@@ -3,7 +3,7 @@
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.options import given_options
+from kvq.commands.options import given_options, picked
 from kvq.commands.plan_serve import rounded_to, served
 from kvq.commands.sizing import SizingOptions
 from kvq.evals.columns import Columns
@@ -29,17 +29,11 @@ def vllm_engine(sizing: SizingOptions, asked: "Asked", gpu: "Gpu") -> "VllmEngin
     """vLLM on that GPU, with the options that were typed; those of kvq's engine have other defaults."""
     from kvq.capacity.plan.vllm import VllmEngine
 
-    values = {
-        "block_size": sizing.block_size,
-        "max_num_batched_tokens": asked.max_num_batched_tokens,
-        "gpu_memory_utilization": sizing.gpu_memory_utilization,
-    }
-    names = {"max_num_batched_tokens": "step_tokens", "gpu_memory_utilization": "memory_fraction"}
-    typed = {names.get(name, name): value for name, value in values.items() if name in given_options()}
+    values = picked(sizing, "block_size", "memory_fraction") | picked(asked, "step_tokens")
+    typed = {name: value for name, value in values.items() if name in given_options()}
     return VllmEngine.on(
         gpu,
-        sequences=sizing.max_num_seqs,
-        max_context=sizing.max_model_len,
+        **picked(sizing, "sequences", "max_context"),
         runtime_bytes=round(sizing.runtime_gb * 1e9),
         kv_memory=None if asked.kv_memory is None else parse_bytes(asked.kv_memory, "--kv-memory"),
         **typed,

@@ -2,24 +2,26 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.names import MODEL
 from kvq.commands.options import (
     AT_LEAST_1,
+    TOKENS,
     Finite,
     gathered,
     given_options,
+    model_argument,
     option,
     path_option,
+    picked,
     text_options,
 )
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, say_model
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
 
@@ -61,7 +63,7 @@ class Method:
     )
     samples: int = option(128, "To calibrate on.", type=click.IntRange(8, 1024))
     context: int | None = option(
-        None, "Tokens of a sample.  [default: 2048, or what the model takes]", type=int
+        None, "Tokens of a sample.  [default: 2048, or what the model takes]", type=TOKENS
     )
     seed: int = option(0, "Of the choice of samples.")
 
@@ -69,9 +71,8 @@ class Method:
         """What kvq takes of it."""
         from kvq.calib.quantize import Method, QuantizeSettings
 
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
         bits = None if self.bits is None else int(self.bits)
-        return QuantizeSettings(**given | {"method": Method.named(self.method), "bits": bits})
+        return QuantizeSettings(**asdict(self) | {"method": Method.named(self.method), "bits": bits})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +112,12 @@ class Asked:
             out=Path(self.out),
             text=None if self.text is None else read_text(self.text, self.text_field),
             restart=not self.resume,
-            **{name: getattr(self, name) for name in names},
+            **picked(self, *names),
         )
 
 
 @click.command(name="quantize")
-@click.argument("model", type=MODEL)
+@model_argument(None)
 @gathered(Method, "method")
 @click.option(
     "--act-order",
@@ -174,7 +175,6 @@ def _quantize(
     from kvq.commands.quantize_report import print_report, report
     from kvq.commands.resources import measured
     from kvq.commands.results import write_rows
-    from kvq.commands.said import say_model
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.windows import token_windows
 

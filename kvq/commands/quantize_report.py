@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvq.calib.quantize import Quantized
+from kvq.commands.options import picked
 from kvq.commands.resources import Used
 from kvq.commands.screen import echo
 from kvq.commands.tables import print_cautions, print_columns
@@ -26,13 +27,8 @@ def report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_for
     """What is said beside the rows, one for each module."""
     return {
         "out": str(done.out),
-        "samples": done.samples,
-        "tokens": done.tokens,
-        "bytes_before": done.bytes_before,
-        "bytes_after": done.bytes_after,
-        "seconds": used.seconds,
-        "peak_bytes": used.peak_bytes,
-        "device_peak_bytes": used.device_peak_bytes,
+        **picked(done, "samples", "tokens", "bytes_before", "bytes_after"),
+        **picked(used, "seconds", "peak_bytes", "device_peak_bytes"),
         "ignored": done.ignored,
         "not_scaled": done.skipped,
         "notes": list(done.notes),

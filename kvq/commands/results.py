@@ -9,25 +9,28 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     import torch
 
 
-def begin(*paths: str | Path | None, plot: str | Path | None = None) -> None:
+def begin(*paths: str | Path | None, plot: str | Path | None = None, html: str | Path | None = None) -> None:
     """Check where results go, and note which commit measures, before anything is measured.
 
     Raises:
-        ConfigError: a path that can't be written, two that are one file, or a `plot` whose name is none of a
-            picture.
+        ConfigError: a path that can't be written, two that are one file, a `plot` whose name is none of a
+            picture, or a page and no packages to draw on it.
     """
     from kvq import fileio
     from kvq.evals.figure import check_plot_path
     from kvq.evals.results import source_commit
 
+    if html is not None:
+        require("--html", PLOTS)
     if plot is not None:
         check_plot_path(plot)
-    named = [path for path in (*paths, plot) if path is not None]
+    named = [path for path in (*paths, html, plot) if path is not None]
     if len({fileio.check_writable(path).resolve() for path in named}) < len(named):
         raise ConfigError(
             f"two results would go into one file: {', '.join(map(str, named))}; give each a name of its own"

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import PATH, gathered, option
-from kvq.commands.screen import echo
+from kvq.commands.options import FILE, PATH, SectionedCommand, gathered, option
+from kvq.commands.screen import echo, say_defaults, say_model
 from kvq.commands.served import Service, service_options
 from kvq.extras import SERVER, require
+from kvq.printable import one_line
 
 if TYPE_CHECKING:
     from kvq.models.resolve import ModelSource
     from kvq.server.batch.run import Summary
+
+
+_REASONS = 3  # of failures that are shown
 
 
 class _Stopped(Exception):
@@ -37,11 +41,11 @@ class Asked:
     retry_failed: bool = option(False, "Also run again what failed by the engine or for too much load.")
 
 
-@click.command(name="run-batch")
-@click.argument("source", metavar="IN.jsonl", type=PATH)
-@click.argument("target", metavar="OUT.jsonl", type=PATH)
+@click.command(name="run-batch", cls=SectionedCommand)
 @service_options
 @gathered(Asked, "asked")
+@click.argument("source", metavar="IN.jsonl", type=FILE)
+@click.argument("target", metavar="OUT.jsonl", type=PATH)
 def command(service: Service, asked: Asked) -> None:
     """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
 
@@ -50,21 +54,22 @@ def command(service: Service, asked: Asked) -> None:
     """
     require("kvq run-batch", SERVER)
     from kvq.commands.progress import named_progress
-    from kvq.commands.said import say_model
     from kvq.server.batch.run import BatchConfig, run_batch
+    from kvq.server.config import ServerConfig
 
     config = BatchConfig(
         source=asked.source,
         target=asked.target,
         max_in_flight=asked.max_in_flight or 2 * service.engine.max_num_seqs,
         retry_failed=asked.retry_failed,
-        **service.fields(),
+        serving=ServerConfig(**service.fields()),
     )
     with suppress(_Stopped), named_progress() as progress:
         progress("starting the engine", 0, None)
 
         def on_model(source: "ModelSource", digest: str) -> None:
             say_model(source, digest)
+            say_defaults(source, config.serving.generation_config)
             progress("answering", 0, None)
 
         summary = run_batch(config, partial(progress, "answering"), on_model)
@@ -81,6 +86,10 @@ def _print(summary: "Summary", target: Path, *, is_strict: bool) -> None:
     rate = summary.generated_tokens / summary.seconds if summary.seconds else 0.0
     echo(f"requests  {summary.num_new:,} answered now, {summary.num_skipped:,} before")
     echo(f"failed    {summary.num_failed:,} of all in {target}")
+    for reason, count in summary.reasons.most_common(_REASONS):
+        echo(f"          {count:,} x {one_line(reason)}")
+    if summary.num_failed > summary.reasons.total() and not summary.num_new:
+        echo(f"note      what failed before stays so; name another file than {target} to try it again")
     echo(
         f"tokens    {summary.prompt_tokens:,} of prompts ({summary.cached_tokens:,} cached), "
         f"{summary.generated_tokens:,} generated, {rate:,.1f} per second in {summary.seconds:,.1f} s"

@@ -5,10 +5,17 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import click
 
 from kvq.printable import one_line, printable
+
+if TYPE_CHECKING:
+    from kvq.engine.defaults import SamplingDefaults
+    from kvq.models.resolve import ModelSource
+
+_SHOWN_DIGITS = 12  # of a digest
 
 
 def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str | None = None) -> None:
@@ -21,6 +28,25 @@ def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str
 def warn(text: str) -> None:
     """Print a warning on standard error, as one line."""
     echo(f"kvq: warning: {one_line(text)}", err=True, color="yellow")
+
+
+def say_model(source: "ModelSource", digest: str) -> None:
+    """Say on standard error which model was loaded."""
+    echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
+
+
+def say_defaults(source: "ModelSource", asked: str) -> "SamplingDefaults":
+    """The sampling defaults that a model's folder brings, or another; said on standard error, if any.
+
+    Raises:
+        ConfigError: `asked` names no such folder.
+    """
+    from kvq.engine.defaults import read_defaults
+
+    defaults = read_defaults(source.folder, asked)
+    if told := str(defaults):
+        echo(f"kvq: {told}", err=True)
+    return defaults
 
 
 def stream(text: str) -> None:

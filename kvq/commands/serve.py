@@ -1,6 +1,9 @@
 """`kvq serve`: an OpenAI-compatible server."""
 
+import os
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,11 +14,14 @@ from kvq.commands.interrupts import nothing_begun
 from kvq.commands.options import (
     AT_LEAST_0,
     AT_LEAST_1,
-    PATH,
+    FILE,
     POSITIVE,
+    TOKENS,
     Finite,
+    SectionedCommand,
     gathered,
     option,
+    picked,
 )
 from kvq.commands.screen import echo
 from kvq.commands.served import Service, service_options
@@ -24,6 +30,7 @@ from kvq.extras import EVENTS, SERVER, require
 
 if TYPE_CHECKING:
     from kvq.server.config import ServerConfig
+    from kvq.server.credentials import Access
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,25 +38,6 @@ class Asked:
     """How the server was told to serve."""
 
     check: bool = option(False, "Only look whether this configuration can work, and end.")
-    host: str = option("127.0.0.1", "Address to listen on.")
-    port: int = option(8000, type=click.IntRange(0, 65535))
-    api_key_file: Path | None = option(None, "Keys, one a line; needed beyond loopback.", type=PATH)
-    allowed_host: tuple[str, ...] = option(
-        (), "Host header to answer; default: any beyond loopback.", multiple=True
-    )
-    allow_origin: tuple[str, ...] = option(
-        (), "Web page that may call, such as https://a.org.", multiple=True
-    )
-    ssl_certfile: Path | None = option(None, "Certificate for HTTPS, PEM.", type=PATH)
-    ssl_keyfile: Path | None = option(
-        None, "Its key, readable by its owner only; default: in the certificate's file.", type=PATH
-    )
-    log_format: str = option("text", type=click.Choice(["text", "json"]))
-    log_level: str = option(
-        "info",
-        "The least that is logged; probes such as /health/ready at debug only.",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-    )
     control_tokens_in: str = option(
         "completions",
         "Where control tokens that clients' texts spell count as such, and not as plain text.",
@@ -57,6 +45,29 @@ class Asked:
     )
     grace: float = option(30.0, "Seconds that running requests get at the end.", type=AT_LEAST_0)
     max_restarts: int = option(5, "Of the engine, within ten minutes.", type=click.IntRange(min=0))
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, type=click.IntRange(0, 65535))
+    api_key_file: Path | None = option(
+        None, "Keys, one a line; these or --api-key are needed beyond loopback.", type=FILE
+    )
+    api_key: tuple[str, ...] = ()
+    metrics_key_file: Path | None = option(None, "Keys for /metrics and /health alone.", type=FILE)
+    allowed_host: tuple[str, ...] = option(
+        (), "Host header to answer; default: any beyond loopback.", multiple=True
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "Web page that may call, such as https://a.org.", multiple=True
+    )
+    ssl_certfile: Path | None = option(None, "Certificate for HTTPS, PEM.", type=FILE)
+    ssl_keyfile: Path | None = option(
+        None, "Its key, readable by its owner only; default: in the certificate's file.", type=FILE
+    )
+    log_format: str = option("text", type=click.Choice(["text", "json"]))
+    log_level: str = option(
+        "info",
+        "The least that is logged; probes such as /health/ready at debug only.",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+    )
     metrics_names: tuple[str, ...] = option(
         ("kvq",),
         "Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
@@ -82,7 +93,7 @@ class Asked:
         type=AT_LEAST_1,
     )
     max_queue: int = option(1024, "Requests that may wait for a seat.", type=AT_LEAST_1)
-    max_queued_tokens: int = option(1 << 20, "Prompt tokens that may wait.", type=AT_LEAST_1)
+    max_queued_tokens: int = option(1 << 20, "Prompt tokens that may wait.", type=TOKENS)
     max_wait: float = option(30.0, "Seconds to a first token that are borne.", type=POSITIVE)
     max_kv_pressure: float = option(
         0.95, "Share of live blocks that is borne.", type=Finite(0, 1, min_open=True)
@@ -91,12 +102,17 @@ class Asked:
         None, "Sequences of one API key: prompts times results.", type=AT_LEAST_1
     )
     requests_per_minute: int | None = option(None, "Of one API key.", type=AT_LEAST_1)
-    tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=AT_LEAST_1)
+    tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=TOKENS)
 
 
-@click.command(name="serve")
+@click.command(name="serve", cls=SectionedCommand)
 @config_option
 @service_options
+@click.option(
+    "--api-key",
+    multiple=True,
+    help="A key, or several with commas. Lists of processes show it: better a file or KVQ_API_KEY.",
+)
 @gathered(Asked, "asked")
 def command(service: Service, asked: Asked) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
@@ -117,45 +133,58 @@ def command(service: Service, asked: Asked) -> None:
         raise click.exceptions.Exit(1)
 
 
+command.sections = {
+    "device": "Model",
+    "served_model_name": "Requests and answers",
+    "max_num_seqs": "Memory and steps",
+    "check": "Server",
+    **dict.fromkeys(("api_key", "host"), "Address and access"),
+    "log_format": "Logs, metrics and block events",
+    "request_timeout": "Limits",
+}
+
+
 def _config(service: Service, asked: Asked) -> "ServerConfig":
     from kvq.server.admission import AdmissionConfig
-    from kvq.server.config import ServerConfig, allowed_hosts, read_keys
-    from kvq.server.guard import Access
+    from kvq.server.config import ServerConfig
     from kvq.server.logs import LogConfig
     from kvq.server.names import parse_names
     from kvq.server.tenants import TenantLimits
 
     return ServerConfig(
         **service.fields(),
-        host=asked.host,
-        port=asked.port,
-        access=Access(
-            api_keys=read_keys(asked.api_key_file) if asked.api_key_file is not None else (),
-            hosts=allowed_hosts(asked.host, asked.allowed_host),
-            origins=frozenset(asked.allow_origin),
-        ),
+        **picked(asked, "host", "port", "max_connections", "max_connections_per_address", "max_restarts"),
+        access=_access(asked),
+        read_access=partial(_access, asked) if asked.api_key_file or asked.ssl_certfile else None,
         tls=_tls(asked.ssl_certfile, asked.ssl_keyfile),
         admission=AdmissionConfig(
-            max_queue=asked.max_queue,
-            max_queued_tokens=asked.max_queued_tokens,
-            max_wait_s=asked.max_wait,
-            max_kv_pressure=asked.max_kv_pressure,
+            max_wait_s=asked.max_wait, **picked(asked, "max_queue", "max_queued_tokens", "max_kv_pressure")
         ),
         tenants=TenantLimits(
             max_concurrency=asked.max_concurrency_per_key,
-            requests_per_minute=asked.requests_per_minute,
-            tokens_per_minute=asked.tokens_per_minute,
+            **picked(asked, "requests_per_minute", "tokens_per_minute"),
         ),
         log=LogConfig(format=asked.log_format, level=asked.log_level),
-        max_connections=asked.max_connections,
-        max_connections_per_address=asked.max_connections_per_address,
-        max_restarts=asked.max_restarts,
         kv_events=_events(asked),
         metrics_names=parse_names(asked.metrics_names),
         trusts_chats=asked.control_tokens_in in ("chats", "both"),
         trusts_completions=asked.control_tokens_in in ("completions", "both"),
         grace_s=asked.grace,
         timeout_s=asked.request_timeout or None,
+    )
+
+
+def _access(asked: Asked) -> "Access":
+    from kvq.server.config import allowed_hosts, read_keys
+    from kvq.server.credentials import Access
+
+    keys = read_keys(asked.api_key_file) if asked.api_key_file is not None else ()
+    beside = re.split(r"[,\s]+", ",".join([*asked.api_key, os.environ.get("KVQ_API_KEY", "")]))
+    return Access(
+        api_keys=tuple(dict.fromkeys([*keys, *filter(None, beside)])),
+        metrics_keys=read_keys(asked.metrics_key_file) if asked.metrics_key_file is not None else (),
+        hosts=allowed_hosts(asked.host, asked.allowed_host),
+        origins=frozenset(asked.allow_origin),
     )
 
 
@@ -177,7 +206,7 @@ def _events(asked: Asked) -> Any:
 
 
 def _tls(certificate: Path | None, key: Path | None) -> Any:
-    from kvq.server.config import Tls
+    from kvq.server.credentials import Tls
 
     if certificate is None:
         if key is not None:

@@ -1,7 +1,9 @@
 """What commands share whose engine runs in a process of its own."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -9,12 +11,15 @@ import click
 from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.commands.options import (
     ACCEPT,
+    GENERATION_CONFIG,
     POSITIVE,
     SPECULATION,
+    TO_READ,
     Finite,
     ModelOptions,
     Size,
     TextOrMapping,
+    Tokens,
     adapted,
     gathered,
     kv_option,
@@ -23,6 +28,7 @@ from kvq.commands.options import (
     path_option,
 )
 from kvq.errors import ConfigError
+from kvq.formats.own import Own
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from kvq.watermark.schemes import MODES
 
@@ -37,7 +43,7 @@ class EngineOptions:
         MAX_NUM_SEQS, "Sequences that run side by side.", type=click.IntRange(1, 1 << 24)
     )
     max_num_batched_tokens: int = option(
-        MAX_NUM_BATCHED_TOKENS, "New tokens of a step.", type=click.IntRange(1, 1 << 24)
+        MAX_NUM_BATCHED_TOKENS, "New tokens of a step.", type=Tokens(1, 1 << 24)
     )
     kv_memory: str | None = option(
         None, "Bytes of the block pool, such as 2GiB; default: what is free.", type=Size()
@@ -57,7 +63,7 @@ class EngineOptions:
     snapshot_every: int = option(
         SNAPSHOT_EVERY,
         "Tokens from one kept state to the next, for prefixes of hybrid models.",
-        type=click.IntRange(1, 1 << 24),
+        type=Tokens(1, 1 << 24),
     )
     itl_slo_s: float | None = option(
         None, "Seconds between tokens that steps shall not exceed.", names="--itl-slo", type=POSITIVE
@@ -73,7 +79,7 @@ class EngineOptions:
         type=click.Choice([*MODES]),
     )
     watermark_key_file: str | None = path_option(
-        "--watermark-key-file", "Its secret key, readable by its owner only."
+        "--watermark-key-file", "Its secret key, readable by its owner only.", type=TO_READ
     )
     watermark_scheme: str = option(
         "green", "green or tournament, and numbers that differ: green,gamma=0.25,delta=2,context=2."
@@ -84,15 +90,26 @@ class EngineOptions:
 class RequestOptions:
     """How a command was told to read requests."""
 
-    served_model_name: str | None = option(
-        None, "The model's name for clients; default: the last part of its path."
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "The model's name for clients, several times for several, of which answers have the first; default: "
+        "the last part of its path.",
+        multiple=True,
+    )
+    chat_template: str | None = option(
+        None, "A file of Jinja, or such a text, instead of the model's own chat template.", type=TO_READ
     )
     tool_call_parser: str = option(
         "auto", "How the model writes tool calls: a format such as hermes or mistral, auto, or none."
     )
+    reasoning_parser: str = option(
+        "auto",
+        "How the model marks its thoughts, told apart in answers: think, mistral, seed_oss, auto, or none.",
+    )
     strict_requests: bool = option(
         False, "Refuse requests with unknown fields, instead of ignoring those; labels such as user pass."
     )
+    generation_config: str = option("auto", GENERATION_CONFIG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +122,7 @@ class Service:
     engine: EngineOptions
 
     def fields(self) -> dict[str, Any]:
-        """Those of `ServerConfig` and `BatchConfig`; `engine` are options of `kvq.LLM`.
+        """Those of `ServerConfig`; `engine` are options of `kvq.LLM`.
 
         Raises:
             ConfigError: an option that such an engine does not take.
@@ -113,13 +130,24 @@ class Service:
         if self.model.calibrate_on_load:
             name = click.get_current_context().info_name
             raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
+        if own := Own.registered.keys() & set(re.split("[/+]", self.kv.lower())):
+            told = f"{min(own)} is registered in this process, and the engine of this command runs in another"
+            raise ConfigError(f"{told}; kvq.LLM and kvq generate take it")
         options = self.model.load_options() | {"scales": self.model.scales} | asdict(self.engine)
         return {
             "model": self.model.model,
             "kv": self.kv,
             "engine": {name: value for name, value in options.items() if value is not None},
             **asdict(self.requests),
+            "chat_template": _template(self.requests.chat_template),
         }
+
+
+def _template(given: str | None) -> str | None:
+    """What a file holds, or a template that was given itself."""
+    from kvq.evals.text import decoded
+
+    return given if given is None or given.startswith("{") else decoded(Path(given))
 
 
 def service_options(command: _Command) -> _Command:

@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import AT_LEAST_1, PATH, POSITIVE, Finite, Several, gathered, kv_option, option
-from kvq.commands.results import result_of
+from kvq.commands.options import (
+    AT_LEAST_1,
+    FILE,
+    POSITIVE,
+    TOKENS,
+    Finite,
+    Several,
+    gathered,
+    kv_option,
+    option,
+)
+from kvq.commands.results import FinishedRows, result_of
 from kvq.commands.screen import echo
 from kvq.commands.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
@@ -26,7 +36,7 @@ class Asked:
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
     trace: Path | None = option(
-        None, "Requests of a file instead: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=PATH
+        None, "Requests of a file: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=FILE
     )
     requests: int | None = option(None, "How many.  [default: 2000, or the whole trace]", type=AT_LEAST_1)
     input_len: str = option("lognormal:256:0.7", "Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.")
@@ -40,9 +50,7 @@ class Asked:
         None, "Engines: 4, or 1,2,4 to compare.  [default: 1]", type=Several(AT_LEAST_1)
     )
     routing: tuple[str, ...] = option(
-        "least-loaded",
-        f"{', '.join(_ROUTINGS)}; several to compare.",
-        type=Several(click.Choice(_ROUTINGS)),
+        "least-loaded", f"{', '.join(_ROUTINGS)}; several to compare.", type=Several(click.Choice(_ROUTINGS))
     )
     prefill_replicas: int = option(0, "More engines, for prompts only.", type=click.IntRange(min=0))
     transfer_gb_s: float = option(50.0, "Of KV from those.", type=POSITIVE)
@@ -55,7 +63,7 @@ class Asked:
         None, "Find the replicas that meet it this often.", type=Finite(0, 1, min_open=True)
     )
     max_num_batched_tokens: tuple[int, ...] = option(
-        "2048", "New tokens of a step; several to compare.", type=Several(AT_LEAST_1)
+        "2048", "New tokens of a step; several to compare.", type=Several(TOKENS)
     )
     prefix_caching: bool = option(
         True, "Find what was computed before.", names="--prefix-caching/--no-prefix-caching"
@@ -72,7 +80,7 @@ class Asked:
 
 @click.command(name="simulate")
 @target_options
-@kv_option("fp16,int4", many=True)
+@kv_option("auto,int4", many=True)
 @gathered(Asked, "asked")
 @gathered(PriceOptions, "api")
 @sizing_options
@@ -86,7 +94,6 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOption
     engines die and come back empty, at moments that the seed decides.
     """
     from kvq.commands.progress import progress_bar
-    from kvq.commands.results import FinishedRows
     from kvq.commands.simulate_fleet import Study
 
     sizing.check_paths()

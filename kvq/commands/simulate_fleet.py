@@ -16,7 +16,7 @@ from kvq.capacity.plan.cost import Prices
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.trace_file import read_lines
-from kvq.commands.options import given_options
+from kvq.commands.options import given_options, picked
 from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
@@ -53,9 +53,9 @@ class Study:
         self._target = sizing.target()
         self._slo = _slo(asked)
         self._drafting = parse_drafting(asked.speculation, "--speculation", asked.seed)
-        self._seats = sizing.max_num_seqs or _MAX_NUM_SEQS
+        self._seats = sizing.sequences or _MAX_NUM_SEQS
         most = self._target.geometry.max_context
-        self._context = sizing.max_model_len or most
+        self._context = sizing.max_context or most
         if self._context > most:
             raise ConfigError(f"--max-model-len {self._context} is above the model's context of {most}")
         self.num_requests, self._draw = _load(asked, self._context)
@@ -71,7 +71,7 @@ class Study:
                 f"a token to a step; lower that too"
             )
         routings, replicas = map(Routing, asked.routing), asked.replicas or (1,)
-        combined = product(dict.fromkeys(kv), asked.max_num_batched_tokens, routings, replicas)
+        combined = product(self._target.formats(kv), asked.max_num_batched_tokens, routings, replicas)
         cases = list(starmap(Case, combined))
         if len(cases) > _MOST_ROWS:
             raise ConfigError(f"{len(cases)} combinations are too many to simulate; at most {_MOST_ROWS}")
@@ -118,11 +118,9 @@ class Study:
                 engine=spec,
                 replicas=replicas,
                 routing=case.routing,
-                prefill_replicas=asked.prefill_replicas,
                 transfer_token_s=sent_bytes / (1e9 * asked.transfer_gb_s),
-                overflow_waiting=asked.overflow_waiting,
                 faults=Faults(seed=asked.seed) if asked.faults else NONE,
-                seed=asked.seed,
+                **picked(asked, "prefill_replicas", "overflow_waiting", "seed"),
             )
             gpus = fleet.engines * plan.split.gpus
             bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)
@@ -179,11 +177,7 @@ def _load(asked: "Asked", context: int) -> tuple[int, Callable[[], Iterator[Call
         input_lengths=parse_lengths(asked.input_len, "--input-len"),
         output_lengths=parse_lengths(asked.output_len, "--output-len"),
         max_context=context,
-        shared_prefix=asked.shared_prefix,
-        num_prefixes=asked.num_prefixes,
-        turns=asked.turns,
-        think_s=asked.think_s,
-        batch_share=asked.batch_share,
+        **picked(asked, "shared_prefix", "num_prefixes", "turns", "think_s", "batch_share"),
     )
     return number, lambda: arrivals.calls(number, seed)
 

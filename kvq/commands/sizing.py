@@ -12,11 +12,14 @@ from kvq.commands.options import (
     AT_LEAST_0,
     AT_LEAST_1,
     BLOCK_SIZES,
-    PATH,
+    FILE,
     Finite,
+    Tokens,
     gathered,
+    model_argument,
     option,
     path_option,
+    picked,
 )
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE
@@ -43,27 +46,30 @@ class SizingOptions:
     )
     tensor_parallel: int = option(1, "GPUs that share each layer.", names="--tensor-parallel -tp")
     pipeline_parallel: int = option(1, "GPUs that share the layers out.", names="--pipeline-parallel -pp")
-    max_num_seqs: int | None = option(
+    sequences: int | None = option(
         None,
         "Sequences side by side.  [default: to plan, as many as fit, which the server has to be told; "
         "to simulate, 256]",
+        names="--max-num-seqs",
         type=AT_LEAST_1,
     )
-    max_model_len: int | None = option(
+    max_context: int | None = option(
         None,
         "Longest context that it takes, for which layer groups share memory.  [default: the model's]",
-        type=click.IntRange(min=2),
+        names="--max-model-len",
+        type=Tokens(min=2),
     )
     runtime_gb: float = option(0.6, "Of the process on the GPU before it holds a tensor.", type=AT_LEAST_0)
-    gpu_memory_utilization: float = option(
+    memory_fraction: float = option(
         GPU_FRACTION,
         "Share for KV of what the weights leave free, as of kvq serve.",
+        names="--gpu-memory-utilization",
         type=Finite(0, 1, min_open=True),
     )
     block_size: int = option(BLOCK_SIZE, "Tokens.", type=BLOCK_SIZES)
-    gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=PATH)
+    gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=FILE)
     calibrate: Path | None = option(
-        None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=PATH
+        None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=FILE
     )
     json_path: str | None = path_option("--json", "Write the rows as JSON.")
     html_path: str | None = path_option("--html", "Write a report with plots.")
@@ -71,12 +77,9 @@ class SizingOptions:
     gpu: str | None
 
     def check_paths(self) -> None:
-        """Raise ConfigError unless all that is asked for can be written."""
-        from kvq import fileio
+        """Raise ConfigError unless a report can be drawn, if one is asked for."""
         from kvq.extras import PLOTS, require
 
-        for path in filter(None, (self.json_path, self.html_path)):
-            fileio.check_writable(path)
         if self.html_path is not None:
             require("--html", PLOTS)
 
@@ -106,6 +109,7 @@ class SizingOptions:
             weights=self.weights,
             weight_bytes=None if weights_gb is None else round(weights_gb * 1e9),
             split=Split(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel),
+            max_context=self.max_context,
         )
         return replace(target, name=self.model)
 
@@ -117,12 +121,10 @@ class SizingOptions:
         from kvq.capacity.plan.engine import Engine
 
         return Engine(
-            block_size=self.block_size,
             step_tokens=step_tokens,
-            sequences=self.max_num_seqs or sequences,
-            max_context=self.max_model_len,
+            sequences=self.sequences or sequences,
             runtime_bytes=round(self.runtime_gb * 1e9),
-            memory_fraction=self.gpu_memory_utilization,
+            **picked(self, "block_size", "max_context", "memory_fraction"),
         )
 
     def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":
@@ -133,7 +135,7 @@ class SizingOptions:
 
 
 sizing_options = gathered(SizingOptions, "sizing")
-gpu_file_option = click.option("--gpus", "gpu_file", type=PATH, help=_OWN_GPUS)
+gpu_file_option = click.option("--gpus", "gpu_file", type=FILE, help=_OWN_GPUS)
 
 
 def target_options(command: _Command) -> _Command:
@@ -141,8 +143,8 @@ def target_options(command: _Command) -> _Command:
     command = click.option(
         "--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."
     )(command)
-    what = "A name of `kvq models`, a folder, or a hub name."
-    return click.option("--model", "-m", required=True, type=PLANNED_MODEL, help=what)(command)
+    what = "A name of `kvq models`, a folder, or a hub name; the same as MODEL."
+    return model_argument(None, what, kind=PLANNED_MODEL)(command)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +200,6 @@ def _observed(model: Path | str, *, counted: bool) -> "Shape | None":
     family = str(read_config(model).get("model_type", ""))
     if family in FAMILIES | SIZED and (is_counted(family) or not counted):
         return None
-    from kvq.models.shape import read_shape
+    from kvq.models.counted import read_shape
 
     return read_shape(model)

@@ -18,15 +18,10 @@ def console() -> PlainConsole:
 
 
 def new_table(
-    heads: Iterable[str] = (),
-    texts: Collection[str] = (),
-    *,
-    no_wrap: bool = True,
-    title: str | None = None,
-    show_header: bool = True,
+    heads: Iterable[str] = (), texts: Collection[str] = (), *, no_wrap: bool = True, show_header: bool = True
 ) -> Table:
     """A table without a frame: columns whose head is in `texts` to the left, figures to the right."""
-    table = Table(box=None, pad_edge=False, title_justify="left", title=title, show_header=show_header)
+    table = Table(box=None, pad_edge=False, show_header=show_header)
     for head in heads:
         table.add_column(head, justify="left" if head in texts else "right", no_wrap=no_wrap)
     return table
@@ -57,14 +52,14 @@ def print_eval(result: dict[str, Any]) -> None:
     first = result["rows"][0]
     tokens = f", {first['tokens']:,} tokens predicted" if "tokens" in first else ""
     documents = f" ({first['documents']} documents)" if "documents" in first else ""
-    out.print(f"\nmodel   {result['model']}", highlight=False)
-    out.print(f"text    {result['text']}{tokens}, windows of {result['context']}{documents}", highlight=False)
-    out.print(f"device  {result['device']}", highlight=False)
+    out.print(f"\nmodel   {result['model']}")
+    out.print(f"text    {result['text']}{tokens}, windows of {result['context']}{documents}")
+    out.print(f"device  {result['device']}")
     for section in sections(result):
-        out.print(f"\n{section.title}", style="bold", highlight=False)
+        out.print(f"\n{section.title}", style="bold")
         out.print(text_table(section.heads, section.cells, WORDS))
         if section.note:
-            out.print(section.note, style="dim", highlight=False)
+            out.print(section.note, style="dim")
 
 
 def print_cautions(result: Mapping[str, Any]) -> None:

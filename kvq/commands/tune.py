@@ -10,17 +10,20 @@ import click
 from kvq.commands.options import (
     AT_LEAST_1,
     POSITIVE,
+    TO_READ,
+    TO_WRITE,
+    TOKENS,
     ModelOptions,
+    Tokens,
     gathered,
-    model_argument,
     model_options,
     option,
     path_option,
+    picked,
     text_options,
 )
 from kvq.commands.screen import echo, warn
 from kvq.errors import ConfigError
-from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,31 +55,32 @@ class Asked:
     text_field: str | None
     budget: str | None = option(
         None,
-        (
-            "Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
-            f"[default: {DEFAULT_BUDGET}]"
-        ),
+        "Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
+        f"[default: {DEFAULT_BUDGET}]",
     )
     max_kl: float | None = option(None, "Instead: mean KL divergence to stay below.", type=POSITIVE)
     held_out: str | None = path_option(
-        "--held-out", "Text to measure on.  [default: the last third of --text, or held-out help topics]"
+        "--held-out",
+        "Text to measure on.  [default: the last third of --text, or held-out help topics]",
+        type=TO_READ,
     )
     formats: str | None = option(
-        None,
-        "Codes to choose from: int8,int6,int5,int4,int3,int2.  [default: those with fast kernels here]",
+        None, "Codes to choose from: int8,int6,int5,int4,int3,int2.  [default: those with fast kernels here]"
     )
     staged: bool = option(False, "Does nothing: recipes are staged wherever kvq's own cache serves.")
     recent: int = option(
-        0, "Youngest tokens of a sequence to keep in bf16, much less than --context.", type=int
+        0, "Youngest tokens of a sequence to keep in bf16, much less than --context.", type=Tokens()
     )
-    sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=int)
-    out: str = option("kvq.json", "Where the recipe goes.", type=click.Path())
+    sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=Tokens())
+    out: str = option("kvq.json", "Where the recipe goes.", type=TO_WRITE)
     context: int | None = option(
-        None, "Tokens per window.  [default: 512, or what the model takes]", type=int
+        None, "Tokens per window.  [default: 512, or what the model takes]", type=TOKENS
     )
     max_windows: int = option(3, "To search on.", type=AT_LEAST_1)
     verify_windows: int = option(8, "To measure on.", type=AT_LEAST_1)
-    costs: str | None = path_option("--costs", "--json of an earlier search, whose trials are taken.")
+    costs: str | None = path_option(
+        "--costs", "--json of an earlier search, whose trials are taken.", type=TO_READ
+    )
     json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
     html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
@@ -87,15 +91,8 @@ class Asked:
 
         is_limited = self.max_kl is not None and self.budget is None
         nbytes = None if is_limited else parse_budget(model, self.budget or DEFAULT_BUDGET)
-        plan = TunePlan(
-            budget_bytes=nbytes,
-            max_kl=self.max_kl,
-            recent=self.recent,
-            sinks=self.sinks,
-            context=self.context,
-            max_windows=self.max_windows,
-            verify_windows=self.verify_windows,
-        )
+        same = ("max_kl", "recent", "sinks", "context", "max_windows", "verify_windows")
+        plan = TunePlan(budget_bytes=nbytes, **picked(self, *same))
         if codes is not None:
             return replace(plan, codes=codes)
         plan = replace(plan, codes=default_codes(model, plan))
@@ -104,7 +101,6 @@ class Asked:
 
 
 @click.command(name="tune")
-@model_argument
 @text_options("help topics of CPython that are not held out")
 @gathered(Asked, "asked")
 @model_options
@@ -122,12 +118,10 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     from kvq.evals.figure import write_figure
     from kvq.models.verdict import verdict
 
-    if asked.html_path is not None:
-        require("--html", PLOTS)
+    json_path = json_beside(asked.html_path, asked.json_path)
+    begin(asked.out, json_path, plot=asked.plot_path, html=asked.html_path)
     codes = None if asked.formats is None else codes_of(asked.formats.split(","))
     texts = _texts(asked.text, asked.text_field, asked.held_out)
-    json_path = json_beside(asked.html_path, asked.json_path)
-    begin(asked.out, json_path, asked.html_path, plot=asked.plot_path)
     checked = check_for(model_options, ["auto"])
     plan = asked.plan(checked.prepared, codes)
     for warning in plan.check_exact(checked.prepared, plan.check(checked.prepared, *texts)):
@@ -233,7 +227,7 @@ def _print(result: dict[str, Any], out: str) -> None:
     print_cautions(result)
     screen = console()
     screen.print(text_table(RECIPE, result["recipe"], RECIPE))
-    screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)
+    screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better")
     print_columns(marked(result["rows"]), point_columns(result["rows"]))
     echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
 

@@ -1,6 +1,7 @@
 """`kvq.AsyncLLM`: the engine for asyncio, with streaming and cancellation."""
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from kvq.engine.publisher import StepStats, StepSubscriber
 from kvq.engine.terms import Origin, Terms
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.neighbours import end_team
+from kvq.models.stays_here import Home
 from kvq.scheduler import Priority
 
 _log = logging.getLogger("kvq")
@@ -34,9 +36,10 @@ class AsyncLLM(LoopedEngine):
     def _start(self) -> None:
         self._error: KVQError | None = None  # why no command is taken any more
         self._lock = threading.Lock()  # held to set it, and to send unless it is set
-        self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=Home.ENGINE_THREAD, daemon=True)
         end_team()  # this thread's, with which the model was loaded
         self._thread.start()
+        atexit.register(self.close)  # Python aborts if it takes itself apart while a thread computes
 
     async def stream(
         self,
@@ -59,7 +62,10 @@ class AsyncLLM(LoopedEngine):
         loop = asyncio.get_running_loop()
 
         def tell(event: Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the event loop was closed, so nobody listens any more
+                self._ask(partial(self.core.cancel, job), quiet=True)
 
         origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt, request_id=request_id)
         terms = Terms(params=as_params(params), origin=origin)
@@ -117,10 +123,11 @@ class AsyncLLM(LoopedEngine):
 
     def close(self) -> None:
         """Cancel what runs, end the thread, give back the memory. May be called again."""
+        atexit.unregister(self.close)
         if self._thread.is_alive():
             self._loop.ask(None)
             self._thread.join()
-        self._loop.close()
+        self._loop.watchdog.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from kvq.engine.dry_run import dry_run
 from kvq.engine.marking import read_marking
 from kvq.engine.memory import planned_pools, swap_slots, told
 from kvq.engine.runner import Runner
-from kvq.engine.speculation.config import parse_speculation, reads_hidden
+from kvq.engine.speculation.config import parse_speculation
 from kvq.engine.speculation.make import Helper, check_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
@@ -25,10 +25,11 @@ from kvq.models.resolve import ModelSource
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
 from kvq.sizes import decimal
 from kvq.sizing.needs import bytes_of
-from kvq.sizing.pools import reserve_blocks
+from kvq.sizing.pools import PoolPlan, reserve_blocks
 
 _log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
+_GOALS = ("prefix_caching", "max_step_stretch", "aging_s", "itl_slo_s", "ttft_slo_s")  # of the scheduler
 _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 
@@ -45,6 +46,17 @@ class CheckedEngine:
     def layout(self) -> KVLayout:
         """Of the recipe's blocks."""
         return self.model.layout(self.recipe)
+
+    def pools(self, free_bytes: int | None, activation_bytes: int) -> PoolPlan:
+        """How large the pools will be; arguments and errors are those of `planned_pools`."""
+        return planned_pools(
+            self.layout,
+            self.config,
+            on_gpu=self.model.device.type == "cuda",
+            max_context=self.model.max_context,
+            free_bytes=free_bytes,
+            activation_bytes=activation_bytes,
+        )
 
     def load(self) -> Model:
         """Load the weights.
@@ -84,15 +96,9 @@ def check_engine(
     recipe = prepared.recipe(kv, scales)
     prepared.check_scales(recipe)
     prepared.check_kernels(recipe)
-    planned_pools(
-        prepared.layout(recipe),
-        config,
-        on_gpu=prepared.device.type == "cuda",
-        max_context=prepared.max_context,
-        free_bytes=None,
-        activation_bytes=0,
-    )
-    return CheckedEngine(model=prepared, recipe=recipe, scales=scales, config=config)
+    checked = CheckedEngine(model=prepared, recipe=recipe, scales=scales, config=config)
+    checked.pools(None, 0)
+    return checked
 
 
 def build(
@@ -164,7 +170,7 @@ def build_parts(
         swap_folder=config.swap_folder,
         max_num_seqs=pools.sequences,
         max_context=max_context,
-        keeps_hidden=reads_hidden(config.speculation),
+        keeps_hidden=helper.head is not None,
     )
     manager = BlockManager(
         num_blocks=num_blocks,
@@ -180,11 +186,7 @@ def build_parts(
             max_num_seqs=pools.sequences,
             max_num_batched_tokens=pools.chunk,
             max_context=max_context,
-            prefix_caching=config.prefix_caching,
-            max_step_stretch=config.max_step_stretch,
-            aging_s=config.aging_s,
-            itl_slo_s=config.itl_slo_s,
-            ttft_slo_s=config.ttft_slo_s,
+            **{name: getattr(config, name) for name in _GOALS},
         ),
         costs,
     )

@@ -166,9 +166,22 @@ class Chooser:
             self._sampler.record(branch.row, token)
 
     def bind(self, job: Job, branch: Branch) -> None:
-        """See to it that the sampler knows a branch's row, for who drafts for it."""
-        if self._bound[_row(branch)] is not branch:
-            self._bind(job, branch)
+        """See to it that the sampler knows a branch's row, if it is new or came back at another place."""
+        row = _row(branch)
+        if self._bound[row] is branch:
+            return
+        if branch in self._bound:  # what the row it left has counted grows old
+            self.forget(self._bound.index(branch))
+        self.forget(row)
+        self._sampler.add(
+            row,
+            job.params,
+            prompt=job.request.tokens,
+            generated=branch.tokens[job.request.prompt_length :],
+            seed=mix_seed(job.seed, job.index_of(branch)),
+            stop_ids=list(job.end_ids),
+        )
+        self._bound[row] = branch
 
     def forget(self, row: int) -> None:
         """A row's branch ended or moved."""
@@ -192,22 +205,6 @@ class Chooser:
             contexts={i: [*draw.branch.tokens, *draw.ahead] for i, draw in marked} or None,
         )
 
-    def _bind(self, job: Job, branch: Branch) -> None:
-        """Make a row of the sampler this branch's: it is new, or came back at another place."""
-        row = _row(branch)
-        if branch in self._bound:  # what the row it left has counted grows old
-            self.forget(self._bound.index(branch))
-        self.forget(row)
-        self._sampler.add(
-            row,
-            job.params,
-            prompt=job.request.tokens,
-            generated=branch.tokens[job.request.prompt_length :],
-            seed=mix_seed(job.seed, job.index_of(branch)),
-            stop_ids=list(job.end_ids),
-        )
-        self._bound[row] = branch
-
 
 def _row(branch: Branch) -> int:
     assert branch.row is not None, "a branch that computes has a row"
@@ -226,16 +223,19 @@ def _masked(
         matcher = job.results[job.index_of(draw.branch)].matcher
         mask: Tensor | None = None
         if job.request not in errors and matcher is not None:
+            count = draw.branch.num_generated + len(draw.ahead)
             if draw.ahead:
                 assert walk is not None, "the draw before it began one"
                 walk.accept(draw.ahead[-1])
                 mask = walk.mask()
-                if mask is None:  # nothing can follow that draft
+                if mask is None or job.must_go_on(count, mask):  # nothing can follow that draft
                     continue
             else:
                 walk = Walk(matcher)
                 try:
                     mask = matcher.mask()
+                    if job.must_go_on(count, mask):
+                        raise job.too_short(count)
                 except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises
                     errors[job.request] = as_known(error, "its grammar raised ")
         if job.request not in errors:

@@ -26,6 +26,7 @@ from kvq.engine.speculation.make import load_helper, make_speculator
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.current import current
 from kvq.models import Model
+from kvq.models.ends import NO_END
 from kvq.models.stays_here import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 
@@ -51,6 +52,8 @@ class EngineCore(StaysHere):
         check_cache(model.prepared)
         self._home = Home()
         model.check_scales()
+        if not model.end_ids:
+            _log.warning("%s: %s", model.prepared.folder, NO_END)
         marking = read_marking(config)
         before = held_bytes(model.weights.device)
         self.model = model

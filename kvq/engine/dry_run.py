@@ -16,14 +16,14 @@ _CPU_TOKENS = 256  # on a CPU a full step of a large model takes long; memory gr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DryRun:
+class _DryRun:
     """What was measured."""
 
     activation_bytes: int  # of a step with all its tokens
     token_s: float  # seconds per prefill token
 
 
-def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> DryRun:
+def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _DryRun:
     """Run a prefill step over a small pool of its own, and look at the most memory it takes.
 
     Raises:
@@ -54,7 +54,7 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> D
     # Memory that the process had at hand already does not show: eight fp32 rows per token at least.
     least = 32 * model.geometry.hidden_size * tokens
     activation_bytes = max(least, peak) * max_num_batched_tokens // tokens
-    return DryRun(activation_bytes=activation_bytes, token_s=seconds / tokens)
+    return _DryRun(activation_bytes=activation_bytes, token_s=seconds / tokens)
 
 
 def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:

@@ -194,27 +194,12 @@ def cuda_capture(device: torch.device) -> Capture:
     return capture
 
 
-def decode_graphs(
-    model: Model,
-    cache: KVCache,
-    tables: Tables,
-    *,
-    max_num_seqs: int,
-    max_context: int,
-    keeps_hidden: bool = False,
-) -> DecodeGraphs | None:
+def decode_graphs(device: torch.device, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
     """Graphs on a CUDA device; None elsewhere, or, with a warning, where a model can't be captured."""
-    if model.weights.device.type != "cuda":
+    if device.type != "cuda":
         return None
     try:
-        return DecodeGraphs(
-            model,
-            cache,
-            tables,
-            max_num_seqs=max_num_seqs,
-            max_context=max_context,
-            keeps_hidden=keeps_hidden,
-        )
+        return make()
     except Exception as error:  # noqa: BLE001 - whatever a model's code does that a graph can't hold
         _log.warning("decode steps run without CUDA graphs: %s", first_lines(error))
         return None

@@ -15,6 +15,7 @@ from kvq.engine.prompts import Prompt, prompt_tokens
 from kvq.engine.terms import Terms, as_priority
 from kvq.errors import RequestError
 from kvq.models import Model
+from kvq.models.ends import NO_END
 from kvq.models.prompts import check_length, longest_token
 from kvq.models.stays_here import Home
 from kvq.scheduler import Request, Scheduler
@@ -57,6 +58,7 @@ class Intake:
             id=origin.request_id or f"request-{next(self._ids)}",
             tokens=tokens,
             max_tokens=params.max_tokens,
+            most_tokens=params.most_tokens,
             num_branches=params.num_sequences,
             priority=as_priority(origin.priority),
             tenant=origin.tenant,
@@ -101,6 +103,8 @@ class Intake:
             raise RequestError(f"a request may pin {MAX_PINS} prefixes of its {num_tokens} prompt tokens")
         if params.structured is not None and params.ignore_eos:
             raise RequestError("structured output ends by the end token; leave ignore_eos out")
+        if params.structured is not None and not self._model.end_ids:
+            raise RequestError(f"structured output ends by the end token, but {NO_END}")
 
     @cached_property
     def _longest_token(self) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from kvq.engine.beam import BeamSearch, Hypothesis
 from kvq.engine.outputs import (
     CompletionOutput,
@@ -18,7 +20,7 @@ from kvq.engine.outputs import (
 )
 from kvq.engine.params import PrefixPin, SamplingParams
 from kvq.engine.text import TextStream
-from kvq.errors import KVQError
+from kvq.errors import KVQError, RequestError
 from kvq.scheduler import Branch, Request
 
 if TYPE_CHECKING:  # see core.py
@@ -73,6 +75,20 @@ class Job:
                 return count
         return len(tokens)
 
+    def must_go_on(self, count: int, mask: Tensor) -> bool:
+        """True if `min_tokens` asks for more than `count` tokens, and a grammar's mask lets it end alone."""
+        if count >= self.params.min_tokens:
+            return False
+        allowed = int.from_bytes(mask.numpy().tobytes(), "little")
+        return not allowed & ~sum(1 << token for token in self.end_ids)
+
+    def too_short(self, count: int) -> RequestError:
+        """Of a grammar whose text has to end before `min_tokens`."""
+        return RequestError(
+            f"min_tokens {self.params.min_tokens} is more than the structured output lets through: behind "
+            f"{count} tokens nothing but its end can follow; lower min_tokens, or let the text go on"
+        )
+
     def prompt_rows(self, start: int, end: int) -> int:
         """How many last rows of a chunk of positions [start, end) log-probabilities of prompt tokens need."""
         if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.request.prompt_length:
@@ -123,19 +139,14 @@ class Job:
                 cumulative_logprob=0.0 if wants else None,
                 logprobs=None if self.params.logprobs is None else [],
             )
-            self.results.append(
-                Result(
-                    output=output,
-                    stream=stream.fork(),
-                    matcher=None if matcher is None else matcher.fork(),
-                )
-            )
+            own = None if matcher is None else matcher.fork()
+            self.results.append(Result(output, stream.fork(), own))
 
     def accept(self, index: int, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Add a token to a result, tell the listener, and return whether it ended the result.
 
         Raises:
-            RequestError: the token is not allowed by the request's grammar.
+            RequestError: the request's grammar doesn't allow the token, or ends before `min_tokens`.
         """
         result, params = self.results[index], self.params
         output = result.output
@@ -146,15 +157,17 @@ class Job:
             output.logprobs.append(logprobs)
         count = len(output.token_ids)
         ends = token in self.end_ids and count >= params.min_tokens
-        text = result.stream.push(token, is_hidden=ends)
-        if ends:
-            text += result.end("stop", token if token in params.stop_token_ids else None)
-        elif result.stream.stop is not None:
+        text = result.stream.push(token, ends=ends)
+        if result.stream.stop is not None:
             text += result.end("stop", result.stream.stop)
+        elif ends:
+            text += result.end("stop", token if token in params.stop_token_ids else None)
         else:
             if result.matcher is not None:
                 result.matcher.accept(token)
             if result.matcher is not None and result.matcher.is_finished:
+                if count < params.min_tokens:
+                    raise self.too_short(count)
                 text += result.end("stop")
             elif count == self.request.max_tokens:
                 text += result.end("length")
@@ -237,7 +250,7 @@ class Job:
     def _of_beam(self, index: int, found: Hypothesis) -> CompletionOutput:
         stream = self.results[index].stream
         for token in found.tokens:
-            stream.push(token, is_hidden=token in self.end_ids)
+            stream.push(token, ends=token in self.end_ids)
         stream.finish()
         length = max(1, len(found.tokens))
         last = found.tokens[-1] if found.tokens else None

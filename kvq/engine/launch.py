@@ -33,7 +33,7 @@ class Launched:
 
 
 @dataclass(slots=True)
-class Ahead:
+class _Ahead:
     """A step that is launched before the one before it is settled."""
 
     plan: StepPlan
@@ -66,8 +66,8 @@ class Launcher:
         self._clock = clock
         self._runs_ahead = runs_ahead
         self._speculator = speculator
-        self._ahead: Ahead | None = None
-        self._planned: Ahead | None = None  # not launched yet, as it lacks its tokens
+        self._ahead: _Ahead | None = None
+        self._planned: _Ahead | None = None  # not launched yet, as it lacks its tokens
         self._num_in_turns = 0  # steps to come that are not launched ahead unless that was asked for
 
     def forget(self) -> None:
@@ -121,7 +121,7 @@ class Launcher:
         ahead.forward_s += ended - planned
         ahead.launched_s = ended - began
 
-    def _plan_ahead(self, plan: StepPlan) -> Ahead | None:
+    def _plan_ahead(self, plan: StepPlan) -> _Ahead | None:
         """Plan the step after `plan`, if it depends on nothing but its tokens and may run ahead."""
         if not self._may_run_ahead(plan.num_decodes):
             return None
@@ -129,7 +129,7 @@ class Launcher:
         ahead = self._scheduler.schedule_ahead(plan)
         if ahead is None or ahead.follows is None:
             return None
-        return Ahead(ahead, [], None, self._clock() - began)
+        return _Ahead(ahead, [], None, self._clock() - began)
 
     def _may_run_ahead(self, num_decodes: int) -> bool:
         if self._speculator is not None and self._speculator.may_draft:  # drafts depend on tokens
@@ -141,7 +141,7 @@ class Launcher:
             return False
         return self._runner.runs_aside and self._scheduler.costs.decode_s(num_decodes) < LONG_STEP_S
 
-    def _make_ready(self, ahead: Ahead) -> None:
+    def _make_ready(self, ahead: _Ahead) -> None:
         """Do for a step all that doesn't take its tokens."""
         began = self._clock()
         ahead.failed = self._runner.prepare(ahead.plan)
@@ -151,7 +151,7 @@ class Launcher:
             _log.exception("step %d could not be made ready", ahead.plan.number)
         ahead.forward_s = self._clock() - began
 
-    def take_ahead(self) -> Ahead | None:
+    def take_ahead(self) -> _Ahead | None:
         """The step that was launched ahead; None if nobody of it is left."""
         ahead = self._ahead
         if ahead is None or any(not branch.is_done for branch in ahead.plan.branches):
@@ -159,21 +159,21 @@ class Launcher:
         self.forget()
         return None
 
-    def get_ready(self, ahead: Ahead) -> None:
+    def get_ready(self, ahead: _Ahead) -> None:
         """While a step runs aside, make the one after it ready."""
         if ahead.output is not None and ahead.output.aside is not None:
             self._planned = self._plan_ahead(ahead.plan)
             if self._planned is not None and not self._planned.plan.orders:
                 self._make_ready(self._planned)
 
-    def resume(self, ahead: Ahead) -> Launched:
+    def resume(self, ahead: _Ahead) -> Launched:
         """Go on with a step that was launched ahead, now that the one before it is settled."""
         running, self._ahead = self._launched(ahead), None
         if self._planned is not None and self._planned.plan.orders:  # over blocks that the step writes
             self._make_ready(self._planned)
         return running
 
-    def _launched(self, ahead: Ahead) -> Launched:
+    def _launched(self, ahead: _Ahead) -> Launched:
         """What came of it; it is run again if it raised."""
         began = self._clock()
         if ahead.output is not None and _has_ended(ahead):
@@ -215,7 +215,7 @@ class Launcher:
         return join(parts, failed), errors
 
 
-def _has_ended(ahead: Ahead) -> bool:
+def _has_ended(ahead: _Ahead) -> bool:
     """Wait for a step's end; False if it raised."""
     try:
         if ahead.output is not None:

@@ -87,8 +87,9 @@ class LLM(LoopedEngine):
 
     def close(self) -> None:
         """End what runs and give back the memory."""
-        self.core.close()
-        self._loop.close()
+        if not self._is_ending():
+            self.core.close()
+            self._loop.watchdog.close()
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +122,8 @@ class LLM(LoopedEngine):
                 events.clear()
                 self.step()
         finally:
-            self.core.cancel(job)
+            if not self._is_ending():
+                self.core.cancel(job)
 
 
 def _keep(

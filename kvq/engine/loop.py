@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore
+from kvq.engine.defaults import read_defaults
+from kvq.engine.params import SamplingParams
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.resolve import ModelSource
@@ -26,7 +29,6 @@ class Watchdog:
     def __init__(self, deadline_s: float, on_stuck: Callable[[float], object] | None = None) -> None:
         """`on_stuck` is called from the watchdog's thread with the seconds the step has taken so far."""
         self.deadline_s = deadline_s
-        self.num_stuck = 0
         self._on_stuck = on_stuck
         self._began: float | None = None
         self._wake = threading.Event()  # set to end the thread
@@ -58,17 +60,13 @@ class Watchdog:
             if began is None or began == reported or monotonic() - began < self.deadline_s:
                 continue
             reported = began
-            self.num_stuck += 1
             taken = monotonic() - began
             _log.error("a step has taken %.1f s, its deadline is %.1f s", taken, self.deadline_s)
-            if self._on_stuck is not None:
-                self._tell(self._on_stuck, taken)
-
-    def _tell(self, on_stuck: Callable[[float], object], taken: float) -> None:
-        try:
-            on_stuck(taken)
-        except Exception:  # noqa: BLE001 - somebody else's code must not end the watch
-            _log.exception("who was told of a stuck step failed")
+            try:
+                if self._on_stuck is not None:
+                    self._on_stuck(taken)
+            except Exception:  # noqa: BLE001 - somebody else's code must not end the watch
+                _log.exception("who was told of a stuck step failed")
 
 
 _GRAMMAR_POLL_S = 0.002
@@ -118,10 +116,6 @@ class EngineLoop:
                 commands.append(command)
         return commands
 
-    def close(self) -> None:
-        """End the watchdog."""
-        self.watchdog.close()
-
 
 class LoopedEngine(StaysHere):
     """An engine and its loop: what `LLM` and `AsyncLLM` are."""
@@ -147,12 +141,19 @@ class LoopedEngine(StaysHere):
         self.core = EngineCore(loaded, config)
         self._loop = EngineLoop(self.core, on_stuck)
         weakref.finalize(self, self._loop.watchdog.stop)  # for those who forget to close
+        self._is_ending = sys.is_finalizing  # at the end of a program modules go before what they made
         self._start()
 
     @property
     def model(self) -> Model:
         """The model that runs."""
         return self.core.model
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends, to hand to `generate` or to change; nothing
+        takes it by itself. Greedy, of 64 tokens, where that says nothing.
+        """
+        return SamplingParams(**read_defaults(self.model.prepared.folder).fill({}, ()))
 
     def _start(self) -> None:
         """Begin what runs beside it."""

@@ -112,16 +112,18 @@ class StructuredOutput:
     """What the generated text must be; exactly one of the four.
 
     `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression, matched in full.
-    `choice`: one of these strings. `lark`: a grammar in llguidance's Lark dialect.
+    `choice`: one of these strings. `lark`: a grammar in llguidance's Lark dialect, or in llama.cpp's GBNF.
+    `before`: Lark with a rule `before` for what comes first, such as a model's thoughts.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     lark: str | None = None
+    before: str = ""
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        given = [f.name for f in fields(self)[:4] if getattr(self, f.name) is not None]
         if len(given) != 1:
             raise RequestError(
                 f"structured output takes exactly one of json_schema, regex, choice and lark, got "
@@ -141,7 +143,7 @@ class SamplingParams:
 
     `n`: results returned; `best_of`: results generated, the likeliest n of them returned.
     `beam_width`: beam search with that many beams, the best n of them returned; deterministic.
-    `max_tokens`: None goes on as far as the model's context and the block pool reach.
+    `max_tokens`: None goes on as far as the model's context and the block pool reach, but for `most_tokens`.
     `top_k`: None keeps all. `seed`: the same tokens in whatever batch the request runs.
     `stop`: strings that end the text, left out of it unless `include_stop`. `logprobs`: how many of
     the likeliest tokens' log-probabilities to return beside the chosen one's; `prompt_logprobs` the
@@ -158,6 +160,7 @@ class SamplingParams:
     length_penalty: float = param(1.0, real(-100, 100))  # of beams: score / length ** length_penalty
     early_stopping: bool = param(False, flag)  # of beams: end as soon as beam_width are finished
     max_tokens: int | None = param(64, optional(whole(1, MAX_COUNT)))
+    most_tokens: int | None = param(None, optional(whole(1, MAX_COUNT)))  # without max_tokens
     min_tokens: int = param(0, whole(0, "max_tokens"))
     temperature: float = param(0.0, real(0, 10), with_beams=False)
     top_k: int | None = param(None, whole(1, MAX_COUNT), with_beams=False)

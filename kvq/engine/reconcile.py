@@ -112,7 +112,7 @@ def found_weights(model: nn.Module) -> dict[str, int]:
         if isinstance(module, LatentExpansion):
             found[LINEAR_TERM] += module.packed_bytes
         for own, parameter in module.named_parameters(recurse=False):
-            where = _address(parameter)
+            where = id(parameter) if parameter.is_mkldnn else int(parameter.data_ptr())
             if where not in seen:
                 seen.add(where)
                 found[_term_of(name, module, own, parameter, head)] += (
@@ -128,7 +128,3 @@ def _term_of(name: str, module: nn.Module, own: str, parameter: Any, head: nn.Mo
         isinstance(module, nn.Linear) and own == "weight" and module is not head
     )
     return LINEAR_TERM if is_linear and name.rpartition(".")[2] not in ROUTERS else KEPT_TERM
-
-
-def _address(parameter: Any) -> int:
-    return id(parameter) if parameter.is_mkldnn else int(parameter.data_ptr())

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from torch import Tensor
 from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
 from kvq.cache.memory import check_room
-from kvq.engine.graphs import Tables, decode_graphs
+from kvq.engine.graphs import DecodeGraphs, Tables, decode_graphs
 from kvq.engine.transfers import prepare_transfers, upload_all
 from kvq.kernels import SequenceBatch
 from kvq.kernels.decoder.whole import ReadyPass
@@ -130,18 +131,14 @@ class Runner:
             table[max_num_seqs:] = count
         # What the host finds in its own, no kernels have to be launched for; on a CPU both are one.
         self._tables = Tables(tables, [table.cpu().numpy() for table in tables])
-        self._graphs = (
-            decode_graphs(
-                model,
-                self.cache,
-                self._tables,
-                max_num_seqs=max_num_seqs,
-                max_context=longest,
-                keeps_hidden=keeps_hidden,
-            )
-            if uses_graphs
-            else None
+        capture = partial(
+            DecodeGraphs,
+            *(model, self.cache, self._tables),
+            max_num_seqs=max_num_seqs,
+            max_context=longest,
+            keeps_hidden=keeps_hidden,
         )
+        self._graphs = decode_graphs(self._device, capture) if uses_graphs else None
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> list[SwapIn]:

@@ -1,8 +1,9 @@
 """From the tokens of one branch to its text, as they come: whole characters, up to a stop string."""
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from types import MappingProxyType
 from typing import Any, Self
 
 from kvq.engine.params import SamplingParams
@@ -10,8 +11,10 @@ from kvq.engine.params import SamplingParams
 _BACKED = ("TokenizersBackend", "PreTrainedTokenizerFast")  # transformers' class over the tokenizers library
 _BROKEN = "\ufffd"  # what decoders show for bytes that are no character, or none yet
 _MAX_OPEN = 3  # a character has 4 bytes at most; byte-fallback decoders show each open byte as one _BROKEN
+_NO_MARKS: Mapping[str, str] = MappingProxyType({})
 _PROMPT_TAIL = 8  # tokens of the prompt that the first new ones are decoded with
 _PROMPT_SEARCHED = 128  # how far back these may be, in tokens, to have visible text
+_MARKS = range(0xD800, 0xE000)  # halves of pairs, which no decoder's text holds
 # A long open stretch of tokens loses its middle. Its first tokens hold the bytes that broke it; among the
 # characters of its last ones are the open one and four before it, where lossy UTF-8 falls into step again.
 _KEPT_FIRST, _KEPT_LAST, _MAX_HELD, _STEP = 8, 12, 32, 4
@@ -137,6 +140,13 @@ def _decodes_by_backend(tokenizer: Any) -> bool:
     return is_plain and not {"decode", "_decode"} & vars(tokenizer).keys()
 
 
+def _hidden_in(stops: Sequence[str], tokenizer: Any, kept: Sequence[int]) -> dict[int, str]:
+    """The texts of special tokens that stop strings hold, by the tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}) if stops else {}
+    special = {i: token.content for i, token in added.items() if token.special and i not in kept}
+    return {i: text for i, text in special.items() if text and any(text in stop for stop in stops)}
+
+
 class _Stops:
     """Stop strings as one automaton (Aho and Corasick 1975): constant work per character.
 
@@ -145,7 +155,7 @@ class _Stops:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.depth = [0]  # characters of the state
-        self.found: list[str | None] = [None]  # the longest stop string that ends here
+        self.found: list[str | None] = [None]  # the longest stop string that ends here, as it is spelled
         self._edges: dict[tuple[int, str], int] = {}
         self._fallback = [0]  # the longest end of the state that is a state too
         parents: list[tuple[int, str]] = [(0, "")]
@@ -186,10 +196,20 @@ class StopFinder:
     The stop string that is complete first wins, and of those complete at the same character the one
     that begins first; so how the text is cut into pieces makes no difference. With `include_stop` the
     text ends behind the stop string, and nothing needs to be held back.
+
+    `marks`: characters that stand for texts which are hidden, unless they belong to a stop string that is
+    shown, by these texts.
     """
 
-    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
-        self._stops = _Stops(stops)
+    def __init__(
+        self, stops: Sequence[str], include_stop: bool, marks: Mapping[str, str] = _NO_MARKS
+    ) -> None:
+        longest_first = sorted(marks, key=len, reverse=True)
+        marked = {reduce(lambda s, text: s.replace(text, marks[text]), longest_first, s): s for s in stops}
+        self._spelled = marked | {stop: stop for stop in stops}
+        self._stops = _Stops([*self._spelled])
+        self._hide = str.maketrans("", "", "".join(marks.values()))
+        self._unhide = str.maketrans({mark: text for text, mark in marks.items()})
         self._include_stop = include_stop
         self._state = 0
         self._held = ""
@@ -203,8 +223,10 @@ class StopFinder:
             self._state = self._stops.step(self._state, char)
             if stop := self._stops.found[self._state]:
                 upto = self._held + text[:end]
-                self._stop, self._held = stop, ""
-                return upto if self._include_stop else upto[: len(upto) - len(stop)], stop
+                begin = max(0, len(upto) - len(stop))
+                shown = upto[begin:].translate(self._unhide) if self._include_stop else ""
+                self._stop, self._held = self._spelled[stop], ""
+                return upto[:begin].translate(self._hide) + shown, self._stop
         return self._release(text), None
 
     def pass_over(self, text: str) -> str:
@@ -217,7 +239,7 @@ class StopFinder:
     def flush(self) -> str:
         """Return what was held back, when no more text comes."""
         held, self._held, self._state = self._held, "", 0
-        return held
+        return held.translate(self._hide)
 
     def fork(self) -> Self:
         """A copy that goes on by itself."""
@@ -225,26 +247,33 @@ class StopFinder:
 
     def _release(self, text: str) -> str:
         text = self._held + text
-        num_safe = len(text) - (0 if self._include_stop else self._stops.depth[self._state])
+        num_safe = len(text) - self._stops.depth[self._state]
+        if self._include_stop:  # but what is hidden is shown with its stop string only
+            num_safe = next(
+                (at for at in range(max(0, num_safe), len(text)) if ord(text[at]) in self._unhide), len(text)
+            )
         self._held = text[num_safe:]
-        return text[:num_safe]
+        return text[:num_safe].translate(self._hide)
 
 
 class TextStream:
     """The text of one branch of a request, token by token, up to its stop string.
 
     Stop strings are looked for from the token after the first `min_tokens`: one that is complete by then
-    ends nothing, one that begins there and is completed later does.
+    ends nothing, one that begins there and is completed later does. Those that hold a special token's text
+    are found, though that is hidden.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._shown_ends = tuple(params.stop_token_ids) if params.include_stop else ()
+        kept = (*params.kept_special_ids, *self._shown_ends)
         self._detokenizer = Detokenizer(
-            tokenizer,
-            prompt_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            kept_ids=params.kept_special_ids,
+            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens, kept_ids=kept
         )
-        self._finder = StopFinder(params.stop_strings, params.include_stop)
+        hidden = _hidden_in(params.stop_strings, tokenizer, kept) if params.skip_special_tokens else {}
+        marks = {text: chr(mark) for text, mark in zip(hidden.values(), _MARKS, strict=False)}
+        self._marks = {token: marks[text] for token, text in hidden.items() if text in marks}
+        self._finder = StopFinder(params.stop_strings, params.include_stop, marks)
         self._num_unsearched = params.min_tokens  # tokens to come that may not complete a stop string
         self._pieces: list[str] = []
         self.stop: str | None = None  # the stop string that was found; no text comes after it
@@ -254,9 +283,13 @@ class TextStream:
         """All text shown so far."""
         return "".join(self._pieces)
 
-    def push(self, token_id: int, *, is_hidden: bool = False) -> str:
-        """Add a token; return the text to show now. A hidden token counts, but has no text."""
-        piece = "" if is_hidden else self._show(self._detokenizer.push(token_id))
+    def push(self, token_id: int, *, ends: bool = False) -> str:
+        """Add a token; return the text to show now.
+
+        One that ends the text is hidden, unless it is a stop token and stops are to be shown.
+        """
+        text = "" if ends and token_id not in self._shown_ends else self._detokenizer.push(token_id)
+        piece = self._show(text + self._marks.get(token_id, ""))
         self._num_unsearched -= 1
         return piece
 

@@ -69,36 +69,32 @@ def measure_attention(
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
     """The recipe with V unquantized, and with K unquantized; both keep open blocks where it does."""
-    pairs = list(zip(recipe.layers, baseline.layers, strict=True))
-    k_only = tuple(replace(layer, v=plain.v, v_clip=1.0) for layer, plain in pairs)
-    v_only = tuple(replace(layer, k=plain.k, k_clip=1.0) for layer, plain in pairs)
-    k_centers, v_centers = (
-        recipe.centers and recipe.centers.some([half] * len(pairs)) for half in ((True, False), (False, True))
-    )
-    k, v = (
-        replace(recipe, layers=layers, centers=centers)
-        for layers, centers in ((k_only, k_centers), (v_only, v_centers))
-    )
-    if recipe.is_staged:
-        open_blocks = ExactTokens(recent=1)
-        k, v = (half if half.is_staged else replace(half, exact=open_blocks) for half in (k, v))
-    return k, v
+
+    def half(of_k: bool) -> KVRecipe:
+        layers = tuple(
+            replace(layer, v=plain.v, v_clip=1.0) if of_k else replace(layer, k=plain.k, k_clip=1.0)
+            for layer, plain in zip(recipe.layers, baseline.layers, strict=True)
+        )
+        centers = recipe.centers and recipe.centers.some([(of_k, not of_k)] * len(layers))
+        found = replace(recipe, layers=layers, centers=centers)
+        was_open = recipe.is_staged and not found.is_staged
+        return replace(found, exact=ExactTokens(recent=1)) if was_open else found
+
+    return half(True), half(False)
 
 
 def _rows(recipe: KVRecipe, baseline: KVRecipe, found: Found) -> list[AttentionRow]:
     digests = [one.digest() for one in (recipe, *_halves(recipe, baseline))]
-    rows = []
-    for layer in sorted(layer for digest, layer in found if digest == digests[0]):
-        whole, k_only, v_only = (found[digest, layer] for digest in digests)
-        rows.append(
-            AttentionRow(
-                kv=recipe.name,
-                layer=layer,
-                tokens=whole.tokens,
-                error_mean=whole.mean,
-                error_max=whole.largest,
-                k_error_mean=k_only.mean,
-                v_error_mean=v_only.mean,
-            )
+    return [
+        AttentionRow(
+            kv=recipe.name,
+            layer=layer,
+            tokens=whole.tokens,
+            error_mean=whole.mean,
+            error_max=whole.largest,
+            k_error_mean=k_only.mean,
+            v_error_mean=v_only.mean,
         )
-    return rows
+        for layer in sorted(layer for digest, layer in found if digest == digests[0])
+        for whole, k_only, v_only in [[found[digest, layer] for digest in digests]]
+    ]

@@ -16,7 +16,6 @@ from torch import Tensor
 from kvq.errors import RequestError
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
-from kvq.evals.simulated import SimulatedRecipe, model_in
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
@@ -109,16 +108,6 @@ class TokenFigures:
     role: str = ""  # "window" or "int2": the rows that check the instrument
     chance: float = float("inf")  # of the baseline: the perplexity of a guess over all of the windows
 
-    @property
-    def label(self) -> str:
-        """The format's name."""
-        return self.model.recipe.name
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that were predicted."""
-        return self.nll.size
-
     def first(self, windows: int) -> "TokenFigures":
         """Of the first so many windows."""
         nll, kl, top1, top5 = (x[:windows] for x in (self.nll, self.kl, self.top1, self.top5))
@@ -202,9 +191,9 @@ def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Mode
     if not named:
         raise RequestError("no KV format was named; try fp32,int8,int4")
     known = model.prepared
-    recipes = [x if isinstance(x, SimulatedRecipe) else known.recipe(x, model.static_scales) for x in named]
+    recipes = [known.recipe(x, model.static_scales) for x in named]
     recipes = baseline_first(recipes, known)
-    return [model_in(model, recipe) for recipe in recipes]
+    return [model.with_kv(recipe) for recipe in recipes]
 
 
 def baseline_first(recipes: list[KVRecipe], model: PreparedModel) -> list[KVRecipe]:

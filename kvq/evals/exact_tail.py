@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from kvq.errors import ConfigError
 from kvq.evals.sections import MOST, told
-from kvq.evals.simulated import layout_in
 from kvq.formats import KVRecipe
 from kvq.kernels.attend.options import Age, Part
 from kvq.layout import KVLayout
@@ -52,7 +51,7 @@ def check_exact(
     for recipe in recipes:
         if not (recipe.is_quantized and recipe.is_staged):
             continue
-        layout = layout_in(model, recipe)
+        layout = model.layout(recipe)
         shares = {queries: exact_keys(layout, queries, attention_window) for queries in sequences}
         if min(shares.values()) == 1:
             is_open = not (recipe.exact.recent or recipe.exact.sinks)

@@ -1,7 +1,7 @@
 """Labels that neither cover each other nor leave the figure: placed once its layout is known."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from math import cos, pi, sin
 from typing import Any
 
@@ -179,10 +179,10 @@ def _best(
     at = np.tile(point, 2)
     others = markers[~overlap(at, markers)]  # that it does not belong to
     best, least = None, float("inf")
-    for reach, towards in _offsets():
+    for reach, turn in product(_REACHES, _DIRECTIONS):  # nearest first
         if reach >= least:
             break
-        offset = (half + reach * scale) * towards
+        offset = (half + reach * scale) * (cos(turn * pi / 8), sin(turn * pi / 8))
         box = np.concatenate([point + offset - half, point + offset + half])
         if ((box - inside) * _OUTWARDS > 0).any() or overlap(box, taken).any():
             continue
@@ -192,13 +192,6 @@ def _best(
         if cost < least:
             best, least = ((offset[0], offset[1]), is_strange or reach > _LED, box), cost
     return best
-
-
-def _offsets() -> Iterator[tuple[float, tuple[float, float]]]:
-    """Distances in points, nearest first, and directions."""
-    for reach in _REACHES:
-        for turn in _DIRECTIONS:
-            yield reach, (cos(turn * pi / 8), sin(turn * pi / 8))
 
 
 def _markers(axes: Any, scale: float) -> Iterator[Boxes]:

@@ -8,7 +8,7 @@
 
 Tokens, truncation, windows and stops are those of lm-eval's own `hf` model, so that over unquantized KV
 the figures are the same. `kvq.evals.lm_eval_tasks.run_tasks` compares KV formats. Importing this module
-imports lm-eval: pip install 'kvq-toolkit[eval]'.
+imports lm-eval, of the extra `eval`.
 """
 
 import logging
@@ -94,9 +94,8 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         if self.prefix_token_id < 0:
             raise ConfigError("the tokenizer has neither a BOS nor an EOS token; give prefix_token_id")
         self.device = self.llm.model.weights.device
-        self.tokenizer_name = str(self.tokenizer.name_or_path).replace(
-            "/", "__"
-        )  # of requests that are cached
+        # Of requests that are cached
+        self.tokenizer_name = str(self.tokenizer.name_or_path).replace("/", "__")
         self.progress: Progress = UNWATCHED.progress
         self._chat_template_args = dict(chat_template_args or {})
         self._think_end_token = think_end_token

@@ -11,7 +11,7 @@ A task is a name that lm-eval knows, a pattern such as `mmlu_*`, the path of a Y
 folder given as `include_path`. Those with `dataset_path: json` and `data_files` of their own need no
 network; as in lm-eval, relative data_files start at the current folder, not at the YAML file. A YAML file
 may name Python functions (`!function`): they run, so name only files you trust. What datasets bring along
-as code never runs, nor do tasks that run what the model wrote. Needs pip install 'kvq-toolkit[eval]'.
+as code never runs, nor do tasks that run what the model wrote. Needs the extra `eval`.
 """
 
 import math

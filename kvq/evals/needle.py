@@ -17,7 +17,6 @@ from kvq.errors import RequestError
 from kvq.evals.bootstrap import wilson_interval
 from kvq.evals.divergence import UNWATCHED, Watch
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
-from kvq.evals.simulated import model_in
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 from kvq.models.prepared import PreparedModel
@@ -84,14 +83,9 @@ class _Answer(NamedTuple):
     tokens: int
     seconds: float
 
-    @property
-    def is_hit(self) -> bool:
-        """True if every token is right."""
-        return self.right == self.tokens
-
 
 def _row(kv: str, length: int, depth: float, answers: list[_Answer]) -> NeedleRow:
-    hits = sum(one.is_hit for one in answers)
+    hits = sum(one.right == one.tokens for one in answers)
     return NeedleRow(
         kv=kv,
         length=length,
@@ -126,7 +120,7 @@ def measure_needle(
     if not names:
         raise RequestError("no KV format was named; try fp32,int8,int4")
     prompts, sizes = needle_prompts(model.prepared, text, plan)
-    models = [model_in(model, name) for name in names]
+    models = [model.with_kv(name) for name in names]
     sessions = [one.session(max_tokens=max(sizes)) for one in models]
     grid = list(itertools.product(range(plan.trials), sizes, dict.fromkeys(plan.depths)))
     asked = [(0, *place) for place in grid]
@@ -147,7 +141,7 @@ def measure_needle(
         watch.progress(done, len(asked))
         watch.keep(rows)
         may_be_void = done in (VOID_AFTER, len(grid)) and not models[0].recipe.is_quantized
-        if may_be_void and not any(one.is_hit for one in itertools.chain(*cells.values())):
+        if may_be_void and not any(one.right == one.tokens for one in itertools.chain(*cells.values())):
             break
     return rows()
 

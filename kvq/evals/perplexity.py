@@ -66,9 +66,9 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
     kl, context = figures.kl.astype(np.float64).ravel(), figures.nll.shape[1] + 1
     perplexity = _perplexity(figures)
     return PerplexityRow(
-        kv=figures.label,
+        kv=figures.model.recipe.name,
         **size_figures(figures.model, context),
-        tokens=figures.tokens,
+        tokens=figures.nll.size,
         perplexity=perplexity,
         perplexity_change=perplexity / _perplexity(baseline) - 1,
         chance_perplexity=baseline.chance,
@@ -140,7 +140,7 @@ def _perplexity(figures: TokenFigures) -> float:
     mean = float(figures.nll.mean(dtype=np.float64))
     if not mean < _LARGEST_LOSS:  # NaN too
         raise RequestError(
-            f"{figures.label}: the loss is {mean:.3g} nats a token, which no perplexity can express; "
-            f"the weights or the dtype overflow, or the tokenizer is another model's"
+            f"{figures.model.recipe.name}: the loss is {mean:.3g} nats a token, which no perplexity can "
+            f"express; the weights or the dtype overflow, or the tokenizer is another model's"
         )
     return math.exp(mean)

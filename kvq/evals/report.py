@@ -77,7 +77,8 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
         _samples(samples),
         "<h2>What it took</h2>" + html_table(*table(result["tasks"], _TOOK)) if is_eval else _HOW_TO_READ,
         origin(result),
-        _digests(result),
+        f'<p class="small">Text SHA-256 {escape(result["text_digest"])}. Model digest '
+        f"{escape(result['model_digest'])}.</p>",
     ]
     return page(f"kvq: {result['model']}", parts)
 
@@ -132,11 +133,4 @@ def _samples(samples: dict[str, str]) -> str:
         "<h2>The same prompt, two caches</h2><p>Sampled with the same random numbers. This is a very small "
         f"model: read for differences between the columns, not for sense.</p>"
         f'<div class="pair">{boxes}</div>'
-    )
-
-
-def _digests(result: dict[str, Any]) -> str:
-    return (
-        f'<p class="small">Text SHA-256 {escape(result["text_digest"])}. Model digest '
-        f"{escape(result['model_digest'])}.</p>"
     )

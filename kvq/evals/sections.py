@@ -22,7 +22,7 @@ _PERPLEXITY: Columns = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """One table under a title."""
 
@@ -92,8 +92,7 @@ def depth_name(row: Row) -> str:
 
 
 def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: str = "") -> Section:
-    heads, cells = table(rows, columns)
-    return Section(key=key, title=title, heads=heads, cells=cells, note=note)
+    return Section(key, title, *table(rows, columns), note)
 
 
 def _plain_perplexity(rows: list[Row]) -> Section:
@@ -186,13 +185,8 @@ def _generation(rows: list[Row]) -> Section:
 def _attention(rows: list[Row]) -> Section:
     cell = "{error_mean:.4f} ({k_error_mean:.4f}, {v_error_mean:.4f})".format_map
     heads, cells = _crossed(rows, lambda row: (str(row["layer"]),), "kv", cell)
-    return Section(
-        key="attention",
-        title="Error of the attention output, by layer",
-        heads=("layer", *heads),
-        cells=cells,
-        note="Mean |a - b| / |b| against unquantized KV on the same inputs (K alone quantized, V alone).",
-    )
+    note = "Mean |a - b| / |b| against unquantized KV on the same inputs (K alone quantized, V alone)."
+    return Section("attention", "Error of the attention output, by layer", ("layer", *heads), cells, note)
 
 
 def _needle_summary(rows: list[Row]) -> Section:
@@ -214,13 +208,9 @@ def _needle(rows: list[Row]) -> Section:
     heads, cells = _crossed(
         rows, lambda row: (row["kv"], f"{row['length']:,}"), "depth", "{retrieved:.0%}".format_map
     )
-    return Section(
-        key="needle",
-        title="Retrieved, by length and depth",
-        heads=("kv", "length", *(f"{depth:.0%}" for depth in heads)),
-        cells=cells,
-        note="Length in tokens, answer included. Depth: share of the text that stands before the needle.",
-    )
+    heads = ["kv", "length", *(f"{depth:.0%}" for depth in heads)]
+    note = "Length in tokens, answer included. Depth: share of the text that stands before the needle."
+    return Section("needle", "Retrieved, by length and depth", heads, cells, note)
 
 
 def _lm_eval(rows: list[Row]) -> Section:
@@ -239,13 +229,8 @@ def _lm_eval(rows: list[Row]) -> Section:
 
     changed = [row | {"change": change} for row, change in zip(rows, changes(rows), strict=True)]
     heads, cells = _crossed(changed, line, "kv", cell)
-    return Section(
-        key="lm_eval",
-        title="lm-eval",
-        heads=("task", "metric", "filter", "samples", *heads),
-        cells=cells,
-        note=f"Value, its standard error, and the change from {first}. An arrow says where better is.",
-    )
+    note = f"Value, its standard error, and the change from {first}. An arrow says where better is."
+    return Section("lm_eval", "lm-eval", ("task", "metric", "filter", "samples", *heads), cells, note)
 
 
 def _crossed(

@@ -1,27 +1,21 @@
 """Methods of others, simulated: what they would lose at their bytes, measured beside kvq's formats.
 
-Blocks of a simulated method hold what its codes would be read back as, in fp32; how tokens come in, which
-queries see which form of them, and everything else is the path that serves. Nothing of it can be served.
+Each is a pair of quantizers of whole blocks that are registered under no name: see `kvq.formats.own`. How
+tokens come in, which queries see which form of them, and everything else is the path that serves.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe
+from kvq.formats import Code, KVFormat, KVRecipe, LayerFormats
 from kvq.formats.names import split_exact
+from kvq.formats.own import Own, Through
 from kvq.kernels.codec.hadamard import rotate
-from kvq.kernels.seal.reference import seal
-from kvq.layout import MAX_BLOCK_SIZE, KVLayout, plan_layout
-from kvq.models import Model, Session
-from kvq.models.prepared import PreparedModel
+from kvq.layout import MAX_BLOCK_SIZE
 
 NAMES = "kivi-kKvV, kvarn-kKvV (K and V bits: 2 to 8; then -gTOKENS, +sinks=N, +recent=N)"
 _NAME = re.compile(r"(kivi|kvarn)-k([2-8])v([2-8])(?:-g(\d+))?")
@@ -30,103 +24,22 @@ _KIVI_GROUP = 32  # elements of a token's V with one scale
 _ROUNDS = 16  # of normalization
 _PAIR = 32  # bits of a scale and a minimum
 _SCALE = 16  # bits
-Codec = Callable[[Tensor], Tensor]  # fp32 [..., tokens, dim] -> what is read back of it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    """How a method stores the blocks of a model with heads of one dimension."""
-
-    k: Codec
-    v: Codec
-    tokens: int  # of a block
-    k_bits: float  # an element, scales included
-    v_bits: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedRecipe(KVRecipe):
-    """A recipe for blocks in fp32, that a method's codec goes over."""
-
-    method: Method
-
-    @property
-    def is_quantized(self) -> bool:
-        return True
-
-    @classmethod
-    def of(cls, name: str, head_dims: list[tuple[int, int]]) -> "SimulatedRecipe":
-        """The recipe of a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
-
-        Raises:
-            ConfigError: another name, or heads of several dimensions.
-        """
-        base, exact = split_exact(name)
-        method = _method(base, head_dims)
-        layers = KVRecipe.uniform("fp32", head_dims).layers
-        return cls(layers=layers, exact=exact, label=f"{base}{exact}", method=method)
-
-    @property
-    def is_staged(self) -> bool:
-        """A block needs all of its tokens, even if no others are exact."""
-        return True
-
-
-class SimulatedModel(Model):
-    """A model whose sealed blocks went through the codec of its recipe's method."""
-
-    recipe: SimulatedRecipe
-
-    @property
-    def layout(self) -> KVLayout:
-        return layout_in(self.prepared, self.recipe)
-
-    @property
-    def bits_per_element(self) -> float:
-        method = self.recipe.method
-        return (method.k_bits + method.v_bits) / 2
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        return self.bits_per_element * self.geometry.elements_per_token / 8
-
-    def bits_held(self, tokens: int) -> float:
-        layout = self.layout
-        waiting = sum(x.sequence_bytes(tokens) for x in layout.groups if x.is_staging)
-        blocks = -(-tokens // layout.block_size) * layout.block_size
-        waiting_bits = 8 * waiting / (tokens * self.geometry.elements_per_token)
-        return self.bits_per_element * blocks / tokens + waiting_bits
-
-    def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
-        found = super().session(max_tokens=max_tokens, max_sequences=max_sequences)
-        method = self.recipe.method
-        cast(KVCache, found.cache).seal_by(partial(seal, through=(method.k, method.v)))
-        return found
-
-
-def model_in(model: Model, kv: str | KVRecipe) -> Model:
-    """The model in a format, or as a method that is simulated would store it.
+def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:
+    """The recipe of a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
 
     Raises:
-        ConfigError: see `Model.with_kv`.
+        ConfigError: another name, or heads of several dimensions.
     """
-    if isinstance(kv, SimulatedRecipe):
-        return SimulatedModel(model.weights, kv)
-    return model.with_kv(kv)
+    base, exact = split_exact(name)
+    k, v = _formats(base, head_dims)
+    layers = (LayerFormats(k=k, v=v, k_head_dim=k_dim, v_head_dim=v_dim) for k_dim, v_dim in head_dims)
+    return KVRecipe(layers=tuple(layers), exact=exact, label=f"{base}{exact}")
 
 
-def layout_in(model: PreparedModel, recipe: KVRecipe) -> KVLayout:
-    """The blocks of a format, or of a method that is simulated; needs no weights.
-
-    Raises:
-        ConfigError: a recipe made for other layers.
-    """
-    if isinstance(recipe, SimulatedRecipe):
-        return plan_layout(model.geometry, recipe, block_size=recipe.method.tokens, order=model.order)
-    return model.layout(recipe)
-
-
-def _method(name: str, head_dims: list[tuple[int, int]]) -> Method:
+def _formats(name: str, head_dims: list[tuple[int, int]]) -> tuple[KVFormat, KVFormat]:
+    """Of K and V."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ConfigError(f"{name!r} is no method that can be simulated; those are {NAMES}")
@@ -137,20 +50,19 @@ def _method(name: str, head_dims: list[tuple[int, int]]) -> Method:
     tokens = int(match[4] or _TOKENS[family])
     if not 1 < tokens <= MAX_BLOCK_SIZE:
         raise ConfigError(f"{name}: a block has 2 to {MAX_BLOCK_SIZE} tokens, got {tokens}")
+
+    def made(through: Through, bits: float) -> KVFormat:
+        own = Own(name=name, through=through, bits=lambda dim: bits, tokens=tokens)
+        return KVFormat(code=Code.FP32, own=own)
+
     if family == "kivi":
-        return Method(
-            k=partial(_rounded, bits=k, dims=(-2,)),
-            v=partial(_rounded_groups, bits=v),
-            tokens=tokens,
-            k_bits=k + _PAIR / tokens,
-            v_bits=v + _PAIR / min(_KIVI_GROUP, dim),
+        return (
+            made(partial(_rounded, bits=k, dims=(-2,)), k + _PAIR / tokens),
+            made(partial(_rounded_groups, bits=v), v + _PAIR / min(_KIVI_GROUP, dim)),
         )
-    return Method(
-        k=partial(_normalized, bits=k, dim=-2),
-        v=partial(_normalized, bits=v, dim=-1),
-        tokens=tokens,
-        k_bits=k + _PAIR / tokens + _SCALE / dim,
-        v_bits=v + _PAIR / dim + _SCALE / tokens,
+    return (
+        made(partial(_normalized, bits=k, dim=-2), k + _PAIR / tokens + _SCALE / dim),
+        made(partial(_normalized, bits=v, dim=-1), v + _PAIR / dim + _SCALE / tokens),
     )
 
 

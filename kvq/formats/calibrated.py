@@ -168,25 +168,31 @@ def _first_bad(values: object, positive: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadMaxima:
-    """Largest absolute value per KV head of one layer, before and after the Hadamard rotation."""
+    """Largest absolute value per KV head of one layer; after the Hadamard rotation, where that is known."""
 
     k: tuple[float, ...]
     v: tuple[float, ...]
-    k_rotated: tuple[float, ...]
-    v_rotated: tuple[float, ...]
+    k_rotated: tuple[float, ...] | None = None
+    v_rotated: tuple[float, ...] | None = None
 
     def scales(self, part: str, fmt: KVFormat) -> tuple[float, ...]:
         """Static fp32 scales of `part` ("k" or "v") for a per-head format, one per KV head.
 
         scale = max(amax / 448, 2**-126) for FP8, amax / 127 for INT8.
         """
-        maxima: tuple[float, ...] = getattr(self, part + ("_rotated" if fmt.rotated else ""))
+        maxima: tuple[float, ...] | None = getattr(self, part + ("_rotated" if fmt.rotated else ""))
+        if maxima is None:
+            raise ConfigError(
+                f"{fmt.name} rotates {part.upper()}, and the checkpoint's scales are of what is not; leave "
+                f"out _rot, or run `kvq calibrate MODEL --out kvq.json` and pass `--scales kvq.json`"
+            )
         return tuple(max(a / fmt.code.largest, _SMALLEST_SCALE) for a in maxima)
 
     @classmethod
     def read(cls, where: str, data: dict[str, Any]) -> Self:
         """From lists of one number above 0 per KV head."""
         parts = [field.name for field in fields(cls)]
+        parts = [part for part in parts if data[part] is not None or not part.endswith("_rotated")]
         heads = {part: check_numbers(f"{where}.{part}", data[part], positive=True) for part in parts}
         for part, maxima in heads.items():
             check_shape(f"{where}.{part}", maxima, len(heads["k"]), "heads")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvq.errors import ConfigError, nearest
 from kvq.formats.codes import CODES, Code, Kind
+from kvq.formats.own import Own
 from kvq.formats.spec import (
     Grouped,
     KVFormat,
@@ -66,7 +67,7 @@ def known_names() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class KVName:
+class _KVName:
     """The K and V format names that a `--kv` value stands for, and how it was understood."""
 
     k: str
@@ -117,7 +118,7 @@ def split_exact(text: str) -> tuple[str, ExactTokens]:
     return formats, ExactTokens(**found)
 
 
-def split_pair(text: str) -> KVName:
+def split_pair(text: str) -> _KVName:
     """Split a `--kv` value into its K and V names: `int4`, `int8/int4`, `k8v4`, `q8_0`.
 
     Raises:
@@ -134,9 +135,10 @@ def split_pair(text: str) -> KVName:
         mapped = FOREIGN_NAMES.get(part, part)
         if mapped != part:
             notes.append(f"{part} is read as kvq's {mapped}")
-        _read(mapped, text)
+        if mapped not in Own.registered:
+            _read(mapped, text)
         ours.append(mapped)
-    return KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
+    return _KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
 
 
 def parse_key_format(name: str, head_dim: int) -> KVFormat:
@@ -164,6 +166,10 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
     Raises:
         ConfigError: unknown name, or one that `head_dim` does not fit.
     """
+    if (own := Own.registered.get(name)) is not None:
+        fmt = KVFormat(code=Code.FP32, own=own)
+        fmt.check(head_dim)
+        return fmt
     read = _read(name, name)
     code, rotated = read.code, read.rotated is not None
     scale: ScaleMode | None = None
@@ -217,22 +223,19 @@ def _read(name: str, given: str) -> _Read:
     return read
 
 
-def _of_widths(name: str) -> KVName | None:
+def _of_widths(name: str) -> _KVName | None:
     """What a pair such as k8v4 stands for."""
     pair = _PAIR.fullmatch(name)
-    k, v = (_of_width(int(bits)) for bits in pair.groups()) if pair else (None, None)
-    return KVName(k, v) if k and v else None
-
-
-def _of_width(bits: int) -> str | None:
-    """The name of a code in a pair."""
-    grouped = (code.name for code in CODES.values() if code.is_grouped and code.bits == bits)
-    return _OF_WIDTH.get(bits) or next(grouped, None)
+    grouped = {
+        code.bits: code.name for code in reversed(CODES.values()) if code.is_grouped
+    }  # the first counts
+    k, v = ((grouped | _OF_WIDTH).get(int(bits)) for bits in pair.groups()) if pair else (None, None)
+    return _KVName(k, v) if k and v else None
 
 
 def _unknown(name: str, given: str) -> ConfigError:
     """The error of a name that is no format's, alone or a part of what was `given`."""
-    known = known_names()
+    known = (*known_names(), *Own.registered)
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
     return ConfigError(

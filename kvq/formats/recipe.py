@@ -18,6 +18,7 @@ from kvq.formats.names import (
     split_exact,
     split_pair,
 )
+from kvq.formats.own import Own
 from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat
 
 FORMAT_VERSION = 2
@@ -168,6 +169,11 @@ class KVRecipe:
         return wait or self.exact != NOTHING_EXACT
 
     @property
+    def own(self) -> list[Own]:
+        """The registered quantizers of all layers, if any."""
+        return [fmt.own for layer in self.layers for fmt in (layer.k, layer.v) if fmt.own is not None]
+
+    @property
     def is_quantized(self) -> bool:
         """True if any layer stores K or V in fewer than 16 bits."""
         return any(layer.k.is_quantized or layer.v.is_quantized for layer in self.layers)
@@ -207,11 +213,21 @@ class KVRecipe:
             )
 
     def check_unstaged(self, where: str) -> None:
-        """Raise ConfigError if tokens would wait unquantized, for `where` it can't be done."""
+        """Raise ConfigError if tokens would wait unquantized, for `where` it can't be done, or as
+        `check_stored`."""
+        self.check_stored(where)
         if self.is_staged:
             raise ConfigError(
                 f"{self.name} keeps tokens unquantized until their block is full and old enough, which "
                 f"{where} can't do; use formats without _mean, and no sinks or recent tokens"
+            )
+
+    def check_stored(self, where: str) -> None:
+        """Raise ConfigError if a quantizer is registered, of which no bytes are stored that `where` needs."""
+        for own in self.own:
+            raise ConfigError(
+                f"{own.name} is a registered format, which {where} can't take: its blocks hold what is read "
+                f"back, in fp32; measure it with kvq.perplexity, kvq eval, kvq.load or KvqCache"
             )
 
     def with_scales(self, scales: StaticScales | None) -> "KVRecipe":
@@ -228,7 +244,8 @@ class KVRecipe:
 
     def digest(self) -> str:
         """SHA-256 of everything that decides how bytes are read, in hex."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        text = json.dumps(self.to_json(), sort_keys=True) + "".join(own.nonce for own in self.own)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, object]:
         """The JSON object that kvq.json holds."""

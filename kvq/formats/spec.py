@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats.codes import CODES, Code
+from kvq.formats.own import Own
 
 BLOCK_SIZE = 32  # tokens; wherever nobody chose another
 MOST_PAIRED_BITS = 4  # of grouped codes with scales per channel that are stored in pairs
@@ -67,12 +68,14 @@ class KVFormat:
     """How token rows become bytes: code, scale mode, and a block Hadamard rotation before both.
 
     `mean`: the mean of every block's rows is stored once and taken from them; a block must be whole for it.
+    `own`: a registered quantizer that rows go through first; what it gives is held as it is, in `code`.
     """
 
     code: Code
     scale: ScaleMode | None = None
     rotated: bool = False
     mean: bool = False
+    own: Own | None = None
 
     def __post_init__(self) -> None:
         if self.code.is_float != (self.scale is None):
@@ -88,6 +91,8 @@ class KVFormat:
     @property
     def name(self) -> str:
         """The canonical name, which `parse_format` reads back."""
+        if self.own is not None:
+            return self.own.name
         match self.scale:
             case PerTokenHead():
                 suffix = "_per_token_head"
@@ -114,7 +119,7 @@ class KVFormat:
     @property
     def needs_whole_blocks(self) -> bool:
         """True if a block is quantized as a whole, once its last token is there."""
-        return self.mean or self.is_per_channel
+        return self.mean or self.is_per_channel or (self.own is not None and self.own.tokens is not None)
 
     @property
     def is_paired(self) -> bool:
@@ -133,8 +138,8 @@ class KVFormat:
 
     @property
     def is_quantized(self) -> bool:
-        """True for every code narrower than 16 bits."""
-        return not self.code.is_float
+        """True for every code narrower than 16 bits, and for what is registered."""
+        return not self.code.is_float or self.own is not None
 
     def fits(self, head_dim: int) -> bool:
         """True if codes of `head_dim` elements fill whole bytes."""
@@ -153,6 +158,8 @@ class KVFormat:
             )
         if isinstance(self.scale, Grouped):
             self.scale.check(head_dim)
+        if self.own is not None:
+            self.own.bits(head_dim)
 
     def num_groups(self, head_dim: int) -> int:
         """Groups per token row; 0 unless the format is grouped."""
@@ -182,7 +189,12 @@ class KVFormat:
         return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
-        """Stored bits per element, all that blocks of `block_size` tokens hold once included."""
+        """Stored bits per element, all that blocks of `block_size` tokens hold once included.
+
+        Of what is registered those that it is said to take.
+        """
+        if self.own is not None:
+            return Fraction(self.own.bits(head_dim))
         row = self.code_bytes(head_dim) + self.scale_bytes(head_dim)
         once = self.channel_bytes(head_dim) + self.mean_bytes(head_dim)
         return Fraction(8 * (row + Fraction(once, block_size)), head_dim)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How a family without `layer_types` in its config decides which layers slide.
-#   none:      no layer does
+#   never:     none does, whatever its config names: its code in transformers has no windows
+#   none:      none does, unless `layer_types` says so
 #   uniform:   all do when `sliding_window` is set
-#   pattern:   layer i is full when (i + 1) % pattern == 0
+#   pattern:   layer i is full when (i + 1) % sliding_window_pattern == 0
+#   fixed:     the same of the family's own pattern: its config has no such field
 #   upper:     with use_sliding_window, layers from max_window_layers on
 #   optional:  with use_sliding_window, all layers
-WindowRule = Literal["none", "uniform", "pattern", "upper", "optional"]
+WindowRule = Literal["never", "none", "uniform", "pattern", "fixed", "upper", "optional"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +31,7 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / q_heads
     head_dim_is_fixed: bool = False  # the config's head_dim is ignored by the model code
     window: int | None = None  # tokens a sliding layer sees, the query's own included
-    window_rule: WindowRule = "none"
+    window_rule: WindowRule = "never"
     pattern: int = 0
     window_key: str = "sliding_window"  # what the config calls it
     ignores_layer_types: bool = False
@@ -56,7 +58,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         num_layers=26, q_heads=8, hidden_size=2304, vocab_size=256000, max_context=8192, kv_heads=4,
-        head_dim=256, window=4096, window_rule="pattern", pattern=2, softcap=50.0,
+        head_dim=256, window=4096, window_rule="fixed", pattern=2, softcap=50.0,
     ),
     "gemma3_text": Family(
         num_layers=26, q_heads=8, hidden_size=2304, vocab_size=262208, max_context=131072, kv_heads=4,
@@ -68,7 +70,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(num_layers=44, q_heads=64, hidden_size=6144, vocab_size=50432),
     "gpt_oss": Family(
         num_layers=36, q_heads=64, hidden_size=2880, vocab_size=201088, max_context=131072, kv_heads=8,
-        head_dim=64, window=128, window_rule="pattern", pattern=2, has_sinks=True,
+        head_dim=64, window=128, window_rule="fixed", pattern=2, has_sinks=True,
     ),
     "granite": Family(),
     "llama": Family(),
@@ -79,7 +81,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(max_context=131072, kv_heads=8, window_rule="uniform", ignores_layer_types=True),
     "olmo": Family(vocab_size=50304),
     "olmo2": Family(vocab_size=50304),
-    "olmo3": Family(vocab_size=50304, window=4096, window_rule="pattern", pattern=4),
+    "olmo3": Family(vocab_size=50304, window=4096, window_rule="fixed", pattern=4),
     "phi": Family(num_layers=24, hidden_size=2048, vocab_size=51200, head_dim_is_fixed=True),
     "phi3": Family(
         hidden_size=3072, vocab_size=32064, max_context=4096, window_rule="uniform", ignores_layer_types=True,
@@ -97,6 +99,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         num_layers=36, q_heads=16, hidden_size=2048, vocab_size=128256, max_context=32768, kv_heads=4,
+        window_rule="none",
     ),
     "starcoder2": Family(
         num_layers=30, q_heads=24, hidden_size=3072, vocab_size=49152, max_context=4096, kv_heads=2,

@@ -11,6 +11,7 @@ from kvq.geometry.geometry import Expansion, LayerGeometry, ModelGeometry
 _KINDS = {"full_attention": False, "sliding_attention": True}
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
 CHUNK_KEY = "attention_chunk_size"  # what configs call the length of chunks
+WINDOW_KEYS = ("sliding_window", "layer_types", "use_sliding_window", CHUNK_KEY)  # say which layers have some
 _MAX_LAYERS = 10_000
 _MAX_WINDOW = (1 << 31) - 1  # tokens, in kernels
 MAX_CONTEXT = 1 << 30  # tokens; positions of kernels have 32 bits
@@ -114,6 +115,8 @@ class _Reader:
 
     def windows(self, num_layers: int) -> list[int | None]:
         """The window of every layer; None for full attention."""
+        if self.family.window_rule == "never":
+            return [None] * num_layers
         window = self._window()
         kinds = self.config.get("layer_types")
         if kinds is not None and not self.family.ignores_layer_types:
@@ -138,8 +141,8 @@ class _Reader:
 
     def _slides(self, layer: int) -> bool:
         rule = self.family.window_rule
-        if rule == "pattern":
-            given = self.config.get("sliding_window_pattern")
+        if rule in ("pattern", "fixed"):
+            given = rule == "pattern" and self.config.get("sliding_window_pattern")
             pattern = self.count("sliding_window_pattern", 0) if given else self.family.pattern
             return (layer + 1) % pattern != 0
         if rule == "upper":

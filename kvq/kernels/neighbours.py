@@ -63,7 +63,8 @@ def end_team() -> None:
     """End the calling thread's team of libgomp; it gets another when it computes again.
 
     Whoever hands the computing on to another thread calls this: two teams are more threads than there are
-    CPUs, and make each other sleep.
+    CPUs, and make each other sleep. So does whoever forks: a child that has a team without its threads waits
+    for them for ever.
     """
     if sys.platform == "linux":
         for library in _runtimes():

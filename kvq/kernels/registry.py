@@ -19,6 +19,7 @@ from kvq.kernels.spec import LINEAR_OPERATIONS, Device, KernelSpec, LinearSpec, 
 _log = logging.getLogger("kvq")
 
 BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
+_WRITING = ("write_kv", "rope_write", "seal")
 # What `auto` never takes. Attention in fp32 arithmetic for every format; and with queries rounded to 8 bits
 # over K of FP8 and INT8.
 NAMED_BACKENDS = ("cpu-fp32", "triton-8bit")
@@ -142,6 +143,7 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
     if device.type == "cpu":
         settle_threads()
         watch_neighbours()
+    is_own = isinstance(spec, KernelSpec) and bool(spec.formats.k.own or spec.formats.v.own)
     reasons: list[tuple[str, str]] = []  # (backend, why not)
     missed = False  # a kernel made for this device can't run
     for name in BACKENDS if backend == "auto" else (backend,):
@@ -150,6 +152,8 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
             reasons.append((name, f"has no {operation} kernel"))
             continue
         support = kernel.supports(spec, device)
+        if is_own and operation in _WRITING and name != "reference":
+            support = Support(False, "does not write registered formats", is_missed=False)
         if support.yes:
             if missed and name == "reference":
                 _log_fallback(name, _listed(reasons))

@@ -11,10 +11,11 @@ import xxhash
 from kvq import strict_json
 from kvq.errors import ModelError, first_lines
 
+UNREAD = {"C64": 64, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # left alone
 _DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
     "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-    "F4": 4,
+    **UNREAD,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
 _CHUNK_BYTES = 1 << 20  # which the second cache still has when they are hashed
@@ -158,9 +159,8 @@ def content_digest(files: list[Path]) -> str:
     defence against somebody who forges weights on purpose.
     """
     lines = []
-    chunk = memoryview(
-        bytearray(_CHUNK_BYTES)
-    )  # read into over and over: fresh memory costs more than reading
+    # Read into over and over: fresh memory costs more than reading
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
     for path in files:
         entries = read_header(path)
         with path.open("rb") as file:

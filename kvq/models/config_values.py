@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvq.errors import ModelError
+from kvq.formats.checkpoints.fields import shown
 from kvq.models.checkpoint import read_json
-from kvq.weights.files.fields import shown
 
 _LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # of which modules are made, one by one

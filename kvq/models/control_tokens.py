@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvq.errors import RequestError
+from kvq.models.tokenizer import template_source
 
 _PRIVATE = range(0x100000, 0x10FFFE)  # the last plane: in nobody's texts, changed by no normalizer
 _BYTES = 0xF0000  # the first of 256 characters of a private plane, which stand for a hidden text's bytes
@@ -176,8 +177,7 @@ class ControlTokens:
 
 def _control_ids(tokenizer: Any) -> dict[str, int]:
     """Added tokens that are special, that the chat template writes, or that look it, by their spelling."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    source = template if isinstance(template, str) else "\n".join(template.values())
+    source = template_source(tokenizer)
     found: dict[str, int] = {
         str(token): number
         for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()

@@ -5,11 +5,16 @@ For families whose config.json is not enough to tell: the module is made without
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from kvq.sizing.parameters import Parameters
+from kvq.models.modules import build_on_meta, unquantized
+from kvq.models.support import check_supported
+from kvq.models.text_part import read_config
+from kvq.sizing.parameters import Matrix, Parameters
+from kvq.sizing.shape import Shape
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MLP = re.compile(r"\.(mlp|mlps|feed_forward|ffn|moe|block_sparse_moe|shared\w*|experts)\.")
@@ -26,6 +31,7 @@ def count_module(model: Any) -> Parameters:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     kinds: Counter[str] = Counter()
     inner: Counter[int] = Counter()
+    matrices: list[Matrix] = []
     seen = {id(embedding.weight)}
     kinds["embedding"] = embedding.weight.numel()
     if head is not None and head.weight is not embedding.weight:
@@ -43,6 +49,7 @@ def count_module(model: Any) -> Parameters:
             elif isinstance(module, nn.Linear) and key == "weight" and not _ROUTER.search(f".{name}"):
                 kinds["mlp" if is_mlp else "attention"] += count
                 kinds["outputs"] += module.out_features
+                matrices.append((name, count, module.out_features))
                 if is_mlp and _NARROWS.search(f".{name}") and layer is not None:
                     inner[layer] += module.in_features
             elif parameter.ndim == 3 and _EXPERTS.search(f".{name}."):
@@ -51,13 +58,21 @@ def count_module(model: Any) -> Parameters:
                 kinds["experts"] += count * real // parameter.shape[0]
                 kinds["active_experts"] += round(count * chosen / parameter.shape[0])
                 width, narrows = _width(config, parameter.shape[1:]), bool(_NARROWS.search(f".{key}"))
-                kinds["expert_outputs"] += real * (parameter[0].numel() // width if narrows else width)
+                rows = real * (parameter[0].numel() // width if narrows else width)
+                kinds["expert_outputs"] += rows
+                matrices += _of_experts(name, key, count * real // parameter.shape[0], rows)
                 if narrows and layer is not None:
                     inner[layer] += round(chosen * width)
             else:
                 kinds["other"] += count
     kinds["other"] += sum(b.numel() for name, b in model.named_buffers() if name.endswith(_CORRECTION))
-    return Parameters(**kinds, inner=max(inner.values(), default=0))
+    return Parameters(**kinds, inner=max(inner.values(), default=0), matrices=tuple(matrices))
+
+
+def _of_experts(name: str, key: str, count: int, rows: int) -> list[Matrix]:
+    """Stacked experts' matrices under the names that one has by itself."""
+    own = ("gate_proj", "up_proj") if key == "gate_up_proj" else (key,)
+    return [(f"{name}.0.{one}", count // len(own), rows // len(own)) for one in own]
 
 
 def _layer(name: str) -> int | None:
@@ -85,3 +100,15 @@ def _width(config: Any, last: tuple[int, int]) -> int:
 def _chosen(config: Any) -> int:
     """Experts that a token is sent to."""
     return next(value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int))
+
+
+def read_shape(folder: Path) -> Shape:
+    """Layers and parameters of the model in a folder, by transformers' own code for it, without numbers.
+
+    Raises:
+        ModelError: kvq does not run it; the message says why.
+    """
+    config = read_config(folder)
+    geometry = check_supported(config, max_context=1, folder=folder)  # RoPE need not be pinned to count bytes
+    counted = count_module(build_on_meta(folder, unquantized(config)))
+    return Shape(config=config, geometry=geometry, parameters=counted)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from kvq.errors import ConfigError
+from kvq.formats.checkpoints import parse_config
+from kvq.formats.checkpoints.stored import Stored, stored_layers
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.models.checkpoint import TensorEntry, read_header, weight_files
 from kvq.models.device import DTYPE_NAMES
@@ -16,7 +18,7 @@ from kvq.models.modules import build_on_meta, unquantized
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import runs_experts
 from kvq.models.text_part import namer
-from kvq.sizing.held import HeldAs, held_as
+from kvq.sizing.held import PLAIN, HeldAs, everywhere
 from kvq.sizing.memory import Split, Term, activation_term, weight_terms
 from kvq.sizing.parameters import count_parameters
 from kvq.weights import is_expert_code, stacked_experts
@@ -24,6 +26,7 @@ from kvq.weights import is_expert_code, stacked_experts
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _SCALES = (".weight_scale", ".scales")  # how the names of scales end, in the formats that are read
 _HEAD = WeightFormat(code=WeightCode.INT8)
+_ROUNDED_SCALE = 4  # bytes
 _SAMPLE = 4096  # values of a tensor that are looked at
 _WIDENED = {"bf16": 0xFFFF, "fp16": 0x1FFF}  # bits of an fp32 number that such a one leaves empty
 
@@ -48,34 +51,34 @@ def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
 
 def held_by_engine(model: PreparedModel) -> HeldAs:
     """The types in which the engine holds what the checkpoint stores."""
-    other, rounded = DTYPE_NAMES[model.dtype], model.rounded_to
+    other, rounded = PLAIN[DTYPE_NAMES[model.dtype]], model.rounded_to
     if rounded is not None:
-        head = _HEAD if rounded.code.is_integer else rounded
+        form = Stored.of(rounded, _ROUNDED_SCALE)
+        head = Stored.of(_HEAD, _ROUNDED_SCALE) if rounded.code.is_integer else form
         packs = _packs(model, rounded)
-        return HeldAs(linear=rounded, other=other, head=head, scale_bytes=4, has_packed_experts=packs)
+        return HeldAs(rules=everywhere(form), other=other, head=head, has_packed_experts=packs)
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     is_exact = is_own and model.dtype is torch.float32
-    plain = _narrowest(model) if is_exact else other
+    plain = PLAIN[_narrowest(model)] if is_exact else other
     if not model.is_quantized:
         packs = is_exact and _knows_experts(model)
-        return HeldAs(linear=plain, other=other, head=plain, shares_head=is_own, has_packed_experts=packs)
-    stored = held_as(model.config).linear
-    packs = any(map(is_expert_code, (entry.name for entry in model.entries))) and _packs(model, stored)
-    scale_bytes = _scale_bytes(model)
+        return HeldAs(other=other, kept=plain, shares_head=is_own, has_packed_experts=packs)
+    said = model.config["quantization_config"]
+    scheme = parse_config(said)
+    codes = next((layer.fmt for _, layer in scheme.rules if layer), None)
+    has_experts = any(map(is_expert_code, (entry.name for entry in model.entries)))
     return HeldAs(
-        linear=stored,
+        rules=stored_layers(said, scheme, _scale_bytes(model)) or (),
         other=other,
-        head=plain,
+        kept=plain,
         shares_head=is_own,
-        scale_bytes=scale_bytes,
-        has_packed_experts=packs,
+        has_packed_experts=has_experts and codes is not None and _packs(model, codes),
     )
 
 
-def _packs(model: PreparedModel, fmt: str | WeightFormat) -> bool:
+def _packs(model: PreparedModel, fmt: WeightFormat) -> bool:
     """Whether kernels take experts in codes of that format, and those of the model."""
-    known = isinstance(fmt, WeightFormat) and runs_experts(fmt, model.device, model.backend) is not None
-    return known and _knows_experts(model)
+    return runs_experts(fmt, model.device, model.backend) is not None and _knows_experts(model)
 
 
 def _knows_experts(model: PreparedModel) -> bool:

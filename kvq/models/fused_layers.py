@@ -27,7 +27,7 @@ from kvq.models.fused_norms import FusedRMSNorm
 from kvq.models.layer_parts import describe
 from kvq.models.norms import norm_weight
 from kvq.models.step import PackedStep
-from kvq.weights import PackedLinear, hooks_of
+from kvq.weights import PackedLinear, hooks_of, runs_library_code
 from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
 
 Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor]
@@ -43,7 +43,7 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
     layers = [describe(layer, inner, window) for layer, window in zip(own, windows, strict=False)]
     known = [layer for layer in layers if layer is not None]
     norm = norm_weight(getattr(inner, "norm", None))
-    if len(known) < len(windows) or norm is None or "forward" in inner.__dict__:
+    if len(known) < len(windows) or norm is None:
         return False
     if not in_triton and not all(map(runs_in_cpp, known)):
         return False
@@ -179,7 +179,7 @@ class FusedPass:
     def of(cls, model: Any) -> "FusedPass | None":
         """None of a model that does more than that, to which some hidden states are shown."""
         head = model.get_output_embeddings()
-        if not is_fused(model) or not isinstance(head, nn.Module):
+        if not is_fused(model) or not isinstance(head, nn.Module) or not runs_library_code(model):
             return None
         own = model.base_model.forward
         weight = next(model.base_model.parameters())

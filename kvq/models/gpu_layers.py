@@ -41,7 +41,7 @@ class _Layer:
                 product.join()
         self._parts = parts
         self._output = _biased(parts.output, parts.output_bias)
-        self._mlp = _gated(parts.mlp) if isinstance(parts.mlp, GatedParts) else parts.mlp
+        self._mlp = partial(_gated, parts.mlp) if isinstance(parts.mlp, GatedParts) else parts.mlp
         self._mlp_norm = AddNorm(parts.mlp_norm, post=parts.attention_norm, scale=parts.scale)
         self._following = AddNorm(following, post=parts.out_norm, scale=parts.scale)
 
@@ -56,9 +56,8 @@ class _Layer:
         return self._following(self._mlp(h), residual)
 
 
-def _gated(parts: GatedParts) -> Callable[[Tensor], Tensor]:
-    gate_up, down, activation = parts.gate_up, parts.down, parts.activation
-    return lambda x: down(gated(gate_up(x), activation))
+def _gated(parts: GatedParts, x: Tensor) -> Tensor:
+    return parts.down(gated(parts.gate_up(x), parts.activation))
 
 
 def _biased(product: Product, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ from kvq.kernels.gated.activation import Activation
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope_write.heads import LayerHeads, Pairs
 from kvq.models.norms import norm_weight
-from kvq.weights import PackedLinear
+from kvq.weights import PackedLinear, runs_library_code
 from kvq.weights.dense import Dense
 from kvq.weights.install import GatedMLP, JoinedPart
 from kvq.weights.linear import ACTIVATIONS
@@ -58,7 +58,9 @@ def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
     """
     name = type(layer).__name__.removesuffix("DecoderLayer")
     names = _FAMILIES.get(name)
-    if names is None or type(layer).__name__ == name or "forward" in layer.__dict__:
+    if names is None or type(layer).__name__ == name:
+        return None
+    if not all(map(runs_library_code, (inner, inner.rotary_emb, *layer.modules()))):
         return None
     norms = [n for n in (names.input, names.attention, names.mlp, names.out) if n is not None]
     if not set(dict(layer.named_children())) <= {*_PARTS, *norms}:
@@ -122,12 +124,14 @@ def _heads(attention: Any, projections: Sequence[nn.Module], inner: Any, name: s
     own = [_norm(getattr(attention, n)) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
     if len(own) == 1:
         raise _Unknown
+    kind = _kind(inner, attention.layer_idx)
+    frequencies: Tensor = getattr(inner.rotary_emb, f"{kind}_inv_freq" if kind else "inv_freq")
     return LayerHeads(
         q_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         k_dim=dim,
         v_dim=dim,
-        rotary_dim=_rotary_dim(inner, attention.layer_idx) if _turns(attention, name) else 0,
+        rotary_dim=2 * len(frequencies) if _turns(attention, name) else 0,
         pairs=Pairs.NEIGHBOURS if name in _NEIGHBOURS else Pairs.HALVES,
         norms=(own[0], own[1]) if own else None,
         bias=_bias(projections),
@@ -147,12 +151,6 @@ def _kind(inner: Any, index: int) -> str:
     if kinds is None or not hasattr(inner.rotary_emb, f"{kinds[index]}_inv_freq"):
         return ""
     return str(kinds[index])
-
-
-def _rotary_dim(inner: Any, index: int) -> int:
-    kind = _kind(inner, index)
-    frequencies: Tensor = getattr(inner.rotary_emb, f"{kind}_inv_freq" if kind else "inv_freq")
-    return 2 * len(frequencies)
 
 
 def _mlp(mlp: Any) -> GatedParts | Callable[[Tensor], Tensor]:

@@ -34,6 +34,7 @@ from kvq.weights import (
     QuantizedLinear,
     install,
     install_experts,
+    runs_library_code,
     stacked_experts,
     steady_routers,
 )
@@ -108,7 +109,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and is_supported(child.weight.dtype):
+            if type(child) is nn.Linear and runs_library_code(child) and is_supported(child.weight.dtype):
                 setattr(parent, name, OneDNNLinear(child, packs=id(child.weight) not in looked_up))
 
 
@@ -136,6 +137,7 @@ class OwnLinears:
             name: module
             for name, module in model.named_modules()
             if type(module) is nn.Linear
+            and runs_library_code(module)
             and module.weight.dtype is dtype
             and name.rpartition(".")[2] not in ROUTERS
         }

@@ -69,12 +69,8 @@ class Model(StaysHere):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text, as the model's generation config names them."""
-        config = getattr(self.weights.model, "generation_config", None) or self.weights.model.config
-        end = getattr(config, "eos_token_id", None)
-        if end is None:
-            return frozenset()
-        return frozenset(map(int, end)) if isinstance(end, list | tuple) else frozenset((int(end),))
+        """The tokens that end a text; empty: no file of the model names any."""
+        return self.prepared.end_ids
 
     @property
     def layout(self) -> KVLayout:
@@ -83,18 +79,24 @@ class Model(StaysHere):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV cache per token over all layers, scales and padding included."""
+        """Bytes of KV cache per token over all layers, scales and padding included, or as by bits."""
+        if self.recipe.own:
+            return self.bits_per_element * self.geometry.elements_per_token / 8
         return self.layout.kv_bytes_per_token
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per K or V element, scales and means of blocks included."""
-        return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.prepared.block_size))
+        """Stored bits per K or V element, scales and means of blocks included, or as registered."""
+        return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.layout.block_size))
 
     def bits_held(self, tokens: int) -> float:
         """Bits per element of all K and V that a sequence of `tokens` tokens holds, sealed or not yet."""
-        held = sum(group.sequence_bytes(tokens) for group in self.layout.attended)
-        return 8 * held / (tokens * self.geometry.elements_per_token)
+        layout, elements = self.layout, tokens * self.geometry.elements_per_token
+        if self.recipe.own:
+            waiting = sum(group.sequence_bytes(tokens) for group in layout.groups if group.is_staging)
+            blocks = -(-tokens // layout.block_size) * layout.block_size
+            return self.bits_per_element * blocks / tokens + 8 * waiting / elements
+        return 8 * sum(group.sequence_bytes(tokens) for group in layout.attended) / elements
 
     def with_kv(self, kv: str | Path | KVRecipe) -> "Model":
         """The same weights with another KV recipe; nothing is loaded again.

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,14 +14,15 @@ from torch import nn
 
 from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
+from kvq.formats.checkpoints.fields import shown
+from kvq.geometry.rope import BATCH_DEPENDENT_ROPE
 from kvq.kernels.cores import settle_threads
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.lazy import import_whole
 from kvq.models.config_values import with_floats
-from kvq.models.rope import BATCH_DEPENDENT_ROPE
+from kvq.models.kv_scales import is_kv_scale
 from kvq.models.text_models import know_text_model
-from kvq.models.text_part import is_whole, read_config, read_tensors
-from kvq.weights.files.fields import shown
+from kvq.models.text_part import is_whole, read_config, read_tensors, read_unread
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
@@ -116,30 +118,31 @@ def _blamed(
     make: Callable[[Mapping[str, Any]], object],
     error: Exception,
 ) -> ModelError:
-    """The error that names the field without which something can be made of a config.json."""
-    kind = {"model_type": config["model_type"]}
-    can_be_told = _works(make, kind)
-    for name, value in config.items():
-        if name in kind:
-            continue
-        rest = {key: other for key, other in config.items() if key != name}
-        if _works(make, rest) or (can_be_told and not _works(make, {**kind, name: value})):
-            default = getattr(default_config(kind), name, None)
-            hint = "" if default is None else f", which leaves it at {shown(default)}"
-            return ModelError(
-                f"{folder}/config.json: {name} can't be {shown(value)} in a {kind['model_type']} model; "
-                f"correct it, or drop it{hint}"
-            )
-    return ModelError(f"{folder}/config.json: its values don't go together: {first_lines(error)}")
+    """The error that names the field without which all goes well, else one that fails alike by itself."""
+    kind, cause = {"model_type": config["model_type"]}, first_lines(error)
+    # A check's own words, of its report
+    told = re.sub(r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2])
+    others = {name: value for name, value in config.items() if name not in kind}
+    rests = {name: {key: other for key, other in config.items() if key != name} for name in others}
+    dropped = [name for name, rest in rests.items() if _error(make, rest) is None]
+    alike = (name for name, value in others.items() if _error(make, {**kind, name: value}) == cause)
+    name = dropped[0] if dropped else next(alike, None)
+    if name is None:
+        return ModelError(f"{folder}/config.json: its values don't go together: {told}")
+    default = getattr(default_config(kind), name, None) if dropped else None
+    remedy = "" if default is None else f", or drop it, which leaves it at {shown(default)}"
+    what = f"{name} can't be {shown(config[name])} in a {kind['model_type']} model; correct it{remedy}"
+    return ModelError(f"{folder}/config.json: {what} (transformers: {told})")
 
 
-def _works(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> bool:
+def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
+    """What is said against a config.json's dict; None: nothing."""
     try:
         with quiet_logs("transformers"):
             make(config)
-    except Exception:  # noqa: BLE001 - this is what is asked
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001 - this is what is asked
+        return first_lines(error)
+    return None
 
 
 def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACKED_NAME) -> Any:
@@ -150,7 +153,7 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
     """
     from transformers import AutoModelForCausalLM
 
-    if is_whole(folder):
+    if is_whole(folder) or read_unread(folder):
         config = load_config(folder)
         chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
         return load_module_from(folder, config, read_tensors(folder), chosen, attention=attention)
@@ -250,6 +253,11 @@ def _prepare_process() -> None:
 def _check_whole(folder: Path, info: dict[str, Any]) -> None:
     """Raise ModelError unless every tensor has found its place, and every place its tensor."""
     missing = sorted(info["missing_keys"])
+    unread = read_unread(folder) if missing else {}
+    if odd := next((name for name in missing if name in unread), None):
+        raise ModelError(
+            f"{folder}: {odd} is stored as {unread[odd]}, which kvq doesn't read; take a copy in BF16 or F32"
+        )
     if missing == ["lm_head.weight"]:
         raise ModelError(
             f"{folder} lacks lm_head.weight, and its config.json does not say that the embedding serves for "
@@ -259,7 +267,8 @@ def _check_whole(folder: Path, info: dict[str, Any]) -> None:
         raise ModelError(
             f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again, config.json too"
         )
-    if extra := [name for name in sorted(info["unexpected_keys"]) if not name.endswith(_DERIVED)]:
+    unexpected = [name for name in sorted(info["unexpected_keys"]) if not is_kv_scale(name)]
+    if extra := [name for name in unexpected if not name.endswith(_DERIVED)]:
         raise ModelError(
             f"{folder} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}; "
             f"config and weights don't belong together"

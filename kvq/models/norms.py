@@ -7,19 +7,22 @@ from torch import Tensor
 
 from kvq.kernels.rms_norm.reference import rms_norm
 from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.weights import runs_library_code
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # max|a-b| / max|b|
 
 
 @torch.no_grad()
 def norm_weight(norm: Any) -> NormWeight | None:
-    """Weight and epsilon of a module that is an RMS norm, tried on two rows; None of others."""
+    """Weight and epsilon of a module that is an RMS norm, tried on two rows of one sequence; or None."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
+    if not runs_library_code(norm):
+        return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, len(weight), generator=generator) * torch.tensor([[0.01], [30.0]])
+    x = torch.randn(1, 2, len(weight), generator=generator) * torch.tensor([[0.01], [30.0]])
     x = x.to(weight.device, weight.dtype)
     wanted = norm(x)
     for own in (weight, 1 + weight.float()):  # Gemma stores what it adds to 1

@@ -12,6 +12,8 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry
@@ -19,8 +21,7 @@ from kvq.geometry.parse import CHUNK_KEY, MAX_CONTEXT
 from kvq.models.config_values import check_values
 from kvq.models.handing_on import hand_on_steps
 from kvq.models.modules import build_on_meta, default_config, quiet_logs, unquantized
-from kvq.models.numberless import numberless
-from kvq.models.observed_latents import LatentDims, Product, latent_dims
+from kvq.models.observed_latents import Product, latent_dims
 from kvq.models.observed_states import StateWatch
 from kvq.models.twin import build_twin
 
@@ -48,16 +49,11 @@ class _Call:
     """One call of attention."""
 
     layer: int
+    stored: LayerGeometry  # latents, where K and V were multiplied out from some; its place is not known yet
     q_heads: int
-    kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    window: int | None
-    is_chunked: bool
     softcap: float | None
     has_sinks: bool
     states: tuple[Tensor, Tensor]  # K and V
-    latent: LatentDims | None = None  # what those were multiplied out from, if they were
 
     def shares_with(self, other: "_Call") -> bool:
         """True if it attends over the very K and V of an earlier call."""
@@ -138,13 +134,12 @@ def observe(model: Any) -> ModelGeometry:
 
     about = model.config
     if not can_replace_attention(model):
-        raise ModelError(_refusal(model, "its code computes attention by itself, which can't be replaced"))
-    if selector := _selector_in(model):
-        raise ModelError(
-            _refusal(
-                model, f"its layers select the keys they see by an indexer ({selector}): sparse attention"
-            )
-        )
+        raise _refusal(model, "its code computes attention by itself, which can't be replaced")
+    # What selects keys takes all of a short context: no small model shows it
+    names = (type(module).__name__ for module in model.modules())
+    if selector := next((name for name in names if _SELECTS in name), None):
+        why = f"its layers select the keys they see by an indexer ({selector}): sparse attention"
+        raise _refusal(model, why)
     AttentionInterface.register(_NAME, _observed)
     hand_on_steps(model)
     watch = _Watch(about.get_text_config(decoder=True), StateWatch.of(about))
@@ -162,12 +157,12 @@ def observe(model: Any) -> ModelGeometry:
                 **({} if watch.states is None else {"past_key_values": watch.states.cache}),
             )
         states = () if watch.states is None else watch.states.states()
-    except ModelError as error:
-        raise ModelError(_refusal(model, str(error))) from error
+    except (ModelError, ConfigError) as error:
+        raise _refusal(model, str(error)) from error
     except Exception as error:  # whatever code raises that computes with numbers
         what = "watched without numbers" if "meta" in str(error) else "run with token ids and positions alone"
         why = f"its code can't be {what} ({first_lines(error)})"
-        raise ModelError(_refusal(model, why)) from error
+        raise _refusal(model, why) from error
     finally:
         model.set_attn_implementation(before)
     return _geometry_of(model, watch.calls, states)
@@ -179,14 +174,8 @@ def can_replace_attention(model: Any) -> bool:
     return can
 
 
-def _selector_in(model: Any) -> str | None:
-    """What selects keys for a layer: over short contexts all of them, so that no small model shows it."""
-    names = (type(module).__name__ for module in model.modules())
-    return next((name for name in names if _SELECTS in name), None)
-
-
-def _refusal(model: Any, why: str) -> str:
-    return f"kvq does not run {model.config.model_type}: {why} (by its config.json)"
+def _refusal(model: Any, why: str) -> ModelError:
+    return ModelError(f"kvq does not run {model.config.model_type}: {why} (by its config.json)")
 
 
 def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ...]) -> ModelGeometry:
@@ -194,19 +183,19 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
     found = [call.layer for call in calls]
     layers = getattr(about, "num_hidden_layers", len(set(found)))
     if not found:
-        raise ModelError(_refusal(model, "no layer of it attends, so it has no KV cache"))
+        raise _refusal(model, "no layer of it attends, so it has no KV cache")
     if len(set(found)) < len(found) or not (states or sorted(found) == list(range(layers))):
         calls_of = f"for {found}"
         if len(found) > _TOKENS:
             calls_of = f"{len(found)} times"
             if (most := max(map(found.count, found))) > 1:
                 calls_of += f", up to {most} times a layer"
-        raise ModelError(_refusal(model, f"its {layers} layers call attention {calls_of}, not once each"))
+        raise _refusal(model, f"its {layers} layers call attention {calls_of}, not once each")
     if len(caps := {call.softcap for call in calls}) > 1:
-        raise ModelError(_refusal(model, f"its layers cap scores at different numbers: {caps}"))
+        raise _refusal(model, f"its layers cap scores at different numbers: {caps}")
     context = getattr(about, "max_position_embeddings", None)
     if type(context) is not int or not 1 <= context <= MAX_CONTEXT:
-        raise ModelError(_refusal(model, f"its longest context is {context!r}"))
+        raise _refusal(model, f"its longest context is {context!r}")
     most = max(call.q_heads for call in calls)
     try:
         return ModelGeometry(
@@ -221,7 +210,7 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
             states=states,
         )
     except ConfigError as error:
-        raise ModelError(_refusal(model, str(error))) from error
+        raise _refusal(model, str(error)) from error
 
 
 def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry, ...]:
@@ -234,19 +223,19 @@ def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry
     for call in calls:  # in the order in which they were made
         first = next((owner for owner in owners.values() if call.shares_with(owner)), call)
         owners[call.layer] = first
-        if (call.window, call.q_heads, call.has_sinks) != (first.window, first.q_heads, first.has_sinks):
-            raise ModelError(
-                _refusal(
-                    model,
-                    f"layer {call.layer} shares K and V with layer {first.layer}, but has another window, "
-                    f"other query heads or sinks",
-                )
+        own, its = ((x.stored.window, x.q_heads, x.has_sinks) for x in (call, first))
+        if own != its:
+            raise _refusal(
+                model,
+                f"layer {call.layer} shares K and V with layer {first.layer}, but has another window, other "
+                f"query heads or sinks",
             )
     stored = sorted({owner.layer for owner in owners.values()})
     has_sinks = any(call.has_sinks for call in calls)
     return tuple(
         replace(
-            _stored(place, own),
+            own.stored,
+            index=place,
             readers=tuple(x for x in sorted(owners) if x != number and owners[x] is own),
             q_heads=None if own.q_heads == most else own.q_heads,
             has_sinks=None if own.has_sinks == has_sinks else own.has_sinks,
@@ -264,29 +253,6 @@ def _chunk_of(about: Any, layer: int) -> int | None:
         return None
     found = getattr(about, CHUNK_KEY, None)
     return found if type(found) is int else None
-
-
-def _stored(place: int, call: _Call) -> LayerGeometry:
-    """The layer as it is stored: latents, where K and V were multiplied out from some."""
-    heads = LayerGeometry(
-        index=place,
-        number=call.layer,
-        kv_heads=call.kv_heads,
-        k_head_dim=call.k_head_dim,
-        v_head_dim=call.v_head_dim,
-        window=call.window,
-        is_chunked=call.is_chunked,
-    )
-    if call.latent is None:
-        return heads
-    return replace(
-        heads,
-        kv_heads=1,
-        k_head_dim=call.latent.rotary,
-        v_head_dim=call.latent.latent,
-        is_latent=True,
-        expansion=call.latent.expansion,
-    )
 
 
 def _observed(
@@ -317,22 +283,52 @@ def _observed(
     if watch.states is not None:
         watch.states.attended()
     window, chunk = passed.get("sliding_window"), _chunk_of(watch.about, layer)
+    latent = latent_dims(module, watch.products, query, key, value)
+    kv_heads, k_dim, v_dim = (
+        (key.shape[1], key.shape[3], value.shape[3]) if latent is None else (1, latent.rotary, latent.latent)
+    )
+    stored = LayerGeometry(
+        index=layer,
+        kv_heads=kv_heads,
+        k_head_dim=k_dim,
+        v_head_dim=v_dim,
+        window=chunk or window or None,
+        is_chunked=chunk is not None,
+        is_latent=latent is not None,
+        expansion=None if latent is None else latent.expansion,
+    )
     watch.calls.append(
         _Call(
             layer=layer,
+            stored=stored,
             q_heads=query.shape[1],
-            kv_heads=key.shape[1],
-            k_head_dim=key.shape[3],
-            v_head_dim=value.shape[3],
-            window=chunk or window or None,
-            is_chunked=chunk is not None,
             softcap=passed.get("softcap"),
             has_sinks=passed.get("s_aux") is not None,
             states=(key, value),
-            latent=latent_dims(module, watch.products, query, key, value),
         )
     )
     watch.products.clear()
     if key.shape[2] != query.shape[2]:
         raise ModelError(f"layer {layer} attends from {query.shape[2]} tokens to {key.shape[2]} new keys")
     return value.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+
+
+@contextmanager
+def numberless() -> Iterator[None]:
+    """Within it, nothing is found in a tensor without numbers that isn't zero, and nothing is validated."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with _NothingChosen():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+class _NothingChosen(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.nonzero.default and (x := args[0]).is_meta:
+            return x.new_empty((0, x.ndim), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,19 +15,22 @@ import torch
 from kvq.arguments import checked
 from kvq.cache.backend import CacheBackend, cache_backend
 from kvq.cache.kv_cache import KVCache
-from kvq.errors import ConfigError, nearest
+from kvq.errors import ConfigError, ModelError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
+from kvq.geometry.rope import rope_types
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
 from kvq.models.agreement import check_headers
 from kvq.models.checkpoint import TensorEntry, content_digest, weight_files
 from kvq.models.config_values import check_values
 from kvq.models.device import DTYPE_NAMES, pick_device, pick_dtype
+from kvq.models.ends import read_end_ids
+from kvq.models.kv_scales import is_kv_scale, read_kv_scales
 from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
-from kvq.models.rope import rope_types
+from kvq.models.stays_here import Home
 from kvq.models.support import check_supported
 from kvq.models.text_part import read_config, read_entries
 from kvq.models.tokenizer import check_vocabulary, load_tokenizer
@@ -82,6 +86,18 @@ class PreparedModel:
         tokenizer = load_tokenizer(self.folder)
         check_vocabulary(tokenizer, self.folder, self.geometry.vocab_size)
         return tokenizer
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text; empty: no file of the model names any.
+
+        Raises:
+            ModelError: generation_config.json is no JSON object.
+        """
+        own = None  # of who has no tokenizer, and gives ids
+        with suppress(ModelError):
+            own = self.tokenizer.eos_token_id
+        return read_end_ids(self.folder, self.config, own, self.geometry.vocab_size)
 
     @property
     def digest(self) -> str:
@@ -212,6 +228,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option that is unknown or can't be used as given.
+        EngineError: in a process that was forked from one whose engine ran in a thread.
     """
     for name in given:
         if name not in _DEFAULTS:
@@ -219,6 +236,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
             raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(sorted(_DEFAULTS))}")
     options = _DEFAULTS | given
     backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
+    Home.check_fork()
     check_backend(backend)
     if cache != "kvq" and backend != "auto":
         raise ConfigError(
@@ -282,14 +300,17 @@ def make_cache(
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
-    """Static scales from a kvq.json, or from the one inside the model folder if there is one.
+    """Static scales from a kvq.json, or from the one inside the model folder, or from the checkpoint.
 
     Raises:
         ConfigError: the file is unreadable, holds no static scales, or another model's.
     """
     beside = model.folder / "kvq.json"
     if path is None and not beside.is_file():
-        return None
+        names = [entry.name for entry in model.entries if is_kv_scale(entry.name)]
+        if (layers := read_kv_scales(model.folder, model.geometry, names)) is None:
+            return None
+        return StaticScales(model_digest=model.digest, text_digest="", tokens=0, layers=layers)
     if path is None:
         return KVRecipe.load(beside).static_scales
     recipe = KVRecipe.load_scales(path)

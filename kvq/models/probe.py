@@ -22,9 +22,7 @@ _log = logging.getLogger("kvq")
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # max|a-b| / max|b|
 _SIXTEEN_BITS = 2e-3  # inputs of quantized layers on CPUs have no more
 _ROUNDED_INPUTS = 1e-1  # a last bit of attention's can move an input to the next of 256 codes
-OF_NOISE = (
-    4.0  # how far kvq may be from the model's own attention, of how far one rounding of inputs takes it
-)
+OF_NOISE = 4.0  # times as far as one rounding of inputs takes the model's own attention, kvq may be from it
 _LENGTHS = (7, 5)  # tokens of the two probed sequences
 
 

@@ -1,22 +1,23 @@
 """Texts and conversations to token ids, with a model's own tokenizer and chat template."""
 
-import contextlib
-import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from kvq.errors import RequestError, first_lines
 from kvq.models.control_tokens import ControlTokens
 from kvq.models.inputs import check_unicode
+from kvq.models.templates.arrival import check_arrival
+from kvq.models.templates.forms import Forms, Turns
+from kvq.models.templates.trial import try_out
+from kvq.models.tokenizer import template_source
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
 _ROLES = frozenset((*TRUSTED, "user", "tool", "function"))
 _WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
 # Words that a template compares something with, or looks for in a list
 _COMPARED = [re.compile(pattern) for pattern in (rf"(?:[!=]=|[\[(,])\s*{_WORD}", rf"{_WORD}\s*[!=]=")]
-Turns = Sequence[Mapping[str, Any]]
 
 
 class TooLong(RequestError):
@@ -34,11 +35,9 @@ class PromptEncoder:
     template's own control tokens are kept, and those in what the system and the assistant say.
     """
 
-    def __init__(self, tokenizer: Any, *, is_text_template: bool = False, trusts_chats: bool = False) -> None:
-        """`is_text_template`: the template joins calls from text; others want their arguments as objects.
-        `trusts_chats`: control tokens are read as such in all that a conversation holds."""
+    def __init__(self, tokenizer: Any, *, trusts_chats: bool = False) -> None:
+        """`trusts_chats`: control tokens are read as such in all that a conversation holds."""
         self._tokenizer = tokenizer
-        self._is_text_template = is_text_template
         self._trusts_chats = trusts_chats
 
     def encode(
@@ -62,11 +61,12 @@ class PromptEncoder:
         """Token ids of a conversation in the model's own format; `options`: of its template.
 
         Raises:
-            RequestError: the template refuses it, or it is no valid text.
+            RequestError: the template refuses it, or shows nothing of some of it, or it is no valid text.
             TooLong: it has more than `max_tokens`, however it is cut.
         """
-        text = self._render(turns, options)
+        text = self._render(self.forms, turns, options)
         self._check(text, max_tokens)
+        check_arrival(partial(self._render, self.forms), turns, options, text, self.forms)
         return self._control.encode(text)
 
     def shared_lengths(
@@ -80,9 +80,9 @@ class PromptEncoder:
         Raises:
             RequestError: the template refuses one of them.
         """
-        text, *rest = (self._render(turns, options) for turns, options in (whole, *others))
-        shared = [self._control.encode(text[: _num_common(text, other)]) for other in rest]
-        counts = [_num_common(ids, tokens) for ids in shared]
+        text, *rest = (self._render(self.forms, turns, options) for turns, options in (whole, *others))
+        shared = [self._control.encode(text[: num_common(text, other)]) for other in rest]
+        counts = [num_common(ids, tokens) for ids in shared]
         return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -91,14 +91,22 @@ class PromptEncoder:
         return text
 
     @cached_property
+    def forms(self) -> Forms:
+        """What the chat template shows, and in which form, as a trial finds; may be set to what one found."""
+        return try_out(self._render, self._source, _variables(self._source))
+
+    @cached_property
+    def _source(self) -> str:
+        return template_source(self._tokenizer)
+
+    @cached_property
     def _control(self) -> ControlTokens:
         return ControlTokens(self._tokenizer)
 
     @cached_property
     def _roles(self) -> frozenset[str]:
         """Those that mean something to the template; hidden, they would mean nothing."""
-        template = str(getattr(self._tokenizer, "chat_template", None))
-        return _ROLES.union(found["word"] for one in _COMPARED for found in one.finditer(template))
+        return _ROLES.union(found["word"] for one in _COMPARED for found in one.finditer(self._source))
 
     @cached_property
     def _longest_token(self) -> int:
@@ -114,13 +122,14 @@ class PromptEncoder:
         if max_tokens is not None:
             check_length(shown, max_tokens, self._longest_token)
 
-    def _render(self, turns: Turns, options: Mapping[str, Any]) -> str:
-        given = [self._turn(turn) for turn in turns]
+    def _render(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
+        """The text of a conversation that its template is given in these forms."""
+        given = forms.turns(turns)
         if not self._trusts_chats:
             options = {name: self._control.hide(value) for name, value in options.items()}
             given = [self._hidden(turn) for turn in given]
         try:
-            text: str = self._tokenizer.apply_chat_template(given, tokenize=False, **options)
+            return _rendered(self._tokenizer, given, options)
         except MemoryError:  # nothing that it says of the conversation
             raise
         except Exception as error:
@@ -129,30 +138,43 @@ class PromptEncoder:
             told = self._control.show(first_lines(error))
             if type(error) is TemplateError:  # as `raise_exception` makes it
                 raise RequestError(f"the model's chat template refused this: {told}") from error
-            what = f"{type(error).__name__}: {told}"
+            line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+            what = f"{type(error).__name__}{line}: {told}"
             raise TemplateFails(f"the model's chat template fails for this: {what}") from error
-        return text
 
     def _hidden(self, turn: dict[str, Any]) -> dict[str, Any]:
-        role = str(turn.get("role"))
+        role, content = str(turn.get("role")), turn.get("content")
         if role in TRUSTED:
             return turn
         hidden = {name: self._control.hide(value, whole=True) for name, value in turn.items()}
+        if isinstance(content, list):  # of parts, whose type the template asks for
+            hidden["content"] = [
+                {**part, "text": self._control.hide(part["text"], whole=True)} for part in content
+            ]
         return hidden | ({"role": role} if role in self._roles else {})
 
-    def _turn(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A turn as templates expect it."""
-        turn = dict(given)
-        if isinstance(turn.get("content"), list):
-            turn["content"] = "".join(part["text"] for part in turn["content"])
-        if not turn.get("tool_calls"):
-            turn.pop("tool_calls", None)  # templates ask whether there is such a thing
-        elif self._is_text_template:
-            turn["content"] = turn.get("content") or None
-        else:
-            turn["tool_calls"] = [_with_object(call) for call in turn["tool_calls"]]
-        turn.setdefault("content", "")
-        return turn
+
+def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    """What a tokenizer's template makes of turns. Its own method would leave out a content that is None."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template(tools=options.get("tools"))
+    given = {**tokenizer.special_tokens_map, **options}
+    (text,), _ = render_jinja_template(conversations=[turns], chat_template=template, **given)
+    return str(text)
+
+
+def _variables(source: str) -> frozenset[str] | None:
+    """Names that a template reads; None if it is broken."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        return frozenset(
+            meta.find_undeclared_variables(_compile_jinja_template("").environment.parse(source))
+        )
+    except (TemplateError, RecursionError):
+        return None
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -168,15 +190,7 @@ def check_length(text: str, max_tokens: int, longest: int) -> None:
         )
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object. What a model wrote that is no JSON stays as it is."""
-    function = dict(call["function"])
-    with contextlib.suppress(ValueError, RecursionError):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {**call, "function": function}
-
-
-def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
+def num_common(a: Sequence[object], b: Sequence[object]) -> int:
     """How many items two sequences share from the start."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,15 +1,18 @@
 """Whether a family that is on no list may be served: a small twin of it has to compute over kvq's blocks, cut
-and packed in many ways, what its own attention computes.
+and packed in many ways, what its own attention computes. Of families on the list a twin shows their windows.
 """
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq.errors import KVQError, ModelError, first_lines
 from kvq.formats import KVRecipe
+from kvq.geometry import ModelGeometry, parse_geometry
+from kvq.geometry.parse import WINDOW_KEYS
 from kvq.layout import plan_layout
 from kvq.models.observed import observe
 from kvq.models.prepared import PreparedModel
@@ -17,10 +20,11 @@ from kvq.models.probe import OF_NOISE, eager_logits, noise, relative_error
 from kvq.models.session import Session
 from kvq.models.support import is_listed
 from kvq.models.twin import CONTEXT, WINDOW, build_twin
-from kvq.models.weights import LoadedWeights, place
+from kvq.models.weights import LoadedWeights, adapt, place
 
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
 _ROUNDING = 1e-3  # in the same measure, of a model's own code that goes on from a state
+_SHALLOW = 2  # layers of a twin, or more where these are of further kinds
 _DEEP = 8  # layers of a second twin: code may go by their numbers where no list in the config tells kinds
 _OF_DEPTH = 1e-3  # in the same measure: roundings grow with layers, what is computed otherwise shows by far
 _SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
@@ -33,18 +37,20 @@ _log = logging.getLogger("kvq")
 
 
 def prove(prepared: PreparedModel) -> None:
-    """Check the code of a model that was prepared, unless its family is on the list.
+    """Check the code of a model that was prepared; of a family on the list, what its config says of windows.
 
     Raises:
         ModelError: its own attention gives something else, or no twin can be made or run.
     """
-    if is_listed(prepared.geometry):
-        return
     family = prepared.geometry.model_type
+    if is_listed(prepared.geometry):
+        if any(prepared.config.get(name) for name in WINDOW_KEYS):
+            _check_windows(prepared)
+        return
     try:
         found = _error_of(_twin(prepared))
         if (deep := _deep_twin(prepared)) is not None:
-            _check_depth(deep)
+            _check_whole(deep, _DEEP, "of more layers")
     except _Unproven as why:
         raise ModelError(
             f"kvq does not run {family}: it is not among the families that were checked, and {why}"
@@ -59,6 +65,24 @@ def prove(prepared: PreparedModel) -> None:
     _log.warning(
         "%s is not among the checked families; it agrees with its own attention to %.0e", family, found
     )
+
+
+def _check_windows(prepared: PreparedModel) -> None:
+    """Hold the windows of a listed family against its own code, over more tokens than a twin's windows have.
+
+    Raises:
+        ModelError: they differ, or no twin can be made.
+    """
+    model = build_twin(prepared.config, _SHALLOW)
+    twin = _loaded(prepared, model, parse_geometry(model.config.to_dict()))
+    try:
+        _check_whole(twin, _SHALLOW, "with short windows")
+    except _Unproven as why:
+        named = ", ".join(name for name in WINDOW_KEYS if prepared.config.get(name))
+        raise ModelError(
+            f"kvq does not run {prepared.geometry.model_type} with what its config.json says of windows "
+            f"({named}): {why}"
+        ) from why
 
 
 class _Unproven(Exception):
@@ -78,7 +102,8 @@ def _error_of(weights: LoadedWeights) -> float:
             f"its window of {far[0]} tokens is none that its config names, so no small one shows it"
         )
     wanted = [eager_logits(weights, own) for own in ids]
-    if not _shows_context(weights, ids[0], wanted[0]):
+    without = eager_logits(weights, ids[0][-3:])[-1]  # what came before the last few tokens
+    if not relative_error(without, wanted[0][-1]) >= _SHOWS:
         raise _Unproven("a small one doesn't look at its context, so it shows nothing")
     cut = max(map(relative_error, _in_steps(weights, ids), wanted))
     whole = relative_error(_in_steps(weights, ids[:1], ((len(ids[0]),),))[0], wanted[0])
@@ -121,18 +146,20 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
     return found
 
 
-def _check_depth(weights: LoadedWeights) -> None:
-    """Look for layers that differ from the first ones by their numbers alone.
+def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
+    """Hold a twin of at least `fewest` layers against its own code, without kvq's modules, over one sequence.
 
     Raises:
         _Unproven: there are some.
     """
     ids = _tokens(0, sum(step[0] for step in _STEPS), weights.geometry.vocab_size)
     [found] = _in_steps(weights, [ids], ((len(ids),),))
-    if (error := relative_error(found, eager_logits(weights, ids))) > _OF_DEPTH:
+    untouched = adapt(build_twin(weights.prepared.config, fewest), weights.prepared)
+    own = LoadedWeights(weights.prepared, untouched)
+    if (error := relative_error(found, eager_logits(own, ids))) > _OF_DEPTH:
         raise _Unproven(
-            f"in a small one of more layers, over {len(ids)} tokens, its own attention differs (relative "
-            f"error {error:.1e}, allowed {_OF_DEPTH:.0e})"
+            f"in a small one {kind}, over {len(ids)} tokens, its own code differs (relative error "
+            f"{error:.1e}, allowed {_OF_DEPTH:.0e})"
         )
 
 
@@ -144,11 +171,15 @@ def _deep_twin(prepared: PreparedModel) -> LoadedWeights | None:
         return None
 
 
-def _twin(prepared: PreparedModel, layers: int = 2) -> LoadedWeights:
+def _twin(prepared: PreparedModel, layers: int = _SHALLOW) -> LoadedWeights:
     model = build_twin(prepared.config, layers)
+    return _loaded(prepared, model, observe(model))
+
+
+def _loaded(prepared: PreparedModel, model: Any, geometry: ModelGeometry) -> LoadedWeights:
     small = replace(
         prepared,
-        geometry=observe(model),
+        geometry=geometry,
         device=torch.device("cpu"),
         dtype=torch.float32,
         rounded_to=None,
@@ -164,11 +195,6 @@ def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
     ids = torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     ids[count // 3 : count // 3 + 2] = [2, 1]  # an end and a beginning, which code may look for
     return list(ids)
-
-
-def _shows_context(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
-    """Whether what came before the last few tokens changes the last one's logits."""
-    return relative_error(eager_logits(weights, ids[-3:])[-1], wanted[-1]) >= _SHOWS
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from kvq.extras import BITSANDBYTES, require
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
+from kvq.models.kv_scales import is_kv_scale
 from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
 from kvq.models.text_part import read_tensors
@@ -23,6 +24,7 @@ from kvq.weights import (
     install,
     install_experts,
     round_weight,
+    runs_library_code,
     stacked_experts,
 )
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
@@ -30,7 +32,6 @@ from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
 _PIECE = 1 << 20  # numbers rounded at a time, which takes several times their memory
 _Stored = TypeVar("_Stored")
-_KV_SCALES = (".k_scale", ".v_scale")
 
 
 def load_rounded(
@@ -103,7 +104,7 @@ def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightForm
     linears = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS
+        if type(module) is nn.Linear and runs_library_code(module) and name.rpartition(".")[2] not in ROUTERS
     }
     if not linears:
         raise ConfigError(
@@ -157,7 +158,10 @@ def load_quantized(
     stored = read_tensors(folder)
     weights = read_weights(scheme, stored)
     plain = plain_tensors(scheme, stored, weights)
-    stand_ins = {name: _stand_in(weight, dtype) for name, weight in weights.items()}
+    stand_ins = {  # of one element of memory each
+        name: torch.zeros(1, dtype=dtype).expand(weight.out_features, weight.in_features)
+        for name, weight in weights.items()
+    }
     model = _load(folder, plain, stand_ins, dtype)
     places = _places(model, stand_ins)
     experts = {name: weight for name, weight in weights.items() if name not in places}
@@ -241,16 +245,10 @@ def plain_tensors(
         ModelError: a weight is there in codes and as it was.
     """
     taken = {part for name in coded for part in scheme.names_of(name)}
-    ignored = _KV_SCALES if scheme.kv_scales else ()
-    plain = {name: stored[name] for name in stored if name not in taken and not name.endswith(ignored)}
+    plain = {name: stored[name] for name in stored if name not in taken and not is_kv_scale(name)}
     if twice := [name for name in coded if f"{name}.weight" in plain]:
         raise ModelError(f"the checkpoint holds {twice[0]}.weight in codes and as it was; keep one of them")
     return plain
-
-
-def _stand_in(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """A tensor of the weight's shape that takes one element of memory."""
-    return torch.zeros(1, dtype=dtype).expand(weight.out_features, weight.in_features)
 
 
 def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtype: torch.dtype) -> Any:

@@ -57,31 +57,37 @@ def resolve_model(
     """
     if isinstance(model, ModelSource):
         return model
-    name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
-    if not isinstance(name, str):
-        raise ModelError(f"a model is named by a text or a Path, got {name!r:.100}")
-    local = _embedded(name) if isinstance(model, str) else None
-    local = local or _local(name)
+    local, name = find_here(model), os.fspath(model)
     if local is not None and revision is not None:
         raise ConfigError(f"--revision {revision} names a version on the hub, but {name} is here; drop it")
     if local is not None:
         return local
-    if not isinstance(model, str) or name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
-        raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
-    if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
-        raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
     folder = _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
     # The hub's cache names folders by the commit that they hold
     commit = folder.name if hub_name(folder) is not None else revision or "main"
     return ModelSource(folder=folder, name=Path(name).name, repository=name, revision=commit)
 
 
-def _embedded(name: str) -> ModelSource | None:
-    if name not in EMBEDDED:
-        return None
-    if Path(name).is_dir():
-        _log.warning("%r is %s; for the folder of that name write ./%s", name, _CALLED[name], name)
-    return ModelSource(folder=EMBEDDED[name].resolve(), name=name, is_embedded=True)
+def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
+    """The embedded model or the folder that is named so; None for what can be a name on the hub alone.
+
+    Raises:
+        ModelError: it is none of these.
+    """
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
+    if not isinstance(name, str):
+        raise ModelError(f"a model is named by a text or a Path, got {name!r:.100}")
+    if isinstance(model, str) and name in EMBEDDED:
+        if Path(name).is_dir():
+            _log.warning("%r is %s; for the folder of that name write ./%s", name, _CALLED[name], name)
+        return ModelSource(folder=EMBEDDED[name].resolve(), name=name, is_embedded=True)
+    if (local := _local(name)) is not None:
+        return local
+    if not isinstance(model, str) or name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+        raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
+    if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
+        raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
+    return None
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -98,14 +104,10 @@ def _local(name: str) -> ModelSource | None:
         path = Path(name).expanduser()
         if path.is_file():
             raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
-        return ModelSource(folder=path.resolve(), name=_last_part(path)) if path.is_dir() else None
+        last = path.name if path.name not in ("", "..") else path.resolve().name  # what dots are called
+        return ModelSource(folder=path.resolve(), name=last) if path.is_dir() else None
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
         raise ModelError(f"there is no folder {name[:100]!r}: {first_lines(error, 100)}") from error
-
-
-def _last_part(path: Path) -> str:
-    """What a path calls its folder; where that is dots, what the folder is called."""
-    return path.name if path.name not in ("", "..") else path.resolve().name
 
 
 def hub_name(folder: Path) -> str | None:

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvq.blockmgr import BlockManager, Sequence, StateMove
+from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache import KVCache
 from kvq.cache.attention import NAME, PACKED_NAME
 from kvq.errors import ModelError, RequestError
@@ -138,14 +138,12 @@ class Session:
                 f"{sequence.length + len(ids)} tokens are more than this model's context of {limit}"
             )
 
-    def _states(self, moves: list[StateMove | None]) -> StepStates | None:
-        slots = self.cache.states if isinstance(self.cache, KVCache) else None
-        return None if slots is None else StepStates.of(slots, moves, self.weights.device)
-
     def _step(
         self, sequences: list[Sequence], slots: list[list[int]], lens: list[int], ends: list[int]
     ) -> PackedStep:
         device = self.weights.device
+        states = self.cache.states if isinstance(self.cache, KVCache) else None
+        moves = [sequence.move for sequence in sequences]
         return PackedStep(
             cache=self.cache,
             geometry=self.weights.geometry,
@@ -153,7 +151,7 @@ class Session:
                 SequenceBatch.of([sequence.tables[group] for sequence in sequences], own, lens, ends, device)
                 for group, own in enumerate(slots[: len(self.layout.attended)])
             ),
-            states=self._states([sequence.move for sequence in sequences]),
+            states=None if states is None else StepStates.of(states, moves, device),
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
             window_limit=self.window_limit,
             observer=self.observer,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ModelError, first_lines
+from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
 from kvq.models.agreement import check_shapes
 from kvq.models.modules import build_on_meta, load_config, load_module_from, unquantized
@@ -30,7 +31,6 @@ from kvq.models.quantized import (
 from kvq.models.support import is_listed
 from kvq.models.text_part import read_tensors
 from kvq.weights.files import parse_config, stored_shape
-from kvq.weights.files.fields import shown
 
 _log = logging.getLogger("kvq")
 

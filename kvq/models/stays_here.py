@@ -1,9 +1,12 @@
 """Models, and the engines that run them, stay in the process that made them: what they hold is in no copy."""
 
 import os
-from typing import NoReturn
+import threading
+from typing import ClassVar, NoReturn
 
 from kvq.errors import EngineError
+
+_ADVICE = "start processes by 'spawn' (multiprocessing.get_context), each with an engine of its own"
 
 
 class StaysHere:
@@ -20,8 +23,28 @@ class StaysHere:
 class Home:
     """The process that something was made in: a forked child has none of its threads and processes."""
 
+    ENGINE_THREAD: ClassVar[str] = "kvq-engine"
+    _stepping: ClassVar[int] = 0  # the process that was forked while such a thread computed in it
+
     def __init__(self) -> None:
+        self.check_fork()
         self._pid = os.getpid()
+
+    @classmethod
+    def note_fork(cls) -> None:
+        """Remember a fork beside a thread that may hold locks of torch's, which nobody opens in the child."""
+        if cls._stepping in (0, os.getpid()):
+            is_stepping = any(thread.name == cls.ENGINE_THREAD for thread in threading.enumerate())
+            cls._stepping = os.getpid() if is_stepping else 0
+
+    @classmethod
+    def check_fork(cls) -> None:
+        """Raise EngineError in a child that was forked beside such a thread: it may wait for ever."""
+        if cls._stepping not in (0, os.getpid()):
+            raise EngineError(
+                f"process {os.getpid()} was forked from {cls._stepping} while an engine's thread ran there; "
+                f"no model and no engine can be made here: {_ADVICE}"
+            )
 
     @property
     def is_here(self) -> bool:
@@ -33,6 +56,9 @@ class Home:
         if not self.is_here:
             raise EngineError(
                 f"this engine was made in process {self._pid}, which process {os.getpid()} was forked from: "
-                "its threads are not here; make an engine in each process, or start processes by 'spawn' "
-                "(multiprocessing.get_context)"
+                f"its threads are not here; {_ADVICE}"
             )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=Home.note_fork)

@@ -1,118 +1,14 @@
-"""The language part of a checkpoint that reads images or sound too: its configuration and its tensors' names.
+"""The language part of a checkpoint that reads images or sound too; nothing of the other parts is read."""
 
-Nothing of the other parts is read. Which kinds are served is a list: each was compared, on text, with the
-logits of transformers' whole model.
-"""
-
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvq.models.checkpoint import TensorEntry, read_header, read_json, weight_files
+from kvq.formats.checkpoints import told_beside
+from kvq.geometry.text_part import KINDS, text_config, text_name
+from kvq.models.checkpoint import UNREAD, TensorEntry, read_header, read_json, weight_files
 from kvq.models.stored import StoredTensors
-
-_PART = "text_config"
-# What a whole model's config says of its text part too, if that doesn't.
-_COMMON = (
-    *("auto_map", "is_encoder_decoder", "quantization_config", "dtype", "torch_dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-)
-_TIED = "tie_word_embeddings"
-_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?lm_head\.")
-_BODY = re.compile(
-    r"^(?:(?:model\.)?(?:language_model|text_model)\.(?:model\.)?|model\.(?=(?:embed_tokens|layers|norm)\.))"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """A kind of whole model. `is_tied`: whether the embedding serves for the head, unless the config says.
-    `fixed`: what its text part is made with, whatever the config says.
-    """
-
-    model_type: str  # of the text part, where the config doesn't say
-    is_tied: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-
-_UNSCALED = {"logit_scale": 1.0}  # whole models leave it out
-KINDS: dict[str, TextPart] = {
-    "aria": TextPart("aria_text"),
-    "aya_vision": TextPart("cohere2", is_tied=True, fixed=_UNSCALED),
-    "cohere2_vision": TextPart("cohere2", is_tied=True, fixed=_UNSCALED),
-    "cohere_compass": TextPart("cohere_compass_text"),
-    "deepseek_vl": TextPart("llama", is_tied=True),
-    "exaone4_5": TextPart("exaone4"),
-    "fuyu": TextPart("persimmon"),
-    "gemma3": TextPart("gemma3_text", is_tied=True),
-    "gemma3n": TextPart("gemma3n_text", is_tied=True),
-    "gemma4": TextPart("gemma4_text", is_tied=True),
-    "gemma4_unified": TextPart("gemma4_unified_text", is_tied=True),
-    "glm46v": TextPart("glm4v_text"),
-    "glm4v": TextPart("glm4v_text"),
-    "glm4v_moe": TextPart("glm4v_moe_text"),
-    "glm_ocr": TextPart("glm_ocr_text"),
-    "glmasr": TextPart("llama", is_tied=True),
-    "got_ocr2": TextPart("qwen2", is_tied=True),
-    "hyperclovax_vision_v2": TextPart("hyperclovax", is_tied=True),
-    "idefics2": TextPart("mistral"),
-    "idefics3": TextPart("llama"),
-    "internvl": TextPart("qwen2", is_tied=True),
-    "janus": TextPart("llama", is_tied=True),
-    "lfm2_vl": TextPart("lfm2", is_tied=True),
-    "lighton_ocr": TextPart("qwen3", is_tied=True),
-    "llama4": TextPart("llama4_text"),
-    "llava": TextPart("llama"),
-    "llava_next": TextPart("llama"),
-    "llava_next_video": TextPart("llama"),
-    "llava_onevision": TextPart("qwen2"),
-    "minicpmv4_6": TextPart("qwen3_5_text"),
-    "mistral3": TextPart("mistral", is_tied=True),
-    "nemotron_h_omni": TextPart("nemotron_h"),
-    "ovis2": TextPart("qwen2", is_tied=True),
-    "qwen2_5_vl": TextPart("qwen2_5_vl_text"),
-    "qwen2_audio": TextPart("qwen2"),
-    "qwen2_vl": TextPart("qwen2_vl_text"),
-    "qwen3_5": TextPart("qwen3_5_text"),
-    "qwen3_5_moe": TextPart("qwen3_5_moe_text"),
-    "qwen3_asr": TextPart("qwen3", is_tied=True),
-    "qwen3_vl": TextPart("qwen3_vl_text"),
-    "qwen3_vl_moe": TextPart("qwen3_vl_moe_text"),
-    "smolvlm": TextPart("llama"),
-    "video_llama_3": TextPart("qwen2"),
-    "video_llava": TextPart("llama"),
-    "vipllava": TextPart("llama"),
-    "voxtral": TextPart("llama"),
-}
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A config.json's dict of the text part of a whole model's; None of any other model."""
-    kind = KINDS.get(str(config.get("model_type")))
-    if kind is None:
-        return None
-    part = config.get(_PART)
-    if isinstance(part, Mapping):
-        own = {"model_type": kind.model_type, **part}
-    else:  # as Qwen2-VL's were
-        own = {name: value for name, value in config.items() if not name.endswith("_config")}
-        own |= {"model_type": kind.model_type}
-    for name in _COMMON:
-        if name in config:
-            own.setdefault(name, config[name])
-    own[_TIED] = bool(config.get(_TIED, kind.is_tied)) or own.get(_TIED) is True
-    own.pop("architectures", None)
-    return {**own, **kind.fixed}
-
-
-def text_name(name: str) -> str | None:
-    """What the text model calls a tensor of the whole one; None of other parts' tensors."""
-    if match := _HEAD.match(name):
-        return f"lm_head.{name[match.end() :]}"
-    match = _BODY.match(name)
-    return None if match is None else f"model.{name[match.end() :]}"
 
 
 def is_whole(folder: Path) -> bool:
@@ -126,28 +22,35 @@ def namer(folder: Path) -> Callable[[str], str | None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, of its text part.
+    """A folder's config.json, of its text part, with what other files say of quantized weights.
 
     Raises:
         ModelError: missing, unreadable, or not a JSON object.
     """
-    config = read_json(folder / "config.json")
+    config = told_beside(folder, read_json(folder / "config.json"))
     return text_config(config) or config
 
 
 def read_entries(folder: Path) -> tuple[TensorEntry, ...]:
-    """A folder's tensors, of its text part, under the names that it has for them.
+    """A folder's tensors, of its text part, under the names that it has for them, of types that kvq reads.
 
     Raises:
         ModelError: damaged or missing files.
     """
+    return tuple(entry for entry in _all_entries(folder) if entry.dtype not in UNREAD)
+
+
+def read_unread(folder: Path) -> dict[str, str]:
+    """The other tensors' types, by the same names."""
+    return {entry.name: entry.dtype for entry in _all_entries(folder) if entry.dtype in UNREAD}
+
+
+def _all_entries(folder: Path) -> Iterator[TensorEntry]:
     named = namer(folder)
-    return tuple(
-        replace(entry, name=name)
-        for path in weight_files(folder)
-        for entry in read_header(path)
-        if (name := named(entry.name)) is not None
-    )
+    for path in weight_files(folder):
+        for entry in read_header(path):
+            if (name := named(entry.name)) is not None:
+                yield replace(entry, name=name)
 
 
 def read_tensors(folder: Path) -> StoredTensors:
@@ -156,4 +59,5 @@ def read_tensors(folder: Path) -> StoredTensors:
     Raises:
         ModelError: damaged or missing files.
     """
-    return StoredTensors(weight_files(folder), namer(folder))
+    named, unread = namer(folder), read_unread(folder)
+    return StoredTensors(weight_files(folder), lambda name: None if (own := named(name)) in unread else own)

@@ -91,8 +91,7 @@ def build_twin(config: Mapping[str, Any], fewest: int = 2) -> Any:
     except Exception as error:  # noqa: BLE001 - configurations that won't tell one number for all layers
         errors.append(first_lines(error))
     raise ModelError(
-        f"kvq does not run {config['model_type']}: it is not among the families that were checked, and no "
-        f"small one can be made to check it ({errors[0]})"
+        f"kvq does not run {config['model_type']}: no small one can be made to check it ({errors[0]})"
     )
 
 
@@ -205,7 +204,11 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: in
     count *= 1 + shares
     if count > _MOST_LAYERS:
         return {}
-    tables = {key: _below(value, count) for key, value in config.items() if _is_by_layer(value)}
+    tables = {
+        key: {number: own for number, own in value.items() if int(number) < count}
+        for key, value in config.items()
+        if _is_by_layer(value)
+    }
     numbers = {key: [number for number in named[key] if number < count] for key in numbered}
     lists = {key: value[:count] for key, value in lists.items()}
     return dict.fromkeys(counted[:1], min(count, layers)) | lists | numbers | tables | sharing
@@ -219,10 +222,6 @@ def _is_by_layer(value: object) -> bool:
         and all(str(key).isdigit() for key in value)
         and all(isinstance(own, Mapping) for own in value.values())
     )
-
-
-def _below(table: Mapping[Any, Any], count: int) -> dict[Any, Any]:
-    return {key: value for key, value in table.items() if int(key) < count}
 
 
 def _until_all_kinds(values: list[Any]) -> int:

@@ -21,7 +21,7 @@ from kvq.models.positions import tell_positions
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
-from kvq.models.skeleton import Skeleton, build_skeleton, check_runs
+from kvq.models.skeleton import build_skeleton, check_runs
 from kvq.models.states import cut_states
 from kvq.models.straight import fill
 from kvq.models.text_part import is_whole
@@ -103,15 +103,10 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
     elif prepared.rounded_to is not None:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
     else:
-        model = _load_plain(prepared, skeleton)
+        is_own = where.type == "cpu" and has_own_products(prepared.dtype, backend)
+        model = fill(skeleton, prepared) if is_own and skeleton is not None else None
+        model = load_module(folder, prepared.dtype) if model is None else model
     return settle(prepared, model, before)
-
-
-def _load_plain(prepared: PreparedModel, skeleton: Skeleton | None) -> Any:
-    """A model whose weights are no codes, on the CPU."""
-    is_own = prepared.device.type == "cpu" and has_own_products(prepared.dtype, prepared.backend)
-    filled = fill(skeleton, prepared) if is_own and skeleton is not None else None
-    return load_module(prepared.folder, prepared.dtype) if filled is None else filled
 
 
 def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
@@ -128,19 +123,24 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 
 def place(model: Any, prepared: PreparedModel) -> Any:
     """A model that was read, ready to run on its device."""
+    model = adapt(model, prepared)
+    if prepared.device.type == "cpu":
+        _log.info("packing weights")
+        pack_linears(model, backend=prepared.backend)
+        fuse_norms(model)
+        _unmap(model)
+    return model
+
+
+def adapt(model: Any, prepared: PreparedModel) -> Any:
+    """The same while it computes with its own modules still."""
     pin_rope(model, prepared.max_context)
     tell_positions(model)
     hand_on_steps(model)
     cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()
-    is_cpu = prepared.device.type == "cpu"
-    packed = is_cpu and has_own_products(prepared.dtype, prepared.backend)
+    packed = prepared.device.type == "cpu" and has_own_products(prepared.dtype, prepared.backend)
     attach_expansions(model, prepared.geometry, prepared.dtype, packed=packed)
-    if is_cpu:
-        _log.info("packing weights")
-        pack_linears(model, backend=prepared.backend)
-        fuse_norms(model)
-        _unmap(model)
     return model
 
 

@@ -113,6 +113,7 @@ def resolve_max_tokens(request: Request, shape: PoolShape, config: SchedulerConf
     def is_beyond(tokens: int) -> bool:
         return not _fits(worst_case(request, tokens, shape, chunk), shape)
 
+    room = room if request.most_tokens is None else min(room, request.most_tokens)
     return bisect_left(range(1, room + 1), True, key=is_beyond)  # the worst case grows with max_tokens
 
 

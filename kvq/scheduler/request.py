@@ -76,6 +76,7 @@ class Request:
     id: str
     tokens: "array[int]"  # of the prompt
     max_tokens: int | None  # to generate per branch; None as far as context and pool reach
+    most_tokens: int | None = None  # where max_tokens is None: no more, however far these reach
     num_branches: int = 1
     priority: Priority = Priority.INTERACTIVE
     tenant: str = ""

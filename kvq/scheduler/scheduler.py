@@ -331,7 +331,7 @@ class Scheduler:
                     only = swappable(victim, self.manager)
                     self.preempt(victim, now, swap=only is not None and prefers_swap(only, self.costs))
                 elif len(running) == 1:
-                    if not self.manager.release_pin(branch.request.tenant):
+                    if not self.manager.release_pin():
                         self._give_up(branch.request, error)
                 else:
                     return False
@@ -346,7 +346,7 @@ class Scheduler:
         return [r for r in running if r.place > after and any(other in active for other in r.live)]
 
     def _give_up(self, request: Request, error: KVQError) -> None:
-        """End a request that can't go on although it is alone: a quota, say, is in its way."""
+        """End a request that can't go on although it is alone and no pin is left to give way."""
         request.error = error
         self._failed.append(request)
         self.end(request)
@@ -377,11 +377,11 @@ class Scheduler:
                 continue
             self._holds_up = self.holders.has_rows(request) and not self.lines.num_parked
             if not self.holders.running and not self.lines.num_parked:
-                if self.manager.release_pin(request.tenant):
+                if self.manager.release_pin():
                     continue
                 error = OutOfBlocks(
-                    f"request {request.id!r} does not fit although nothing else runs: its tenant's quota "
-                    f"leaves too little; raise it, or let pins expire"
+                    f"request {request.id!r} does not fit although nothing else runs: sequences beside the "
+                    f"scheduler's hold blocks; free them"
                 )
                 self._give_up(request, error)
             elif request.is_preempted and self.lines.rank(request, step.now) is Priority.BATCH:

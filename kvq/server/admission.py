@@ -256,6 +256,7 @@ def check_fits(tokens: list[int], params: SamplingParams, info: Ready) -> float:
         id="",
         tokens=array("I", tokens),
         max_tokens=params.max_tokens,
+        most_tokens=params.most_tokens,
         num_branches=params.num_sequences,
     )
     try:

@@ -44,7 +44,7 @@ class Prompt(TypedDict):
     prompt: str
 
 
-class CachedTokens(TypedDict):
+class _CachedTokens(TypedDict):
     """Of a prompt."""
 
     cached_tokens: int
@@ -56,7 +56,7 @@ class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: _CachedTokens
 
 
 class TextLogprobs(TypedDict):
@@ -111,6 +111,7 @@ class AssistantMessage(TypedDict):
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: NotRequired[str]
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
 

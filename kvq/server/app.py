@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from kvq.errors import nearest
+from kvq.errors import RequestError, nearest
 from kvq.server import answer_types, health
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.anthropic.message import MessageCall
@@ -23,7 +23,8 @@ from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokenize
 from kvq.server.chat import Chat
 from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
-from kvq.server.guard import REASON, Access, Guard, as_response
+from kvq.server.credentials import Access, Credentials
+from kvq.server.guard import REASON, Guard, as_response
 from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
@@ -37,13 +38,15 @@ from kvq.version import __version__
 
 _SHOWN = 100  # characters of a path that nobody knows
 _ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
-_CLIENTS_OWN = (400, 404)
 _ASIDE = ("/tokenize", "/detokenize", f"{MESSAGES_PATH}/count_tokens")
 _GENERATING = ("/v1/completions", "/v1/chat/completions", MESSAGES_PATH)
 
 
-def create_app(service: Service, access: Access | None = None) -> FastAPI:
-    """The application over a service. With API keys every route but `/health/live` needs one of them."""
+def create_app(
+    service: Service, access: Access | None = None, credentials: Credentials | None = None
+) -> FastAPI:
+    """The application over a service. With API keys every route but `/health/live` needs one of them, of
+    those of `credentials`, if given."""
     access = access or Access()
     app = FastAPI(
         title="kvq",
@@ -69,12 +72,12 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.get("/v1/models", responses={200: {"model": answer_types.Models}})
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [describe(service, created)]}
+        return {"object": "list", "data": [describe(service, created, name) for name in service.names]}
 
     @app.get("/v1/models/{model:path}", responses={200: {"model": answer_types.Model}})
     async def model(model: str) -> dict[str, Any]:
         service.check_model(model)
-        return describe(service, created)
+        return describe(service, created, model)
 
     @asynccontextmanager
     async def aside(
@@ -129,8 +132,10 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.add_middleware(
         Guard,
         access=access,
+        credentials=credentials,
         check=partial(_check_arrival, service),
         charge=service.admission.charge_refused,
+        count=service.metrics.count,
     )
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(
@@ -156,10 +161,14 @@ def _answer_problems(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
         path = request.url.path
-        if path in _GENERATING and error.status in _CLIENTS_OWN and not error.is_counted:
-            service.metrics.count("invalid")
+        if path in _GENERATING and error.status != 405 and not error.is_counted:
+            service.metrics.count(error.ending)
         request.scope[REASON] = error.code or error.type
         return as_response(error, path)
+
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> JSONResponse:
+        return await problem(request, Problem(400, str(error)))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -187,4 +196,4 @@ def _answer_problems(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         found = Problem(500, f"the server failed: {type(error).__name__}", type="server_error")
-        return as_response(found, request.url.path)
+        return await problem(request, found)

@@ -6,15 +6,7 @@ Fields that nobody here knows are ignored, as other servers do, and named in the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
 from kvq.server.complaints import content_of
@@ -45,7 +37,7 @@ _RESERVED = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "self"),
         *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-        "return_assistant_tokens_mask",
+        *("return_assistant_tokens_mask", "continue_final_message", "conversations"),
     )
 )
 
@@ -235,7 +227,7 @@ class ToolBody(Body):
     function: FunctionBody
 
 
-class ChosenFunction(Body):
+class _ChosenFunction(Body):
     """Its name."""
 
     name: _FunctionName
@@ -245,7 +237,7 @@ class ToolChoiceBody(Body):
     """The tool that has to be called."""
 
     type: Literal["function"]
-    function: ChosenFunction
+    function: _ChosenFunction
 
 
 class CalledFunction(Body):
@@ -286,6 +278,12 @@ class ChatMessage(Body):
         return self
 
 
+def plain_text(message: ChatMessage) -> str:
+    """A turn's content as one text."""
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
@@ -302,6 +300,7 @@ class ChatBody(Common):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
+    reasoning_effort: _Name | None = None  # for the chat template, if it reads it
 
     _is_usual = model_validator(mode="before")(check_usual)
 

@@ -4,15 +4,19 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.memory import LENGTHS, planned_pools, told
+from kvq.engine.defaults import read_defaults
+from kvq.engine.memory import LENGTHS, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
+from kvq.models.ends import NO_END
 from kvq.models.load_check import is_to_check, recalled
 from kvq.models.prepared import PreparedModel
 from kvq.models.proof import prove
 from kvq.models.skeleton import build_skeleton
+from kvq.models.tokenizer import check_knows_text
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
@@ -21,13 +25,13 @@ from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import bytes_of
-from kvq.sizing.pools import PoolPlan, at_once, longest_context
+from kvq.sizing.pools import at_once, longest_context
 from kvq.weights.manifest import verify_manifest
 
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing looked at."""
 
@@ -43,16 +47,7 @@ class Finding:
         return f"{self.level:<8}{self.text}"
 
 
-def _ok(text: str) -> Finding:
-    return Finding(level="ok", text=text)
-
-
-def _warning(text: str) -> Finding:
-    return Finding(level="warning", text=text)
-
-
-def _error(text: str) -> Finding:
-    return Finding(level="error", text=text)
+_ok, _warning, _error = (partial(Finding, level) for level in ("ok", "warning", "error"))
 
 
 def check_config(config: ServerConfig) -> list[Finding]:
@@ -60,10 +55,13 @@ def check_config(config: ServerConfig) -> list[Finding]:
     findings = [*_address(config), *_events(config)]
     try:
         engine = check_engine(config.model, config.kv, config.engine)
+        if config.chat_template is not None:
+            engine.model.tokenizer.chat_template = config.chat_template
         verify_manifest(engine.model.folder)
         build_skeleton(engine.model)
         prove(engine.model)
-        tools = ToolCalling.of(engine.model.tokenizer, config.tool_call_parser)
+        check_knows_text(engine.model.tokenizer, engine.model.folder)
+        ToolCalling.of(engine.model.tokenizer, config.tool_call_parser, config.reasoning_parser)
     except KVQError as error:
         what = "memory" if isinstance(error, OutOfMemory) else "model"
         return [*findings, _error(f"{what}: {error}")]
@@ -72,10 +70,12 @@ def check_config(config: ServerConfig) -> list[Finding]:
         *findings,
         _ok(f"model: {model.source}, digest {model.digest[:12]}"),
         _ok(f"formats: KV in {config.kv}, computed in {str(model.dtype)[6:]} on {model.device}"),
+        *([_ok(said)] if (said := str(read_defaults(model.folder, config.generation_config))) else []),
+        *([] if model.end_ids else [_warning(f"ends of texts: {NO_END}")]),
         *_checked(engine),
         *_memory(engine),
         *_prefill(engine),
-        *_template(config, model, tools),
+        *_template(config, model),
     ]
 
 
@@ -125,27 +125,10 @@ def _weights(model: PreparedModel) -> int:
 
 
 def _taken(checked: CheckedEngine) -> int:
-    """Bytes of weights and of a step's activations, roughly."""
+    """Bytes of weights and of a step's activations, roughly: what is free has none of them as yet."""
     model, config = checked.model, checked.config
     live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
     return _weights(model) + live_values * model.dtype.itemsize
-
-
-def _pools(checked: CheckedEngine, free: int | None) -> PoolPlan:
-    """`free` memory is before the weights are loaded, so they are taken off with the activations.
-
-    Raises:
-        KVQError: the pools don't fit.
-    """
-    model = checked.model
-    return planned_pools(
-        checked.layout,
-        checked.config,
-        on_gpu=model.device.type == "cuda",
-        max_context=model.max_context,
-        free_bytes=free,
-        activation_bytes=_taken(checked),
-    )
 
 
 def _memory(checked: CheckedEngine) -> Iterator[Finding]:
@@ -156,7 +139,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
         yield _error(f"memory: weights and activations take about {binary(needed)}, {binary(free)} are free")
         return
     try:
-        pools = _pools(checked, free)
+        pools = checked.pools(free, needed)
     except KVQError as error:
         yield _error(f"memory: {error}")
         return
@@ -202,7 +185,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
 def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
     budget = checked.config.max_num_batched_tokens
     try:
-        pools = _pools(checked, available_bytes(checked.model.device))
+        pools = checked.pools(available_bytes(checked.model.device), _taken(checked))
     except KVQError:  # told above
         return
     staged, context = pools.step_tokens, checked.model.max_context
@@ -224,26 +207,30 @@ def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
         yield _ok(f"prefill: a prompt of full context takes {steps} steps at least")
 
 
-def _template(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> Iterator[Finding]:
+def _template(config: ServerConfig, model: PreparedModel) -> Iterator[Finding]:
     if not getattr(model.tokenizer, "chat_template", None):
-        yield _warning("chat template: none: /v1/chat/completions will be refused")
+        yield _warning("chat template: none: /v1/chat/completions will be refused; give --chat-template FILE")
         return
     try:
-        why = asyncio.run(_try_prompts(config, model, tools))
+        why, lacking = asyncio.run(_try_prompts(config, model))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except (KVQError, Problem) as error:
-        why = f"it could not be tried: {error}"
-    if why is None:
-        yield _ok("chat template: found, and reads one short message")
-    else:
+        why, lacking = f"it could not be tried: {error}", ""
+    if why is not None:
         yield _error(f"chat template: {why}")
+    elif lacking:
+        yield _warning(
+            f"chat template: found; it has no place for {lacking}: the model can't be told of such"
+        )
+    else:
+        yield _ok("chat template: found; it shows all roles, tools and calls")
 
 
-async def _try_prompts(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> str | None:
-    """Why no conversation can be read, if so; aside from this process, as the server reads them."""
+async def _try_prompts(config: ServerConfig, model: PreparedModel) -> tuple[str | None, str]:
+    """Why no conversation can be read, if so, and what of one isn't shown; aside from this process."""
     setup = Setup(
-        folder=str(model.folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
+        folder=str(model.folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats
     )
     prompts = Prompts(Readers(setup), model.tokenizer)
     trying = asyncio.current_task()
@@ -252,6 +239,6 @@ async def _try_prompts(config: ServerConfig, model: PreparedModel, tools: ToolCa
         asyncio.get_running_loop().add_signal_handler(number, trying.cancel)
     try:
         await prompts.start()
-        return await prompts.try_one()
+        return await prompts.try_one(), (await prompts.forms()).lacking
     finally:
         prompts.close()

@@ -36,7 +36,10 @@ def of_body(complaints: Sequence[Any], body: Any) -> Problem:
     field = _path(complaints[0], body)[:1]
     placed = ((_path(one, body), one) for one in complaints)
     of_field = list(takewhile(lambda pair: pair[0][:1] == field, placed))
-    path, found = max(_firsts(of_field), key=lambda pair: _fit(*pair))
+    # The one whose value fits best what it was taken for: first by its own type, then by how deep it is right
+    path, found = max(
+        _firsts(of_field), key=lambda at: (not at[1]["type"].endswith(_ELSE), len(at[1]["loc"]))
+    )
     where, message = ".".join(path), _message(found, [one for at, one in of_field if at == path])
     said = f"{where or 'body'}: {message}{'' if ' got ' in message else _got(found)}"
     return Problem(400, said, code=found.get("ctx", {}).get("code"), param=where or None)
@@ -94,11 +97,6 @@ def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
         taken_for = [part for part in place if isinstance(part, str) and part[:_MAX_KEY] not in path]
         firsts.setdefault((len(place), *taken_for), (path, one))
     return firsts.values()
-
-
-def _fit(path: list[str], complaint: Any) -> tuple[bool, int]:
-    """How well a value fits what it was taken for: first its own type, then how deep it was right."""
-    return not complaint["type"].endswith(_ELSE), len(complaint["loc"])
 
 
 def _message(found: Any, there: Sequence[Any]) -> str:

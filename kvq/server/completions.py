@@ -23,7 +23,7 @@ class Completion(Answer):
         service.check_model(body.model)
         if body.suffix is not None:
             raise Problem(400, "suffix is not supported: this model fills in no middles", param="suffix")
-        params = completion_params(body)
+        params = completion_params(body, service.defaults)
         if body.stream and (params.prompt_logprobs is not None or params.best_of is not None):
             raise Problem(
                 400, "best_of, and echo with logprobs, are known only at the end; don't stream them"
@@ -33,49 +33,50 @@ class Completion(Answer):
         given: Any = body.prompt
         self._given = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         self._body = body
+        self._echoed: list[str] = []  # what results begin with, by the prompt's index
         self._num_characters = Counter[int]()  # told so far, by the result's index
         super().__init__(service, body, params, tenant, num_prompts=len(self._given))
 
     async def _read(self) -> list[list[int]]:
-        prompts = [await self._tokens(prompt) for prompt in self._given]
+        reader, asks = self._service.prompts, self._terms.origin.tenant
+        prompts = [
+            await reader.tokenize(given, tenant=asks) if isinstance(given, str) else given
+            for given in self._given
+        ]
         for i, tokens in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt.{i}"
             self._service.check_prompt(tokens, self._terms.params, where)
+        if self._body.echo:
+            self._echoed = [
+                given if isinstance(given, str) else await reader.detokenize(given, tenant=asks)
+                for given in self._given
+            ]
         return prompts
-
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        return await self._service.prompts.tokenize(prompt, tenant=self._terms.origin.tenant)
 
     async def _results(self) -> list[Piece]:
         """With `max_tokens` 0 the prompts, and not the tokens that the engine made."""
         results = await super()._results()
         if self._body.max_tokens == 0:
             self._receipts = [replace(used, generated_tokens=0) for used in self._receipts]
-            for index, result in enumerate(results):
-                result.text = await self._text(self._prompts[index // self._n])
-                result.token_ids, result.logprobs, result.finish_reason = [], [], "length"
+            for result in results:
+                result.text, result.token_ids, result.logprobs, result.finish_reason = "", [], [], "length"
         return results
-
-    async def _text(self, tokens: list[int]) -> str:
-        if isinstance(self._body.prompt, str):
-            return self._body.prompt
-        return await self._service.prompts.detokenize(tokens, tenant=self._terms.origin.tenant)
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """Of a whole result as of a part of one."""
-        logprobs = None
+        logprobs, i = None, index // self._n
+        echoed = self._echoed[i] if self._echoed and index not in self._num_characters else ""
         if piece.logprobs is not None and self.is_heavy:
-            i = index // self._n
-            scores = self._scores.get(i, ())
-            ids = [*(self._prompts[i] if scores else ()), *piece.token_ids]
-            texts = self._service.prompts.texts
-            logprobs = texts.completion_logprobs(ids, [*scores, *piece.logprobs], self._num_characters[index])
-        self._num_characters[index] += len(piece.text)
+            texts, scores = self._service.prompts.texts, self._scores.get(i, [])
+            start = self._num_characters[index] + len(echoed)
+            logprobs = texts.completion_logprobs(piece.token_ids, piece.logprobs, start)
+            if scores:
+                known = texts.completion_logprobs(self._prompts[i], scores, 0, within=echoed)
+                logprobs = {name: known[name] + told for name, told in logprobs.items()}
+        self._num_characters[index] += len(echoed + piece.text)
         return {
             "index": index,
-            "text": piece.text,
+            "text": echoed + piece.text,
             "logprobs": logprobs,
             "finish_reason": reason_of(piece),
         }

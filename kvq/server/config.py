@@ -1,6 +1,6 @@
 """How a server is reached, what it serves, and what it bears."""
 
-import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,34 +8,15 @@ from typing import Any
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
 from kvq.server.admission import AdmissionConfig
-from kvq.server.guard import LOOPBACK, Access
+from kvq.server.credentials import Access, Tls
+from kvq.server.guard import LOOPBACK
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
 from kvq.server.tenants import TenantLimits
 from kvq.server.tools.registry import find_format
+from kvq.server.tools.thoughts import check_name
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tls:
-    """A certificate and its key, as PEM files; both may be in one."""
-
-    certificate: Path
-    key: Path
-
-    def __post_init__(self) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
-        except (OSError, ValueError) as error:  # SSLError is an OSError
-            raise ConfigError(
-                f"{self.certificate} and {self.key} are no PEM certificate and its open key: {error}; "
-                f"name a key that has a file of its own with --ssl-keyfile"
-            ) from error
-        check_secret(self.key)
-        if b"PRIVATE KEY-----" in self.certificate.read_bytes():
-            check_secret(self.certificate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +27,9 @@ class ServerConfig:
     kv: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] | None = None  # the first of several is that of answers
     access: Access = field(default_factory=Access)
+    read_access: Callable[[], Access] | None = None  # the same by what its files hold then
     tls: Tls | None = None
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tenants: TenantLimits = field(default_factory=TenantLimits)
@@ -59,8 +41,11 @@ class ServerConfig:
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
+    chat_template: str | None = None  # its text, instead of the model's
     tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
+    reasoning_parser: str = "auto"  # by the chat template or the tokenizer; "none"; or the name of markers
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
+    generation_config: str = "auto"  # whose sampling fills what requests leave out; see `read_defaults`
     # Where control tokens count as such that clients spell; in chats those of users, tools and documents
     trusts_chats: bool = False
     trusts_completions: bool = True
@@ -69,10 +54,15 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.host not in LOCAL and not self.access.api_keys:
             raise ConfigError(
-                f"--host {self.host} can be reached from other machines: give --api-key-file, "
-                f"or stay on 127.0.0.1"
+                f"--host {self.host} can be reached from other machines: give --api-key-file or "
+                f"KVQ_API_KEY, or stay on 127.0.0.1"
+            )
+        if self.served_model_name == "" or "" in tuple(self.served_model_name or ()):
+            raise ConfigError(
+                "--served-model-name is empty; leave it out for the last part of the model's path"
             )
         find_format(self.tool_call_parser, "")
+        check_name(self.reasoning_parser)
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:

@@ -108,11 +108,12 @@ class Door:
         self,
         listener: socket.socket,
         *,
-        tls: ssl.SSLContext | None,
+        tls: Callable[[], ssl.SSLContext | None] | None,
         max_connections: int,
         max_per_address: int,
     ) -> None:
-        """`max_connections`: lowered to what the system's limit of descriptors leaves.
+        """`tls`: tells by what a handshake goes, when it begins. `max_connections`: lowered to what the
+        system's limit of descriptors leaves.
 
         Raises:
             ConfigError: that is none.
@@ -282,7 +283,7 @@ class Door:
             slot.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: make(slot),
                 sock,  # is closed by the loop from here on
-                ssl=self._tls,
+                ssl=None if self._tls is None else self._tls(),
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
             )
             if self._tls is None:

@@ -3,10 +3,7 @@
 import base64
 import binascii
 import logging
-import re
-import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,15 +12,16 @@ from uuid import uuid4
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvq.errors import ConfigError
+from kvq.server.credentials import WATCHER, Access, Credentials
 from kvq.server.ignored import HEADER, IGNORED
 from kvq.server.incoming import FREE, MAX_BODY, Incoming, skip, too_large
 from kvq.server.logs import Sparse, log_event, request_id
 from kvq.server.problems import Problem, dialect_of
 
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OPEN = ("/health/live",)  # need no key
+_WATCHED = ("/metrics", "/health", "/version")  # and below; all that a key for metrics may read
+DOCS, DOCUMENT = "/docs", "/openapi.json"
 POLLED = "/pool"  # by every open page, four times a second
 CHALLENGE = 'Basic realm="kvq: any name, an API key as the password", charset="UTF-8"'
 # Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine,
@@ -40,20 +38,6 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Access:
-    """Who may ask, and from where."""
-
-    api_keys: tuple[str, ...] = ()  # the tenants, by their place
-    hosts: frozenset[str] | None = None  # names this server is called by, without ports; None: any
-    origins: frozenset[str] = frozenset()  # of pages that may call it, such as https://a.org; * for all
-
-    def __post_init__(self) -> None:
-        for origin in self.origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(f"{origin!r} is no origin; write it as https://a.org or https://a.org:8443")
-
-
 class Guard:
     """Refuses, counts, names and logs requests."""
 
@@ -62,17 +46,21 @@ class Guard:
         app: ASGIApp,
         *,
         access: Access,
+        credentials: Credentials | None = None,
         check: Callable[[str, str], object] = lambda path, tenant: None,
         charge: Callable[[str], object] = lambda tenant: None,
+        count: Callable[[str], object] = lambda ending: None,
     ) -> None:
-        """`check` raises Problem if it is plain, before its body is read, that a request can't be served.
-        `charge` is told the tenant of each one that was refused for what it is.
+        """`credentials`: the keys that count now, if not those of `access`. `check` raises Problem if it is
+        plain, before its body is read, that a request can't be served. `charge` is told the tenant of each
+        one that was refused for what it is, `count` how those ended that are refused here.
         """
         self._app = app
         self._access = access
         self._check_arrival = check
         self._charge = charge
-        self._keys = [key.encode() for key in access.api_keys]
+        self._count = count
+        self._credentials = credentials or Credentials(access)
         self._incoming = Incoming()
         self._refused = Sparse()
 
@@ -88,6 +76,8 @@ class Guard:
                 whole = await body.read(receive, scope["kvq_tenant"], _most_bytes(scope))
             except Problem as problem:
                 scope[REASON] = problem.code or problem.type
+                if scope["method"] == "POST":
+                    self._count(problem.ending)
                 body.release()
                 await skip(receive)
                 response = as_response(problem, scope["path"])
@@ -130,9 +120,7 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         if self._access.hosts is not None and _name(host) not in self._access.hosts:
             raise Problem(
-                400,
-                "this server has no such host name; see --allowed-host",
-                code="host_not_allowed",
+                400, "this server has no such host name; see --allowed-host", code="host_not_allowed"
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
         origins = self._access.origins
@@ -148,26 +136,28 @@ class Guard:
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
         """Who asks, by the number of the key."""
-        if not self._keys or path in OPEN:
+        if path in OPEN:
             return ""
         authorization = headers.get(b"authorization", b"")
         scheme, _, token = authorization.partition(b" ")
         given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         if is_browsed(path):
             given = basic_password(authorization) or given
-        found = [i for i, key in enumerate(self._keys) if secrets.compare_digest(given, key)]
-        if not found:
+        who = self._credentials.tenant(given)
+        if who == WATCHER and not path.startswith(_WATCHED):
+            raise Problem(403, f"this key is for {', '.join(_WATCHED)} alone", code="metrics_key")
+        if who is None:
             raise Problem(
                 401,
                 "this server needs an API key: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
             )
-        return f"key-{found[0]}"
+        return who
 
 
 def is_browsed(path: str) -> bool:
     """True for what a browser asks for by itself, where a key may come as a Basic password."""
-    return path in ("/", POLLED) or path.startswith("/page/")
+    return path in ("/", POLLED, DOCS, DOCUMENT) or path.startswith("/page/")
 
 
 def basic_password(authorization: bytes) -> bytes:

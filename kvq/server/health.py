@@ -15,6 +15,7 @@ from kvq.server.messages import Ended
 from kvq.server.problems import Problem, unavailable
 from kvq.server.prompts import PROBE
 from kvq.server.service import Service
+from kvq.version import __version__
 
 _DEADLINE_S = 10.0
 _FRESH_S = 5.0  # an answer of the deep check is given again for so long
@@ -24,11 +25,8 @@ _TOKENS = 10
 class DeepCheck:
     """A text tokenized and 10 tokens generated under deadlines, past admission; one at a time for all."""
 
-    def __init__(
-        self, service: Service, *, deadline_s: float = _DEADLINE_S, clock: Callable[[], float] = monotonic
-    ) -> None:
+    def __init__(self, service: Service, *, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
-        self._deadline_s = deadline_s
         self._clock = clock
         self._running: asyncio.Task[float] | None = None
         self._began_s = 0.0
@@ -53,19 +51,19 @@ class DeepCheck:
         room = remote.info.max_context - 1 if remote.info is not None else 1
         params = SamplingParams(max_tokens=min(_TOKENS, room), ignore_eos=True)
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(_DEADLINE_S):
                 if (reason := await self._service.prompts.probe()) is not None:
                     raise unavailable(reason)
                 tokens = await self._service.prompts.tokenize("ping", tenant=PROBE)
         except TimeoutError as error:
-            raise unavailable(f"no text was tokenized within {self._deadline_s:g} s") from error
-        messages = remote.stream(tokens[:1] or [0], Terms(params=params), timeout_s=self._deadline_s)
+            raise unavailable(f"no text was tokenized within {_DEADLINE_S:g} s") from error
+        messages = remote.stream(tokens[:1] or [0], Terms(params=params), timeout_s=_DEADLINE_S)
         try:
             async for message in messages:
                 if isinstance(message, Ended) and message.error is not None:
                     raise unavailable(f"the engine failed a generation: {message.error}")
         except TimeoutError as error:
-            raise unavailable(f"no {_TOKENS} tokens within {self._deadline_s:g} s") from error
+            raise unavailable(f"no {_TOKENS} tokens within {_DEADLINE_S:g} s") from error
         except EngineError as error:
             raise unavailable(str(error)) from error
         finally:
@@ -81,9 +79,13 @@ async def check_readiness(service: Service) -> None:
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """`/health` and its three depths."""
+    """`/health` and its three depths, and `/version` as vLLM has it."""
     deep = DeepCheck(service)
     answer: dict[int | str, dict[str, Any]] = {200: {"model": Status}}
+
+    @app.get("/version", responses={200: {"model": dict[str, str]}})
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/health/live", responses=answer)
     async def live() -> dict[str, str]:

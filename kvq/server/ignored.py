@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvq.errors import nearest
+from kvq.models.templates.forms import Forms
 from kvq.server.complaints import json_kind
 from kvq.server.problems import Problem
 
@@ -26,6 +28,7 @@ _SAME = (  # of other protocols and servers
     frozenset(("stop_token_ids", "eos_token_id")),
     frozenset(("repetition_penalty", "repeat_penalty")),
 )
+_NO_TOOLS = ("none", {"type": "none"})  # choices that tell the model of none
 _UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
 
 
@@ -79,12 +82,12 @@ class Field:
 
     path: str  # with dots
     name: str  # the last of it
-    owner: type[Body]  # which has no such field
-    is_label: bool  # it asks for nothing, so that nothing is lost
+    known: frozenset[str]  # that it may have meant
+    is_label: bool = False  # it asks for nothing, so that nothing is lost
 
     def refusal(self) -> Problem:
         """What a strict server says to it."""
-        message = unknown_field(self.path, self.name, self.owner.NAMES)
+        message = unknown_field(self.path, self.name, self.known)
         return Problem(400, message, code="unknown_field", param=self.path[:_MAX_NAME])
 
 
@@ -124,15 +127,15 @@ class Ignored:
         return ", ".join(self.names)
 
 
-def find_ignored(given: Any, body: Body) -> Ignored:
-    """What of a decoded body its model has no place for. Null counts as left out.
+def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> Ignored:
+    """What of a decoded body its model has no place for, or the chat template. Null counts as left out.
 
-    Objects that are whole a template's, a tool's or a schema's own are not looked into. Stops when enough are
-    found, so a million unknown fields cost no more than a few.
+    Objects that are whole a tool's or a schema's own are not looked into. Stops when enough are found, so a
+    million unknown fields cost no more than a few.
     """
     unknown: list[Field] = []
     labels: list[Field] = []
-    for field in _walk(given, body, ""):
+    for field in chain(_walk(given, body, ""), _unread(given, type(body).NAMES, forms or Forms())):
         of_kind = labels if field.is_label else unknown
         if len(of_kind) <= _MOST:
             of_kind.append(field)
@@ -140,6 +143,20 @@ def find_ignored(given: Any, body: Body) -> Ignored:
             break
     fields = (*unknown, *labels)
     return Ignored(fields[:_MOST], len(fields) > _MOST)
+
+
+def _unread(given: Any, taken: frozenset[str], forms: Forms) -> Iterator[Field]:
+    """What is for a template that reads no such thing, of the fields that are taken."""
+    fields = {name: given[name] for name in taken & given.keys() if given[name]}
+    if "tools" in fields and forms.only_calls and fields.get("tool_choice") not in _NO_TOOLS:
+        yield Field("tools", "tools", frozenset())
+    if forms.variables is None:
+        return
+    if "reasoning_effort" in fields and "reasoning_effort" not in forms.variables:
+        yield Field("reasoning_effort", "reasoning_effort", frozenset())
+    for name, value in fields.get("chat_template_kwargs", {}).items():
+        if name not in forms.variables and value is not None:
+            yield Field(f"chat_template_kwargs.{name[:_MAX_NAME]}", name, forms.variables)
 
 
 def _walk(given: Any, body: Body, place: str) -> Iterator[Field]:
@@ -152,7 +169,7 @@ def _walk(given: Any, body: Body, place: str) -> Iterator[Field]:
             if name not in model.NAMES and value is not None:
                 told = name[:_MAX_NAME]
                 is_label = name in model.LABELS or (name in model.USUAL and model.USUAL[name] == value)
-                yield Field(place + told, told, model, is_label)
+                yield Field(place + told, told, model.NAMES, is_label)
     for name, attribute in model.PARTS.items():
         if (value := given.get(name)) is not None:
             part = getattr(body, attribute)

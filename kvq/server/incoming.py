@@ -81,7 +81,9 @@ class Body:
                     more = message.get("more_body", False)
                     if len(body) > most:
                         raise too_large(most)
-                    self._take(max(0, len(body) - FREE))
+                    counted = max(0, len(body) - FREE)
+                    self._incoming.take(tenant, counted - self._num_bytes)
+                    self._num_bytes = counted
         except TimeoutError as error:
             raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -96,10 +98,6 @@ class Body:
         """Nobody holds it any more."""
         self._incoming.give(self._tenant, self._num_bytes)
         self._num_bytes = 0
-
-    def _take(self, num_bytes: int) -> None:
-        self._incoming.take(self._tenant, num_bytes - self._num_bytes)
-        self._num_bytes = num_bytes
 
 
 async def skip(receive: Receive) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from kvq.errors import ConfigError, KVQError, nearest
@@ -25,6 +24,7 @@ request_id: ContextVar[str] = ContextVar("kvq_request_id", default="")
 # Of the libraries' only errors: some of their warnings come with every odd connection.
 _LOGGERS = {"uvicorn.error": logging.ERROR, "asyncio": logging.ERROR, "py.warnings": logging.WARNING}
 _MAX_WAITING = 10_000  # records; the newest are dropped while nobody takes what is written
+_BURST, _PER_S = 500, 5.0  # lines that anybody can bring about: at once, and a second from then on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,17 +56,15 @@ def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | N
 class Sparse:
     """Lines that anybody can bring about, as many as they like: so many at once, then so many a second."""
 
-    def __init__(self, burst: int = 500, per_s: float = 5.0) -> None:
-        self._burst = burst
-        self._per_s = per_s
-        self._left = float(burst)
+    def __init__(self) -> None:
+        self._left = float(_BURST)
         self._filled_s = perf_counter()
         self._num_left_out = 0
 
     def take(self) -> int | None:
         """How many lines were left out before this one; None if it has to be left out as well."""
         now = perf_counter()
-        self._left = min(self._burst, self._left + (now - self._filled_s) * self._per_s)
+        self._left = min(_BURST, self._left + (now - self._filled_s) * _PER_S)
         self._filled_s = now
         if self._left < 1:
             self._num_left_out += 1
@@ -123,7 +121,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields |= getattr(record, "fields", {})
     if record.exc_info and record.exc_info[1] is not None:
         fields["error"] = describe(record.exc_info[1])
-        fields["trace"] = _trace(record.exc_info[2])
+        frames = reversed(traceback.extract_tb(record.exc_info[2])[-12:])
+        fields["trace"] = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
     return fields
 
 
@@ -131,11 +130,6 @@ def describe(error: BaseException) -> str:
     """An exception as it may be logged: our own with their text, foreign ones by their type."""
     name = type(error).__name__
     return f"{name}: {error}" if isinstance(error, KVQError) else name
-
-
-def _trace(tb: TracebackType | None) -> str:
-    frames = traceback.extract_tb(tb)[-12:]
-    return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames))
 
 
 def _plain(value: Any) -> str:

@@ -12,15 +12,7 @@ from kvq.engine.job import Job
 from kvq.engine.outputs import RequestOutput
 from kvq.layout import GroupLayout
 from kvq.scheduler.request import RequestState
-from kvq.server.messages import (
-    Latency,
-    LiveRequest,
-    Part,
-    PastRequest,
-    Picture,
-    PoolPicture,
-    TenantPicture,
-)
+from kvq.server.messages import Latency, LiveRequest, Part, PastRequest, Picture, PoolPicture, TenantPicture
 
 _MAX_CELLS = 1 << 17  # blocks of a pool that are looked at
 _MAX_REQUESTS = 32  # of a tenant, living and ended

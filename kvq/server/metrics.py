@@ -12,12 +12,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvq.server.messages import Ended, Gauges, Ready, Stepped
@@ -47,9 +42,8 @@ class Source:
         self.model = model
         self.block_times = BlockTimes()
         self._remote = remote
-        self._before: collections.Counter[str] = (
-            collections.Counter()
-        )  # of the engine's lives that ended; of receipts, all
+        # Of the engine's lives that ended; of receipts, all
+        self._before: collections.Counter[str] = collections.Counter()
         self._now: dict[str, int] = {}  # of its present one
         self._life = 0
 
@@ -120,17 +114,17 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._source = Source(model, remote)
         self._named = [_Named(ALL_NAMES[kind], self._source, self._registry) for kind in kinds]
-        self._cuts = Counter(
+        self.cuts = Counter(
             "kvq_slow_readers_cut", "Streams whose readers fell too far behind.", registry=self._registry
         )
-        self._ignored = Counter(
+        self.ignored = Counter(
             "kvq_requests_with_ignored_fields",
             "Requests with unknown fields: refused, answered without them, or answered and nothing is lost.",
             ["kind"],
             registry=self._registry,
         )
         for kind in _IGNORED:
-            self._ignored.labels(kind)
+            self.ignored.labels(kind)
         remote.on_stepped = self._stepped
 
     def ended(self, ended: Ended) -> None:
@@ -144,14 +138,6 @@ class Metrics:
         """How a request ended: success, error, cancelled, timeout, or invalid, limited, refused before."""
         for named in self._named:
             named.count(ending)
-
-    def cut(self) -> None:
-        """A stream's reader was too slow."""
-        self._cuts.inc()
-
-    def ignored(self, kind: str) -> None:
-        """A request had unknown fields: refused, unknown, or label."""
-        self._ignored.labels(kind).inc()
 
     def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
         """A gauge of the HTTP process, read at every scrape."""

@@ -41,13 +41,7 @@ class Names:
     labels: Mapping[str, str | None] = field(default_factory=dict)  # of all; None: the model's name
 
 
-def _one_two_five(limit: float) -> list[float]:
-    """1, 2, 5, 10, 20, ... up to `limit`."""
-    steps = (mantissa * 10.0**power for power in range(12) for mantissa in (1, 2, 5))
-    return [step for step in steps if step <= limit]
-
-
-_TOKENS = _one_two_five(2e6)
+_TOKENS = [mantissa * 10.0**power for power in range(7) for mantissa in (1, 2, 5)][:-1]  # up to 2 million
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 _LATENCY_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)

@@ -31,9 +31,7 @@ def _object(**properties: Document) -> Document:
 
 
 _SCHEMAS = {
-    "Error": _object(
-        error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL),
-    ),
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
     "MessagesError": _object(
         type={"const": "error"},
         error={
@@ -45,7 +43,7 @@ _SCHEMAS = {
 _WORDS = {
     400: "The request is wrong; the message says where.",
     401: "No API key, or a wrong one.",
-    403: "A page of another origin asked.",
+    403: "A page of another origin asked, or a key for metrics alone.",
     404: "No such thing here.",
     408: "The request did not arrive in time.",
     413: f"A body may have {MAX_BODY} bytes.",
@@ -80,7 +78,8 @@ def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Docum
         if "requestBody" in operation:
             responses["200"].setdefault("headers", {})[HEADER] = _IGNORED
         if has_keys:
-            operation["security"] = [{way: []} for way in _keys(path)]
+            ways = [way for way in _SECURITY if way != "browser" or is_browsed(path)]
+            operation["security"] = [{way: []} for way in ways if path not in OPEN]
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -136,10 +135,3 @@ def _refusal(status: int, path: str) -> Document:
         what = "Seconds after which another try may succeed."
         found["headers"] = {"Retry-After": {"description": what, "schema": {"type": "integer"}}}
     return found
-
-
-def _keys(path: str) -> tuple[str, ...]:
-    """The ways to give a key there, of which one has to be used."""
-    if path in OPEN:
-        return ()
-    return ("bearer", "header", "browser") if is_browsed(path) else ("bearer", "header")

@@ -29,6 +29,17 @@ class Problem(Exception):
         self.retry_after_s = retry_after_s
         self.is_counted = False  # among the requests that ended
 
+    @property
+    def ending(self) -> str:
+        """How a request with this answer ended, as metrics name it."""
+        other = "invalid" if self.status < 500 else "error" if self.status == 500 else "refused"
+        return {429: "limited", 504: "timeout"}.get(self.status, other)
+
+    def counted(self) -> "Problem":
+        """The same, of a request that is counted already."""
+        self.is_counted = True
+        return self
+
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}

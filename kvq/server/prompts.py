@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 from kvq.errors import KVQError
+from kvq.models.templates.forms import Forms
 from kvq.server.bodies import ChatMessage
 from kvq.server.json_bounds import MAX_TOKEN_IDS
 from kvq.server.problems import Problem, failed, unavailable
@@ -16,6 +18,7 @@ from kvq.server.reading import Lane, Overran, Readers
 from kvq.server.reading.jobs import (
     Chat,
     Decode,
+    Found,
     FromReader,
     Job,
     Numbers,
@@ -23,11 +26,13 @@ from kvq.server.reading.jobs import (
     Said,
     Shared,
     Text,
+    Trial,
     pack,
     unpack,
 )
 from kvq.server.token_texts import TokenTexts
 
+_log = logging.getLogger("kvq")
 _DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
 _MAX_ASIDE = 64  # texts that may wait in line beside those to be generated from
 _WIDTH = 2  # prompts of a kind read side by side
@@ -91,12 +96,36 @@ class Prompts:
         return sum(lane.num_waiting for lane in {self._for_texts, self._for_chats})
 
     async def start(self) -> None:
-        """Load what the readers need, which is done at first use otherwise.
+        """Load what the readers need and try the chat template, which is done at first use otherwise.
 
         Raises:
             KVQError: there can be none.
         """
         await self._readers.start()
+        with contextlib.suppress(Problem):  # then it is tried again
+            if why := await self.try_one():
+                _log.error("chat template: no conversation can be read: %s", why)
+            elif lacking := (await self.forms()).lacking:
+                _log.info("chat template: no place for %s; the model can't be told of such", lacking)
+
+    async def forms(self) -> Forms:
+        """What the chat template shows, and in which form, as a trial found that may have taken too long.
+
+        Raises:
+            Problem: nobody can try it now.
+        """
+        readers = self._readers
+        if not self._has_template:
+            return Forms()
+        async with readers.trying:
+            if readers.forms is None:
+                try:
+                    found = await self._do(self._for_chats, Trial(), PROBE, 0)
+                except Overran:
+                    found = Found()
+                assert isinstance(found, Found), "a trial was asked for"
+                readers.forms = found.forms
+            return readers.forms
 
     def aside(self) -> "Prompts":
         """The same, of any length, for who only wants to know: a line and a reader of its own."""
@@ -128,8 +157,9 @@ class Prompts:
         if self.why_broken is not None:
             self._look_again()
             raise failed(self.why_broken)
-        turns = await _turns(conversation.messages)
-        job = Chat(turns=turns, options=conversation.options, max_tokens=self._max_tokens(), **self._bounds)
+        turns, options, forms = await _turns(conversation.messages), conversation.options, await self.forms()
+        most: dict[str, Any] = {"max_tokens": self._max_tokens(), **self._bounds}
+        job = Chat(turns=turns, options=options, forms=forms, **most)
         try:
             return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
         except (Overran, _TemplateFails) as error:
@@ -146,7 +176,7 @@ class Prompts:
             Problem: the template refuses one of the others, or it takes too long.
         """
         given = [(await _turns(one.messages), one.options) for one in (whole, *others)]
-        job = Shared(tokens=pack(tokens), whole=given[0], others=given[1:])
+        job = Shared(tokens=pack(tokens), whole=given[0], others=given[1:], forms=await self.forms())
         num_bytes = sum(_num_bytes(turns) for turns, _ in given)
         return _numbers(await self._do(self._for_chats, job, tenant, num_bytes))
 
@@ -172,14 +202,14 @@ class Prompts:
         try:
             await self.tokenize("ping", tenant=PROBE)
             if self._has_template:
-                job = Chat(
-                    turns=await _turns(_PING), options={"add_generation_prompt": True}, max_tokens=None
-                )
+                options, forms = {"add_generation_prompt": True}, await self.forms()
+                job = Chat(turns=await _turns(_PING), options=options, forms=forms, max_tokens=None)
                 await self._do(self._for_chats, job, PROBE, 0)
         except Overran as error:
             return f"{_BROKEN} it takes {error}"
         except _TemplateFails as error:
-            return f"{_BROKEN} {error.message}"
+            told = error.message.rpartition("template fails for this: ")[2]
+            return f"{_BROKEN} {told}; --chat-template FILE takes another"
         except Problem as problem:
             if problem.status > 500:
                 raise
@@ -217,9 +247,10 @@ class Prompts:
 
     async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> FromReader:
         try:
-            answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=self._deadline_s)
+            deadline_s = _DEADLINE_S if isinstance(job, Trial) else self._deadline_s
+            answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=deadline_s)
         except Overran as error:
-            if lane is self._for_chats and isinstance(job, Chat):
+            if isinstance(job, Chat | Trial):
                 raise
             raise Problem(400, f"the prompt takes {error} to be tokenized; send a shorter one") from error
         except UnicodeEncodeError as error:

@@ -222,7 +222,10 @@ class Remote:
             self.gauges = None
             is_closing = self.state is State.CLOSED
             what = "the server is shutting down" if is_closing else "the engine ended; send the request again"
-            self._tell_all(EngineError(what))
+            ended = EngineError(what)
+            for stream in self._streams.values():
+                stream.put(ended)
+            self._show(ended)
             if is_closing and not process.is_ready:
                 process.popen.kill()  # it may load for minutes before it looks at its socket
             await process.end()
@@ -310,11 +313,6 @@ class Remote:
         if self._on_failed is not None:
             self._on_failed(error)
         return error
-
-    def _tell_all(self, error: EngineError) -> None:
-        for stream in self._streams.values():
-            stream.put(error)
-        self._show(error)
 
     def _show(self, found: Picture | EngineError) -> None:
         looking, self._looking = self._looking, None

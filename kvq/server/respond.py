@@ -60,7 +60,7 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
     """
     decoded = request.scope.pop(DECODED)
     await asyncio.sleep(0)
-    ignored = service.check_fields(decoded, body)
+    ignored = await service.check_fields(decoded, body)
     decoded.clear()  # FastAPI holds it until the answer's end
     if ignored.fields:
         request.scope[IGNORED] = ignored.header()
@@ -75,7 +75,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(admitted(request, service.enter(tenant(request), call.seats)))
-        cut = service.metrics.cut
+        cut = service.metrics.cuts.inc
         if stream:
             chunks = await _while_connected(request, _first_of(call.chunks()))
             if chunks is not None:

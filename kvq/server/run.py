@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import threading
@@ -13,12 +14,14 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.models.tokenizer import load_without_torch
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.config import ServerConfig
+from kvq.server.credentials import Credentials
 from kvq.server.door import Door
 from kvq.server.logs import configure, log_event
 from kvq.server.protocol import Connection, prepare
@@ -56,6 +59,7 @@ def serve(config: ServerConfig) -> None:
 
 async def _serve(config: ServerConfig, stretches: Stretches) -> None:
     listener = listen(config)
+    credentials = Credentials(config.access, config.tls, config.read_access)
     ended: asyncio.Future[KVQError | None] = asyncio.get_running_loop().create_future()
 
     def end(reason: KVQError | None = None) -> None:
@@ -72,9 +76,16 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
+    has_terminal = os.isatty(0)
+
+    def hang_up() -> None:  # told by somebody, or because the terminal was closed
+        credentials.read_again() if os.isatty(0) == has_terminal else stop()
+
+    if config.read_access is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
     starting = asyncio.create_task(remote.start())
     try:
-        tokenizer = await _unless(ended, partial(load_without_torch, source.folder))
+        tokenizer = await _unless(ended, partial(load_without_torch, source.folder, config.chat_template))
         service = make_service(config, source.name, source.folder, remote, tokenizer)
         _log.info("tool calls: %s", service.tools.description)
     except BaseException:
@@ -83,8 +94,8 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         raise
     services.append(service)
     ready = asyncio.gather(starting, service.prompts.start())
-    server = _Server(_uvicorn(config, service))
-    door = _open(config, server, listener)
+    server = _Server(_uvicorn(create_app(service, config.access, credentials)))
+    door = _open(config, server, listener, credentials)
     service.metrics.watch("kvq_http_connections", "Open connections.", lambda: door.num_connections)
     service.metrics.watch(
         "kvq_http_longest_stretch_seconds",
@@ -155,12 +166,14 @@ async def _unless(ended: "asyncio.Future[KVQError | None]", work: Callable[[], A
     raise KeyboardInterrupt
 
 
-def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket) -> Door:
+def _open(
+    config: ServerConfig, server: uvicorn.Server, listener: socket.socket, credentials: Credentials
+) -> Door:
     """Let connections in, to uvicorn's protocol."""
     server.config.load()
     door = Door(
         listener,
-        tls=server.config.ssl,
+        tls=None if config.tls is None else lambda: credentials.context,
         max_connections=config.max_connections,
         max_per_address=config.max_connections_per_address or -(-config.max_connections // 2),
     )
@@ -168,8 +181,7 @@ def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket)
     return door
 
 
-def _uvicorn(config: ServerConfig, service: Service) -> uvicorn.Config:
-    app = create_app(service, config.access)
+def _uvicorn(app: FastAPI) -> uvicorn.Config:
     app.openapi()  # made once, which takes long: not while somebody waits
     return uvicorn.Config(
         app,
@@ -179,8 +191,6 @@ def _uvicorn(config: ServerConfig, service: Service) -> uvicorn.Config:
         proxy_headers=False,
         http=Connection,
         ws="none",
-        ssl_certfile=None if config.tls is None else config.tls.certificate,
-        ssl_keyfile=None if config.tls is None else str(config.tls.key),
         timeout_graceful_shutdown=_STUCK_S,
     )
 

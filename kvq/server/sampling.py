@@ -7,16 +7,17 @@ from typing import Any
 import msgspec
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.terms import Origin, Terms
 from kvq.errors import RequestError
-from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
 from kvq.server.ignored import Body
 from kvq.server.problems import Problem
 from kvq.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
+_CALLED = {"max_completion_tokens": "max_tokens"}
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
@@ -26,7 +27,7 @@ def schema_text(schema: Mapping[str, Any]) -> str:
     return msgspec.json.encode(schema).decode()
 
 
-def completion_params(body: CompletionBody) -> SamplingParams:
+def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> SamplingParams:
     """With `max_tokens` 0 a token is generated that nobody sees: the engine makes at least one.
 
     Raises:
@@ -35,12 +36,12 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     others = {
         "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,
         "prompt_logprobs": body.logprobs if body.echo else None,
-        "echo": body.echo and body.max_tokens != 0,
+        "echo": False,  # the engine knows tokens, whose text may be another than what was sent
     }
-    return params_of(body, _other_fields(body) | others)
+    return params_of(body, _other_fields(body) | others, defaults)
 
 
-def chat_params(body: ChatBody) -> SamplingParams:
+def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
     """Raises Problem: a parameter that the engine does not take."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -48,34 +49,28 @@ def chat_params(body: ChatBody) -> SamplingParams:
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
-    return params_of(body, _other_fields(body) | others)
-
-
-def _priority_of(body: Common) -> Priority:
-    """The scheduler's class: `priority` by its name, or `service_tier` "flex" for batch."""
-    if body.priority is not None:
-        return Priority[body.priority.upper()]
-    return Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE
+    return params_of(body, _other_fields(body) | others, defaults)
 
 
 def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
-    """What a body asks of the engine, for whom, and how urgent it is."""
-    origin = Origin(priority=_priority_of(body), tenant=tenant, cache_salt=body.cache_salt)
-    return Terms(params=params, origin=origin)
+    """What a body asks of the engine, for whom, and how urgent it is; `service_tier` "flex" is for batch."""
+    priority = body.priority or ("batch" if body.service_tier == "flex" else "interactive")
+    return Terms(params=params, origin=Origin(priority=priority, tenant=tenant, cache_salt=body.cache_salt))
 
 
-def params_of(body: Body, others: dict[str, Any]) -> SamplingParams:
+def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
     """What a body says of the engine's parameters in the engine's own words: a new one needs no more.
 
-    `others`: what it says in the protocol's.
+    `others`: what it says in the protocol's. `defaults`: the model's, for what it leaves out or says null to.
 
     Raises:
         Problem: a parameter that the engine does not take.
     """
     given = type(body).model_fields
     own = {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
+    named = {_CALLED.get(name, name) for name in body.model_fields_set if getattr(body, name) is not None}
     try:
-        return SamplingParams(**own | others)
+        return SamplingParams(**defaults.fill(own | others, named))
     except RequestError as error:
         raise Problem(400, str(error)) from error
 
@@ -86,18 +81,9 @@ def _other_fields(body: Common) -> dict[str, Any]:
         "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
         "stop": body.stop or (),
         "include_stop": body.include_stop_str_in_output,
-        "logit_bias": _biases(body.logit_bias),
+        "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None,
         "structured": _take_structured(body),
     }
-
-
-def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    if not given:
-        return None
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError as error:
-        raise Problem(400, "logit_bias maps token ids to numbers", param="logit_bias") from error
 
 
 def _take_structured(body: Common) -> StructuredOutput | None:

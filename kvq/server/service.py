@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from kvq.engine import SamplingParams
+from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.outputs import Piece
 from kvq.engine.prompts import check_known
 from kvq.engine.terms import Terms
@@ -25,28 +26,41 @@ from kvq.server.seating import Seats
 from kvq.server.tools.calling import ToolCalling
 from kvq.server.turns import Turns
 
+# Of requests that the engine ended
+_PROBLEMS: dict[ErrorKind | None, Callable[[str], Problem]] = {
+    "request": partial(Problem, 400),
+    "busy": unavailable,
+    "engine": failed,
+    None: failed,
+}
+
 
 class Service:
     """Requests in, the engine's messages out, while there is an engine and the server is not ending."""
 
     def __init__(
         self,
-        name: str,
+        names: str | tuple[str, ...],
         remote: Remote,
         prompts: Prompts,
         config: ServerConfig | None = None,
         *,
         tools: ToolCalling | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
-        """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known."""
+        """`names`: of the model, as clients see it, first that of answers; `tools`: how it calls them, if
+        that is known; `defaults`: of what requests leave out.
+        """
         config = config or ServerConfig()
-        self.name = name
+        self.names = (names,) if isinstance(names, str) else names
+        self.name = self.names[0]
         self.remote = remote
         self.prompts = prompts
         self.counting = prompts.aside()  # for requests that the engine does not see
         self.tools = tools or ToolCalling()
+        self.defaults = defaults or SamplingDefaults()
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
-        self.metrics = Metrics(remote, name, config.metrics_names)
+        self.metrics = Metrics(remote, self.name, config.metrics_names)
         self.turns = Turns()
         self.num_active = 0
         self.is_strict = config.strict_requests
@@ -72,27 +86,28 @@ class Service:
 
     def check_model(self, asked: str | None) -> None:
         """Raise Problem if a request is for another model."""
-        if asked is not None and asked != self.name:
+        if asked is not None and asked not in self.names:
             raise Problem(
                 404,
-                f"no model {asked!r} here; this server has {self.name!r}",
+                f"no model {asked!r} here; this server has {', '.join(map(repr, self.names))}",
                 code="model_not_found",
                 param="model",
             )
 
-    def check_fields(self, given: Any, body: Body) -> Ignored:
+    async def check_fields(self, given: Any, body: Body) -> Ignored:
         """What of a decoded body was ignored, counted.
 
         Raises:
             Problem: this server is strict, and there is something that may be missed.
         """
-        ignored = find_ignored(given, body)
+        is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
+        ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
         unknown = ignored.first_unknown
         if unknown is not None and self.is_strict:
-            self.metrics.ignored("refused")
+            self.metrics.ignored.labels("refused").inc()
             raise unknown.refusal()
         if ignored.fields:
-            self.metrics.ignored("label" if unknown is None else "unknown")
+            self.metrics.ignored.labels("label" if unknown is None else "unknown").inc()
         return ignored
 
     def check_arrival(self, tenant: str) -> None:
@@ -110,6 +125,19 @@ class Service:
             except RequestError as error:
                 raise Problem(400, str(error), param=where) from error
             check_fits(tokens, params, info)
+
+    def thinks(
+        self, params: SamplingParams, tokens: list[int], begun: str | None = None
+    ) -> tuple[bool | None, SamplingParams]:
+        """Whether an answer begins with thoughts, see `Thinking.is_open`, and parameters that let it.
+
+        `begun`: how the answer begins that is continued.
+        """
+        if (thinking := self.tools.thinking) is None:
+            return False, params
+        before = "".join(map(self.prompts.texts.text, tokens[-16:])) if begun is None else begun
+        is_open = thinking.is_open(before, is_continued=begun is not None)
+        return is_open, thinking.params(params, is_open)
 
     @contextmanager
     def aside(self, tenant: str) -> Iterator[None]:
@@ -159,14 +187,15 @@ class Service:
                         status = ""  # counted by what it says
                         self._count(message, terms.origin.tenant)
                         if message.error is not None:
-                            raise _problem(message.kind, message.error)
+                            raise _PROBLEMS[message.kind](message.error).counted()
                     yield message
             except TimeoutError as error:
                 status = "timeout"
-                raise timed_out(f"the request did not end within {self._timeout_s:g} s") from error
+                words = f"the request did not end within {self._timeout_s:g} s"
+                raise timed_out(words).counted() from error
             except EngineError as error:
                 status = "error"
-                raise unavailable(str(error)) from error
+                raise unavailable(str(error)).counted() from error
             finally:
                 if status:
                     self.metrics.count(status)
@@ -209,23 +238,21 @@ class Service:
         try:
             yield
         except Problem as problem:
-            self.metrics.count({400: "invalid", 429: "limited"}.get(problem.status, "refused"))
-            problem.is_counted = True
+            self.metrics.count(problem.counted().ending)
             raise
 
     def _count(self, ended: Ended, tenant: str) -> None:
         self.metrics.ended(ended)
         if (used := ended.receipt) is not None:
-            timing = ended.timing
+            counts = ("prompt_tokens", "cached_tokens", "generated_tokens")
+            times: dict[str, Any] = {
+                name: getattr(ended.timing, name, None) for name in ("queue_s", "ttft_s", "e2e_s")
+            }
             log_event(
                 "generated",
-                prompt_tokens=used.prompt_tokens,
-                cached_tokens=used.cached_tokens,
-                generated_tokens=used.generated_tokens,
+                **{name: getattr(used, name) for name in counts},
                 preemptions=used.preemptions or None,
-                queue_s=None if timing is None else timing.queue_s,
-                ttft_s=None if timing is None else timing.ttft_s,
-                e2e_s=None if timing is None else timing.e2e_s,
+                **times,
                 tenant=tenant or None,
                 failed=None if ended.error is None else ended.kind,
             )
@@ -246,18 +273,8 @@ class Service:
             self._idle.set()
 
 
-def _problem(kind: ErrorKind | None, error: str) -> Problem:
-    """Of a request that the engine ended, which is counted."""
-    if kind == "request":
-        problem = Problem(400, error)
-    else:
-        problem = unavailable(error) if kind == "busy" else failed(error)
-    problem.is_counted = True
-    return problem
-
-
-def describe(service: Service, created: int) -> dict[str, Any]:
-    """The model, as `/v1/models` lists it."""
+def describe(service: Service, created: int, name: str) -> dict[str, Any]:
+    """The model by one of its names, as `/v1/models` lists it."""
     info = service.remote.info
     limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
-    return {"id": service.name, "object": "model", "created": created, "owned_by": "kvq"} | limit
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit

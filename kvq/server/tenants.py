@@ -96,9 +96,5 @@ class Tenant:
 
 def _too_many(message: str, wait_s: float) -> Problem:
     return Problem(
-        429,
-        message,
-        type="rate_limit_error",
-        code="rate_limit_exceeded",
-        retry_after_s=max(1, ceil(wait_s)),
+        429, message, type="rate_limit_error", code="rate_limit_exceeded", retry_after_s=max(1, ceil(wait_s))
     )

@@ -20,6 +20,8 @@ class TokenTexts:
         decoder = repr(getattr(backend, "decoder", None))
         self._byte_of = _byte_level() if "ByteLevel" in decoder else None
         self._has_spaces = _SPACE in decoder or "Metaspace" in decoder
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = {token for token, known in added.items() if known.special}
         self._look = cache(self._read)
 
     def text(self, token: int) -> str:
@@ -31,16 +33,24 @@ class TokenTexts:
         return self._look(token)[1]
 
     def completion_logprobs(
-        self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int
+        self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, *, within: str = ""
     ) -> dict[str, Any]:
-        """Of tokens whose text begins at character `start`; the first token of a prompt has none."""
+        """Of tokens whose text begins at character `start`; the first token of a prompt has none.
+
+        `within`: the prompt that they were made of, in which some have no place: what the tokenizer adds.
+        """
         tokens, values, tops, offsets = [], [], [], []
         for token, entry in zip(ids, entries, strict=True):
             tokens.append(self.text(token))
             values.append(None if entry is None else _finite(entry.logprob))
             tops.append(None if entry is None else {self.text(t): _finite(value) for t, value in entry.top})
             offsets.append(start)
-            start += sum(byte & 0xC0 != 0x80 for byte in self.raw(token))  # characters that begin in it
+            raw = self.raw(token)
+            if within and not within.startswith(raw.decode(errors="ignore"), start):
+                is_space = within.startswith(" ", start)
+                raw = b"" if token in self._special else raw if is_space else raw.removeprefix(b" ")
+            start += sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in it
+            start = min(start, len(within)) if within else start
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvq.errors import EngineError
+from kvq.server.guard import DOCS
 from kvq.server.messages import LiveRequest, PastRequest, Picture
 from kvq.server.problems import Problem
 from kvq.server.respond import tenant as who_asks
@@ -110,6 +111,10 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
     async def page() -> Response:
         return await asset("index.html")
 
+    @app.get(DOCS, response_class=HTMLResponse)
+    async def docs() -> Response:
+        return await asset("docs.html")
+
     @app.get("/page/{name}", response_class=Response, responses={200: {"content": _CONTENT}})
     async def asset(name: str) -> Response:
         if name not in assets:
@@ -126,9 +131,7 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
 def _own(requests: list[LiveRequest] | list[PastRequest], tenant: str) -> list[dict[str, Any]]:
     """A tenant's requests, without its name."""
     found = [msgspec.to_builtins(request) for request in requests if request.tenant == tenant]
-    for request in found:
-        del request["tenant"]
-    return found
+    return [{name: value for name, value in one.items() if name != "tenant"} for one in found]
 
 
 def _name(tenant: str) -> str:

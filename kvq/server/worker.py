@@ -120,7 +120,7 @@ class Worker:
             if self._events is not None:
                 self._events.close()
             core.close()
-            loop.close()
+            loop.watchdog.close()
 
     def _serve(self, loop: EngineLoop, memory: Memory) -> None:
         core = loop.core

@@ -1,9 +1,11 @@
 """What fills a GPU, term by term, each with the formula that it comes from."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvq.errors import ConfigError
+from kvq.formats.checkpoints.stored import Stored
 from kvq.geometry import LayerGeometry, ModelGeometry, StateTensor
 from kvq.layout import BLOCK_SIZE, KVLayout, named_recipe, plan_layout
 from kvq.sizing.held import HeldAs
@@ -11,7 +13,7 @@ from kvq.sizing.parameters import Parameters
 
 LINEAR_TERM = "linear weights"
 SCALES_TERM = "weight scales"
-EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer; quantized on CPUs only
+EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer; kvq keeps codes of them on CPUs only
 KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
 ACTIVATION_TERM = "activations"
 _RESIDUALS = 4  # hidden vectors of a token that live while an MLP multiplies
@@ -52,30 +54,34 @@ def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
     kept = parameters.tables + parameters.other
     if not held.is_shared(parameters):
         kept += parameters.embedding
-    head = held.head_bytes(parameters)
-    formula = f"{kept:,} x {held.other_bytes} B ({held.other})"
-    if head:
-        formula += f" + {head:,} B (head, {held.head_name})"
+    head, form = held.held_head(parameters)
+    rest = f"{kept:,} x {held.other.weight_bytes:g} B ({held.other.name})"
+    linear, experts, scales = Counter[Stored](), Counter[Stored](), Counter[float]()
+    for name, count, rows in parameters.each:
+        is_expert = ".experts." in name
+        own = held.of(name) if held.has_packed_experts or not is_expert else held.other
+        (experts if is_expert else linear)[own] += count
+        scales[own.scale_bytes] += round(own.num_scales(count, rows))
     terms = [
+        _sum(LINEAR_TERM, [(n, one.weight_bytes, f" ({one.name})") for one, n in linear.items()]),
+        _sum(SCALES_TERM, [(n, each, "") for each, n in scales.items()]),
+        _sum(EXPERTS_TERM, [(n, one.weight_bytes, f" ({one.name})") for one, n in experts.items()]),
         Term(
-            name=LINEAR_TERM,
-            nbytes=round(parameters.linear * held.code_bytes),
-            formula=f"{parameters.linear:,} x {held.code_bytes:g} B ({held.name})",
+            name=KEPT_TERM,
+            nbytes=round(kept * held.other.weight_bytes) + head,
+            formula=rest + (f" + {head:,} B (head, {form})" if head else ""),
         ),
-        Term(
-            name=SCALES_TERM,
-            nbytes=round(held.num_scales(parameters) * held.each_scale_bytes),
-            formula=f"{round(held.num_scales(parameters)):,} x {held.each_scale_bytes:g} B",
-        ),
-        Term(
-            name=EXPERTS_TERM,
-            nbytes=round(parameters.experts * held.expert_bytes),
-            formula=f"{parameters.experts:,} x {held.expert_bytes:g} B "
-            + (f"({held.name})" if held.has_packed_experts else f"({held.other}: none are quantized)"),
-        ),
-        Term(name=KEPT_TERM, nbytes=kept * held.other_bytes + head, formula=formula),
     ]
     return tuple(term for term in terms if term.nbytes)
+
+
+def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
+    """A term of so many numbers of so many bytes each."""
+    return Term(
+        name=name,
+        nbytes=round(sum(count * each for count, each, _ in parts)),
+        formula=" + ".join(f"{count:,} x {each:g} B{what}" for count, each, what in parts if count and each),
+    )
 
 
 def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -> tuple[Term, ...]:
@@ -151,6 +157,7 @@ def kv_layout(
     """
     named = Path(kv) if kv.endswith(".json") else kv
     recipe = named_recipe(named, geometry, whole_blocks=whole_blocks)
+    recipe.check_stored("a plan")
     return plan_layout(geometry, recipe, block_size=block_size)
 
 

@@ -1,13 +1,14 @@
 """How many parameters a model has, from the dict of its config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
 
 Config = Mapping[str, Any]
+Matrix = tuple[str, int, int]  # a Linear layer's name, its weights, its output rows; of equal experts' all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,7 @@ class Parameters:
     outputs: int = 0  # rows of the weights of attention and MLP, which have a scale each in some formats
     expert_outputs: int = 0  # the same of routed experts
     inner: int = 0  # width of the widest MLP that a token passes through
+    matrices: tuple[Matrix, ...] = field(default=(), compare=False, repr=False)  # where they are known
 
     def __add__(self, more: "Parameters") -> "Parameters":
         """Both, one after the other."""
@@ -40,6 +42,12 @@ class Parameters:
     def linear(self) -> int:
         """In weights of Linear layers; all experts of a layer are one tensor, which has a term of its own."""
         return self.attention + self.mlp
+
+    @property
+    def each(self) -> tuple[Matrix, ...]:
+        """Matrices of attention, MLPs and experts; where they aren't known, each kind as if it were one."""
+        experts = ("layers.0.experts.0", self.experts, self.expert_outputs)
+        return self.matrices or (("layers.0.linear", self.linear, self.outputs), experts)
 
     @property
     def active(self) -> int:
@@ -93,29 +101,41 @@ def _experts(config: Config, name: str, default: int) -> int:
     return _get(config, name if name in config else "num_local_experts", default)
 
 
+def _matrices(kind: str, place: str, shapes: Mapping[str, tuple[int, int]], copies: int = 1) -> Parameters:
+    """Weights [out, in] in a layer's part, by what it calls them, as often as said."""
+    rows = "expert_outputs" if kind == "experts" else "outputs"
+    found = tuple(
+        (f"model.layers.{place}.{name}", copies * out * inputs, copies * out)
+        for name, (out, inputs) in shapes.items()
+    )
+    sums = {kind: sum(count for _, count, _ in found), rows: sum(out for *_, out in found)}
+    return Parameters(matrices=found, **sums)
+
+
 def _attention(geometry: ModelGeometry, index: int) -> Parameters:
-    """Four projections, without biases."""
-    layer, hidden = geometry.layers[index], geometry.hidden_size
-    q = geometry.q_heads * layer.k_head_dim
-    kv = layer.kv_heads * (layer.k_head_dim + layer.v_head_dim)
-    out = geometry.q_heads * layer.v_head_dim
-    return Parameters(attention=hidden * (q + kv + out), outputs=q + kv + hidden)
+    """Four projections, without biases; Phi 3's have three in one."""
+    layer, hidden, family = geometry.layers[index], geometry.hidden_size, geometry.model_type
+    q, k = geometry.q_heads * layer.k_head_dim, layer.kv_heads * layer.k_head_dim
+    v, out = layer.kv_heads * layer.v_head_dim, geometry.q_heads * layer.v_head_dim
+    shapes = {"q_proj": (q, hidden), "k_proj": (k, hidden), "v_proj": (v, hidden)}
+    if family == "phi3":
+        shapes = {"qkv_proj": (q + k + v, hidden)}
+    shapes["dense" if family == "phi" else "o_proj"] = (hidden, out)
+    return _matrices("attention", f"{index}.self_attn", shapes)
 
 
-def _gated(hidden: int, inner: int) -> Parameters:
-    """An MLP of three matrices."""
-    return Parameters(mlp=3 * hidden * inner, outputs=2 * inner + hidden, inner=inner)
+def _gated(place: str, hidden: int, inner: int, *, fused: bool = False) -> Parameters:
+    """An MLP of three matrices, two of which may be fused."""
+    first = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
+    shapes = {name: (out, hidden) for name, out in first.items()} | {"down_proj": (hidden, inner)}
+    return _matrices("mlp", place, shapes) + Parameters(inner=inner)
 
 
-def _routed(hidden: int, inner: int, *, count: int, chosen: int) -> Parameters:
+def _routed(place: str, hidden: int, inner: int, *, count: int, chosen: int) -> Parameters:
     """So many experts of three matrices, and the router that chooses some for each token."""
-    each = 3 * hidden * inner
-    return Parameters(
-        experts=count * each,
-        active_experts=chosen * each,
-        expert_outputs=count * (2 * inner + hidden),
-        other=count * hidden,
-        inner=chosen * inner,
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    return _matrices("experts", f"{place}.experts.0", shapes, count) + Parameters(
+        active_experts=chosen * 3 * hidden * inner, other=count * hidden, inner=chosen * inner
     )
 
 
@@ -135,13 +155,15 @@ def _llama_attention(config: Config, geometry: ModelGeometry, index: int) -> Par
 
 def _llama(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
     """A gated MLP."""
-    mlp = _gated(geometry.hidden_size, _get(config, "intermediate_size"))
+    hidden, inner = geometry.hidden_size, _get(config, "intermediate_size")
+    mlp = _gated(f"{index}.mlp", hidden, inner, fused=geometry.model_type == "phi3")
     return _llama_attention(config, geometry, index) + mlp
 
 
 def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
     """Experts in every layer."""
     return _llama_attention(config, geometry, index) + _routed(
+        f"{index}.mlp",
         geometry.hidden_size,
         _get(config, "intermediate_size", 14336),
         count=_get(config, "num_local_experts", 8),
@@ -155,6 +177,7 @@ def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameter
     if index in (config.get("mlp_only_layers") or ()) or not count or (index + 1) % step:
         return _llama(config, geometry, index)
     return _llama_attention(config, geometry, index) + _routed(
+        f"{index}.mlp",
         geometry.hidden_size,
         _get(config, "moe_intermediate_size", 768),
         count=count,
@@ -169,7 +192,7 @@ def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
     attention = _attention(geometry, index)
     biases = attention.outputs + count + count * (2 * inner + hidden)
     other = Parameters(other=2 * hidden + biases + geometry.q_heads)
-    return attention + other + _routed(hidden, inner, count=count, chosen=chosen)
+    return attention + other + _routed(f"{index}.mlp", hidden, inner, count=count, chosen=chosen)
 
 
 def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
@@ -181,31 +204,37 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Paramet
     q_rank, kv_rank = config.get("q_lora_rank", 1536) or 0, _get(config, "kv_lora_rank", 512)
     rope, nope = _get(config, "qk_rope_head_dim", 64), _get(config, "qk_nope_head_dim", 128)
     q_dim, kv_dim = nope + rope, nope + _get(config, "v_head_dim", 128)
-    queries = q_rank * (hidden + heads * q_dim) if q_rank else hidden * heads * q_dim
-    out = heads * (kv_dim - nope) * hidden
-    attention = Parameters(
-        attention=queries + hidden * (kv_rank + rope) + kv_rank * heads * kv_dim + out,
-        other=2 * hidden + kv_rank + q_rank,  # norms
-        outputs=q_rank + heads * q_dim + kv_rank + rope + heads * kv_dim + hidden,
+    width = heads * q_dim
+    shapes = (
+        {"q_a_proj": (q_rank, hidden), "q_b_proj": (width, q_rank)} if q_rank else {"q_proj": (width, hidden)}
     )
+    shapes |= {
+        "kv_a_proj_with_mqa": (kv_rank + rope, hidden),
+        "kv_b_proj": (heads * kv_dim, kv_rank),
+        "o_proj": (hidden, heads * (kv_dim - nope)),
+    }
+    norms = Parameters(other=2 * hidden + kv_rank + q_rank)
+    attention = _matrices("attention", f"{index}.self_attn", shapes) + norms
     if index < _get(config, "first_k_dense_replace", 3):
-        return attention + _gated(hidden, _get(config, "intermediate_size", 18432))
+        return attention + _gated(f"{index}.mlp", hidden, _get(config, "intermediate_size", 18432))
     inner = _get(config, "moe_intermediate_size", 2048)
     count, chosen = _experts(config, "n_routed_experts", 256), _get(config, "num_experts_per_tok", 8)
-    shared = _gated(hidden, _get(config, "n_shared_experts", 1) * inner)
+    shared = _gated(f"{index}.mlp.shared_experts", hidden, _get(config, "n_shared_experts", 1) * inner)
     correction = Parameters(other=count)  # of the router
-    return attention + shared + correction + _routed(hidden, inner, count=count, chosen=chosen)
+    routed = _routed(f"{index}.mlp", hidden, inner, count=count, chosen=chosen)
+    return attention + shared + correction + routed
 
 
 def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
     """Routed experts beside a shared one in every `interleave_moe_layer_step`-th layer, the others dense."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 8192)
-    attention = _llama_attention(config, geometry, index)
+    attention, place = _llama_attention(config, geometry, index), f"{index}.feed_forward"
     if (index + 1) % (_get(config, "interleave_moe_layer_step", 1) or 1):
-        return attention + _gated(hidden, _get(config, "intermediate_size_mlp", 16384))
+        return attention + _gated(place, hidden, _get(config, "intermediate_size_mlp", 16384))
     count, chosen = _get(config, "num_local_experts", 16), _get(config, "num_experts_per_tok", 1)
     together = Parameters(inner=(1 + chosen) * inner)  # a token passes through the shared one too
-    return attention + _gated(hidden, inner) + _routed(hidden, inner, count=count, chosen=chosen) + together
+    shared = _gated(f"{place}.shared_expert", hidden, inner)
+    return attention + shared + _routed(place, hidden, inner, count=count, chosen=chosen) + together
 
 
 def _phi(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
@@ -213,8 +242,8 @@ def _phi(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 4 * geometry.hidden_size)
     attention = _attention(geometry, index)
     biases = attention.outputs + inner + hidden
-    mlp = Parameters(mlp=2 * hidden * inner, outputs=inner + hidden, inner=inner)
-    return attention + mlp + Parameters(other=2 * hidden + biases)
+    mlp = _matrices("mlp", f"{index}.mlp", {"fc1": (inner, hidden), "fc2": (hidden, inner)})
+    return attention + mlp + Parameters(other=2 * hidden + biases, inner=inner)
 
 
 _LAYERS = {

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, lgamma, log, log1p, sqrt
 
 import numpy as np
 import numpy.typing as npt
 
 from kvq.watermark.key import Key
 from kvq.watermark.schemes import Green, Scheme, Tournament
-from kvq.watermark.tails import binomial_tail
-from kvq.watermark.words import Words, is_green, layer_bits, token_words
+from kvq.watermark.words import is_green, layer_bits, token_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +39,8 @@ def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:
     approximation is replaced by the binomial tail, which it misses by far at small p.
     """
     grams = _distinct(np.asarray(tokens, dtype=np.int64), scheme)
-    words = token_words(_context_words(grams[:, :-1], scheme, key), grams[:, -1])
+    contexts = [key.word(scheme.tag, context) for context in grams[:, :-1].tolist()]
+    words = token_words(np.array(contexts, dtype=np.uint64), grams[:, -1])
     hits = int(
         (is_green(words, scheme) if isinstance(scheme, Green) else layer_bits(words, scheme.layers)).sum()
     )
@@ -79,5 +79,26 @@ def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.i
     return grams[np.sort(first)]
 
 
-def _context_words(contexts: npt.NDArray[np.int64], scheme: Scheme, key: Key) -> Words:
-    return np.array([key.word(scheme.tag, context) for context in contexts.tolist()], dtype=np.uint64)
+def binomial_tail(successes: int, trials: int, share: float) -> float:
+    """P(X >= successes) for a binomial X, to 1e-9 of itself; the terms are added from the largest on."""
+    if successes <= 0:
+        return 1.0
+    if successes <= trials * share:
+        return 1.0 - _upper(trials - successes + 1, trials, 1 - share)  # P(X < s): of failures
+    return _upper(successes, trials, share)
+
+
+def _upper(successes: int, trials: int, share: float) -> float:
+    """The tail above the mean, where terms fall."""
+    if successes > trials:
+        return 0.0
+    first = (
+        lgamma(trials + 1)
+        - lgamma(successes + 1)
+        - lgamma(trials - successes + 1)
+        + successes * log(share)
+        + (trials - successes) * log1p(-share)
+    )
+    k = np.arange(successes, trials, dtype=np.float64)
+    ratios = (trials - k) / (k + 1) * (share / (1 - share))
+    return exp(first) * (1 + float(np.cumprod(ratios).sum()))

@@ -1,7 +1,7 @@
 """How a text is marked: green lists or a tournament, and the numbers of each."""
 
 from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from typing import ClassVar
 
 from kvq.errors import ConfigError, nearest
 
@@ -21,19 +21,15 @@ class Green:
     Source: Kirchenbauer et al. 2023, "A Watermark for Large Language Models", algorithm 2 (soft red list).
     """
 
+    tag: ClassVar[bytes] = b"green"  # what its random words are drawn for
     context: int = 2  # tokens
     gamma: float = 0.25  # share of green tokens
     delta: float = 2.0  # nats
 
     def __post_init__(self) -> None:
-        _check_whole(self, "context", 1, MAX_CONTEXT)
-        _check_real(self, "gamma", 0.01, 0.99)
-        _check_real(self, "delta", 0.01, MAX_DELTA)
-
-    @property
-    def tag(self) -> bytes:
-        """What its random words are drawn for."""
-        return b"green"
+        _check(self, "context", 1, MAX_CONTEXT)
+        _check(self, "gamma", 0.01, 0.99)
+        _check(self, "delta", 0.01, MAX_DELTA)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +43,13 @@ class Tournament:
     Nature 634 (SynthID-Text): non-distortionary, two candidates.
     """
 
+    tag: ClassVar[bytes] = b"tournament"  # what its random words are drawn for
     context: int = 4  # tokens
     layers: int = 20
 
     def __post_init__(self) -> None:
-        _check_whole(self, "context", 1, MAX_CONTEXT)
-        _check_whole(self, "layers", 1, MAX_LAYERS)
-
-    @property
-    def tag(self) -> bytes:
-        """What its random words are drawn for."""
-        return b"tournament"
+        _check(self, "context", 1, MAX_CONTEXT)
+        _check(self, "layers", 1, MAX_LAYERS)
 
 
 Scheme = Green | Tournament
@@ -102,16 +94,10 @@ def _number(value: str, given: str) -> int | float:
     raise ConfigError(f"{given!r} is no number of a watermark scheme; write NAME=NUMBER")
 
 
-def _check_whole(scheme: Scheme, name: str, low: int, high: int) -> None:
-    value = getattr(scheme, name)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        kind = type(scheme).__name__.lower()
-        raise ConfigError(f"{name} of {kind} must be a whole number of {low} to {high}, got {value!r}")
-
-
-def _check_real(scheme: Scheme, name: str, low: float, high: float) -> None:
-    value = getattr(scheme, name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or not low <= value <= high:
-        kind = type(scheme).__name__.lower()
-        raise ConfigError(f"{name} of {kind} must be a number of {low:g} to {high:g}, got {value!r}")
+def _check(scheme: Scheme, name: str, low: float, high: float) -> None:
+    """Raise ConfigError unless a scheme's number lies between, and is whole where the bounds are."""
+    value, is_whole = getattr(scheme, name), isinstance(low, int)
+    is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        kind, what = type(scheme).__name__.lower(), "a whole number" if is_whole else "a number"
+        raise ConfigError(f"{name} of {kind} must be {what} of {low:g} to {high:g}, got {value!r}")

@@ -59,11 +59,7 @@ def awq_scales(
 
 
 def _error(
-    weights: list[Tensor],
-    statistics: InputStatistics,
-    fmt: WeightFormat,
-    dtype: torch.dtype,
-    scale: Tensor,
+    weights: list[Tensor], statistics: InputStatistics, fmt: WeightFormat, dtype: torch.dtype, scale: Tensor
 ) -> float:
     """Squared error of the outputs with scaled weights rounded to nearest."""
     total = 0.0

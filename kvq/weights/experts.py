@@ -21,7 +21,7 @@ from kvq.kernels.experts.cpu import CpuExperts
 from kvq.kernels.experts.gating import Gating
 from kvq.kernels.experts.reference import ReferenceExperts
 from kvq.kernels.gated.activation import COMPILED, Activation
-from kvq.weights.linear import ACTIVATIONS, Packed, replace_linear
+from kvq.weights.linear import ACTIVATIONS, Packed, replace_linear, runs_library_code
 
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 16, 12, 9  # of the small copy
@@ -136,7 +136,7 @@ def _bias(module: Any, name: str, ordered: Callable[[Tensor], Tensor]) -> Tensor
 def _has_parts(module: nn.Module) -> bool:
     """Whether it has the two weights of stacked gated experts, and besides but biases and an activation."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if not _WEIGHTS <= set(own) <= _WEIGHTS | _BIASES or "forward" in module.__dict__:
+    if not _WEIGHTS <= set(own) <= _WEIGHTS | _BIASES or not runs_library_code(module):
         return False
     others = [x for x in module.children() if next(x.parameters(), None) is not None or list(x.children())]
     first, last = own["gate_up_proj"].shape, own["down_proj"].shape

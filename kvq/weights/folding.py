@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from kvq.weights.linear import linear_at
+
 Run = Callable[[], Tensor]  # the layer's output on a sample, fp32
 
 _PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
@@ -113,7 +115,7 @@ def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype =
         else:
             _divide_rows(source, scale, fold.tied, dtype)
         for name in fold.names:
-            _linear(layer, name).weight *= scale
+            linear_at(layer, name).weight *= scale
     return scale
 
 
@@ -142,7 +144,7 @@ def is_same(output: Tensor, before: Tensor) -> bool:
 
 def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
     """Fold uneven scales, compare the layer's outputs, and undo it."""
-    first = _linear(layer, fold.names[0])
+    first = linear_at(layer, fold.names[0])
     source = layer.get_submodule(fold.source)
     if fold.tied is None and source.weight.shape != (first.in_features,):  # such as a norm of each head
         return False
@@ -159,9 +161,9 @@ def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
 
 def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: int | None) -> Iterator[Fold]:
     """Linear layers before it whose rows may be its inputs, the last first."""
-    user = _linear(layer, name)
+    user = linear_at(layer, name)
     for source in reversed(before):
-        maker = _linear(layer, source)
+        maker = linear_at(layer, source)
         rows, device = maker.out_features, maker.weight.device
         if rows == user.in_features:
             yield Fold(names=(name,), source=source, tied=torch.arange(rows, device=device))
@@ -169,12 +171,6 @@ def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: in
             heads = torch.arange(rows, device=device).view(-1, 1, head_dim)
             tied = heads.expand(-1, user.in_features // rows, -1).flatten()
             yield Fold(names=(name,), source=source, tied=tied)
-
-
-def _linear(layer: nn.Module, name: str) -> nn.Linear:
-    found = layer.get_submodule(name)
-    assert isinstance(found, nn.Linear), f"{name} was traced as a Linear layer"
-    return found
 
 
 def _divide_norm(norm: nn.Module, scale: Tensor, offset: float, dtype: torch.dtype) -> Tensor:

@@ -108,6 +108,27 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
+def runs_library_code(module: nn.Module) -> bool:
+    """True if a module computes what its class does in a library: no other class's code, its own or hooks."""
+    homes = {own.__module__.partition(".")[0] for own in (type(module).forward, type(module).__call__)}
+    is_own = "forward" in module.__dict__ or any(hooks_of(module))
+    return not is_own and homes <= {"torch", "transformers", "kvq"}
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    """A Linear layer over a weight [out, in], which is not copied."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def linear_at(model: nn.Module, name: str) -> nn.Linear:
+    """The one called `name`, dots included, which is a Linear layer."""
+    found = model.get_submodule(name)
+    assert isinstance(found, nn.Linear), f"{name} is no Linear layer"
+    return found
+
+
 def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one called `name`, dots included."""
     parent, _, own = name.rpartition(".")

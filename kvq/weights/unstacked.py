@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvq.kernels.experts.gating import Gating
 from kvq.kernels.experts.reference import gated_experts
 from kvq.weights.experts import ExpertsForm, stacked_experts
-from kvq.weights.linear import replace_linear
+from kvq.weights.linear import linear_of, replace_linear
 
 _NAME = re.compile(r"(.*\.\d+)\.(?:.*\.)?experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # what Mixtral calls them
@@ -22,8 +22,8 @@ class _Expert(nn.Module):
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (_linear(half) for half in gate_up.chunk(2))
-        self.down_proj = _linear(down)
+        self.gate_proj, self.up_proj = (linear_of(half) for half in gate_up.chunk(2))
+        self.down_proj = linear_of(down)
 
 
 class UnstackedExperts(nn.Module):
@@ -54,12 +54,6 @@ class UnstackedExperts(nn.Module):
         """Names inside it of the Linear layers that share their input."""
         count = range(len(self._experts))
         return [names for i in count for names in ((f"{i}.gate_proj", f"{i}.up_proj"), (f"{i}.down_proj",))]
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
 
 
 def unstack_experts(model: nn.Module, held: Collection[str]) -> dict[str, str]:

@@ -1,6 +1,4 @@
-"""`kvq.bench.engine_steps` and the models of random weights that it runs on a GPU."""
-
-from types import SimpleNamespace
+"""`benchmarks.gpu.engine_steps` and the models of random weights that it runs on a GPU."""
 
 import pytest
 import torch
@@ -8,10 +6,10 @@ import torch
 import kvq
 from benchmarks.gpu import models
 from benchmarks.gpu.case import Target
+from benchmarks.gpu.engine_steps import _opened, _prefill, _watched, bench_steps
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.engine_server import Limits, _GraphsRefused
-from kvq.bench.engine_steps import _opened, _prefill, _watched, bench_steps
-from kvq.engine.graphs import decode_graphs
+from kvq.engine.graphs import DecodeGraphs, decode_graphs
 from kvq.errors import EngineError
 from kvq.models import Model
 
@@ -53,8 +51,11 @@ def test_steps_are_not_measured_when_a_request_ends_meanwhile(small: Model) -> N
 
 def test_a_row_says_why_steps_were_not_captured() -> None:
     told = _GraphsRefused()
-    nothing = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cuda")))
+
+    def fail() -> DecodeGraphs:
+        raise RuntimeError("it can't be captured")
+
     with told.listening():
-        assert decode_graphs(nothing, None, [], max_num_seqs=1, max_context=1) is None  # type: ignore[arg-type]
+        assert decode_graphs(torch.device("cuda"), fail) is None
     assert told.reason is not None
     assert told.reason.startswith("decode steps run without CUDA graphs: ")

@@ -1,10 +1,10 @@
-"""`kvq.bench.sampling`: nothing is timed that its parameters exclude."""
+"""`benchmarks.gpu.sampling`: nothing is timed that its parameters exclude."""
 
 import pytest
 import torch
 
-from kvq.bench import sampling
-from kvq.bench.sampling import KINDS, SamplingWorkload, bench_sampling
+from benchmarks.gpu import sampling
+from benchmarks.gpu.sampling import KINDS, SamplingWorkload, bench_sampling
 from kvq.errors import KVQError
 
 WORKLOAD = SamplingWorkload(rows=3, vocab_size=500, dtype=torch.float32, device=torch.device("cpu"))

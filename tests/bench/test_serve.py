@@ -13,6 +13,7 @@ from kvq.bench.serve_load import as_served, outcomes, run_load
 from kvq.bench.serve_process import ServerProcess
 from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
+from tests.waiting import HANG_S
 
 SMALL = ["--requests", "5", "--input-len", "7:40", "--output-len", "3:6", "--repeats", "2"]
 
@@ -79,12 +80,11 @@ def test_rude_clients_leave_nothing_behind():
             assert all(one.is_complete for one in polite)
             assert outcomes(sent)["other"] == 0
             assert len(as_served(sent).served) >= len(polite)
-            for _ in range(100):
-                seen = await metrics(server)
-                left = seen["kvq_blocks/0/live"], seen["kvq_active_requests"], num_sockets(server) - idle
-                if left[:2] == (0, 0) and left[2] <= 0:
-                    return
-                await asyncio.sleep(0.05)
-            assert left == (0, 0, 0)
+            left = None
+            async with asyncio.timeout(HANG_S):
+                while left is None or left[:2] != (0, 0) or left[2] > 0:
+                    await asyncio.sleep(0.05)
+                    seen = await metrics(server)
+                    left = seen["kvq_blocks/0/live"], seen["kvq_active_requests"], num_sockets(server) - idle
 
     asyncio.run(main())

@@ -2,38 +2,43 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvq.bench.engine_server import KvqServer
 from kvq.bench.step_costs import fit_costs
 from kvq.cli import main
+from kvq.engine import StepStats
 from kvq.models import Model
 
 
-def steps(number: int, noise: float = 0.0) -> list[SimpleNamespace]:
+def known_s(step: Any) -> float:
     """Of an engine with a fixed cost, one a token beyond 32, and those of attention and sequences."""
+    beyond = max(0, step.decode_tokens + step.prefill_tokens - 32)
+    reading = 2e-7 * step.decode_context + 3e-8 * step.prefill_context
+    return 5e-3 + 1e-4 * beyond + reading + 1e-5 * step.sampled
+
+
+def steps(number: int, noise: float = 0.0) -> list[SimpleNamespace]:
+    """Of such an engine."""
     rng = random.Random(0)
     made = []
     for _ in range(number):
         decodes = rng.randint(0, 40)
         prefill = 0 if decodes and rng.random() < 0.7 else rng.randint(1, 200)
-        context, pairs = decodes * rng.randint(50, 500), prefill * rng.randint(1, 300)
-        sampled = decodes + (prefill > 0)
-        seconds = 5e-3 + 1e-4 * max(0, decodes + prefill - 32)
-        seconds += 2e-7 * context + 3e-8 * pairs + 1e-5 * sampled
-        made.append(
-            SimpleNamespace(
-                decode_tokens=decodes,
-                prefill_tokens=prefill,
-                decode_context=context,
-                prefill_context=pairs,
-                sampled=sampled,
-                seconds=seconds * (1 + noise * rng.uniform(-1, 1)),
-            )
+        step = SimpleNamespace(
+            decode_tokens=decodes,
+            prefill_tokens=prefill,
+            decode_context=decodes * rng.randint(50, 500),
+            prefill_context=prefill * rng.randint(1, 300),
+            sampled=decodes + (prefill > 0),
         )
+        step.seconds = known_s(step) * (1 + noise * rng.uniform(-1, 1))
+        made.append(step)
     return made
 
 
@@ -58,7 +63,6 @@ def test_too_few_steps_say_nothing(tiny: Model):
     assert fit_costs(steps(20), tiny) is None
 
 
-# Longer outputs than the least steps that are fitted, should a busy machine serve all at once.
 LOAD = ["--requests", "40", "--input-len", "8:64", "--output-len", "8:64", "--rate", "60", "--kv", "int4_g32"]
 
 
@@ -71,8 +75,14 @@ def ran(*arguments: str) -> dict[str, Any]:
     return row
 
 
-def test_what_a_benchmark_measured_is_what_a_simulation_takes(tmp_path: Path):
-    """Steps ten times as dear are simulated; what this machine measures twice is nobody's promise."""
+def test_what_a_benchmark_measured_is_what_a_simulation_takes(tmp_path: Path, monkeypatch):
+    """Steps of known costs, and ten times as dear ones; what this machine measures is nobody's promise."""
+    run_steps = KvqServer.measure_steps
+
+    def timed(*given: Any) -> list[StepStats]:
+        return [replace(step, seconds=known_s(step)) for step in run_steps(*given)]
+
+    monkeypatch.setattr(KvqServer, "measure_steps", timed)
     results, dearer, sheet, out = (
         str(tmp_path / name) for name in ("r.json", "d.json", "gpus.json", "s.json")
     )
@@ -80,7 +90,7 @@ def test_what_a_benchmark_measured_is_what_a_simulation_takes(tmp_path: Path):
         "step_costs"
     ]
     least_ms = 1e3 * min(seconds for _, seconds in measured["linear"])
-    assert least_ms > 0.1
+    assert least_ms == pytest.approx(5, rel=0.1)
     gpu = {"memory_gb": 8, "bandwidth_tb_s": 2, "usd_per_hour": 1, "tflops": {"fp16": 50}}
     Path(sheet).write_text(json.dumps({"format_version": 1, "gpus": {"this-cpu": gpu}}))
     report = json.loads(Path(results).read_text())

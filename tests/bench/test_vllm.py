@@ -112,8 +112,8 @@ def test_rows_add_up(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
     assert (own["times_own"], mine["times_own"]) == (1.0, 2.0)
     assert (mine["attention_ms"], mine["write_ms"], mine["other_ms"]) == (250.0, 125.0, 625.0)
     assert all(row["samples"] == 2 and row["check_equal"] == row["check_requests"] for row in rows)
-    held = model.geometry.elements_per_token * 4
-    assert all(one.limits.kv_bytes == PLAN.burst.cache_tokens * held and one.dropped for one in engines)
+    held = PLAN.burst.cache_tokens * model.geometry.elements_per_token * 4
+    assert all(one.limits.kv_cache_memory_bytes == held and one.dropped for one in engines)
 
 
 def test_other_tokens_end_it_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:

@@ -30,9 +30,9 @@ EPISODE = 4000  # steps
 PATHS = [
     "hits", "parts", "copies on write", "evicted", "deduplicated", "waits", "forked", "failed", "rewound",
     "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
-    "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "refused by quota",
-    "pinned", "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown",
-    "beyond a limit", "sealed", "snapshots", "states stayed",
+    "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "pinned",
+    "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown", "beyond a limit",
+    "sealed", "snapshots", "states stayed",
 ]  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def random_reach(
 
 
 def random_simulation(rng: random.Random, *, staged: bool = False, states: bool = False) -> Simulation:
-    """A manager of random shape: groups, pool sizes, quotas, host slots, digests that collide or not."""
+    """A manager of random shape: groups, pool sizes, host slots, digests that collide or not."""
     size = rng.randint(1, 4)
     windows, limits, lag = random_reach(rng, size, staged)
     more: dict[str, int] = {}
@@ -66,7 +66,7 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         windows, limits = [*windows, 2], [*limits, None]
     collides = {"digest": tiny_digest(rng.randint(2, 5))} if rng.random() < 0.25 else {}
     manager = BlockManager(
-        num_blocks=[rng.randint(4, 20) for _ in windows],
+        num_blocks=[rng.randint(4, 12) for _ in windows],
         block_size=size,
         windows=windows,
         limits=limits,
@@ -76,9 +76,6 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         **more,
         **collides,
     )
-    for tenant in TENANTS:
-        if rng.random() < 0.3:
-            manager.set_quota(tenant, rng.randint(3, 12))
     return Simulation(manager, max_clients=rng.randint(2, 6), mirrored=rng.random() < 0.5)
 
 
@@ -179,14 +176,12 @@ def _make_room(sim: Simulation, rng: random.Random) -> None:
 
 
 def _disturb(sim: Simulation, rng: random.Random, client: Client, grows: bool) -> None:
-    """What is no request's doing: time, memory pressure, quotas, growth."""
+    """What is no request's doing: time, memory pressure, growth."""
     roll = rng.random()
-    if roll < 0.65:
+    if roll < 0.75:
         sim.wait(rng.random())
-    elif roll < 0.80:
-        sim.manager.drop_cached()
     elif roll < 0.90:
-        sim.manager.set_quota(rng.choice(TENANTS), rng.randint(2, 16))
+        sim.manager.drop_cached()
     elif grows and sim.manager.pools[0].num_blocks < 24 and roll < 0.93:
         sim.grow(1)
         sim.seen["grown"] += 1

@@ -108,9 +108,9 @@ class Simulation:
         copies = self.seen["copies"]
         try:
             slots = self.manager.append(request)
-        except OutOfBlocks as error:
+        except OutOfBlocks:
             assert not can or self.surprised
-            self.seen["refused by quota" if "quota" in str(error) else "refused"] += 1
+            self.seen["refused"] += 1
             return False
         assert can or self.surprised
         self.carry_out()

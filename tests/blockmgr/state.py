@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvq.blockmgr import BlockManager, BlockPool, Sequence
-from kvq.blockmgr.pool import Account
 
 
 def state(manager: BlockManager) -> dict[str, Any]:
-    """Pools, index, sequences, pins, host slots, announcements, accounts and waiting orders."""
+    """Pools, index, sequences, pins, host slots, announcements and waiting orders."""
     names = {id(sequence): i for i, sequence in enumerate(manager.sequences())}
     return {
         "pools": [_pool(pool) for pool in manager.pools],
@@ -21,7 +20,6 @@ def state(manager: BlockManager) -> dict[str, Any]:
         "pins": [(pin.length, pin.blocks, pin.until) for pin in manager.pins.all()],
         "host": [sorted(manager.swap.free_slots(group)) for group in range(len(manager.pools))],
         "computing": {digest: names[id(s)] for digest, s in manager.prefixes.computing().items()},
-        "accounts": {t: [_account(a) for a in accounts] for t, accounts in manager.accounts.items()},
         "orders": manager.blocks.orders[:],
         "events": manager.blocks.events._queue[:],
     }
@@ -44,12 +42,7 @@ def _pool(pool: BlockPool) -> dict[str, Any]:
         "cached": pool.cached_blocks(),
         "refs": pool._refs[:],
         "entries": [getattr(pool.entry(block), "digest", None) for block in blocks],
-        "owners": [id(owner) if owner else None for owner in pool.owners()],
     }
-
-
-def _account(account: Account) -> tuple[int, int, list[int]]:
-    return account.quota, account.owned, list(account.cached)
 
 
 def _sequence(s: Sequence) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def out_of_blocks() -> None:
 
 
 SITES: dict[str, tuple[type, str, Callable[[], Any], int]] = {
-    "blocks": (BlockPool, "allocate", out_of_blocks, 20),
+    "blocks": (BlockPool, "allocate", out_of_blocks, 18),
     "host slots": (SwapSpace, "can_swap_out", lambda: False, 4),
 }
 
@@ -46,7 +46,6 @@ def simulation(num_blocks: int) -> Simulation:
     manager = BlockManager(
         num_blocks=[num_blocks] * 2, block_size=2, windows=[None, 4], host_slots=[9, 9], max_pinned_blocks=9
     )
-    manager.set_quota("a", num_blocks - 1)
     sim = Simulation(manager)
     sim.surprised = True
     return sim

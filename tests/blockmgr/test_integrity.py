@@ -6,17 +6,15 @@ from collections.abc import Callable
 import pytest
 
 from kvq.blockmgr import BlockId, BlockManager, HostSlot, Sequence
-from kvq.blockmgr.pool import Account
 from kvq.blockmgr.prefix import Node
 from tests.blockmgr.helpers import cache, manager, run
 
 
 class Scene:
-    """A manager with something of everything: live, cached, pinned, swapped, announced, under quota."""
+    """A manager with something of everything: live, cached, pinned, swapped, announced."""
 
     def __init__(self) -> None:
         self.blocks: BlockManager = manager(24, 24, windows=[None, 4], host_slots=[9, 9])
-        self.blocks.set_quota("a", 20)
         cache(self.blocks, range(60, 66))
         cache(self.blocks, [60, 61, 70, 71])
         cache(self.blocks, range(20, 24), "a")
@@ -25,7 +23,6 @@ class Scene:
         self.away: Sequence = run(self.blocks, range(40, 45))
         self.blocks.swap_out(self.away)
         self.coming: Sequence = self.blocks.start(self.blocks.prompt(range(30, 36)))
-        self.account: Account = self.blocks.accounts["a"][0]
 
     @property
     def nodes(self) -> dict[bytes, Node]:
@@ -33,9 +30,6 @@ class Scene:
 
     def node(self, *tokens: int) -> Node:
         return next(n for n in self.nodes.values() if n.tokens == array("I", tokens).tobytes())
-
-    def cached_block(self) -> BlockId:
-        return self.blocks.pools[0].cached_blocks()[0]
 
 
 def move_to_end(scene: Scene) -> None:
@@ -82,12 +76,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Scene], object], str]] = {
     "a lost pin": (lambda s: s.blocks.pins._pins.clear(), "references and tables differ, 1 and 0"),
     "a forgotten sequence": (lambda s: s.blocks._register._live.pop(s.live), "references and tables differ"),
     "too many pins": (lambda s: setattr(s.blocks.pins, "_max_blocks", 0), "more blocks are pinned than may"),
-    "a miscounted account": (lambda s: setattr(s.account, "owned", 1), "'a' owns 6 blocks"),
-    "a stray cached block": (lambda s: s.account.cached.clear(), "'a' has stray cached blocks"),
-    "a foreign account": (
-        lambda s: s.blocks.pools[0]._accounts.__setitem__(s.cached_block(), Account(quota=1)),
-        "belong to nobody's account",
-    ),
     "a prefix older than its end": (move_to_end, "is given away after its prefix"),
     "an outlived prefix": (forget_prefix, "outlived the prefix it needs"),
     "a host slot free twice": (lambda s: s.blocks.swap._free[0].append(s.blocks.swap._free[0][0]), "free tw"),

@@ -54,7 +54,6 @@ class Machine(RuleBasedStateMachine):
         size=st.integers(1, 3),
         window=st.integers(1, 6),
         sinks=st.integers(1, 3),
-        quota=st.none() | st.integers(2, 6),
         bits=st.sampled_from([8, 2]),
         every=st.sampled_from([None, None, None, 2, 5]),
     )
@@ -64,7 +63,6 @@ class Machine(RuleBasedStateMachine):
         size: int,
         window: int,
         sinks: int,
-        quota: int | None,
         bits: int,
         every: int | None,
     ) -> None:
@@ -83,8 +81,6 @@ class Machine(RuleBasedStateMachine):
             host_slots=[5] * (groups + states),
             **collides,
         )
-        if quota is not None:
-            manager.set_quota("a", quota)
         self.sim = Simulation(manager)
         self.sim.start("a", BASE)
         self.compute(0, BASE)
@@ -187,13 +183,10 @@ class Machine(RuleBasedStateMachine):
         """A request ends, in whatever state it is."""
         self.sim.free(self.sim.clients[number % len(self.sim.clients)])
 
-    @rule(quota=st.none() | st.integers(1, 8))
-    def disturb(self, quota: int | None) -> None:
-        """Everything cached goes, or a tenant's quota changes."""
-        if quota is None:
-            self.sim.manager.drop_cached()
-        else:
-            self.sim.manager.set_quota("a", quota)
+    @rule()
+    def drop_cached(self) -> None:
+        """Everything cached goes."""
+        self.sim.manager.drop_cached()
 
     @invariant()
     def nothing_is_broken(self) -> None:

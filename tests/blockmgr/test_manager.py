@@ -1,4 +1,4 @@
-"""The manager as a whole: quotas, receipts, utilization, eviction order, growth, bad configuration."""
+"""The manager as a whole: receipts, utilization, eviction order, growth, bad configuration."""
 
 import random
 from typing import Any
@@ -6,70 +6,10 @@ from typing import Any
 import pytest
 
 from kvq.blockmgr import BlockManager, PoolUsage
-from kvq.errors import ConfigError, OutOfBlocks, RequestError
+from kvq.errors import ConfigError, RequestError
 from tests.blockmgr.drive import random_simulation, random_step
 from tests.blockmgr.helpers import cache, compute, hit, manager, run
 from tests.blockmgr.state import state
-
-
-def test_a_tenant_at_its_quota_gives_up_its_own_oldest_prefix_first() -> None:
-    blocks = manager(12)
-    blocks.set_quota("a", 4)
-    cache(blocks, range(4), "b")
-    cache(blocks, range(10, 14), "a")
-    cache(blocks, range(20, 24), "a")
-    assert [usage.free for usage in blocks.usage()] == [6]
-    cache(blocks, range(30, 34), "a")
-    assert hit(blocks, range(10, 15), "a") == 0
-    assert hit(blocks, range(20, 25), "a") == 4
-    assert hit(blocks, range(5), "b") == 4
-    assert blocks.usage()[0].cached == 6
-    blocks.check_integrity()
-
-
-def test_a_tenant_at_its_quota_is_refused_while_the_pool_has_room() -> None:
-    blocks = manager(12)
-    blocks.set_quota("a", 2)
-    sequence = run(blocks, range(4), "a")
-    assert not blocks.can_append([(sequence, 1)])
-    assert not blocks.can_admit(blocks.prompt([7], tenant="a"), 1)
-    assert blocks.can_admit(blocks.prompt([7], tenant="b"), 1)
-    with pytest.raises(OutOfBlocks, match="holds 2 of its quota of 2 and 0 of them can be given up"):
-        blocks.append([(sequence, 1)])
-    run(blocks, range(4), "b")
-
-
-def test_sharing_anothers_blocks_costs_no_quota() -> None:
-    blocks = manager(12)
-    blocks.set_quota("b", 1)
-    run(blocks, range(8), "a", salt="common")
-    sequence = blocks.start(blocks.prompt(range(9), tenant="b", shared_salt="common"))
-    assert sequence.length == 8
-    compute(blocks, sequence)
-    blocks.check_integrity()
-
-
-def test_a_quota_counts_for_requests_that_start_later_and_can_be_changed() -> None:
-    blocks = manager(12)
-    before = run(blocks, range(4), "a")
-    blocks.set_quota("a", 1)
-    blocks.append([(before, 4)])
-    after = blocks.start(blocks.prompt(range(50, 60), tenant="a"))
-    assert not blocks.can_append([(after, 3)])
-    blocks.set_quota("a", 2)
-    assert blocks.can_append([(after, 3)])
-    with pytest.raises(ConfigError, match="a quota must be a number of at least one block, got 0"):
-        blocks.set_quota("a", 0)
-
-
-def test_a_part_is_not_copied_when_the_quota_has_no_room_for_it() -> None:
-    blocks = manager(12)
-    blocks.set_quota("a", 2)
-    run(blocks, range(4), "a")
-    prompt = blocks.prompt([0, 1, 2, 9], tenant="a")
-    assert blocks.lookup(prompt).length == 3
-    assert blocks.start(prompt).length == 2
-    assert blocks.take_orders() == []
 
 
 def test_a_cached_prefix_survives_while_blocks_are_free_elsewhere() -> None:
@@ -247,7 +187,6 @@ def test_wrong_use_is_refused_and_changes_nothing() -> None:
         (lambda: blocks.lookup(manager(6, size=3).prompt([1])), "prepared for blocks of 3 tokens"),
         (lambda: blocks.pin(blocks.prompt([1, 2]), float("nan")), "a pin needs a time to end"),
         (lambda: blocks.pin(blocks.prompt([1, 2]), float("inf")), "a pin needs a time to end"),
-        (lambda: blocks.set_quota("a", 2.5), "got 2.5"),
     ):
         with pytest.raises(ConfigError, match=message):
             wrong()

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.blockmgr import BlockId, BlockPool
-from kvq.blockmgr.pool import Account
 from kvq.errors import ConfigError, OutOfBlocks
 
 VERBS = ["allocate", "share", "release", "keep", "drop_cached", "grow"]
@@ -50,8 +49,8 @@ def apply(pool: BlockPool, model: Model, verb: str, number: int) -> None:
     live, shareable = sorted(model.refs), sorted({*model.refs, *model.cached})
     if verb == "allocate":
         fits = number <= len(model.free) + len(model.cached)
-        assert pool.can_allocate(number) == fits
         if fits:
+            pool.check_room(number)
             assert pool.allocate(number) == model.allocate(number)
         else:
             with pytest.raises(OutOfBlocks, match=f"need {number} blocks, but only {len(model.free)} of"):
@@ -142,43 +141,6 @@ def test_what_cannot_be_found_without_an_evicted_block_goes_with_it() -> None:
     pool.check_integrity()
 
 
-def test_an_account_at_its_quota_gives_up_its_own_oldest_block() -> None:
-    pool, account = BlockPool(9), Account(quota=3)
-    others, mine = pool.allocate(1), pool.allocate(3, account)
-    for block in (*others, *mine):
-        pool.keep(block, "entry")
-        pool.release(block)
-    assert pool.allocate(1, account) == [4]  # a free one
-    assert pool.cached_blocks() == [others[0], mine[1], mine[2]]
-    assert (account.owned, list(account.cached)) == (3, mine[1:])
-    pool.share(mine[1])
-    pool.share(mine[2])
-    assert not pool.can_allocate(1, account)
-    with pytest.raises(OutOfBlocks, match="holds 3 of its quota of 3 and 0 of them can be given up; finish"):
-        pool.allocate(1, account)
-    assert pool.can_allocate(1)
-
-
-def test_an_account_owns_a_block_until_it_is_free() -> None:
-    pool, account = BlockPool(4), Account(quota=4)
-    a, b = pool.allocate(2, account)
-    pool.keep(a, "entry")
-    pool.release_all([a, b])
-    assert (account.owned, pool.owners()[a], pool.owners()[b]) == (1, account, None)
-    pool.drop_cached()
-    assert (account.owned, pool.owners()) == (0, [None] * 4)
-    assert not account.cached
-
-
-def test_nothing_is_demanded_of_an_account_over_its_quota_for_no_block() -> None:
-    pool, account = BlockPool(4), Account(quota=4)
-    pool.allocate(3, account)
-    account.quota = 1
-    assert pool.can_allocate(0, account)
-    assert pool.allocate(0, account) == []
-    assert not pool.can_allocate(1, account)
-
-
 def test_a_pool_grows_and_never_shrinks() -> None:
     pool = BlockPool(2)
     pool.allocate(2)
@@ -217,7 +179,6 @@ CORRUPTIONS: dict[str, Callable[[BlockPool], object]] = {
     r"differ: \[1\]": lambda p: p._refs.__setitem__(1, 0),  # its last reference was lost
     r"differ: \[9\]": lambda p: p._free.append(BlockId(9)),  # no such block
     "block 4 is free and indexed": lambda p: p._entries.__setitem__(4, "entry"),
-    "block 4 is free and owned": lambda p: p._accounts.__setitem__(4, Account(quota=1)),
     "block 2 is cached and not indexed": lambda p: p._entries.__setitem__(2, None),
 }
 

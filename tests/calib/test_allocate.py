@@ -65,12 +65,6 @@ def test_a_limit_that_nothing_meets_is_refused_with_the_best():
         allocation.budget_for(0.1)
 
 
-@pytest.mark.parametrize("units", [[], [[]]])
-def test_a_unit_needs_an_option(units):
-    with pytest.raises(ConfigError, match="at least one format"):
-        Allocation(units)
-
-
 def test_a_large_model_is_solved_in_seconds():
     """126 layers of K and V of 8 heads, with twelve options, half of them less means: Llama 3.1 405B."""
     sizes = [

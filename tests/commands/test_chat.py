@@ -147,9 +147,9 @@ class Terminal:
     def type(self, text):
         os.write(self._fd, text.encode())
 
-    def until(self, pattern, seconds=90):
+    def until(self, pattern):
         """What is shown up to and with a pattern."""
-        deadline = monotonic() + seconds
+        deadline = monotonic() + HANG_S
         while not (match := re.search(pattern, self._seen, re.S)):
             assert monotonic() < deadline, self._seen
             if select.select([self._fd], [], [], 0.1)[0]:
@@ -166,7 +166,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends():
             terminal.type(message + "\n")
             terminal.until(re.escape(message) + r"\r\n.{10}")
             terminal.process.send_signal(signal.SIGINT)
-            terminal.until(r"\[stopped\]\r\n.*> ", 30)
+            terminal.until(r"\[stopped\]\r\n.*> ")
             terminal.type("/stats\n")
             terminal.until("the last answer was not completed.*> ")
             terminal.type("/reset\n")

@@ -17,10 +17,13 @@ from kvq.commands.chat_engine import EnginePartner
 from kvq.commands.chat_partner import Sampling
 from kvq.commands.options import ModelOptions
 from kvq.models.resolve import EMBEDDED
-from tests.server.templates import LOOP, LOOPS_ON_LOOP
+from tests.server.templates import LOOP
 from tests.waiting import HANG_S, wait_for
 
-LOOPS_LATER = LOOPS_ON_LOOP.replace("messages[0]", "messages[-1]")
+LOOPS_LATER = (
+    "{% if 'loop' in messages[-1].content %}" + LOOP + "{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
 TURN = {"role": "user", "content": "Tell me of the sea."}
 
 

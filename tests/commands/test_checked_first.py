@@ -145,7 +145,7 @@ def test_a_batch_whose_answers_have_no_folder(ask, monkeypatch):
         ("quantize", ("--eval", "missing.txt"), "can't read missing.txt"),
         ("serve", ("--tool-call-parser", "hermez"), "hermes"),
         ("serve", ("--api-key-file", "missing"), "missing"),
-        ("serve", ("--ssl-keyfile", "missing"), "needs its certificate; give --ssl-certfile, too"),
+        ("serve", ("--ssl-keyfile", "missing"), "can't read missing"),
         ("serve", ("--kv-memory", "1KiB"), "one block of every layer group takes"),
         ("serve", ("--max-model-len", 10**6), "takes 1 to 4096"),
         ("bench engine", ("--rivals", "vlm"), "vlm"),

@@ -53,7 +53,7 @@ def test_what_is_missing_is_said(key_file, tmp_path, kvq):
     for options, said in (
         ((tmp_path / "text",), "--key-file is needed"),
         ((tmp_path / "none", "--key-file", key_file), "can't read"),
-        ((tmp_path / "text", "--key-file", tmp_path / "none"), "can't be read"),
+        ((tmp_path / "text", "--key-file", tmp_path / "none"), "can't read"),
         ((tmp_path / "text", "--key-file", key_file, "--scheme", "red"), "unknown watermark scheme 'red'"),
         ((tmp_path / "text", "--new-key", tmp_path / "new"), "looks at no text"),
         (("--new-key", key_file), "is there already"),

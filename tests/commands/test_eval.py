@@ -24,7 +24,9 @@ def test_everything_in_one_run(kvq, tmp_path):
     )
     assert (status, remarks(err)) == (0, [])
     for task in ("perplexity,kl", "generation", "attention"):
-        assert re.search(rf"^{task}: [\d.]+ s, peak memory [\d.]+ [MG]iB \(\+[\d.]+ ([KMG]i)?B\)$", out, re.M)
+        assert re.search(
+            rf"^{task}: [\d.]+ s, peak memory [\d.,]+ [MG]iB \(\+[\d.,]+ ([KMG]i)?B\)$", out, re.M
+        )
     verdict = r"(harmless|warning|broken): KL [\d.]+, perplexity [+-]"
     assert re.search(rf"^int4 +4\.625 +[\d.]+ +888 +3\.46x .* {verdict}", out, re.M)
     text = page.with_suffix(".json").read_text()
@@ -101,7 +103,7 @@ def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
         (("--cache", "dense", "--kv", "fp32", "--simulate", "kivi-k2v2"), "leave out --cache dense"),
         (("--tasks", "kl,attention", "--simulate", "kivi-k2v2"), "--simulate is not for attention"),
         (("--tasks", "generation", "--instrument"), "--instrument checks perplexity"),
-        (("--model", "tiny"), "named twice"),
+        (("--model", "tiny-draft"), "two models were named"),
         (("--html", "x.json", "--json", "x.json"), "into one file: x.json, x.json"),
     ],
 )

@@ -160,7 +160,7 @@ def test_two_results_are_compared_cell_by_cell(kvq, both, tmp_path):
     ("arguments", "says"),
     [
         (("--needle-lengths", "5000"), "this model takes 1 to 4096"),
-        (("--needle-lengths", "80,x"), "not a valid integer"),
+        (("--needle-lengths", "80,x"), "is no number of tokens"),
         (("--needle-depths", "0,1.5"), "1.5 is not in the range"),
         (("--needle", "no fields"), "{key} and then {value}"),
         (("--needle-trials", "0"), "0 is not in the range"),
@@ -204,7 +204,7 @@ def test_without_lm_eval_the_error_says_what_to_install(kvq, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     status, out, err = kvq("eval", "tiny", "--tasks", "perplexity,lm_eval:hellaswag")
     assert (status, out) == (2, "")
-    assert "pip install 'kvq-toolkit[eval]'" in err
+    assert "pip install '.[eval]'" in err
 
 
 def test_texts_may_be_rows_of_a_named_field(kvq, tmp_path):

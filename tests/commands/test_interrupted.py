@@ -32,6 +32,17 @@ COMMANDS = [
 ]
 
 
+class Looked(dict):
+    """Embedded models, of which a name is looked for."""
+
+    def __init__(self, look):
+        super().__init__()
+        self._look = look
+
+    def __contains__(self, name):
+        return bool(self._look(name))
+
+
 @pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line[0])
 def test_sigterm_while_a_model_is_looked_for(kvq, tmp_path, monkeypatch, line):
     def killed(*_, **__):
@@ -39,7 +50,7 @@ def test_sigterm_while_a_model_is_looked_for(kvq, tmp_path, monkeypatch, line):
         raise AssertionError("goes on")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resolve, "_embedded", killed)
+    monkeypatch.setattr(resolve, "EMBEDDED", Looked(killed))
     before = signal.getsignal(signal.SIGTERM)
     status, out, err = kvq(*line)
     assert (status, out) == (130, "")
@@ -64,13 +75,13 @@ def test_an_import_is_not_cut_in_two(kvq, tmp_path, monkeypatch, number):
 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "catches_all", raising=False)
-    monkeypatch.setattr(resolve, "_embedded", look)
+    monkeypatch.setattr(resolve, "EMBEDDED", Looked(look))
     assert kvq("inspect", *MODEL)[0] == 130
 
 
 def test_a_signal_that_is_ignored_stays_so(kvq, monkeypatch):
     """As in a job that a script sent to the background."""
-    monkeypatch.setattr(resolve, "_embedded", lambda name: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(resolve, "EMBEDDED", Looked(lambda name: os.kill(os.getpid(), signal.SIGINT)))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         status, _, err = kvq("inspect", *MODEL)
@@ -146,7 +157,7 @@ def test_a_server_does_not_wait_for_a_tokenizer_that_loads_for_ever(monkeypatch,
     """Nor for its thread, when the process is to end."""
     never = threading.Event()
 
-    def load(_):
+    def load(*_):
         os.kill(os.getpid(), signal.SIGTERM)
         never.wait(HANG_S)
         raise AssertionError("it was waited for")

@@ -1,6 +1,7 @@
 """`kvq plan`, `kvq models`, `kvq gpus` as people type them."""
 
 import json
+import re
 
 import pytest
 
@@ -379,3 +380,117 @@ def test_engines_that_cannot_be_planned_so_say_why(kvq, options, message):
     status, _, err = kvq("plan", "-m", "llama-3-8b", "--context", "512", "--weights", "int4", *options)
     assert status == 2
     assert message in err
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_size": 1024,
+    "num_hidden_layers": 4, "intermediate_size": 4096, "num_attention_heads": 8, "vocab_size": 32000,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def plan_of(kvq, tmp_path, config, *options):
+    """The first row, and all that is said."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "rows.json"
+    status, said, err = kvq(
+        *("plan", "-m", str(tmp_path), "--gpu", "h100", "--context", "4096", "--json", str(out), *options)
+    )
+    assert status == 0, err
+    return json.loads(out.read_text())["rows"][0], " ".join((said + err).split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "says"),
+    [
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            (),
+            "are of quant_method 'hqq', which kvq does not load",
+        ),
+        ({"quantization_config": INT4 | {"bits": 2}}, (), "bits must be 8 or 4 or 3, got 2"),
+        ({"quantization_config": INT4}, ("--weights", "int8"), "its weights are quantized already"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, (), "it has auto_map"),
+        ({"alibi": True}, (), "ALiBi"),
+        ({"is_causal": False}, (), "not causal"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, (), "pin them with --max-model-len"),
+        ({"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, (), "did you mean 'yarn'"),
+    ],
+)
+def test_what_serve_refuses_a_plan_says(kvq, tmp_path, changes, options, says):
+    row, said = plan_of(kvq, tmp_path, LLAMA | changes, *options)
+    assert re.search(says, row["refused"])
+    assert row["serve"] is None
+    assert "kvq does not run" in said
+
+
+def test_what_serve_takes_has_its_command_line(kvq, tmp_path):
+    for config, options in (
+        (LLAMA, ()),
+        (LLAMA, ("--weights", "int4")),
+        (LLAMA | {"quantization_config": INT4}, ()),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("--max-model-len", "8192")),
+    ):
+        row, _ = plan_of(kvq, tmp_path, config, *options)
+        assert row["refused"] is None
+        assert row["serve"].startswith("kvq serve ")
+
+
+@pytest.mark.parametrize("engine", ["kvq", "vllm"])
+def test_a_method_that_nobody_knows_is_named_and_counted_in_the_models_type(kvq, tmp_path, engine):
+    plain, _ = plan_of(kvq, tmp_path, LLAMA, "--engine", engine)
+    own = LLAMA | {"quantization_config": {"quant_method": "exotic", "bits": 4}}
+    row, said = plan_of(kvq, tmp_path, own, "--engine", engine)
+    assert row["weights_bytes"] == plain["weights_bytes"]
+    assert "quant_method 'exotic'" in said
+    assert "--weights names the nearest format, such as int4" in said
+    advised, _ = plan_of(kvq, tmp_path, own, "--engine", engine, "--weights", "int4")
+    assert advised["weights_bytes"] < 0.65 * plain["weights_bytes"]  # half of it are embeddings
+
+
+def test_what_modelopt_says_in_a_file_of_its_own_counts(kvq, tmp_path):
+    plain, _ = plan_of(kvq, tmp_path, LLAMA)
+    said = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    row, _ = plan_of(kvq, tmp_path, LLAMA)
+    linear = 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    assert plain["weights_bytes"] - row["weights_bytes"] == pytest.approx(linear, rel=0.01)
+    assert "'modelopt', which kvq does not load" in row["refused"]
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    row, told = plan_of(kvq, tmp_path, LLAMA)
+    assert "quant_method 'modelopt'" in told
+
+
+def test_experts_stay_packed_in_vllm_and_where_kvq_does_not_load_them(kvq, tmp_path):
+    sizes = {
+        (name, engine): plan_of(kvq, tmp_path, config, "--engine", engine)[0]["weights_bytes"]
+        for name, config in (
+            ("plain", EXPERTS),
+            ("gptq", EXPERTS | {"quantization_config": INT4}),
+            ("fp8", EXPERTS | {"quantization_config": {"quant_method": "fp8"}}),
+        )
+        for engine in ("kvq", "vllm")
+    }
+    experts = 4 * 8 * 3 * 1024 * 4096
+    assert sizes["plain", "kvq"] == sizes["plain", "vllm"] > 2 * experts
+    assert sizes["gptq", "kvq"] > 2 * experts, "kvq's engine has them in 16 bits on GPUs"
+    assert sizes["gptq", "vllm"] < experts
+    assert sizes["fp8", "kvq"] == sizes["fp8", "vllm"] < 2 * experts
+
+
+def test_formats_begin_with_the_models_own_type(kvq, tmp_path):
+    for dtype, name in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
+        row, _ = plan_of(kvq, tmp_path, LLAMA | {"dtype": dtype})
+        assert row["kv"] == name
+
+
+def test_help_names_both_forms_of_traces(kvq):
+    _, said, _ = kvq("plan", "--help")
+    trace = said.partition("--trace")[2].partition("--prefix-share")[0]
+    assert "JSON lines" in trace
+    assert "CSV" in trace

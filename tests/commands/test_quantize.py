@@ -94,7 +94,7 @@ def test_a_model_is_quantized_then_tuned_then_served(kvq, tmp_path):
             "smoothquant makes int8 weights for int8 inputs",
         ),
         (["--method", "gptq", "--activations", "fp8"], "don't go with fp8 inputs"),
-        (["--method", "rtn", "--text", "x.txt"], "looks at no text"),
+        (["--method", "rtn", "--text", __file__], "looks at no text"),
         (["--method", "gptq", "--text", "missing.txt"], "can't read missing.txt"),
         (["--method", "gptq", "--eval", "missing.txt"], "can't read missing.txt"),
         (["--method", "gptq", "--damp", "0"], "damping must lie between 0 and 1"),
@@ -183,4 +183,4 @@ def test_without_bitsandbytes_its_methods_say_how_to_get_it(kvq, model, tmp_path
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     status, _, error = kvq("quantize", model, "--method", "nf4", "--out", tmp_path / "out")
     assert status == 2
-    assert "pip install 'kvq-toolkit[bnb]'" in error
+    assert "pip install '.[bnb]'" in error

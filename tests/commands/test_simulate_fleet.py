@@ -149,9 +149,9 @@ def test_a_report_of_a_plan(capsys, tmp_path):
         (("--rate", 1, "-pp", 2), "not simulated"),
         (("--rate", 1, "--speculation", "k=4"), "--speculation needs acceptance"),
         (("--rate", 1, "--speculation", "acceptance=2"), "acceptance must be 0 to 1, got 2.0"),
-        (("--trace", "/nowhere.jsonl"), "can't be read"),
-        (("--trace", "/nowhere.jsonl", "--input-len", "5"), "leave out --input-len"),
-        (("--rate", 1, "--calibrate", "/nowhere.json"), "no results of kvq bench engine"),
+        (("--trace", "/nowhere.jsonl"), "can't read"),
+        (("--trace", __file__, "--input-len", "5"), "leave out --input-len"),
+        (("--rate", 1, "--calibrate", __file__), "no results of kvq bench engine"),
         (("--rate", 1, "--json", "/nowhere/x.json"), "/nowhere"),
     ],
 )
@@ -165,8 +165,8 @@ def test_bad_input_is_an_error(run, arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--gpu", "h100", "--rate", 1), "give --model and --gpu"),
-        (("--faults", "--seed", 7), "give --model and --gpu"),
+        (("--gpu", "h100", "--rate", 1), "give MODEL and --gpu"),
+        (("--faults", "--seed", 7), "give MODEL and --gpu"),
         (("--model", "llama-3-8b", "--rate", 1), "give --gpu, one or several names of kvq gpus"),
     ],
 )

@@ -1,9 +1,12 @@
 """deploy/ keeps its promises as far as can be seen without a container engine or a cluster."""
 
+import http.server
 import json
 import re
+import runpy
 import shutil
 import subprocess
+import threading
 
 import pytest
 
@@ -36,14 +39,21 @@ def test_metric_names_are_read_out_of_expressions():
 def test_the_pods_probes_and_end():
     [container] = pod()["containers"]
     ready, live, start = (container[f"{kind}Probe"] for kind in ("readiness", "liveness", "startup"))
-    assert ready["initialDelaySeconds"] == 180
     assert "/health/ready" in ready["exec"]["command"]
-    assert live["initialDelaySeconds"] == 300
+    assert start["exec"] == ready["exec"]
+    assert start["periodSeconds"] <= 5  # then a pod is ready; nothing else waits
     assert live["httpGet"]["path"] == "/health/live"
     assert start["periodSeconds"] * start["failureThreshold"] >= 1800  # as long as the server waits
     assert f"--grace={GRACE_S}" in container["args"]
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod()["terminationGracePeriodSeconds"] >= GRACE_S + pause + 10
+
+
+@pytest.mark.parametrize("folder", [SERVE, VLLM])
+def test_no_probe_waits_for_a_fixed_time(folder):
+    [container] = pod(folder)["containers"]
+    for kind in ("readiness", "liveness", "startup"):
+        assert "initialDelaySeconds" not in container[f"{kind}Probe"]
 
 
 def test_vllms_probes_and_end():
@@ -69,10 +79,13 @@ def test_vllm_is_given_a_format_of_kvqs_and_its_gpus():
     assert key["valueFrom"]["secretKeyRef"]["key"] in secret["stringData"]
 
 
-@pytest.mark.parametrize("folder", [SERVE, VLLM])
-def test_nothing_in_the_pod_is_root_or_may_write_to_its_image(folder):
-    assert pod(folder)["securityContext"]["runAsNonRoot"] is True
-    for container in pod(folder)["containers"]:
+@pytest.mark.parametrize(
+    ("folder", "kind"), [(SERVE, "Deployment"), (SERVE, "Job"), (VLLM, "Deployment")], ids=lambda one: one
+)
+def test_nothing_in_the_pod_is_root_or_may_write_to_its_image(folder, kind):
+    made = kubernetes(folder)[kind]["spec"]["template"]["spec"]
+    assert made["securityContext"]["runAsNonRoot"] is True
+    for container in made["containers"]:
         limits = container["securityContext"]
         assert limits["readOnlyRootFilesystem"] is True
         assert limits["allowPrivilegeEscalation"] is False
@@ -105,7 +118,84 @@ def test_what_belongs_together_has_one_name(folder):
 
 def test_the_pods_keys_are_the_secrets():
     [keys] = [volume for volume in pod()["volumes"] if volume["name"] == "keys"]
-    assert keys["secret"]["secretName"] == kubernetes()["Secret"]["metadata"]["name"]
+    secret, [container] = kubernetes()["Secret"], pod()["containers"]
+    assert keys["secret"]["secretName"] == secret["metadata"]["name"]
+    assert {item["key"] for item in keys["secret"]["items"]} <= set(secret["stringData"])
+    files = {f"/keys/{item['path']}" for item in keys["secret"]["items"]}
+    asked = dict(arg.split("=") for arg in container["args"])
+    assert {asked["--api-key-file"], asked["--metrics-key-file"]} == files
+    [endpoint] = kubernetes()["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    given = endpoint["authorization"]["credentials"]
+    assert given == {"name": secret["metadata"]["name"], "key": "metrics_key"}
+    scraped = secret["stringData"]["metrics_key"]  # may read metrics and nothing else
+    assert scraped in secret["stringData"]["metrics_keys"].splitlines()
+    assert scraped not in secret["stringData"]["keys"]
+
+
+def test_the_volume_is_filled_by_a_job_that_no_policy_holds_back_and_read_by_the_pods(tmp_path):
+    """Its script makes the folder appear whole, goes on after a failure, and then only compares."""
+    found = kubernetes()
+    job = found["Job"]["spec"]["template"]
+    assert job["metadata"]["labels"] != found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    assert "fill.yaml" not in found["Kustomization"]["resources"]  # a finished Job can't be applied again
+    [container] = job["spec"]["containers"]
+    [volume, _] = job["spec"]["volumes"]
+    assert "readOnly" not in volume["persistentVolumeClaim"]
+    assert volume["persistentVolumeClaim"]["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
+    assert found["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    [image] = found["Kustomization"]["images"]
+    assert container["image"] == f"{image['name']}:{image['newTag']}"
+    folder = next(one["value"] for one in container["env"] if one["name"] == "FOLDER")
+    assert f"--model={folder}" in pod()["containers"][0]["args"]
+
+    log, models = tmp_path / "log", tmp_path / "models"
+    models.mkdir()
+    stub(
+        tmp_path / "hf",
+        f'echo "hf $@" >> {log}; mkdir -p $6/.cache; test -e {tmp_path}/there && touch $6/config.json',
+    )
+    stub(tmp_path / "kvq", f'echo "kvq $@" >> {log}; test -e ${{@: -1}}/config.json')
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "a/b", "REVISION": "main", "FOLDER": f"{models}/m"}
+    run_job = [*container["command"], *container["args"]]
+    assert subprocess.run(run_job, env=env, check=False, timeout=HANG_S).returncode != 0
+    assert [path.name for path in models.iterdir()] == ["m.part"]
+    (tmp_path / "there").touch()
+    for _ in range(2):
+        assert subprocess.run(run_job, env=env, check=False, timeout=HANG_S).returncode == 0
+        assert [path.name for path in models.iterdir()] == ["m"]
+        assert not (models / "m/.cache").exists()
+    assert [line.split(" --local")[0] for line in log.read_text().splitlines()] == [
+        *["hf download a/b --revision main"] * 2,
+        f"kvq manifest {models}/m.part",
+        f"kvq manifest --check {models}/m",
+    ]
+
+
+def test_the_probe_tries_one_key_after_the_other_and_passes_on_what_is_not_about_keys(tmp_path, monkeypatch):
+    """A key that was just written to the file counts only once the server has read it again."""
+    asked, refusals = [], {"Bearer new": 401, "Bearer broken": 503}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(refusals.get(self.headers["Authorization"], 200))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    main = runpy.run_path(str(FOLDER / "probe.py"))["main"]
+    keys = tmp_path / "keys"
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("KVQ_PROBE_URL", f"http://127.0.0.1:{server.server_port}")
+        assert main("/health/live") == 0
+        for text, status in [("# a\nnew\nold\n", 0), ("new\n", 1), ("broken\nold", 1), ("# none\n", 1)]:
+            keys.write_text(text)
+            assert main("/health/ready", str(keys)) == status
+        server.shutdown()
+    given = [key and key.removeprefix("Bearer ") for _, key in asked]
+    assert given == [None, "new", "old", "new", "broken"]
 
 
 def test_options_in_the_manifests_are_the_commands():
@@ -197,6 +287,12 @@ def test_prometheus_accepts_rules_and_configuration(tmp_path):
 def test_kustomize_accepts_the_manifests(folder, image):
     out = run(["kubectl", "kustomize", "."], FOLDER / folder)
     assert f"image: {image}" in out
+
+
+def stub(path, text):
+    """A command of that name."""
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
 
 
 def run(command: list[str], folder) -> str:

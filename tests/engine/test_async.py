@@ -1,6 +1,7 @@
 """The engine under asyncio: streams, cancellation, failures that reach those who wait, an orderly end."""
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -9,16 +10,17 @@ from functools import partial
 import pytest
 
 from kvq.engine import AsyncLLM, SamplingParams
+from kvq.engine import loop as loop_module
 from kvq.engine.job import Job
 from kvq.engine.loop import Watchdog
 from kvq.engine.terms import Terms
 from kvq.errors import EngineError, RequestError
 from tests.engine.kit import assert_balanced, mixed_prompts, pair, tokens_of
+from tests.waiting import HANG_S, wait_for
 
 PROMPTS = mixed_prompts(24, seed=80, longest=40)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
-TIMEOUT_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,20 @@ def make(model, **options):
 
 def run(main):
     """Run a coroutine; one that hangs fails."""
-    return asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
+    return asyncio.run(asyncio.wait_for(main, HANG_S))
+
+
+def hold(engine):
+    """Stop an engine in its fourth step, however slow its callers are: when it does, and until when."""
+    is_held, goes_on, steps = threading.Event(), threading.Event(), itertools.count(1)
+
+    def wait(_stats):
+        if next(steps) == 4:
+            is_held.set()
+            goes_on.wait(HANG_S)
+
+    engine.on_step(wait)
+    return is_held, goes_on
 
 
 async def until(condition):
@@ -82,26 +97,34 @@ def test_a_subscription_to_steps_ends_when_it_is_told_to(model):
 def test_leaving_a_stream_ends_its_request_within_a_step(model, how):
     async def main():
         async with make(model) as engine:
-            steps = []
+            steps, asked, ask = [], [], engine._ask
             engine.on_step(lambda stats: steps.append(stats.running))
+
+            def noting(command, *, quiet=False):
+                ask(command, quiet=quiet)
+                if quiet:  # to end a request
+                    asked.append(len(steps))
+
+            engine._ask = noting
             if how == "break":
                 async for piece in engine.stream(PROMPTS[0], ENDLESS):
                     if piece.token_ids:
                         break
-                await asyncio.sleep(0)  # asyncio closes the generator in its next turn
+                await until(lambda: asked)  # asyncio closes the generator in one of its next turns
             elif how == "close":
                 stream = engine.stream(PROMPTS[0], ENDLESS)
                 await anext(stream)
                 await stream.aclose()
             else:
+                is_held, goes_on = hold(engine)
                 task = asyncio.create_task(engine.generate(PROMPTS[0], ENDLESS))
-                await until(lambda: len(steps) > 3)
+                await until(is_held.is_set)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            left = len(steps)
+                goes_on.set()
             await until(lambda: not engine.core.has_work)
-            assert len(steps) <= left + 2, "one step may be under way, one more between two looks"
+            assert len(steps) <= asked[0] + 2, "one step may be under way, one more between two looks"
             assert (await engine.generate(PROMPTS[1], GREEDY)).error is None
         return engine
 
@@ -185,13 +208,15 @@ def test_a_request_that_cannot_be_queued_fails_alone(model, monkeypatch):
 def test_an_engine_that_breaks_down_says_so_to_everybody_who_waits(model):
     async def main():
         engine = make(model, async_scheduling=False)
+        is_held, goes_on = hold(engine)
         tasks = [asyncio.create_task(engine.generate(prompt, ENDLESS)) for prompt in PROMPTS[:12]]
-        await until(lambda: engine.core.scheduler.counters.steps > 3)
+        await until(is_held.is_set)
 
         def broken(now):
             raise AssertionError("a bug")
 
         engine.core.scheduler.schedule = broken
+        goes_on.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             assert isinstance(result, EngineError), result
@@ -206,9 +231,12 @@ def test_an_engine_that_breaks_down_says_so_to_everybody_who_waits(model):
 def test_closing_answers_everybody_and_refuses_what_comes_after(model):
     async def main():
         engine = make(model, max_num_seqs=2)
+        is_held, goes_on = hold(engine)
         tasks = [asyncio.create_task(engine.generate(prompt, ENDLESS)) for prompt in PROMPTS]
-        await until(lambda: engine.core.scheduler.counters.steps > 3)
+        await until(is_held.is_set)
         closer = asyncio.get_running_loop().run_in_executor(None, engine.close)
+        await until(lambda: not engine._loop._commands.empty())
+        goes_on.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         await closer
         for result in results:
@@ -226,9 +254,11 @@ def test_closing_answers_everybody_and_refuses_what_comes_after(model):
 def test_everybody_is_answered_even_if_requests_cannot_be_ended_in_order(model, caplog):
     async def main():
         engine = make(model, async_scheduling=False)
+        is_held, goes_on = hold(engine)
         tasks = [asyncio.create_task(engine.generate(prompt, ENDLESS)) for prompt in PROMPTS[:12]]
-        await until(lambda: engine.core.scheduler.counters.steps > 3)
+        await until(is_held.is_set)
         engine.core.scheduler.schedule = engine.core.scheduler.fail = None  # calls to it raise
+        goes_on.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert ["TypeError" in str(result) for result in results] == [True] * 12
         assert {type(result) for result in results} == {EngineError}
@@ -257,7 +287,7 @@ def test_a_request_that_comes_while_the_engine_closes_is_answered(model):
 
         loop, engine._loop = engine._loop, Slow()
         with pytest.raises(EngineError, match="the engine was closed"):
-            await asyncio.wait_for(engine.generate([5], GREEDY), 5)
+            await asyncio.wait_for(engine.generate([5], GREEDY), HANG_S)
         closer.join()
 
     run(main())
@@ -289,13 +319,20 @@ def test_a_refusal_that_cannot_be_told_and_a_failing_tokenizer_stop_nobody_else(
     assert_balanced(engine)
 
 
-def test_closing_an_idle_engine_is_quick_and_ends_its_threads(model):
+def test_closing_an_idle_engine_wakes_its_threads_and_ends_them(model):
     before = set(threading.enumerate())
     engine = make(model)
     assert {thread.name for thread in set(threading.enumerate()) - before} == {"kvq-engine", "kvq-watchdog"}
-    began = time.monotonic()
+    wake = engine._loop.watchdog._wake
+    wait, waited = wake.wait, threading.Event()
+
+    def until_woken(timeout=None):
+        waited.set()
+        return wait(HANG_S)
+
+    wake.wait = until_woken
+    waited.wait(HANG_S)
     engine.close()
-    assert time.monotonic() - began < 2
     assert set(threading.enumerate()) <= before
 
 
@@ -316,7 +353,7 @@ def test_two_event_loops_may_share_an_engine(model):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join(HANG_S)
     assert results == {0: wanted[0::2], 1: wanted[1::2]}
     engine.close()
     assert_balanced(engine)
@@ -335,33 +372,38 @@ def test_a_caller_whose_loop_is_gone_does_not_stop_the_engine(model, caplog):
     assert_balanced(engine)
 
 
-def test_a_stuck_step_is_reported_once_while_it_lasts(model, caplog):
-    stuck, slow = [], threading.Event()
+def test_a_stuck_step_is_reported_once_while_it_lasts(model, caplog, monkeypatch):
+    """By a clock that stands still but for the stuck step."""
+    stuck, looks, slow, now = [], [], threading.Event(), [100.0]
 
-    def sleep(_module, _inputs):
+    def hold(_module, _inputs):
         if slow.is_set():
             slow.clear()
-            time.sleep(0.5)
-
-    hook = model.weights.model.model.embed_tokens.register_forward_pre_hook(sleep)
+            now[0] += 0.3
+            wait_for(lambda: stuck, "the report")
+            seen = len(looks)
+            wait_for(lambda: len(looks) > seen + 3, "further looks at the same step")
 
     async def main():
         engine = AsyncLLM(model, num_blocks=64, max_num_seqs=8, step_deadline_s=0.1, on_stuck=stuck.append)
+        wake = engine._loop.watchdog._wake
+        wait = wake.wait
+        wake.wait = lambda timeout: looks.append(timeout) or wait(timeout)
         async with engine:
             await engine.generate([5, 6], GREEDY)
             assert stuck == []
             slow.set()
             assert (await engine.generate([5, 6], GREEDY)).error is None
-        assert engine._loop.watchdog.num_stuck == 1
 
+    monkeypatch.setattr(loop_module, "monotonic", lambda: now[0])
+    hook = model.weights.model.model.embed_tokens.register_forward_pre_hook(hold)
     try:
         with caplog.at_level(logging.ERROR, "kvq"):
             run(main())
     finally:
         hook.remove()
-    assert len(stuck) == 1
-    assert 0.1 <= stuck[0] < 0.5
-    assert "a step has taken 0." in caplog.text
+    assert stuck == [pytest.approx(0.3)]
+    assert caplog.messages.count("a step has taken 0.3 s, its deadline is 0.1 s") == 1
 
 
 def test_a_watchdog_goes_on_when_whom_it_tells_fails(caplog):
@@ -372,12 +414,12 @@ def test_a_watchdog_goes_on_when_whom_it_tells_fails(caplog):
         raise OSError("no mail today")
 
     watchdog = Watchdog(0.02, fail)
-    with caplog.at_level(logging.CRITICAL, "kvq"):
-        for _ in range(2):
+    with caplog.at_level(logging.ERROR, "kvq"):
+        for number in (1, 2):
             with watchdog.step():
-                time.sleep(0.1)
+                wait_for(lambda number=number: len(told) == number, "the report of a step")
     watchdog.close()
-    assert len(told) == watchdog.num_stuck == 2
+    assert len(told) == caplog.messages.count("who was told of a stuck step failed") == 2
 
 
 def test_streams_begin_while_others_run_and_everybody_gets_on(model):

@@ -13,6 +13,7 @@ from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
 from kvq.errors import EngineError, RequestError
 from tests.engine.grammar.schemas import random_schema
 from tests.engine.kit import assert_balanced, drive, submit
+from tests.waiting import HANG_S
 
 MOST_TOKENS = 512
 SLOW_REGEX = "(a|aa)" * 20 + "b" * 1000  # takes a moment to compile
@@ -195,7 +196,7 @@ def test_a_stream_waits_for_its_grammar_while_others_run(tiny):
                 await asyncio.sleep(0.001)
         return structured, other
 
-    structured, other = asyncio.run(asyncio.wait_for(main(), 60))
+    structured, other = asyncio.run(asyncio.wait_for(main(), HANG_S))
     assert re.fullmatch("[a-f]{8}", structured.outputs[0].text)
     assert len(other.outputs[0].token_ids) == 8
 
@@ -217,3 +218,28 @@ def test_structured_output_takes_exactly_one_kind(options, names):
 def test_structured_output_cannot_go_on_past_its_end(llm):
     with pytest.raises(RequestError, match="leave ignore_eos out"):
         generate(llm, StructuredOutput(choice=["a"]), ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        StructuredOutput(regex=""),
+        StructuredOutput(lark="start: "),
+        StructuredOutput(choice=["yes", "no"]),
+        StructuredOutput(regex="[0-9]{3}"),
+        StructuredOutput(json_schema={"const": 7}),
+    ],
+    ids=["empty regex", "empty grammar", "choice", "regex", "schema"],
+)
+def test_a_text_that_ends_before_min_tokens_is_refused_in_words(llm, spec):
+    [output] = generate(llm, spec, min_tokens=30)
+    assert isinstance(output.error, RequestError)
+    assert "min_tokens 30 is more than the structured output lets through" in str(output.error)
+    assert_balanced(llm)
+
+
+def test_min_tokens_that_a_grammar_can_keep_is_kept(llm):
+    [output] = generate(llm, StructuredOutput(regex="[a-z ]*"), min_tokens=12, max_tokens=12)
+    assert len(output.outputs[0].token_ids) == 12
+    [output] = generate(llm, StructuredOutput(choice=["yes"]), min_tokens=1)
+    assert output.outputs[0].text == "yes"

@@ -350,7 +350,7 @@ def test_stop_strings_count_once_min_tokens_are_there(tiny):
 def test_a_hidden_token_counts_but_has_no_text(tiny):
     b = tiny.tokenizer("b", add_special_tokens=False)["input_ids"][0]
     stream = TextStream(tiny.tokenizer, [], SamplingParams(stop="b", min_tokens=2))
-    assert [stream.push(b, is_hidden=True), stream.push(0), stream.push(b)] == ["", "", ""]
+    assert [stream.push(b, ends=True), stream.push(0), stream.push(b)] == ["", "", ""]
     assert (stream.stop, stream.text) == ("b", "")
 
 
@@ -402,3 +402,45 @@ def test_a_way_of_its_own_to_decode_is_used(tiny):
     other = copy.copy(tiny.tokenizer)
     other.__class__ = Own
     assert Detokenizer(other, [5]).push(40) == "y"
+
+
+def _with_special(tiny, params, *tokens):
+    """What is shown of tokens, and the stop string that ended it."""
+    stream, shown = TextStream(tiny.tokenizer, [], SamplingParams(**params)), ""
+    for token in tokens:
+        if stream.stop is None:
+            shown += stream.push(token)
+    return shown + ("" if stream.stop is not None else stream.finish()), stream.stop
+
+
+def test_a_stop_string_may_hold_a_special_tokens_text_which_stays_hidden(tiny):
+    ids, end = tiny.tokenizer(" the sea", add_special_tokens=False)["input_ids"], tiny.tokenizer.eos_token_id
+    mark = tiny.tokenizer.decode([end])
+    for stop, shown in (
+        (mark, " the sea"),
+        (f"sea{mark}", " the "),
+        (f"a{mark} the", " the se"),
+        (f"{mark}{mark}", " the sea the sea"),
+    ):
+        tokens = [*ids, end, *ids, end, end, *ids]
+        assert _with_special(tiny, {"stop": stop}, *tokens) == (shown, stop)
+        text = tiny.tokenizer.decode(tokens)
+        shown = text[: text.index(stop) + len(stop)]
+        before = shown.removesuffix(stop).replace(mark, "")
+        assert _with_special(tiny, {"stop": stop, "include_stop": True}, *tokens) == (before + stop, stop)
+    assert _with_special(tiny, {"stop": f"{mark}never"}, *ids, end, *ids) == (" the sea the sea", None)
+    assert _with_special(tiny, {"stop": f"{mark}never", "include_stop": True}, *ids, end, *ids)[1] is None
+    assert _with_special(tiny, {"stop": mark, "min_tokens": 9}, *ids, end, *ids)[1] is None
+
+
+def test_a_stop_tokens_text_is_shown_where_stops_are(tiny):
+    word = tiny.tokenizer(" the", add_special_tokens=False)["input_ids"][0]
+    end = tiny.tokenizer.eos_token_id
+    for token in (word, end):
+        for include in (True, False):
+            params = SamplingParams(stop_token_ids=[token], include_stop=include)
+            stream = TextStream(tiny.tokenizer, [], params)
+            shown = stream.push(token, ends=True) + stream.finish()
+            assert shown == (tiny.tokenizer.decode([token]) if include else "")
+    stream = TextStream(tiny.tokenizer, [], SamplingParams(include_stop=True))
+    assert stream.push(end, ends=True) + stream.finish() == ""

@@ -13,7 +13,7 @@ TEXT = default_text().text
 
 def test_every_tokens_figures_are_those_of_its_logits_whatever_the_chunk(tiny):
     found = measure_tokens(tiny, ["fp32", "int2_g32"], TEXT, TokenPlan(context=63, max_windows=2, chunk=17))
-    assert [one.label for one in found] == ["fp32", "int2_g32"]
+    assert [one.model.recipe.name for one in found] == ["fp32", "int2_g32"]
     for window, ids in enumerate(token_windows(tiny.tokenizer, TEXT, context=63, max_windows=2)):
         full, int2 = (
             tiny.with_kv(kv).logits(ids).double().log_softmax(-1)[:-1] for kv in ("fp32", "int2_g32")
@@ -33,7 +33,7 @@ def test_what_is_kept_are_four_numbers_a_token(tiny):
     (one,) = measure_tokens(tiny, ["fp32"], TEXT, TokenPlan(context=40, max_windows=3))
     for kept in (one.nll, one.kl, one.top1, one.top5):
         assert (kept.shape, kept.dtype) == ((3, 39), np.float32)
-    assert one.tokens == 117
+    assert one.nll.size == 117
 
 
 def test_the_baseline_leads_and_the_others_keep_their_order(tiny):

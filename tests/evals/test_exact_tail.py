@@ -7,7 +7,7 @@ from kvq.evals import default_text, measure_perplexity
 from kvq.evals.divergence import TokenPlan
 from kvq.evals.exact_tail import exact_keys
 from kvq.evals.sections import told
-from kvq.evals.simulated import SimulatedRecipe
+from kvq.evals.simulated import simulated
 from kvq.formats import KVRecipe
 from kvq.layout import plan_layout
 from tests.kernels.kit import geometry
@@ -62,7 +62,7 @@ def test_all_is_exact_exactly_where_no_format_can_lose_anything(tiny):
     "kv", ["int3+recent=96", "int3+recent=64", "int8/int2_mean+sinks=96", "kivi-k2v2+recent=80"]
 )
 def test_formats_of_which_nothing_is_seen_are_not_measured(tiny, kv):
-    recipe = SimulatedRecipe.of(kv, tiny.geometry.head_dims) if "kivi" in kv else kv
+    recipe = simulated(kv, tiny.geometry.head_dims) if "kivi" in kv else kv
     plan = TokenPlan(context=96, max_windows=1)
     with pytest.raises(
         ConfigError, match=r"keeps all of 96 tokens unquantized that are seen.*longer --context"

@@ -417,7 +417,7 @@ def test_without_lm_eval_the_message_says_what_to_install(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "kvq.evals.lm_eval_model")
-    with pytest.raises(ConfigError, match=r"pip install 'kvq-toolkit\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[eval\]'"):
         importlib.import_module("kvq.evals.lm_eval_model")
 
 

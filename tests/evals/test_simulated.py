@@ -7,7 +7,7 @@ from kvq.errors import ConfigError
 from kvq.evals import default_text
 from kvq.evals.divergence import TokenPlan
 from kvq.evals.perplexity import measure_perplexity
-from kvq.evals.simulated import SimulatedModel, SimulatedRecipe, model_in
+from kvq.evals.simulated import simulated
 
 TEXT = default_text().text
 DIMS = [(64, 64)] * 6
@@ -15,7 +15,12 @@ PLAN = TokenPlan(context=320, max_windows=2)
 
 
 def recipe(name):
-    return SimulatedRecipe.of(name, DIMS)
+    return simulated(name, DIMS)
+
+
+def codecs(name):
+    layer = recipe(name).layers[0]
+    return layer.k.own, layer.v.own
 
 
 def rows(tiny, names, plan=PLAN):
@@ -31,8 +36,7 @@ def rows(tiny, names, plan=PLAN):
     ],
 )
 def test_names_say_codes_blocks_and_what_stays_exact(tiny, name, bits, tokens):
-    model = model_in(tiny, recipe(name))
-    assert isinstance(model, SimulatedModel)
+    model = tiny.with_kv(recipe(name))
     assert model.bits_per_element == bits
     assert model.kv_bytes_per_token == bits * tiny.geometry.elements_per_token / 8
     assert (model.recipe.name, model.layout.block_size) == (name, tokens)
@@ -50,17 +54,17 @@ def test_other_names_are_refused(name):
 
 @pytest.mark.parametrize("family", ["kivi", "kvarn"])
 def test_each_rounds_along_its_own_dimension(family):
-    method = recipe(f"{family}-k4v4").method
-    x = torch.randn(2, method.tokens, 64, generator=torch.Generator().manual_seed(0))
-    for codec in (method.k, method.v):
+    k, v = codecs(f"{family}-k4v4")
+    x = torch.randn(2, k.tokens, 64, generator=torch.Generator().manual_seed(0))
+    for codec in (k.through, v.through):
         assert (codec(x) - x).abs().mean() < 0.1 * x.abs().mean()
         assert not torch.equal(codec(x), x)
     loud = x.clone()
     loud[:, :, 5] *= 100  # an element that is loud in all tokens, as in K: nothing to a scale of its own
     quiet = torch.arange(64) != 5
     if family == "kivi":
-        assert torch.equal(method.k(loud)[..., quiet], method.k(x)[..., quiet])
-        assert not torch.equal(method.v(loud)[..., quiet], method.v(x)[..., quiet])
+        assert torch.equal(k.through(loud)[..., quiet], k.through(x)[..., quiet])
+        assert not torch.equal(v.through(loud)[..., quiet], v.through(x)[..., quiet])
 
 
 def test_normalization_evens_out_tokens_of_other_sizes():
@@ -68,7 +72,7 @@ def test_normalization_evens_out_tokens_of_other_sizes():
     sizes = torch.logspace(-2, 2, 128)[:, None]
     lost = {}
     for family in ("kivi", "kvarn"):
-        got = recipe(f"{family}-k4v4-g128").method.k(x * sizes)
+        got = codecs(f"{family}-k4v4-g128")[0].through(x * sizes)
         lost[family] = float(((got - x * sizes) / sizes).square().mean())
     assert lost["kvarn"] < lost["kivi"] / 100
 
@@ -100,4 +104,4 @@ def test_chunks_change_nothing(tiny):
 )
 def test_what_a_sequence_holds_counts_whole_blocks_and_what_waits(tiny, name, tokens, bits):
     kv = recipe(name) if "kivi" in name else name
-    assert model_in(tiny, kv).bits_held(tokens) == pytest.approx(bits)
+    assert tiny.with_kv(kv).bits_held(tokens) == pytest.approx(bits)

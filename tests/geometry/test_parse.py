@@ -1,10 +1,11 @@
 """Geometry read from a config.json's dict equals geometry read from the live transformers config."""
 
 import json
+from inspect import getmodule, getsource
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from kvq.errors import ConfigError
 from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry, parse_geometry
@@ -62,6 +63,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     *((name, {**SMALL, "use_sliding_window": True}) for name in ("qwen2", "qwen3", "qwen3_moe")),
     *(
+        (name, {**SMALL, "sliding_window": 7, "sliding_window_pattern": 3})
+        for name in ("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
+    ),
+    *(
         (name, {**SMALL, "use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED})
         for name in ("qwen2", "qwen3", "smollm3")
     ),
@@ -100,6 +105,23 @@ def test_a_saved_config_is_read_alike(family, tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     assert parse_geometry(written) == live_geometry(AutoConfig.from_pretrained(tmp_path))
     assert parse_geometry(written) == live_geometry(config)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_windows_are_read_where_the_familys_code_reads_them(family):
+    """A family's code in transformers has windows, or whatever config.json says of them is nothing."""
+    has_windows = "sliding_window" in getsource(
+        getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(small_config(family))])
+    )
+    assert (FAMILIES[family].window_rule != "never") == has_windows
+    named = {
+        "sliding_window": 7,
+        "use_sliding_window": True,
+        "layer_types": MIXED,
+        "sliding_window_pattern": 2,
+    }
+    layers = parse_geometry({"model_type": family, **SMALL, "n_layer": 5, **named}).layers
+    assert any(layer.window for layer in layers) == has_windows
 
 
 def test_numbers_of_a_known_model_come_out_as_published():
@@ -146,13 +168,6 @@ def test_latent_attention_stores_576_elements_for_all_heads():
         ({"vocab_size": "many"}, "vocab_size must be a positive number, got 'many'"),
         ({"max_position_embeddings": -1}, "max_position_embeddings must be a positive number, got -1"),
         ({"max_position_embeddings": 2**62}, "max_position_embeddings may be up to 1073741824, got 46116860"),
-        (
-            {"num_hidden_layers": 2, "layer_types": [FULL, "chunked_attention"]},
-            "layer kind 'chunked_attention' is not one kvq can run; it runs full_attention, sliding_",
-        ),
-        ({"num_hidden_layers": 2, "layer_types": [FULL]}, "layer_types must list 2 layers"),
-        ({"num_hidden_layers": 2, "layer_types": FULL}, "layer_types must list 2 layers"),
-        ({"num_hidden_layers": 1, "layer_types": [None]}, "layer kind None"),
     ],
 )
 def test_bad_numbers_are_refused_by_name(options, message):
@@ -176,6 +191,14 @@ def test_bad_numbers_are_refused_by_name(options, message):
         ("exaone4", {"sliding_window_pattern": -4}, "sliding_window_pattern"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers"),
         ("llama", {"hidden_size": 16, "num_attention_heads": 32}, "head"),
+        (
+            "qwen3",
+            {"num_hidden_layers": 2, "layer_types": [FULL, "chunked_attention"]},
+            "layer kind 'chunked_attention' is not one kvq can run; it runs full_attention, sliding_",
+        ),
+        ("qwen3", {"num_hidden_layers": 2, "layer_types": [FULL]}, "layer_types must list 2 layers"),
+        ("qwen3", {"num_hidden_layers": 2, "layer_types": FULL}, "layer_types must list 2 layers"),
+        ("qwen3", {"num_hidden_layers": 1, "layer_types": [None]}, "layer kind None"),
     ],
 )
 def test_bad_numbers_of_one_family_are_refused_by_name(family, options, key):

@@ -86,7 +86,7 @@ def test_a_field_that_does_not_fit_a_tensor_is_named_with_it(folder, changes, sa
         ({"rope_parameters": {"factor": "x"}}, "rope_parameters.factor must be a number above 0, got 'x'"),
         ({"architectures": "x"}, "architectures must be a list of names such as ['LlamaForCausalLM'], got"),
         ({"architectures": [7]}, "such as ['LlamaForCausalLM'], got [7]; correct it"),
-        ({"rope_parameters": {"rope_type": "nope"}}, "rope_parameters can't be {'rope_type': 'nope'}"),
+        ({"rope_parameters": {"rope_type": "nope"}}, "rope_type 'nope' is none that"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters can't be {'rope_type': 'yarn'}"),
         ({"hidden_size": True}, "hidden_size must be a positive number, got True"),
         ({"vocab_size": "4096"}, "vocab_size must be a positive number, got '4096'"),

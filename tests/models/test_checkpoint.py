@@ -300,3 +300,39 @@ def test_a_folder_without_a_tokenizer_says_so_when_it_is_asked_for(folder):
     model = load(folder)
     with pytest.raises(ModelError, match=f"{folder} has no tokenizer that loads"):
         model.tokenizer  # noqa: B018
+
+
+UNREAD = {"C64": 8, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F6_E2M3": 0.75, "F6_E3M2": 0.75, "F4": 0.5}  # bytes
+
+
+def add_tensor(folder: Path, name: str, dtype: str, count: int = 32) -> None:
+    path, size = folder / WEIGHTS, int(count * UNREAD[dtype])
+
+    def add(header: dict[str, Any]) -> None:
+        end = max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
+        header[name] = {"dtype": dtype, "shape": [count], "data_offsets": [end, end + size]}
+
+    edit_header(path, add, tail=bytes(size))
+
+
+@pytest.mark.parametrize("dtype", UNREAD)
+def test_a_tensor_of_a_type_that_is_not_used_is_left_alone_where_nothing_needs_it(folder, dtype):
+    ids = random_tokens(9, seed=1)
+    right = load(folder, kv="fp32").logits(ids)
+    add_tensor(folder, "model.freqs_cis", dtype)
+
+    assert torch.equal(load(folder, kv="fp32").logits(ids), right)
+    assert torch.isfinite(load(folder, kv="bf16", dtype="bf16").logits(ids)).all(), "by transformers' loader"
+
+
+@pytest.mark.parametrize("dtype", UNREAD)
+def test_a_type_that_is_not_used_is_named_where_a_module_needs_the_tensor(folder, dtype):
+    tensors = load_file(folder / WEIGHTS)
+    count = tensors.pop("model.norm.weight").numel()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    add_tensor(folder, "model.norm.weight", dtype, count)
+
+    with pytest.raises(
+        ModelError, match=rf"model\.norm\.weight is stored as {dtype}, which kvq doesn't read"
+    ):
+        load(folder, kv="fp32")

@@ -1,6 +1,8 @@
 """Every family computes over kvq's blocks what transformers' own eager attention computes."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +62,32 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 3}),
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
 ]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", "llama", "seed_oss"])
+def test_windows_that_only_a_config_has_are_none(family, tmp_path):
+    named = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+    folder = save_model(tmp_path, family, **named)
+    ids = random_tokens(5 * WINDOW, seed=1)
+    assert json.loads((folder / "config.json").read_text())["sliding_window"] == WINDOW
+    assert relative_error(load_fp32(folder).logits(ids), eager_logits(load_eager(folder), ids)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("window", [WINDOW, 100_000])
+def test_a_window_that_the_code_does_not_have_is_found_however_long_it_is(window, tmp_path, monkeypatch):
+    wrong = replace(FAMILIES["llama"], window_rule="uniform")
+    monkeypatch.setitem(FAMILIES, "llama", wrong)
+    folder = save_model(tmp_path, "llama", sliding_window=window)
+    with pytest.raises(ModelError, match=r"config\.json says of windows \(sliding_window\): .* differs"):
+        load_fp32(folder)
+
+
+def test_kinds_of_layers_without_a_window_to_them_are_refused_in_words(tmp_path):
+    folder = save_model(tmp_path, "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "use_sliding_window": False}))
+    with pytest.raises(ModelError, match=r"no small one can be made to check it .*sliding_window"):
+        load_fp32(folder)
 
 
 def test_every_family_that_kvq_accepts_is_tested_here():

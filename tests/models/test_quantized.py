@@ -140,7 +140,10 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, quantized: Callable[..., P
     (folder / "kvq-manifest.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     for change, message in (
-        ({"quant_method": "hqq"}, "quant_method must be 'compressed-tensors' or 'gptq' or 'awq', got 'hqq'"),
+        (
+            {"quant_method": "hqq"},
+            "quant_method 'hqq', .* or in 'compressed-tensors' or 'gptq' or 'awq' or 'bitsandbytes'",
+        ),
         ({"format": "nvfp4-pack-quantized"}, "format must be .*got 'nvfp4-pack-quantized'"),
     ):
         damaged = config | {"quantization_config": config["quantization_config"] | change}

@@ -95,8 +95,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "longrope RoPE",
     ),
     "chunked layers": (
-        {"model_type": "llama", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
-        "llama",
+        {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
+        "qwen3",
         "chunked_attention",
     ),
 }

@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import is_torch_available
 
-from kvq.errors import ModelError
+from kvq.errors import ConfigError, ModelError
 from kvq.models.resolve import EMBEDDED, resolve_model
-from kvq.models.tokenizer import load_tokenizer, load_without_torch
+from kvq.models.tokenizer import check_knows_text, check_vocabulary, load_tokenizer, load_without_torch
 
 TEXT = "The 1,000 häuser  of <|user|>\nthe “city”\t and <|endoftext|>"
 
@@ -110,3 +111,58 @@ def test_a_template_that_lies_beside_the_tokenizer_is_its_own(tmp_path):
     assert load_tokenizer(tmp_path).chat_template is None
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
+
+
+def without_tokenizer(folder, model_type):
+    for path in folder.glob("*token*"):
+        path.unlink()
+    rewrite(folder / "config.json", model_type=model_type)
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "gemma", "gpt2", "gpt_neox", "llama", "mistral", "qwen2"])
+def test_a_folder_without_a_tokenizer_has_none(model_type, folder):
+    """transformers makes one of special tokens alone for some families, and raises for others."""
+    without_tokenizer(folder, model_type)
+    with pytest.raises(ModelError, match=r"has no tokenizer that .*no file of a vocabulary is there; copy"):
+        check_knows_text(load_tokenizer(folder), folder)
+
+
+def test_a_vocabulary_that_is_missing_is_told_though_other_files_are_there(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="no file of a vocabulary is there; copy"):
+        load_tokenizer(folder)
+
+
+def test_a_template_that_was_given_and_is_no_jinja_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"--chat-template is no Jinja: line 2: .*'endfr'"):
+        load_without_torch(folder, "{% for m in messages %}\n{{ m }}{% endfr %}")
+
+
+def test_special_tokens_alone_know_no_text(folder):
+    told = (folder / "tokenizer_config.json").read_text()
+    without_tokenizer(folder, "qwen2")
+    (folder / "tokenizer_config.json").write_text(told)
+    rewrite(folder / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    with pytest.raises(ModelError, match=r"makes nothing of 'Hello.*files there are tokenizer_config\.json"):
+        check_knows_text(load_tokenizer(folder), folder)
+
+
+def test_nor_does_a_vocabulary_of_unknown_words(folder):
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    special = {"unk_token": "<unk>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    with pytest.raises(ModelError, match="makes nothing of 'Hello"):
+        check_knows_text(load_tokenizer(folder), folder)
+
+
+def test_words_of_its_own_will_do(folder):
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "Pitch_60": 1, "Bar": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    check_knows_text(tokenizer, folder)
+    assert tokenizer.encode("Bar") == [2]
+    check_vocabulary(tokenizer, folder, 128)  # padded
+    with pytest.raises(
+        ModelError, match=r"has 3 tokens, its config\.json says vocab_size 256; .*tokenizer\.json"
+    ):
+        check_vocabulary(tokenizer, folder, 256)

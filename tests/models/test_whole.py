@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from kvq.cli import main
 from kvq.errors import ModelError
+from kvq.geometry.text_part import KINDS, text_name
 from kvq.models import load
 from kvq.models.prepared import prepare
 from kvq.models.probe import relative_error
-from kvq.models.text_part import KINDS, text_name
 from kvq.models.weights import load_plain
 from kvq.server.check import check_config
 from kvq.server.config import ServerConfig

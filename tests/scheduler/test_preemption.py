@@ -115,26 +115,35 @@ def test_who_is_refused_everything_when_it_starts_alone_fails_with_the_reason() 
     assert not scheduler.has_work
 
 
-@pytest.mark.parametrize("has_quota", [False, True])
-def test_a_pin_gives_way_to_who_fits_only_without_it_unless_a_quota_is_in_the_way(has_quota: bool) -> None:
+def test_a_pin_gives_way_to_who_fits_only_without_it() -> None:
     scheduler = make(10)
     add(scheduler, ask(8, 1, first=1), ask(12, 1, first=50))
     drain(scheduler)
     manager = scheduler.manager
-    if has_quota:
-        manager.set_quota("", 9)
     assert manager.pin(manager.prompt(range(1, 9)), until=2.0) == 8
     assert manager.pin(manager.prompt(range(50, 62)), until=1.0) == 12
     request = ask(30, 1)
     add(scheduler, request)
-    if has_quota:
-        assert scheduler.schedule(0.0) is None
-        assert scheduler.take_failed() == [request]
-        assert len(manager.pins) == 2
-    else:
-        drain(scheduler)
-        assert request.branches[0].num_generated == 1
-        assert [pin.until for pin in manager.pins.all()] == [2.0], "the pin that ends first gave way"
+    drain(scheduler)
+    assert request.branches[0].num_generated == 1
+    assert [pin.until for pin in manager.pins.all()] == [2.0], "the pin that ends first gave way"
+
+
+def test_who_does_not_fit_alone_beside_sequences_of_others_fails_with_the_reason() -> None:
+    scheduler = make(10)
+    other = scheduler.manager.new_sequence()
+    scheduler.manager.append([(other, 20)])
+    request = ask(30, 1)
+    add(scheduler, request)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.take_failed() == [request]
+    assert "sequences beside the scheduler's hold blocks" in str(request.error)
+    assert not scheduler.has_work
+    scheduler.manager.free(other)
+    again = ask(30, 1)
+    add(scheduler, again)
+    drain(scheduler)
+    assert again.branches[0].num_generated == 1
 
 
 def test_a_pin_gives_way_to_who_grows_alone() -> None:

@@ -24,9 +24,7 @@ def folder_with(folder: Path, template: str | None) -> Path:
     return folder
 
 
-def prompts_of(
-    folder: Path, *, is_text_template: bool = False, trusts_chats: bool = False, **options
-) -> Prompts:
+def prompts_of(folder: Path, *, trusts_chats: bool = False, **options) -> Prompts:
     """Over readers of their own; to be closed."""
-    setup = Setup(folder=str(folder), is_text_template=is_text_template, trusts_chats=trusts_chats)
+    setup = Setup(folder=str(folder), trusts_chats=trusts_chats)
     return Prompts(Readers(setup), load_tokenizer(folder), **options)

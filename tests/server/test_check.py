@@ -52,6 +52,12 @@ def test_a_template_that_may_refuse_is_not_broken(told_of):
     assert not told_of("{{ raise_exception('a system message comes first') }}").is_error
 
 
+def test_what_a_template_has_no_place_for_is_told(told_of):
+    found = told_of("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
+    assert found.level == "warning"
+    assert "no place for system messages, tools, calls" in found.text
+
+
 def test_a_model_without_a_template_is_served_with_a_warning(told_of):
     assert told_of(None).level == "warning"
 

@@ -13,7 +13,7 @@ TEXT = {"type": "text", "text": "a"}
 ONLY_TEXT = "this server reads text only"
 LEAVE = "leave it out or describe it in words"
 NO_PART = "a part is an object whose type is 'text', got"
-BLOCKS = "'text' or 'tool_use' or 'tool_result'"
+BLOCKS = "'text' or 'thinking' or 'tool_use' or 'tool_result'"
 
 
 def turn(content, role="user"):
@@ -111,8 +111,9 @@ def test_threads_are_refused_so_that_the_official_client_sends_whole_conversatio
         ),
         (asked("a", system=[{"type": "image"}]), f"system.0: {ONLY_TEXT}, got an 'image' block; {LEAVE}"),
         (
-            asked([{"type": "thinking"}], "assistant"),
-            f"messages.0.content.0: a 'thinking' block is of no use here, only {BLOCKS}; leave it out",
+            asked([{"type": "redacted_thinking"}], "assistant"),
+            "messages.0.content.0: a 'redacted_thinking' block is of no use here, "
+            f"only {BLOCKS}; leave it out",
         ),
         (asked(7), f"messages.0.content: {ONLY_TEXT}; give a text or a list of blocks, got a number"),
         (asked("a", system={}), f"system: {ONLY_TEXT}; give a text or a list of blocks, got an object"),

@@ -29,7 +29,11 @@ class World:
 
     def __init__(self, *, max_connections=8, max_per_address=8, tls=None):
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.options = {"max_connections": max_connections, "max_per_address": max_per_address, "tls": tls}
+        self.options = {
+            "max_connections": max_connections,
+            "max_per_address": max_per_address,
+            "tls": tls if tls is None or callable(tls) else lambda: tls,
+        }
         self.may_answer, self.ready, self.ended = threading.Event(), threading.Event(), threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 

@@ -15,6 +15,9 @@ from kvq.server.problems import Problem
 PAGE = "https://a.org"
 
 
+COUNTED = []
+
+
 def ask(access, *, method="GET", path="/health", answer=200, check=lambda path, tenant: None, **headers):
     """(status, headers, the method and the tenant that the application saw)."""
     sent, seen = [], []
@@ -33,7 +36,7 @@ def ask(access, *, method="GET", path="/health", answer=200, check=lambda path, 
 
     given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": [(b"host", b"kvq.org"), *given]}
-    asyncio.run(Guard(app, access=access, check=check)(scope, receive, send))
+    asyncio.run(Guard(app, access=access, check=check, count=COUNTED.append)(scope, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"]), seen
 
 
@@ -60,6 +63,15 @@ def test_tenants_are_numbered_by_the_place_of_their_keys():
 
 def test_a_head_is_a_get_without_a_body():
     assert ask(Access(), method="HEAD")[2] == [("GET", "")]
+
+
+def test_what_is_refused_here_is_counted_as_it_ended_unless_it_only_looks():
+    COUNTED.clear()
+    ask(Access(api_keys=("k",)), method="POST", path="/v1/completions", x_api_key="another")
+    ask(Access(), method="POST", path="/v1/completions", content_length="9" * 8)
+    ask(Access(api_keys=("k",)), path="/metrics")
+    ask(Access(), method="POST", path="/v1/completions", answer=400)  # the application counts its own
+    assert COUNTED == ["invalid", "invalid"]
 
 
 def test_what_is_refused_in_any_case_is_refused_before_the_body():

@@ -1,5 +1,6 @@
 """Fields that nobody knows are named, counted, and refused by a strict server."""
 
+import asyncio
 import json
 import re
 
@@ -9,6 +10,7 @@ import kvq.server.batch.run
 import kvq.server.run
 from kvq.cli import main
 from kvq.models.resolve import EMBEDDED, resolve_model
+from kvq.models.templates.forms import Forms
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.assembly import make_service
@@ -93,6 +95,40 @@ BODIES = [
     (PromptBody, message(), ["max_tokens"]),
     (PromptBody, message(max_tokens=None, output_config={"format": None}), []),
 ]
+
+
+ONLY_CALLS = Forms(shown=frozenset(("user", "calls")), variables=frozenset(("messages", "x")))
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "found"),
+    [
+        (ChatBody, chat(chat_template_kwargs={"x": 1, "y": 2, "z": None}), ["chat_template_kwargs.y"]),
+        (ChatBody, chat(reasoning_effort="low"), ["reasoning_effort"]),
+        (ChatBody, chat(tools=[TOOL]), ["tools"]),
+        (ChatBody, chat(tools=[TOOL], tool_choice="none"), []),
+        (ChatBody, chat(tools=[]), []),
+        (MessagesBody, message(tools=[{"name": "f", "input_schema": {}}]), ["tools"]),
+        (
+            MessagesBody,
+            message(tools=[{"name": "f", "input_schema": {}}], tool_choice={"type": "none"}),
+            [],
+        ),
+        (CompletionBody, {"prompt": "a", "tools": [TOOL]}, ["tools"]),
+    ],
+)
+def test_what_the_chat_template_reads_nowhere_is_named(model, given, found):
+    body = model.model_validate(given)
+    assert find_ignored(given, body, ONLY_CALLS).names == found
+    assert find_ignored(given, body, Forms()).names == [name for name in found if "prompt" in given]
+
+
+def test_what_a_template_may_have_meant_is_told():
+    given = chat(chat_template_kwargs={"enable_thinkin": False})
+    forms = Forms(variables=frozenset(("messages", "enable_thinking")))
+    found = find_ignored(given, ChatBody.model_validate(given), forms).first_unknown
+    assert "did you mean 'enable_thinking'?" in found.refusal().message
 
 
 @pytest.mark.parametrize(("model", "given", "found"), BODIES)
@@ -375,14 +411,14 @@ LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"
 def test_lines_of_batches_are_looked_at_too(change, body, names, said):
     found = []
     line = parse_line(1, json.dumps(LINE | change | {"body": LINE["body"] | body}).encode())
-    Calls(service(), found.append)._body(line)
+    asyncio.run(Calls(service(), found.append)._body(line))
     assert found == ([] if names is None else [names])
     strict = Calls(service(is_strict=True))
     if said is None:
-        strict._body(line)
+        asyncio.run(strict._body(line))
         return
     with pytest.raises(Problem) as refused:
-        strict._body(line)
+        asyncio.run(strict._body(line))
     assert (refused.value.status, refused.value.message) == (400, f"unknown field {said}")
 
 
@@ -396,7 +432,7 @@ def test_the_option_reaches_a_batch(tmp_path, monkeypatch):
     for options in ((), ("--strict-requests",)):
         with pytest.raises(SystemExit):
             main(["run-batch", *options, str(source), str(tmp_path / "out.jsonl")])
-    made = [
-        kvq.server.batch.run._service(config, resolve_model("tiny"), service().remote) for config in taken
-    ]
+    source = resolve_model("tiny")
+    given = (source.name, source.folder, service().remote, load_tokenizer(source.folder))
+    made = [make_service(config.serving, *given) for config in taken]
     assert [one.is_strict for one in made] == [False, True]

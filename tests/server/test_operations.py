@@ -321,7 +321,7 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check, untried):
     status, said = check("--max-model-len", "99999")
     assert "a context of 99999 tokens was asked for; this model takes 1 to 4096" in said
     status, said = check("--model", "/nowhere")
-    assert status == 1
+    assert status == 2
     assert "/nowhere" in said
 
 
@@ -346,7 +346,7 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check, untried):
         ("port: abc", "c.yaml: port is a whole number in plain digits, got 'abc'"),
         ("allow-origin: https://a.org/path", "is no origin"),
         ("host: 0.0.0.0", "--api-key-file"),
-        ("ssl-certfile: a.pem", "--ssl-keyfile"),
+        ("ssl-certfile: a.pem", "can't read a.pem"),
         (f"ssl-certfile: {__file__}\nssl-keyfile: {__file__}", "no PEM certificate"),
         ("kv-memory: lots", "kv-memory: it must be a size such as '2GiB' or a number of bytes, got 'lots'"),
         ("num-blocks: 0", "num-blocks: 0 is not in the range"),

@@ -4,6 +4,7 @@ import base64
 import fnmatch
 import json
 import os
+import re
 import signal
 import tomllib
 import urllib.error
@@ -16,20 +17,25 @@ import pytest
 import kvq
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.kit import Server
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 KEYS = ("alpha-key", "beta-key")  # sorted: key 1 and key 2
 SECRET = "The unmistakable prompt about a heron"
 IS_READY = "document.querySelector('#state').dataset.state === 'ready'"
+PAGE = Path(kvq.__file__).parent / "server" / "page"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("\n".join(KEYS))
-    keys.chmod(0o600)
-    with Server("--kv", "k8v4", "--num-blocks", "160", "--api-key-file", str(keys), key=KEYS[0]) as running:
+    folder = tmp_path_factory.mktemp("keys")
+    options = []
+    for name, keys in (("api-key-file", KEYS), ("metrics-key-file", ["gamma-key"])):
+        (folder / name).write_text("\n".join(keys))
+        (folder / name).chmod(0o600)
+        options += [f"--{name}", str(folder / name)]
+    with Server("--kv", "k8v4", "--num-blocks", "160", *options, key=KEYS[0]) as running:
+        running.key_file = folder / "api-key-file"
         for key in KEYS:
             ask(running, key, prompt=SECRET, max_tokens=40)
         yield running
@@ -75,7 +81,7 @@ def test_every_file_of_the_page_is_installed_with_the_package():
 
 
 def test_a_browser_is_asked_for_a_key_and_only_where_it_goes_by_itself(server):
-    for path in ("/", "/pool", "/page/page.js", "/page/nothing"):
+    for path in ("/", "/pool", "/docs", "/openapi.json", "/page/page.js", "/page/nothing"):
         status, headers, _ = get(server, path)
         assert (status, headers["WWW-Authenticate"][:11]) == (401, "Basic realm")
         assert get(server, path, basic("wrong"))[0] == 401
@@ -87,8 +93,49 @@ def test_a_browser_is_asked_for_a_key_and_only_where_it_goes_by_itself(server):
         assert (status, headers["WWW-Authenticate"]) == (401, None)
 
 
+def test_the_version_has_the_shape_of_vllms(server):
+    status, _, body = get(server, "/version", f"Bearer {KEYS[0]}")
+    assert (status, json.loads(body)) == (200, {"version": kvq.__version__})
+    assert get(server, "/version")[0] == 401
+
+
+def test_a_key_for_metrics_alone_reads_them_and_asks_for_nothing(server):
+    for path, status in (("/metrics", 200), ("/health/ready", 200), ("/v1/models", 403), ("/pool", 403)):
+        assert get(server, path, "Bearer gamma-key")[0] == status
+    with pytest.raises(openai.PermissionDeniedError, match="this key is for /metrics"):
+        ask(server, "gamma-key", prompt="a", max_tokens=1)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in PAGE.iterdir() if path.suffix != ".svg"))
+def test_no_file_of_the_pages_names_another_place(name):
+    """They work without a network, and tell nobody that they were opened."""
+    text = (PAGE / name).read_text(encoding="utf-8")
+    assert (
+        re.findall(
+            r"""(?:https?:)?//[\w.-]+\.\w+|url\(|@import""", text.replace("http://www.w3.org/2000/svg", "")
+        )
+        == []
+    )
+
+
+@needs_browser
+def test_the_api_is_written_out_in_a_browser(server):
+    with Browser(password=KEYS[0]) as one:
+        one.open(server.url + "/docs")
+        one.wait(IS_READY)
+        shown = one.run("document.querySelector('#routes').textContent")
+        document = json.loads(get(server, "/openapi.json", f"Bearer {KEYS[0]}")[2])
+        assert all(path in shown for path in document["paths"])
+        assert all(name in shown for name in ("max_completion_tokens", "repetition_penalty", "guided_regex"))
+        assert one.run("document.querySelector('#version').textContent") == kvq.__version__
+        assert one.run("document.querySelectorAll('details').length") == sum(
+            map(len, document["paths"].values())
+        )
+        assert one.errors == []
+
+
 def test_the_policy_lets_nothing_in_from_elsewhere(server):
-    for path in ("/", "/page/style.css", "/pool"):
+    for path in ("/", "/docs", "/page/style.css", "/page/docs.js", "/pool"):
         headers = get(server, path, basic(KEYS[0]))[1]
         assert headers["Content-Security-Policy"].startswith("default-src 'self';")
         assert headers["X-Content-Type-Options"] == "nosniff"
@@ -201,6 +248,26 @@ def test_every_control_is_named_and_reached_by_tab(browser):
     assert browser.run("document.querySelector('#spoken').textContent").startswith("Block 0: ")
     browser.press("ArrowRight")
     assert browser.run("document.querySelector('#spoken').textContent").startswith("Block 1: ")
+
+
+def test_keys_are_read_again_on_sighup_while_a_stream_runs(server):
+    """Last, since it changes the server's keys. What can't be used changes nothing, and the log says so."""
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key=KEYS[1], max_retries=0, timeout=HANG_S)
+    stream = client.completions.create(
+        model="tiny", prompt="a", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    pieces = [next(stream)]
+    server.key_file.write_text(f"{KEYS[0]}\ndelta-key\n")
+    server.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: server.status("/v1/models", "delta-key") == 200, lambda: server.log)
+    assert [server.status("/v1/models", key) for key in (*KEYS, "gamma-key")] == [200, 401, 403]
+    server.key_file.chmod(0o644)
+    server.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "keys and certificate stay as they were" in server.log, lambda: server.log)
+    assert [server.status("/v1/models", key) for key in (KEYS[0], "delta-key")] == [200, 200]
+    pieces += list(stream)
+    assert pieces[-1].choices[0].finish_reason == "length"
+    assert not re.search("alpha-key|delta-key", server.log)
 
 
 @needs_browser

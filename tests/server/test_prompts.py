@@ -298,3 +298,22 @@ def test_a_template_that_fails_for_one_conversation_refuses_that_one(run):
         assert await prompts.chat(TURN)
 
     run(work, "{% if messages[0].content == 'odd' %}{{ none + 1 }}{% endif %}{{ messages[0].content }}")
+
+
+def test_forms_are_found_once_and_what_has_no_place_is_refused(run):
+    """As parts, for all lines of readers; in a strict order of things: found, then used."""
+    of_parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
+
+    async def work(prompts):
+        aside = prompts.aside()
+        words = Conversation(messages=[ChatMessage(role="user", content="a b")])
+        shown = await prompts.detokenize(await aside.chat(words))
+        assert await prompts.forms() is await aside.forms()
+        call = {"function": {"name": "f", "arguments": "{}"}}
+        called = ChatMessage(role="assistant", tool_calls=[call])
+        with pytest.raises(Problem, match="nothing of a call in message 2") as refused:
+            await prompts.chat(Conversation(messages=[*words.messages, called]))
+        assert refused.value.status == 400
+        return shown
+
+    assert run(work, of_parts) == "a b;"

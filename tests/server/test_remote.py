@@ -161,8 +161,13 @@ def test_a_step_beyond_its_deadline_ends_the_engine():
         remote = Remote(start, watch=Watch(max_restarts=0))
         await remote.start()
         process = remote._process.popen
+
+        async def work():
+            while True:  # until the watchdog got a core during a step
+                await collect(remote, list(range(1, 1900)), SamplingParams(max_tokens=10))
+
         with pytest.raises(EngineError, match="send the request again"):
-            await collect(remote, list(range(1, 1900)), SamplingParams(max_tokens=10))
+            await asyncio.wait_for(work(), HANG_S)
         await wait_for_async(lambda: remote.state is State.FAILED, "the engine to be given up")
         assert process.wait(HANG_S) == STUCK
         await remote.close()

@@ -1,21 +1,28 @@
 """Every sampling parameter of a body reaches the engine, a new one too."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
+from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.params import SamplingParams, param, real
 from kvq.server import sampling
+from kvq.server.anthropic.bodies import MessagesBody
+from kvq.server.anthropic.message import _params
 from kvq.server.bodies import ChatBody, CompletionBody
 from kvq.server.problems import Problem
 from kvq.server.sampling import chat_params, completion_params
 
+NO_DEFAULTS = SamplingDefaults()
+message_params = partial(_params, offer=None)
+
 # How a request is served and what comes back, not how tokens are chosen.
 _OF_THE_REQUEST = {
     *("model", "stream", "stream_options", "service_tier", "priority", "cache_salt"),
-    *("prompt", "suffix"),
+    *("prompt", "suffix", "echo"),
     *("messages", "tools", "tool_choice", "parallel_tool_calls"),
-    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"),
 }
 _SCHEMA = {"type": "object"}
 _UNUSUAL = {
@@ -38,7 +45,6 @@ _UNUSUAL = {
     "min_tokens": 2,
     "ignore_eos": True,
     "skip_special_tokens": False,
-    "echo": True,
     "response_format": {"type": "json_object"},
     "guided_json": _SCHEMA,
     "guided_regex": "a",
@@ -48,9 +54,9 @@ _UNUSUAL = {
     "watermark": True,
 }
 _KINDS = {
-    CompletionBody: (completion_params, {"prompt": "a"}, {"logprobs": 2}),
+    CompletionBody: (partial(completion_params, defaults=NO_DEFAULTS), {"prompt": "a"}, {"logprobs": 2}),
     ChatBody: (
-        chat_params,
+        partial(chat_params, defaults=NO_DEFAULTS),
         {"messages": [{"role": "user", "content": "a"}]},
         {"logprobs": True, "top_logprobs": 2},
     ),
@@ -87,4 +93,30 @@ def test_a_new_parameter_is_one_field_of_the_engine_and_one_of_the_body(monkeypa
 
 def test_all_tokens_are_kept_by_either_spelling_of_no_top_k():
     for top_k in (-1, 0, None):
-        assert completion_params(CompletionBody(prompt="a", top_k=top_k)).top_k is None
+        assert completion_params(CompletionBody(prompt="a", top_k=top_k), NO_DEFAULTS).top_k is None
+
+
+@pytest.mark.parametrize("body", [*_KINDS, MessagesBody])
+def test_the_models_defaults_fill_what_a_body_leaves_out_or_says_null_to(body):
+    told = {"temperature": 0.3, "top_k": 7, "top_p": 0.8, "most_tokens": 9, "logit_bias": {3: -100.0}}
+    defaults = SamplingDefaults(fields=told)
+    if body is MessagesBody:
+        least = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        build = message_params
+    else:
+        least, build = _KINDS[body][1], _KINDS[body][0].func
+
+    def built(**given):
+        return build(body(**least, **given), defaults=defaults)
+
+    left = built()
+    assert (left.temperature, left.top_k, left.top_p, left.logit_bias) == (0.3, 7, 0.8, {3: -100.0})
+    lengths = (5, None) if body is MessagesBody else (None, 9)
+    assert (left.max_tokens, left.most_tokens) == lengths
+    said = built(temperature=1.0, top_k=0, top_p=1.0)
+    assert (said.temperature, said.top_k, said.top_p) == (1.0, None, 1.0)
+    if body is not MessagesBody:
+        assert built(temperature=None, max_tokens=None) == left
+        assert (built(max_tokens=4).max_tokens, built(max_tokens=4).most_tokens) == (4, None)
+    if body is ChatBody:
+        assert built(max_completion_tokens=4).max_tokens == 4

@@ -12,6 +12,7 @@ from kvq.engine.outputs import Piece
 from kvq.models.resolve import EMBEDDED
 from kvq.scheduler import PoolShape, SchedulerConfig
 from kvq.server import run
+from kvq.server.app import create_app
 from kvq.server.assembly import make_service
 from kvq.server.config import ServerConfig
 from kvq.server.engine_process import EngineProcess
@@ -68,7 +69,7 @@ def ask(tiny):
         remote._process = EngineProcess(popen=None, reader=None, writer=Mute(remote, first="stream" in body))
         made = make_service(config, "tiny", EMBEDDED["tiny"], remote, tiny.tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = run._Server(run._uvicorn(config, made))
+            server = run._Server(run._uvicorn(create_app(made)))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             answer = await asyncio.to_thread(post, listener.getsockname()[1], body)
             server.should_exit = True

@@ -58,3 +58,18 @@ def test_what_is_written_in_an_unknown_way_is_decoded():
 
     texts = TokenTexts(Unknown())
     assert (texts.text(3), texts.raw(3)) == ("<3>", b"<3>")
+
+
+@pytest.mark.parametrize("prompt", ["the sea", " the  sea", "<s>the", "the"])
+def test_offsets_of_an_echoed_prompt_are_places_in_the_text_that_was_sent(prompt):
+    """Whatever the tokenizer put before it, which has no place there."""
+    tokenizer = sentencepiece()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    ids = [tokenizer.bos_token_id, *tokenizer(" " + prompt, add_special_tokens=False)["input_ids"]]
+    told = TokenTexts(tokenizer).completion_logprobs(ids, [None] * len(ids), 0, within=prompt)
+    assert told["text_offset"][0] == 0
+    assert told["text_offset"] == sorted(told["text_offset"])
+    assert told["text_offset"][-1] <= len(prompt)
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        if token.strip() and token != "<s>":
+            assert prompt[offset:].lstrip().startswith(token.strip())

@@ -15,7 +15,7 @@ from tests.waiting import HANG_S
 
 def test_what_ends_at_once_waits_for_nobody():
     turns = Turns()
-    asyncio.run(asyncio.wait_for(turns.through("", iter(())), 1))
+    asyncio.run(asyncio.wait_for(turns.through("", iter(())), HANG_S))
     assert len(turns._line) == 0
 
 

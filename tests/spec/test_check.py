@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from kvq.blockmgr.prefix import PrefixIndex
 from kvq.kernels.attend.options import Age, Part
 from kvq.models.checkpoint import content_digest
+from tests.waiting import HANG_S
 from tools.make_vectors import make
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ runpy.run_path("spec/check.py", run_name="__main__")
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-B", "-I", "-c", ALONE, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 def test_all_vectors_are_accepted_without_torch_and_kvq() -> None:

@@ -5,7 +5,7 @@ from math import comb
 
 import pytest
 
-from kvq.watermark.tails import binomial_tail
+from kvq.watermark.detection import binomial_tail
 
 
 def exact(successes: int, trials: int, share: Fraction) -> float:

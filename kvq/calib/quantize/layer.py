@@ -17,6 +17,7 @@ from kvq.weights import UnstackedExperts
 from kvq.weights.awq import ChannelScales, awq_scales
 from kvq.weights.folding import Fold, Folds, Run, apply_fold, find_folds, is_same, trace_inputs, undoing
 from kvq.weights.gptq import gptq
+from kvq.weights.linear import linear_at
 from kvq.weights.rounding import clip_weight, round_weight
 from kvq.weights.smoothquant import ALPHAS, smooth_scales
 from kvq.weights.statistics import InputStatistics
@@ -134,15 +135,12 @@ class LayerQuantizer:
         for handle in handles:
             handle.remove()
 
-    def _linear(self, name: str) -> nn.Linear:
-        return _linear(self.layer, name)
-
     def _listen(self, names: tuple[str, ...]) -> list[torch.utils.hooks.RemovableHandle]:
         """Collect statistics of the inputs that these layers share."""
         chosen = [name for name in names if name in self.names]
         if not chosen:
             return []
-        first = self._linear(chosen[0])
+        first = linear_at(self.layer, chosen[0])
         rows = _ROWS if self.settings.method is Method.SMOOTHQUANT else 0
         full = self.prefix + chosen[0]
         found = InputStatistics(full, first.in_features, first.weight.device, rows=rows)
@@ -167,7 +165,7 @@ class LayerQuantizer:
         return True
 
     def _scales(self, fold: Fold) -> ChannelScales:
-        weights = [self._linear(name).weight.detach() for name in fold.names if name in self.names]
+        weights = [linear_at(self.layer, name).weight.detach() for name in fold.names if name in self.names]
         found = next(self.statistics[name] for name in fold.names if name in self.statistics)
         fmt, dtype, alpha = self.settings.fmt, self.dtype, self.settings.alpha
         if self.settings.method is Method.AWQ:
@@ -176,7 +174,7 @@ class LayerQuantizer:
         return smooth_scales(weights, found, fmt, dtype, alphas=alphas, tied=fold.tied)
 
     def _codes(self, name: str) -> QuantizedWeight:
-        settings, weight = self.settings, self._linear(name).weight.detach()
+        settings, weight = self.settings, linear_at(self.layer, name).weight.detach()
         full, seen = self.prefix + name, self._seen(name)
         if settings.method is Method.GPTQ and seen is not None:
             return gptq(weight, seen.gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
@@ -191,7 +189,7 @@ class LayerQuantizer:
 
     def _row(self, name: str, weight: QuantizedWeight) -> ModuleReport:
         found = self._seen(name)
-        wanted, stored = self._linear(name).weight.detach(), weight.dequantize().float()
+        wanted, stored = linear_at(self.layer, name).weight.detach(), weight.dequantize().float()
         if found is None:
             error = float((stored - wanted).norm() / wanted.norm().clamp_min(1e-30))
         else:
@@ -218,18 +216,12 @@ def install(layer: nn.Module, result: LayerResult, device: torch.device) -> None
     for name, value in result.parameters.items():
         layer.get_parameter(name).copy_(value)
     for name, weight in result.weights.items():
-        linear = _linear(layer, name)
+        linear = linear_at(layer, name)
         linear.weight.copy_(weight.to(device).dequantize())
         if weight.fmt.inputs is not Inputs.FULL:
             linear.register_forward_pre_hook(
                 lambda _, args, kind=weight.fmt.inputs: rounded_inputs(args[0], kind)
             )
-
-
-def _linear(layer: nn.Module, name: str) -> nn.Linear:
-    linear = layer.get_submodule(name)
-    assert isinstance(linear, nn.Linear), f"{name} was chosen as a Linear layer"
-    return linear
 
 
 def _packed_bytes(weight: QuantizedWeight) -> int:

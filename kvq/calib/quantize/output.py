@@ -82,8 +82,10 @@ def write_checkpoint(
             config.pop("torch_dtype", None)
             config["dtype"] = str(dtype).removeprefix("torch.")
         config[QUANTIZED_FROM] = {"name": prepared.source.name, "digest": prepared.digest}
+        # Parameters that are no Linear layer's need not be named
+        ignored = [name for name, why in targets.ignored.items() if not why.startswith("not a Linear")]
         config["quantization_config"] = quantization_config(
-            work.file_format, formats, _ignored(targets), kv_scales=kv_scales is not None, act_order=ordered
+            work.file_format, formats, ignored, kv_scales=kv_scales is not None, act_order=ordered
         )
         writer.finish(config, small_files(source))
     return rows, skipped
@@ -115,8 +117,3 @@ def _copy_others(
     missing = sorted(replaced - found)
     if missing:
         raise ConfigError(f"{source} has no tensor {missing[0]}, which was changed; please report this model")
-
-
-def _ignored(targets: Targets) -> list[str]:
-    """Modules that keep their weights; parameters that are no Linear layer's need not be named."""
-    return [name for name, why in targets.ignored.items() if not why.startswith("not a Linear")]

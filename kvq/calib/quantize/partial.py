@@ -105,11 +105,6 @@ class Partial:
             header = {"format_version": _VERSION, "digest": self._digest, "settings": self._settings}
             fileio.write_text(path, json.dumps(header, indent=1) + "\n")
 
-    @property
-    def finished(self) -> int:
-        """Layers done, counted from the first."""
-        return count_finished(self.folder)
-
     def save(self, index: int, result: LayerResult) -> None:
         """Keep a layer."""
         tensors = {

@@ -10,7 +10,7 @@ from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
 from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, Source, install
 from kvq.calib.quantize.output import check_output, write_checkpoint
-from kvq.calib.quantize.partial import Partial
+from kvq.calib.quantize.partial import Partial, count_finished
 from kvq.calib.quantize.settings import Progress, QuantizeSettings, Quantizing
 from kvq.calib.quantize.targets import Targets, find_targets
 from kvq.calib.quantize.walk import Walk, decoder_layers, draw_samples
@@ -21,7 +21,6 @@ from kvq.geometry import ModelGeometry
 from kvq.models import load
 from kvq.models.checkpoint import content_digest, weight_files
 from kvq.models.prepared import PreparedModel
-from kvq.models.resolve import ModelSource
 from kvq.models.skeleton import build_skeleton
 from kvq.models.weights import load_plain
 from kvq.version import __version__
@@ -71,9 +70,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     held = {entry.name for entry in prepared.entries}
     takes_experts = not settings.method.folds  # scales of a norm would have to go into all experts at once
     if (skeleton := build_skeleton(prepared)) is not None:
-        find_targets(
-            skeleton.model, settings.fmt, held, takes_experts=takes_experts
-        )  # raises before the weights are loaded
+        # Raises before the weights are loaded
+        find_targets(skeleton.model, settings.fmt, held, takes_experts=takes_experts)
     text = work.text or calibration_text()
     windows: list[list[int]] = []
     if settings.method.needs_text:
@@ -90,7 +88,10 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     model = load_plain(prepared, dtype=dtype)
     _check_finite(model, dtype)
     targets = find_targets(model, settings.fmt, held, takes_experts=takes_experts)
-    seen = _observed(work, prepared.source, text) if work.kv_scales else None
+    seen = None
+    if work.kv_scales:  # of the model as it is: quantized weights move the maxima of K and V little
+        whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
+        seen = observe(whole, text, progress=work.progress("observing K and V"))
     source = Source(
         model=model,
         targets=targets,
@@ -99,8 +100,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     )
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
     with partial:
-        if partial.finished:
-            work.on_resumed(partial.finished)
+        if finished := count_finished(partial.folder):
+            work.on_resumed(finished)
         _quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
         scales = None if seen is None else fp8_scale_tensors(seen)
         rows, skipped = write_checkpoint(work, prepared, partial, targets, scales)
@@ -120,11 +121,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
 
 
 def _quantize_layers(
-    source: Source,
-    settings: QuantizeSettings,
-    windows: list[list[int]],
-    partial: Partial,
-    progress: Progress,
+    source: Source, settings: QuantizeSettings, windows: list[list[int]], partial: Partial, progress: Progress
 ) -> None:
     """Quantize every layer into `partial`, going on after those that are finished there.
 
@@ -137,7 +134,7 @@ def _quantize_layers(
         RequestError: activations that are not finite; the message names the layer.
     """
     total = len(source.targets.layers)
-    finished = partial.finished
+    finished = count_finished(partial.folder)
     walk = Walk(source.model, windows, source.device) if settings.method.needs_text else None
     for index in range(total):
         progress(index, total)
@@ -179,12 +176,6 @@ def _check_finite(model: Any, dtype: str) -> None:
                 f"{name} holds NaN or infinity in {dtype if dtype != 'auto' else parameter.dtype}; "
                 f"where it is too large for fp16, write compressed-tensors with --dtype bf16"
             )
-
-
-def _observed(work: Quantizing, source: ModelSource, text: EvalText) -> Observations:
-    """K and V of the model as it is: quantized weights move their maxima little."""
-    model = load(source, kv="fp32", device=work.device, dtype=work.dtype)
-    return observe(model, text, progress=work.progress("observing K and V"))
 
 
 def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:

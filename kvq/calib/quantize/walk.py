@@ -49,9 +49,8 @@ class _Recorded(Exception):
 
 
 _Argument = Tensor | tuple[Tensor, ...] | bool | None
-_Call = tuple[
-    tuple[_Argument, ...], dict[str, _Argument]
-]  # what the model hands a layer beside the hidden states
+# What the model hands a layer beside the hidden states
+_Call = tuple[tuple[_Argument, ...], dict[str, _Argument]]
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:

@@ -66,12 +66,6 @@ class Arrivals:
     def __post_init__(self) -> None:
         check_positive("the rate", self.rate)
         check_positive("the time between turns", self.think_s)
-        if not 0 <= self.shared_prefix <= 1 or not 0 <= self.batch_share <= 1:
-            raise ConfigError("shares of prefixes and of batch requests must be 0 to 1")
-        if min(self.num_prefixes, self.turns, self.num_tenants) < 1:
-            raise ConfigError("numbers of prefixes, turns and tenants must be at least 1")
-        if self.max_context < 2:
-            raise ConfigError(f"a context of {self.max_context} tokens holds no prompt and answer")
 
     def calls(self, number: int, seed: int) -> Iterator[Call]:
         """So many requests, in order of arrival; the same for the same seed."""

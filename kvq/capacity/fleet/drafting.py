@@ -1,7 +1,6 @@
 """Drafts in a simulated engine: how many are made, what they take, how many of them are right."""
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,8 @@ def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | N
     for part in text.split(","):
         name, equals, value = (one.strip() for one in part.partition("="))
         if not equals or name in values:
-            raise ConfigError(f"{option} {text!r} has {part!r}, {_wrong(name, values)}; write {_SPELLING}")
+            what = "is there twice" if name in values else "is no name=value"
+            raise ConfigError(f"{option} {text!r} has {part!r}, which {what}; write {_SPELLING}")
         if name not in _NAMES:
             raise ConfigError(f"{option} has no {name!r}{nearest(name, _NAMES) or ';'} write {_SPELLING}")
         values[name] = value
@@ -54,10 +54,6 @@ def parse_drafting(text: str | None, option: str, seed: int = 0) -> Drafting | N
         return Drafting(**{name: _value(name, value) for name, value in values.items()}, seed=seed)
     except ConfigError as error:
         raise ConfigError(f"{option} {text!r}: {error}; write {_SPELLING}") from None
-
-
-def _wrong(name: str, values: Mapping[str, str]) -> str:
-    return "which is there twice" if name in values else "which is no name=value"
 
 
 def _value(name: str, text: str) -> Any:

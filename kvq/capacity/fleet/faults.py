@@ -7,7 +7,6 @@ from math import inf, log1p
 from sys import maxsize
 
 from kvq.capacity.fleet.arrivals import Call
-from kvq.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,18 +18,6 @@ class Faults:
     slow_steps: float = 1e-3  # of the steps, which take 10 to 100 times as long
     life_s: float = 300.0  # of a replica's engine until it dies, on average; all that it holds is lost
     restart_s: float = 30.0  # until the next one is ready
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.leaving <= 1 and 0 <= self.slow_steps <= 1):
-            raise ConfigError(
-                "shares of clients that leave and of slow steps must be 0 to 1, "
-                f"got {self.leaving} and {self.slow_steps}"
-            )
-        if not self.life_s > 0 or self.restart_s < 0:
-            raise ConfigError(
-                "the life of an engine must be above 0 seconds, its restart at least 0, "
-                f"got {self.life_s} and {self.restart_s}"
-            )
 
     def visit(self, calls: Iterable[Call]) -> Iterator[Call]:
         """The same requests, some of whose clients will leave."""

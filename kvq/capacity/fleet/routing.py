@@ -58,7 +58,7 @@ def make_router(routing: Routing, seed: int = 0) -> Router:
         Routing.LEAST_LOADED: _least_loaded,
         Routing.SESSION: by_session,
         Routing.PREFIX: by_prefix,
-        Routing.TWO_CHOICES: TwoChoices(seed),
+        Routing.TWO_CHOICES: two_choices(seed),
         Routing.AFFINITY: Affinity(seed),
     }
     return routers[routing]
@@ -68,19 +68,17 @@ def _least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
     return min(replicas, key=lambda replica: (len(replica.live), replica.index))
 
 
-class TwoChoices:
-    """Of two random replicas the one with fewer requests.
+def two_choices(seed: int = 0) -> Router:
+    """Take of two random replicas the one with fewer requests.
 
     Source: Mitzenmacher 2001, The Power of Two Choices; `PowerOfTwoChoicesRequestRouter` of Ray 2.60.
     """
+    rng = random.Random(seed)
 
-    def __init__(self, seed: int = 0) -> None:
-        self._rng = random.Random(seed)
+    def choose(_: Call, replicas: Sequence[Replica]) -> Replica:
+        return min(rng.sample(replicas, min(2, len(replicas))), key=lambda replica: len(replica.live))
 
-    def __call__(self, call: Call, replicas: Sequence[Replica]) -> Replica:
-        """Choose."""
-        two = self._rng.sample(replicas, min(2, len(replicas)))
-        return min(two, key=lambda replica: len(replica.live))
+    return choose
 
 
 class Affinity:
@@ -93,7 +91,7 @@ class Affinity:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._elsewhere = TwoChoices(seed)
+        self._elsewhere = two_choices(seed)
         self._tree = PrefixTree()
         self._restarts: dict[int, int] = {}
 

@@ -7,7 +7,6 @@ from typing import Any
 from kvq.capacity.fleet.fleet import Run
 from kvq.capacity.fleet.records import Fate, Records, percentile
 from kvq.capacity.plan.cost import Prices
-from kvq.errors import ConfigError
 
 _RANKS = (50, 95, 99)
 
@@ -18,12 +17,6 @@ class Slo:
 
     ttft_s: float | None = None
     itl_s: float | None = None  # on average over its tokens
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "itl_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be above 0 seconds, got {value}")
 
     def is_met(self, records: Records, number: int) -> bool:
         """By a request that was served."""

@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import ConfigError, nearest
-from kvq.geometry import (
-    LayerGeometry,
-    ModelGeometry,
-    StateGeometry,
-    StateTensor,
-    parse_geometry,
-)
+from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTensor, parse_geometry
 from kvq.sizing.parameters import Parameters, count_parameters
 
 CATALOGUE = Path(__file__).with_name("models.json")
-_OF_A_LAYER = ("kv_heads", "k_head_dim", "v_head_dim", "window", "is_latent")
+OF_A_LAYER = ("kv_heads", "k_head_dim", "v_head_dim", "window", "is_latent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +43,7 @@ class KnownModel:
     def parameters(self) -> Parameters:
         """How many, by kind."""
         if self.counted is not None:
-            return Parameters(**self.counted)
+            return Parameters(matrices=(), **self.counted)
         return count_parameters(self.config, self.geometry)
 
 
@@ -84,31 +78,11 @@ def find_model(name: str) -> KnownModel:
     return found
 
 
-def encode_shape(geometry: ModelGeometry) -> dict[str, Any]:
-    """A geometry as the catalogue has it: equal layers once, with their numbers."""
-    layers: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for layer in geometry.layers:
-        own = {key: value for key in _OF_A_LAYER if (value := getattr(layer, key))}
-        entry = layers.setdefault(tuple(own.items()), {"at": [], **own})
-        entry["at"].append(layer.number)
-        if layer.readers:
-            entry.setdefault("readers", {})[str(layer.number)] = list(layer.readers)
-    states: dict[StateGeometry, dict[str, Any]] = {}
-    for state in geometry.states:
-        key = StateGeometry(number=0, kind=state.kind, tensors=state.tensors)
-        tensors = [[x.name, x.index, list(x.shape), x.dtype] for x in state.tensors]
-        states.setdefault(key, {"at": [], "kind": state.kind, "tensors": tensors})["at"].append(state.number)
-    names = ("model_type", "q_heads", "hidden_size", "vocab_size", "max_context", "softcap", "has_sinks")
-    whole = {name: value for name in names if (value := getattr(geometry, name))}
-    found = {**whole, "layers": list(layers.values())}
-    return found | ({"states": list(states.values())} if states else {})
-
-
 def decode_shape(shape: Mapping[str, Any]) -> ModelGeometry:
-    """The geometry again."""
+    """Read a geometry: the catalogue has equal layers once, with their numbers."""
     places: dict[int, dict[str, Any]] = {}
     for entry in shape["layers"]:
-        own = {key: entry[key] for key in _OF_A_LAYER if key in entry}
+        own = {key: entry[key] for key in OF_A_LAYER if key in entry}
         for number in entry["at"]:
             readers = entry.get("readers", {}).get(str(number), ())
             places[number] = {**own, "number": number, "readers": tuple(readers)}

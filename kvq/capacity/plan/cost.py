@@ -36,32 +36,18 @@ def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: fl
     return usd_per_hour / (tokens_per_s * utilization * 3600) * 1e6
 
 
-def tokens_per_usd(usd_per_hour: float, tokens_per_s: float, *, utilization: float = 1.0) -> float:
-    """Tokens of one $."""
-    return 1e6 / usd_per_million(usd_per_hour, tokens_per_s, utilization=utilization)
-
-
 def monthly_usd(usd_per_hour: float, *, gpus: int = 1, operations_usd: float = 0.0) -> float:
     """$ of a month of 30 days: GPUs that run all the time, and who looks after them."""
-    check_positive("$ an hour", usd_per_hour)
-    if gpus < 1 or operations_usd < 0:
-        raise ConfigError(
-            f"{gpus} GPUs and ${operations_usd} of operations are no cost; both are given wrong"
-        )
     return usd_per_hour * _HOURS_A_MONTH * gpus + operations_usd
 
 
 def requests_a_month(requests_per_s: float, *, utilization: float = 1.0) -> float:
     """Requests of 30 days."""
-    check_positive("requests a second", requests_per_s)
-    check_share("utilization", utilization)
     return requests_per_s * utilization * 3600 * _HOURS_A_MONTH
 
 
 def break_even_requests(usd_a_month: float, usd_per_request: float) -> float:
     """Requests a month from which on a fixed cost is less than a price for each."""
-    check_positive("$ a month", usd_a_month)
-    check_positive("$ a request", usd_per_request)
     return usd_a_month / usd_per_request
 
 

@@ -4,41 +4,26 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from kvq.capacity.lengths import Demand
-from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import FRAGMENTS, Pools, Room, does_not_fit
+from kvq.capacity.plan.room import FRAGMENTS, Pools, Room, Settings, does_not_fit
 from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE, KVLayout
 from kvq.sizing.memory import Term
 from kvq.sizing.needs import bytes_of, wanted_blocks
-from kvq.sizing.pools import (
-    GPU_FRACTION,
-    MAX_NUM_BATCHED_TOKENS,
-    PoolPlan,
-    plan_pools,
-    pool_budget,
-)
+from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
 _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
-    """What of an engine's settings takes memory; as they are, those of `kvq serve` without options."""
+class Engine(Settings):
+    """kvq's; as they are, those of `kvq serve` without options."""
 
-    block_size: int = BLOCK_SIZE  # tokens
-    step_tokens: int = MAX_NUM_BATCHED_TOKENS  # most new tokens of a step
-    sequences: int | None = None  # most that run side by side; None: as many as fit
-    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's
-    runtime_bytes: int = 600_000_000  # of the process on the GPU before it holds a tensor; measure yours
+    block_size: int = BLOCK_SIZE
+    step_tokens: int = MAX_NUM_BATCHED_TOKENS
     memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
-
-    def __post_init__(self) -> None:
-        check_share("the memory fraction", self.memory_fraction)
-        if self.runtime_bytes < 0:
-            raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
         """Its share of what weights and runtime leave free, less what a step needs."""

@@ -4,7 +4,7 @@ Beside it what it would be for other lengths and other numbers of users, for plo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -14,40 +14,33 @@ from kvq.capacity.lengths import Demand, Length, fixed
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import Gpu, find_gpu
-from kvq.capacity.plan.room import VllmCache
+from kvq.capacity.plan.room import Pools
 from kvq.capacity.plan.speed import Serving, serving
 from kvq.capacity.plan.step_time import Efficiency, StepTime, roofline
 from kvq.capacity.plan.target import Target, make_target
-from kvq.capacity.plan.users import Users
 from kvq.capacity.plan.vllm import VllmEngine
 from kvq.errors import ConfigError
 from kvq.sizing.held import AUTO
-from kvq.sizing.memory import Split, Term, kv_layout, split_geometry
+from kvq.sizing.memory import Split, kv_layout, split_geometry
 
 _SHORTEST = 1024  # tokens, of plots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityPlan:
-    """One KV format of one model on one kind of GPU, `split.gpus` of them."""
+class CapacityPlan(Pools):
+    """One KV format of one model on one kind of GPU, `split.gpus` of them; its blocks are the fullest's."""
 
     model: str
     gpu: str
     kv: str
     split: Split
-    terms: tuple[Term, ...]  # of the fullest GPU, the pool last
     kv_bytes_per_token: float  # on it
-    block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
-    num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
-    step_tokens: int  # most new tokens of a step, fewer than asked for where they fill a small staging area
-    users: Users
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
     state_bytes: int  # of a sequence's recurrent states, on it; in the blocks of a pool of their own
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
     serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # what so many users see
     usd_per_million_tokens: float | None  # generated ones, at full load
     refused: str | None = None  # why kvq's engine does not run the model
-    vllm: VllmCache | None = None  # what vLLM says of its blocks, where it is the engine
 
     @property
     def pool_bytes(self) -> int:
@@ -78,6 +71,8 @@ def make_plan(
     if demand.longest > (most := target.geometry.max_context):
         raise ConfigError(f"a request of {demand.longest:,} tokens is above the model's context of {most:,}")
     engine = engine or Engine()
+    if isinstance(engine, VllmEngine):
+        target = replace(target, held=replace(target.held, has_packed_experts=True))
     layout = kv_layout(
         split_geometry(target.geometry, target.split),
         kv,
@@ -85,32 +80,26 @@ def make_plan(
         whole_blocks=isinstance(engine, Engine),
     )
     pools = engine.pools(target, gpu, layout, demand)
-    users = pools.users
     time = serve = served = price = None
     if target.parameters is not None:
         time = roofline(target, layout, gpu, efficiency or Efficiency())
         serve = partial(serving, time, demand)
-    if serve is not None and users.paged:
-        served = serve(users.paged)
+    if serve is not None and pools.users.paged:
+        served = serve(pools.users.paged)
         price = usd_per_million(gpu.usd_per_hour * target.split.gpus, served.tokens_per_s)
     return CapacityPlan(
+        **{one.name: getattr(pools, one.name) for one in fields(pools)},
         model=target.name,
         gpu=gpu.name,
         kv=kv,
         split=target.split,
-        terms=pools.terms,
         kv_bytes_per_token=layout.kv_bytes_per_token,
-        block_bytes=pools.block_bytes,
-        num_blocks=pools.num_blocks,
-        step_tokens=pools.step_tokens,
-        users=users,
         serving=served,
-        state_bytes=layout.geometry.state_bytes(target.held.other_bytes),
+        state_bytes=layout.geometry.state_bytes(int(target.held.other.weight_bytes)),
         time=time,
         serve=serve,
         usd_per_million_tokens=price,
         refused=target.refused,
-        vllm=pools.vllm,
     )
 
 
@@ -145,46 +134,44 @@ def plan(
     Raises:
         ConfigError: something unknown, no lengths, or the model doesn't fit, with by how much.
     """
+    engine = options.get("engine")
     target = make_target(
         model,
         weights=options.get("weights", AUTO),
         weight_bytes=options.get("weight_bytes"),
         split=options.get("split"),
+        max_context=None if engine is None else engine.max_context,
     )
     if (context is None) == (lengths is None):
         raise ConfigError("how long requests are decides how many fit: give either context or lengths")
     drawn = lengths or fixed(context or 0, output or (context or 0) // 8)
     demand = Demand(lengths=drawn, prefix_share=options.get("prefix_share", 0.0))
     found = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
-    return make_plan(target, found, kv, demand, engine=options.get("engine"))
+    return make_plan(target, found, kv, demand, engine=engine)
 
 
 def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine | VllmEngine) -> list[tuple[int, int]]:
     """(context, requests that fit at once), the context doubling up to the longest that the engine takes."""
     longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
-    found = []
-    for context in _doubling(_SHORTEST, longest):
-        made = make_plan(target, gpu, kv, Demand(lengths=fixed(context)), engine=engine)
-        found.append((context, made.users.paged))
-    return found
+    return [
+        (context, make_plan(target, gpu, kv, Demand(lengths=fixed(context)), engine=engine).users.paged)
+        for context in _doubling(_SHORTEST, longest)
+    ]
 
 
 def speed_by_users(plan: CapacityPlan, usd_per_hour: float) -> list[dict[str, Any]]:
     """Latency and cost as more requests run side by side, doubling up to as many as fit."""
     if plan.serve is None or not plan.users.paged:
         return []
-    points = []
-    for users in _doubling(1, plan.users.paged):
-        served = plan.serve(users)
-        points.append(
-            {
-                "users": users,
-                "tokens_per_s": served.tokens_per_s,
-                "itl_ms": 1e3 * served.itl_s,
-                "usd_per_million_tokens": usd_per_million(usd_per_hour, served.tokens_per_s),
-            }
-        )
-    return points
+    return [
+        {
+            "users": served.users,
+            "tokens_per_s": served.tokens_per_s,
+            "itl_ms": 1e3 * served.itl_s,
+            "usd_per_million_tokens": usd_per_million(usd_per_hour, served.tokens_per_s),
+        }
+        for served in map(plan.serve, _doubling(1, plan.users.paged))
+    ]
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:

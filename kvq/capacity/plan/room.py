@@ -1,11 +1,13 @@
 """What lies on a GPU beside KV, and what that leaves for an engine's blocks."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.users import Users
+from kvq.errors import ConfigError
 from kvq.sizes import decimal
 from kvq.sizing.memory import Term, activation_term
 
@@ -14,17 +16,23 @@ FRAGMENTS = 0.01  # of what is free, that is no whole block
 _ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
 
 
-class Settings(Protocol):
-    """What any engine's settings say about memory."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings(ABC):
+    """What of any engine's settings takes memory."""
 
-    @property
-    def step_tokens(self) -> int:
-        """Most new tokens of a step."""
+    block_size: int  # tokens
+    step_tokens: int  # most new tokens of a step
+    memory_fraction: float  # the engine says of what
+    sequences: int | None = None  # most that run side by side; None: as many as fit
+    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's
+    runtime_bytes: int = 600_000_000  # of the process before it holds a tensor; measure yours
 
-    @property
-    def runtime_bytes(self) -> int:
-        """Of the process before it holds a tensor."""
+    def __post_init__(self) -> None:
+        check_share("the memory fraction", self.memory_fraction)
+        if self.runtime_bytes < 0:
+            raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
+    @abstractmethod
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
         """What blocks get beside `taken_bytes` of weights and runtime; below 0: so much is missing."""
 
@@ -48,11 +56,11 @@ class Pools:
     """An engine's blocks on the fullest GPU, and all that lies beside them."""
 
     terms: tuple[Term, ...]  # the pool last
-    block_bytes: int
-    num_blocks: tuple[int, ...]  # of each pool
-    step_tokens: int  # most new tokens of a step
+    block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
+    num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
+    step_tokens: int  # most new tokens of a step, fewer than asked for where they fill a small staging area
     users: Users
-    vllm: VllmCache | None = None  # where it is vLLM
+    vllm: VllmCache | None = None  # what vLLM says of its blocks, where it is the engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,6 @@ from statistics import fmean
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.gpus import check_positive
 from kvq.capacity.plan.step_time import StepTime
-from kvq.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +26,6 @@ def steady_state(*, users: int, step_s: float, prefill_s: float, output_tokens: 
 
     By Little's law `users` = requests a second x seconds of each.
     """
-    if users < 1 or output_tokens < 1:
-        raise ConfigError(f"{users} users with {output_tokens} tokens of output each get no tokens")
     per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens of one user
     return Serving(
         users=users,

@@ -16,7 +16,7 @@ from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
-from kvq.layout import GroupLayout, KVLayout, Role
+from kvq.layout import KVLayout, Role
 from kvq.sizing.parameters import Parameters
 
 
@@ -53,11 +53,6 @@ class Machine:
     bandwidth: float  # bytes a second
     flops: float  # operations a second, dense
     efficiency: Efficiency
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
     def linear_s(self, weight_bytes: float, flops: float, *, tokens: int) -> float:
         """Seconds of linear layers for so many tokens."""
@@ -238,7 +233,11 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
         limits=tuple(layout.holding["limits"]),
         lag=layout.holding["lag"],
         state_group=layout.holding["state_group"],
-        read_s=tuple(machine.read_s(_bytes_seen(group)) for group in groups),
+        read_s=tuple(
+            # Of each token that a decode sees; of recurrent states two, that before it and its own
+            machine.read_s(group.block_bytes / (1 if group.role is Role.STATES else group.block_size))
+            for group in groups
+        ),
         pair_s=tuple(
             machine.attention_s(
                 2 * q_heads * sum(one.geometry.k_head_dim + one.geometry.v_head_dim for one in group.layers)
@@ -247,11 +246,6 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
         ),
         sequence_s=efficiency.sequence_s,
     )
-
-
-def _bytes_seen(group: GroupLayout) -> float:
-    """Of each token that a decode sees; of recurrent states two, that before it and its own."""
-    return group.block_bytes / (1 if group.role is Role.STATES else group.block_size)
 
 
 def read_share(parameters: Parameters, tokens: int) -> float:

@@ -5,15 +5,19 @@ Its shape is a folder's, or one of the catalogue's.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvq.capacity.plan.catalogue import find_model, known_models
 from kvq.errors import ConfigError
+from kvq.formats.checkpoints import told_beside
+from kvq.formats.checkpoints.stored import NF4
 from kvq.geometry import ModelGeometry, parse_geometry
-from kvq.sizing.held import AUTO, HeldAs, held_as
+from kvq.geometry.support import why_refused
+from kvq.geometry.text_part import text_config
+from kvq.sizing.held import AUTO, PLAIN, HeldAs, held_as
 from kvq.sizing.memory import Split, Term, on_one_gpu, weight_terms
 from kvq.sizing.parameters import Parameters, count_parameters
 from kvq.sizing.shape import Shape
@@ -28,10 +32,14 @@ class Target:
     name: str
     geometry: ModelGeometry
     parameters: Parameters | None = None  # None: `weight_bytes` says it
-    held: HeldAs = field(default_factory=lambda: HeldAs(linear="fp16"))
+    held: HeldAs = field(default_factory=HeldAs)
     weight_bytes: int | None = None  # of the whole model, instead of counting them
     split: Split = field(default_factory=Split)
     refused: str | None = None  # why kvq's engine does not run it
+
+    def formats(self, kv: Iterable[str]) -> list[str]:
+        """These KV formats once each; `auto` is the type that the model computes in."""
+        return list(dict.fromkeys(self.held.other.name if name == "auto" else name for name in kv))
 
     def terms(self) -> tuple[Term, ...]:
         """The weights of the fullest GPU."""
@@ -51,24 +59,42 @@ def make_target(
     weight_bytes: int | None = None,
     split: Split | None = None,
     shape: Shape | None = None,
+    max_context: int | None = None,
 ) -> Target:
     """A model by its name or folder. `weights`: the format of Linear layers, else what the config says.
 
-    `shape`: of a folder whose config.json does not say it by itself.
+    `shape`: of a folder whose config.json does not say it by itself. `max_context`: that it is served with.
 
     Raises:
         ConfigError: neither is known, or its weights can't be counted.
     """
     found = shape or _shape(model, counted=weight_bytes is None)
+    held = held_as(found.config, weights)
+    if held.unknown is not None and weight_bytes is None:
+        _log.warning(
+            "what quant_method %r makes of weights is not known: they are counted in %s; --weights names the "
+            "nearest format, such as int4",
+            *(held.unknown, held.other.name),
+        )
     return Target(
         name=str(model),
         geometry=found.geometry,
         parameters=None if weight_bytes is not None else found.parameters,
-        held=held_as(found.config, weights),
+        held=held,
         weight_bytes=weight_bytes,
         split=split or Split(),
-        refused=found.refused,
+        refused=found.refused or _why_refused(found.config, held, weights, max_context),
     )
+
+
+def _why_refused(
+    config: Mapping[str, Any], held: HeldAs, weights: str, max_context: int | None
+) -> str | None:
+    """What of a config.json, or of weights that are rounded at load, kvq's engine does not take."""
+    why = why_refused(config, max_context=max_context) or held.unread
+    if why or config.get("quantization_config") is None or weights in (AUTO, NF4.name, *PLAIN):
+        return why
+    return "its weights are quantized already, and kvq rounds none of these (--weights)"
 
 
 def _shape(model: str | Path, *, counted: bool) -> Shape:
@@ -107,5 +133,5 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, got a {type(config).__name__}")
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    config, text = told_beside(folder, config), config.get("text_config")
+    return text_config(config) or ({**config, **text} if isinstance(text, dict) else config)

@@ -20,12 +20,7 @@ class Users:
 
 
 def count_users(
-    layout: KVLayout,
-    num_blocks: Sequence[int],
-    demand: Demand,
-    *,
-    step_tokens: int,
-    seats: int | None = None,
+    layout: KVLayout, num_blocks: Sequence[int], demand: Demand, *, step_tokens: int, seats: int | None = None
 ) -> Users:
     """Requests in pools, in blocks and in reserved slots.
 

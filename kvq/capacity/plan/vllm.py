@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.capacity.lengths import Demand
-from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import Pools, Room, VllmCache, does_not_fit
+from kvq.capacity.plan.room import Pools, Room, Settings, VllmCache, does_not_fit
 from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.users import Users
 from kvq.capacity.plan.vllm_blocks import VllmBlocks
@@ -20,7 +19,7 @@ from kvq.formats.names import FOREIGN_NAMES, VLLM_FILE_PREFIX, VLLM_PREFIX
 from kvq.geometry.families import SIZED
 from kvq.layout import KVLayout
 from kvq.sizes import decimal
-from kvq.sizing.held import HeldAs
+from kvq.sizing.held import PLAIN
 from kvq.sizing.memory import Term
 
 BLOCK_SIZE, GPU_FRACTION = 16, 0.92  # vLLM's defaults on GPUs
@@ -47,22 +46,14 @@ def batch_defaults(gpu: Gpu) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VllmEngine:
-    """What of vLLM's settings takes memory; `on` has those of `vllm serve` without options."""
+class VllmEngine(Settings):
+    """vLLM's; `on` has those of `vllm serve` without options."""
 
-    block_size: int = BLOCK_SIZE  # tokens
-    step_tokens: int = 2048  # most new tokens of a step
-    sequences: int | None = None  # most that run side by side; None: as many as fit
-    max_context: int | None = None  # of a sequence; None: the model's
-    runtime_bytes: int = 600_000_000  # of the process before it holds a tensor; measure yours
+    block_size: int = BLOCK_SIZE
+    step_tokens: int = 2048
     memory_fraction: float = GPU_FRACTION  # of all of the GPU
     kv_memory: int | None = None  # bytes of all blocks, instead of what that leaves
     steps_at_work: int = 2  # at a time, where scheduling is asynchronous; 1 on CPUs
-
-    def __post_init__(self) -> None:
-        check_share("the memory fraction", self.memory_fraction)
-        if self.runtime_bytes < 0:
-            raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
     @classmethod
     def on(cls, gpu: Gpu, **settings: Any) -> "VllmEngine":
@@ -163,8 +154,8 @@ def _check_served(target: Target, layout: KVLayout) -> None:
     recipe.require_scales()
     recipe.check_unstaged("vLLM's cache")
     plain = own_type(recipe.label)
-    if plain and HeldAs(linear=plain, other=plain).other_bytes != target.held.other_bytes:
+    if plain and PLAIN[plain].weight_bytes != target.held.other.weight_bytes:
         raise ConfigError(
-            f"vLLM keeps its own cache in the model's type, {target.held.other}; for KV in {plain} give "
+            f"vLLM keeps its own cache in the model's type, {target.held.other.name}; for KV in {plain} give "
             f"--weights {plain}"
         )

@@ -16,7 +16,7 @@ from kvq.engine.grammar.matcher import Matcher
 from kvq.engine.grammar.process import NICENESS, CompileProcess
 from kvq.engine.grammar.source import GrammarLimits, grammar_text
 from kvq.engine.grammar.vocabulary import read_vocabulary
-from kvq.engine.grammar.worker import compile_grammar
+from kvq.engine.grammar.worker import as_lark, compile_grammar
 from kvq.engine.params import StructuredOutput
 from kvq.errors import Overloaded, RequestError, first_lines
 from kvq.fair_line import FairLine
@@ -56,7 +56,8 @@ class GrammarCompiler:
         self._num: Counter[str] = Counter()  # of each tenant's grammars that are not done
         self._changed = threading.Condition(threading.RLock())  # a future's end may be told within
         self._is_closed = False
-        self._sound: OrderedDict[str, None] = OrderedDict()  # texts that passed, the oldest first
+        # How llguidance reads texts that passed, the oldest first
+        self._sound: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def has_room(self, tenant: str = "") -> bool:
@@ -151,19 +152,19 @@ class GrammarCompiler:
     def _compile(self, spec: StructuredOutput, child: CompileProcess) -> Matcher:
         text = grammar_text(spec, self.limits)
         with self._lock:
-            is_sound = text in self._sound
-        if not is_sound:
-            child.check(text)
+            read = self._sound.get(text)
+        if read is None:
+            read = child.check(text)
         with self._lock:
-            self._sound[text] = None
+            self._sound[text] = read
             self._sound.move_to_end(text)
             if len(self._sound) > self.limits.max_cached:
                 self._sound.popitem(last=False)
-        return Matcher(self._vocabulary, _compile(self._vocabulary.tokenizer, text, self.limits))
+        return Matcher(self._vocabulary, _compile(self._vocabulary.tokenizer, read, self.limits))
 
 
 def _compile(tokenizer: LLTokenizer, text: str, limits: GrammarLimits) -> LLMatcher:
     try:
-        return compile_grammar(tokenizer, text, limits.parser)
+        return compile_grammar(tokenizer, as_lark(text), limits.parser)
     except ValueError as error:
         raise RequestError(f"structured output: {first_lines(error)}") from error

@@ -17,7 +17,7 @@ from kvq.errors import RequestError
 NICENESS = 5  # of whatever compiles: the steps go before it
 START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
 STUCK_S = 120  # for a child that neither answers nor takes processor time
-MAX_REPLY_BYTES = 64 << 10
+MAX_REPLY_BYTES = 8 << 20  # a grammar may be written six times as long as JSON
 
 
 class CompileProcess:
@@ -32,16 +32,17 @@ class CompileProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def check(self, text: str) -> None:
-        """Compile `text`, a grammar as llguidance reads it, in the child.
+    def check(self, text: str) -> str:
+        """Compile `text`, a grammar as llguidance reads it but for GBNF, in the child; all as it reads it.
 
         Raises:
             RequestError: it is bad, or takes more time or memory than the limits allow.
         """
         child = self._running()
-        refusal = self._exchange(child, {"grammar": text}, STUCK_S + self._limits.compile_timeout_s)
-        if refusal:
-            raise RequestError(f"structured output: {refusal}")
+        reply = self._exchange(child, {"grammar": text}, STUCK_S + self._limits.compile_timeout_s)
+        if reply["refusal"]:
+            raise RequestError(f"structured output: {reply['refusal']}")
+        return str(reply["grammar"])
 
     def close(self) -> None:
         """End the child, whatever it does; `check` then raises."""
@@ -84,8 +85,8 @@ class CompileProcess:
             "parser": self._limits.parser,
         }
 
-    def _exchange(self, child: subprocess.Popen[bytes], message: dict[str, Any], timeout_s: float) -> str:
-        """Send one message and return the child's refusal, empty if there is none."""
+    def _exchange(self, child: subprocess.Popen[bytes], message: dict[str, Any], timeout_s: float) -> Any:
+        """Send one message and return the child's reply."""
         overran = threading.Event()
 
         def expire() -> None:
@@ -99,7 +100,7 @@ class CompileProcess:
         deadline.cancel()
         deadline.join()
         if line.endswith(b"\n") and not overran.is_set():
-            return str(json.loads(line)["refusal"])
+            return json.loads(line)
         self._stop()
         self._check_open()
         limits = self._limits

@@ -2,17 +2,21 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from llguidance import LLMatcher
 
 from kvq import strict_json
+from kvq.engine.grammar.worker import parts, places
 from kvq.engine.params import StructuredOutput
 from kvq.errors import ConfigError, RequestError, first_lines
 
 OPENING, CLOSING = "([{", ")]}"
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
 _BRACKET = re.compile(r"[][(){}]")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
@@ -68,10 +72,21 @@ def grammar_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
     Raises:
         RequestError: the text is too long, nested too deep, no JSON, or not Unicode.
     """
+    text = _constraint_text(spec, limits)
+    if not spec.before:
+        return text
+    first, *others = parts(text) or [{"lark_grammar": text}]
+    name = first.get("name") or "constraint"
+    start = {"lark_grammar": f"start: before @{name}\n{spec.before}"}
+    return json.dumps({"grammars": [start, first | {"name": name}, *others]})
+
+
+def _constraint_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
     if spec.json_schema is not None:
         return _schema_text(spec.json_schema, limits)
     if spec.choice is not None:
-        return _choice_text(spec.choice, limits)
+        _check_size("choice", "".join(spec.choice), limits)
+        return LLMatcher.grammar_from_regex("|".join("".join(map(_literal, one)) for one in spec.choice))
     if spec.regex is not None:
         _check_text("regex", spec.regex, limits)
         return LLMatcher.grammar_from_regex(spec.regex)
@@ -88,6 +103,8 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
     try:
         tree = strict_json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, default=_plain)
+        if '"format"' in text and isinstance(tree, Mapping):
+            text = json.dumps(_without_annotations(json.loads(text)), ensure_ascii=False)
     except (ValueError, TypeError) as error:
         raise RequestError(f"json_schema isn't JSON: {first_lines(error)}") from error
     if not isinstance(tree, Mapping):
@@ -102,9 +119,13 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
         raise RequestError(f"json_schema isn't one: {first_lines(error)}") from error
 
 
-def _choice_text(choices: Sequence[str], limits: GrammarLimits) -> str:
-    _check_size("choice", "".join(choices), limits)
-    return LLMatcher.grammar_from_regex("|".join("".join(map(_literal, c)) for c in choices))
+def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without formats that nothing here holds texts to: annotations, by JSON Schema 2020-12."""
+    if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
+        del schema["format"]
+    for _, inner in places(schema):
+        _without_annotations(inner)
+    return schema
 
 
 def _literal(character: str) -> str:

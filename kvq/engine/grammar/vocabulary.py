@@ -9,7 +9,8 @@ import torch
 from llguidance import LLTokenizer
 from torch import Tensor
 
-from kvq.errors import ConfigError, first_lines
+from kvq.errors import RequestError, first_lines
+from kvq.models.ends import GENERATION_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,30 +33,34 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> 
     """Read a transformers tokenizer. Nothing is fetched.
 
     Raises:
-        ConfigError: it isn't a fast tokenizer, doesn't fit the logits, or lacks an end token.
+        RequestError: it isn't a fast tokenizer, doesn't fit the logits, or lacks every end token.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ConfigError(
+        raise RequestError(
             f"structured output needs a tokenizer with a tokenizer.json, got {type(tokenizer).__name__}"
         )
     ids = set(backend.get_vocab(with_added_tokens=True).values())
-    if not eos_ids or not ids.issuperset(eos_ids):
-        raise ConfigError(f"eos_ids must be at least one of the tokenizer's {len(ids)} ids, got {eos_ids}")
+    if not (ends := sorted(ids.intersection(eos_ids))):
+        raise RequestError(
+            f"structured output ends by the model's end token, and none that the tokenizer has is named (got "
+            f"{list(eos_ids)}); name one as eos_token_id in {GENERATION_FILE}"
+        )
     text = json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None})
     try:
-        tokens = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+        tokens = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
     except ValueError as error:
-        raise ConfigError(
-            f"llguidance can't read the tokenizer for logits of {vocab_size}: {first_lines(error)}"
+        raise RequestError(
+            f"structured output: llguidance can't read the tokenizer for logits of {vocab_size}: "
+            f"{first_lines(error)}"
         ) from error
     return Vocabulary(
         tokenizer_json=text,
         tokenizer=tokens,
         vocab_size=vocab_size,
-        eos_ids=tuple(eos_ids),
+        eos_ids=tuple(ends),
         known=_packed(ids, vocab_size),
-        inner=_packed(ids.difference(eos_ids), vocab_size),
+        inner=_packed(ids.difference(ends), vocab_size),
     )
 
 

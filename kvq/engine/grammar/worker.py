@@ -8,18 +8,99 @@ one JSON text a line goes each way, and a child whose parent is gone ends itself
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from time import thread_time
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MAX_SETUP_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is 33 MB of JSON
 MAX_REASON_CHARACTERS = 400
 STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the engine's threads
+
+
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_SHORT = re.compile(r"(?<!\\)\\u(0[0-9a-fA-F]{3})")  # whose 0 the conversion loses
+_WAY = " while processing "  # what llguidance says of a reference
+_LOOKS_S = 0.5  # for the place of what is wrong in a schema
+_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+_REMEDIES = {  # by what llguidance's reasons hold
+    "oneOf": "parts of oneOf may overlap; write anyOf, or give each a property with a const of its own",
+    " range: min": "bounds so far from 0 can't be held; leave them out, or stay within 2**53 - 1",
+    "Unimplemented keys": "can't be enforced here; leave them out",
+    "look": "a pattern can't look around or name edges of words; write what stands there",
+}
+
+
+def as_lark(text: str) -> str:
+    """A grammar whose parts in GBNF, llama.cpp's language, are Lark.
+
+    Raises:
+        ValueError: one is no GBNF.
+    """
+    if "::=" not in text:
+        return text
+    if found := parts(text):
+        read = [part | {"lark_grammar": as_lark(part.get("lark_grammar") or "") or None} for part in found]
+        return json.dumps({"grammars": read})
+    text = _SHORT.sub(lambda m: chr(code) if (code := int(m[1], 16)) > 0x9F else f"\\x{m[1][2:]}", text)
+    try:
+        return gbnf_to_lark(text) if _GBNF.search(text) else text
+    except Exception as error:  # its own errors have no common class
+        raise ValueError(f"read as GBNF: {error}") from error
+
+
+def parts(text: str) -> list[dict[str, Any]]:
+    """Of a grammar that is written as JSON; none of another."""
+    try:
+        found = json.loads(text)["grammars"] if text.startswith('{"grammars"') else []
+        return [part for part in found if isinstance(part, dict)]
+    except (ValueError, TypeError):
+        return []
+
+
+def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas right within one, each with its way there."""
+    for key, inner in schema.items():
+        if key in _SINGLE and isinstance(inner, dict):
+            yield f"/{key}", inner
+        elif key in _SCHEMAS and isinstance(inner, dict):
+            yield from ((f"/{key}/{name}", one) for name, one in inner.items() if isinstance(one, dict))
+        elif key in _LISTS and isinstance(inner, list):
+            yield from ((f"/{key}/{i}", one) for i, one in enumerate(inner) if isinstance(one, dict))
+
+
+def explained(tokenizer: LLTokenizer, text: str, why: str) -> str:
+    """A refusal with its place in a JSON schema, and what to do; or with the languages that are read."""
+    grammars = parts(text)
+    schema = next(
+        (part["json_schema"] for part in grammars if isinstance(part.get("json_schema"), dict)), None
+    )
+    if schema is None:
+        is_ours = any(part.get("name") == "regex" for part in grammars)
+        known = 'a grammar is read as Lark, such as start: "a" | "b", or as GBNF, such as root ::= "a" | "b"'
+        return why if is_ours else f"{why}; {known}"
+    shared = {key: schema[key] for key in ("x-guidance", "$defs", "definitions") if key in schema}
+    place, began, is_deeper, why = "#", thread_time(), True, why.partition(_WAY)[0]
+    while is_deeper:
+        is_deeper = False
+        for way, inner in places(schema):
+            grammar = json.dumps({"grammars": [{"json_schema": shared | inner}]})
+            found = thread_time() - began < _LOOKS_S and reason(LLMatcher(tokenizer, grammar, log_level=0))
+            if found and found.partition(_WAY)[0] == why:
+                place, schema, is_deeper = place + way, inner, True
+                break
+    remedy = next((words for start, words in _REMEDIES.items() if start in why), "")
+    keys = why.partition(": ")[2] + " " if why.startswith("Unimplemented") else ""
+    return f"json_schema at {place}: " + (keys + remedy if remedy else why)
 
 
 def compile_grammar(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> LLMatcher:
@@ -32,7 +113,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(reason(matcher))
+        raise ValueError(explained(tokenizer, text, reason(matcher)))
     return matcher
 
 
@@ -53,16 +134,18 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
         # Of processor time, on which it dies: what a busy machine does meanwhile is no fault of the grammar.
         signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
         limit_memory(setup["memory_bytes"])
-        _reply(sink, _refusal(tokenizer, json.loads(line)["grammar"], setup["parser"]))
+        _reply(sink, *_tried(tokenizer, json.loads(line)["grammar"], setup["parser"]))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _refusal(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> str:
+def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tuple[str, str]:
+    """Why a grammar is refused, and how llguidance reads it."""
     try:
+        text = as_lark(text)
         compile_grammar(tokenizer, text, limits)
     except ValueError as error:
-        return str(error)
-    return ""
+        return str(error), ""
+    return "", text
 
 
 def limit_memory(extra_bytes: int) -> None:
@@ -76,8 +159,8 @@ def limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft if hard < 0 else min(soft, hard), hard))
 
 
-def _reply(sink: BinaryIO, refusal: str) -> None:
-    sink.write(json.dumps({"refusal": refusal}).encode() + b"\n")
+def _reply(sink: BinaryIO, refusal: str, grammar: str = "") -> None:
+    sink.write(json.dumps({"refusal": refusal, "grammar": grammar}).encode() + b"\n")
     sink.flush()
 
 

@@ -179,7 +179,7 @@ class Sampler:
         `logits`: any float type, [batch, vocab], -inf where a token is impossible; `rows`: which row each
         belongs to; `counts`: tokens generated so far, [batch]; `masks`: place in the batch ->
         bitmask of the tokens allowed, int32, [ceil(vocab / 32)], bit j of word w for token 32 * w + j.
-        A mask that allows only stops before min_tokens leaves nothing, and the row isn't finite.
+        A mask that allows only stops before min_tokens leaves nothing: none such is given.
         `contexts`: place in the batch -> all tokens before it, for places whose row is marked.
 
         A row may come several times, behind drafts: `ahead`, by place, has the drafts before it, which

@@ -72,12 +72,6 @@ def parse_speculation(given: "str | Mapping[str, Any] | Speculation | None") -> 
     return Speculation(**values)
 
 
-def reads_hidden(given: "str | Mapping[str, Any] | Speculation | None") -> bool:
-    """True if who drafts needs the model's hidden states of every step."""
-    speculation = parse_speculation(given)
-    return speculation is not None and speculation.method == "heads"
-
-
 def _spelled(text: str) -> Any:
     text = text.strip()
     if text in ("", "off", "none"):

@@ -53,18 +53,14 @@ class Drafter(Proposer):
 
     def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
         """Pass by pass; a branch whose grammar has ended gets tokens that will be wrong."""
-        all_growing = [
-            Growing(
-                i,
-                branch,
-                walk=_walk(jobs[branch.request], branch),
-                is_marked=bool(jobs[branch.request].params.watermark),
-            )
-            for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True))
-            if count
-        ]
-        for one in all_growing:
-            self._bind(jobs[one.branch.request], one.branch)
+        all_growing = []
+        for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True)):
+            if count:
+                job = jobs[branch.request]
+                matcher = job.results[job.index_of(branch)].matcher
+                walk = None if matcher is None else Walk(matcher)
+                all_growing.append(Growing(i, branch, walk, is_marked=bool(job.params.watermark)))
+                self._bind(job, branch)
         for number in range(max(plan.drafts)):
             growing = [one for one in all_growing if plan.drafts[one.index] > number]
             self._grow(growing, self.logits(plan, growing))
@@ -90,8 +86,3 @@ class Drafter(Proposer):
             one.drafts.append(draft)
             if one.walk is not None:
                 one.walk.accept(draft.token)
-
-
-def _walk(job: Job, branch: Branch) -> Walk | None:
-    matcher = job.results[job.index_of(branch)].matcher
-    return None if matcher is None else Walk(matcher)

@@ -137,14 +137,6 @@ class HeadCache:
         last = made[upload([end - 1 for end in accumulate(counts)], device)]
         return [None if broken else row for row, broken in zip(last, bad, strict=True)]
 
-    def keep(self, context: Context) -> None:
-        """What was read is no guess: it stays."""
-        self.manager.commit(context.sequence)
-
-    def rewind(self, context: Context, length: int) -> None:
-        """Forget guesses that were read behind the first so many states."""
-        self.manager.truncate(context.sequence, length)
-
     def drop(self, context: Context) -> None:
         """End a context. Its blocks are zeroed: some may hold what is not finite."""
         self.manager.scrub(context.sequence)

@@ -81,7 +81,7 @@ class Heads(Drafter):
         finally:
             for branch, context in contexts.items():
                 if branch in self._contexts:
-                    self._cache.rewind(context, lengths[branch])
+                    self._cache.manager.truncate(context.sequence, lengths[branch])
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
         """Of the model's state, then of what the head made of that and of the drafts so far."""
@@ -132,8 +132,9 @@ class Heads(Drafter):
             tokens = branch.tokens[context.read + 1 :][:count].tolist()
             work[branch] = Reading(context, context.take(count), tokens)
         for branch, made in self._run(work).items():
-            self._contexts[branch].newest = made.clone()
-            self._cache.keep(self._contexts[branch])
+            context = self._contexts[branch]
+            context.newest = made.clone()
+            self._cache.manager.commit(context.sequence)
 
     def _read_drafts(self, growing: list[Growing]) -> None:
         """Read what was made last, with the newest draft, of each that has both."""

@@ -1,6 +1,7 @@
 """The speculator that an engine was asked for."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,18 +10,19 @@ from kvq.engine.runner import Runner
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.draft_model import DraftModel, check_draft
-from kvq.engine.speculation.eagle import check_is_model
 from kvq.engine.speculation.heads import Heads
-from kvq.engine.speculation.lookup import Lookup
+from kvq.engine.speculation.ngram import Lookup
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
 from kvq.engine.speculation.speculator import Speculator
+from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.checkpoint import read_json
 from kvq.models.model import load_prepared
 from kvq.models.mtp import MtpHead, check_mtp, load_mtp
 from kvq.models.prepared import PreparedModel, find_scales, prepare
-from kvq.models.resolve import resolve_model
+from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights
 from kvq.scheduler import Scheduler
@@ -117,3 +119,25 @@ def make_speculator(
         proposer = DraftModel(sampler, chooser.bind, session)
     _log.info("tokens are drafted by %s, %d of a sequence in a step at most", config.method, config.k)
     return Speculator(config, proposer, scheduler, jobs, clock)
+
+
+_HEAD = re.compile(r"eagle|medusa", re.IGNORECASE)  # in names of classes and kinds
+_NAMING = ("model_type", "speculators_model_type")
+
+
+def check_is_model(source: ModelSource) -> None:
+    """Raise ConfigError if what is given as a draft model is a head, such as EAGLE, by its config.json.
+
+    Raises:
+        ModelError: it has none that can be read.
+    """
+    config = read_json(source.folder / "config.json")
+    classes = config.get("architectures")
+    names = [str(name) for name in classes] if isinstance(classes, list) else []
+    names += [str(config[key]) for key in _NAMING if key in config]
+    if (name := next((name for name in names if _HEAD.search(name)), None)) is not None:
+        raise ConfigError(
+            f"{source} holds a {name}, a head that reads another model's hidden states and is no draft "
+            f"model; transformers has no code for such heads, so kvq runs none: take the method ngram, self "
+            f"or heads, or draft with a model of the same vocabulary"
+        )

@@ -27,10 +27,7 @@ class Proposer(ABC):
     def observe(self, plan: StepPlan, output: StepOutput, jobs: Jobs) -> None:  # noqa: B027 - see below
         """A step ran, whose tokens but drafts are known; nobody knows yet what follows."""
 
-    def learn(self, branch: Branch, job: Job) -> None:  # noqa: B027 - not everybody keeps something
-        """A branch got tokens."""
-
-    def forget(self, branch: Branch, job: Job) -> None:  # noqa: B027 - see above
+    def forget(self, branch: Branch, job: Job) -> None:  # noqa: B027 - not everybody keeps something
         """A branch ended."""
 
     def begin_anew(self) -> None:  # noqa: B027 - see above

@@ -32,7 +32,7 @@ class Speculator:
         self.looked_at = 0  # drafts whose forerunners were right
         self.right = 0  # of these
         self.depth = Depth(scheduler.costs, proposer.takes_passes, adapts=config.adapts)
-        self._proposer = proposer
+        self.proposer = proposer  # what makes the drafts
         self._scheduler = scheduler
         self._jobs = jobs
         self._clock = clock
@@ -46,7 +46,7 @@ class Speculator:
         """Say how many drafts each branch shall have in the step that is planned next; how many in all."""
         if not self._k or self._failures >= _MOST_FAILURES:
             return 0
-        if self._proposer.takes_passes and self.depth.rests:  # what followed before may come any time
+        if self.proposer.takes_passes and self.depth.rests:  # what followed before may come any time
             self.depth.rest()
             return 0
         allowed = drafts_allowed(self._scheduler, self._k)
@@ -59,11 +59,6 @@ class Speculator:
         for branch, count in chosen.items():
             branch.num_drafts = count
         return sum(chosen.values())
-
-    @property
-    def proposer(self) -> Proposer:
-        """What makes the drafts."""
-        return self._proposer
 
     @property
     def may_draft(self) -> bool:
@@ -84,7 +79,7 @@ class Speculator:
             return {}
         began = self._clock()
         try:
-            drafts = self._proposer.propose(plan, self._jobs)
+            drafts = self.proposer.propose(plan, self._jobs)
         except Exception:  # noqa: BLE001 - as above
             self._fail("drafting failed")
             return {i: [Drafted(0)] * count for i, count in enumerate(plan.drafts) if count}
@@ -100,7 +95,7 @@ class Speculator:
         if self._failures >= _MOST_FAILURES:
             return
         try:
-            self._proposer.observe(plan, output, self._jobs)
+            self.proposer.observe(plan, output, self._jobs)
         except Exception:  # noqa: BLE001 - as above
             self._fail("what drafts could not follow a step")
 
@@ -109,7 +104,7 @@ class Speculator:
         most: dict[Branch, int] = {}
         for branch, limit in allowed.items():
             job = self._jobs[branch.request]
-            if job.beams is None and limit and (count := self._proposer.most(branch, job, limit)) > 0:
+            if job.beams is None and limit and (count := self.proposer.most(branch, job, limit)) > 0:
                 most[branch] = count
         return most
 
@@ -137,8 +132,8 @@ class Speculator:
         """A request ended."""
         for branch in job.request.branches:
             self.depth.forget(branch)
-            self._proposer.forget(branch, job)
+            self.proposer.forget(branch, job)
 
     def close(self) -> None:
         """Give back what lies outside the device."""
-        self._proposer.close()
+        self.proposer.close()

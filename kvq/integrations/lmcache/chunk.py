@@ -186,7 +186,8 @@ def _whole_blocks(x: Tensor) -> Tensor:
 
 
 def check_recipe(recipe: KVRecipe) -> None:
-    """Raise ConfigError for a recipe that keeps tokens unquantized for good."""
+    """Raise ConfigError for a recipe that keeps tokens unquantized for good, or a registered format."""
+    recipe.check_stored("LMCache")
     if recipe.exact != ExactTokens():
         raise ConfigError(
             f"{recipe.name} keeps first or recent tokens unquantized, and a chunk may lie anywhere in a "

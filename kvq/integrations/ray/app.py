@@ -21,13 +21,7 @@ from kvq.integrations.ray.ingress import Ingress  # noqa: E402
 from kvq.integrations.ray.replica import EngineReplica  # noqa: E402
 
 _FLEET = {field.name for field in fields(Fleet)}
-_LISTENERS = {
-    "host",
-    "port",
-    "tls",
-    "max_connections",
-    "max_connections_per_address",
-}  # Ray's proxy has its
+_LISTENERS = {"host", "port", "tls", "max_connections", "max_connections_per_address"}  # Ray's proxy has its
 _SERVER = {field.name for field in fields(ServerConfig)} - {"model", "kv", *_LISTENERS}
 _WAIT_S = 0.5  # between two looks whether the last request has ended
 _LATE_S = 5.0  # after `grace_s`, for error objects to be sent

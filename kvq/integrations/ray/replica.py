@@ -39,7 +39,7 @@ class EngineReplica:
                 asyncio.get_running_loop().call_later(_END_S, partial(os._exit, 1))
 
         source, self._remote = make_remote(config, on_failed=give_up)
-        tokenizer = await asyncio.to_thread(load_without_torch, source.folder)
+        tokenizer = await asyncio.to_thread(load_without_torch, source.folder, config.chat_template)
         self._service = make_service(config, source.name, source.folder, self._remote, tokenizer)
         try:
             await asyncio.gather(self._remote.start(), self._service.prompts.start())

@@ -135,7 +135,6 @@ class KvqImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self._softcap = logits_soft_cap or None
-        self._options: AttentionOptions | None = None
         self._paged: tuple[Any, PagedKV] | None = None
         self._share = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._centering: Centering | None = None
@@ -192,20 +191,19 @@ class KvqImpl(AttentionImpl):
         self._kernels["write_kv"].run(k, v, paged, slots)
 
     def _attend(self, q: Tensor, paged: PagedKV, batch: SequenceBatch) -> Tensor:
-        options, attend = self._asked_for(), self._kernels["attend"].run
+        options, attend = self._options, self._kernels["attend"].run
         if self._centering is None:
             out, _ = attend(q, paged, batch, options)
         else:
             out, _ = self._centering.attended(attend, q, paged, batch, options)
         return cast("Tensor", out)
 
-    def _asked_for(self) -> AttentionOptions:
-        if self._options is None:
-            sinks = None if self.sinks is None else self.sinks.float()
-            self._options = AttentionOptions(
-                scale=self.scale, window=self.sliding_window, softcap=self._softcap, sinks=sinks
-            )
-        return self._options
+    @functools.cached_property
+    def _options(self) -> AttentionOptions:
+        sinks = None if self.sinks is None else self.sinks.float()
+        return AttentionOptions(
+            scale=self.scale, window=self.sliding_window, softcap=self._softcap, sinks=sinks
+        )
 
     def _over(self, layer: Any, pages: Tensor) -> PagedKV:
         """The layer's blocks, looked at anew when vLLM gives it others."""

@@ -98,15 +98,13 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> Metadata:
         """The step's requests. Nothing waits for the device."""
         known = common_attn_metadata.seq_lens_cpu_upper_bound
-        return metadata_of(
-            common_attn_metadata,
-            [self._longest] * common_attn_metadata.num_reqs if known is None else known.tolist(),
-            lens=self._filled(common_attn_metadata),
-            is_exact=known is not None,
-        )
+        if known is None:
+            return self.build_for_cudagraph_capture(common_attn_metadata)
+        lens = self._filled(common_attn_metadata)
+        return metadata_of(common_attn_metadata, known.tolist(), lens=lens)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
-        """A step of which a graph keeps the launches, while contexts grow."""
+        """A step of which a graph keeps the launches while contexts grow, or whose contexts nobody knows."""
         return metadata_of(
             common_attn_metadata,
             [self._longest] * common_attn_metadata.num_reqs,

@@ -49,6 +49,8 @@ def encode(
     the codes span; elements outside saturate. Returns (codes, scales), laid out as the table above says.
     """
     x = prepared(x, fmt)
+    if fmt.own is not None:
+        x = fmt.own.through(x)
     if fmt.code.is_float:
         dtype = code_dtype(fmt.code)
         largest = torch.finfo(dtype).max

@@ -25,16 +25,12 @@ def lazy(operation: str) -> Callable[..., Any]:
 
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-        tensor = first if isinstance(first, Tensor) else _blocks(first).k.codes
+        blocks: Any = getattr(first, "recent", first)  # of PagedKV all of a layer's, of StagedKV some
+        tensor = first if isinstance(first, Tensor) else blocks.k.codes
         with current(tensor.device):
             return _kernel(operation)(*args, **options)
 
     return run
-
-
-def _blocks(kv: Any) -> Any:
-    """Some of a layer's blocks: PagedKV as it is, of StagedKV the recent ones."""
-    return getattr(kv, "recent", kv)
 
 
 def lazy_linear(weight: QuantizedWeight) -> Any:

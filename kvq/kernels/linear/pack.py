@@ -134,11 +134,11 @@ def _bytes(weights: Sequence[QuantizedWeight]) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
 
 
-def _padded(x: Tensor, columns: int = COLUMNS) -> Tensor:
-    """[out, in] with zeros up to whole panels, and to a multiple of `columns`."""
-    if x.shape[0] % OUTPUTS == x.shape[1] % columns == 0:
+def _padded(x: Tensor) -> Tensor:
+    """[out, in] with zeros up to whole panels, and to a multiple of `COLUMNS`."""
+    if x.shape[0] % OUTPUTS == x.shape[1] % COLUMNS == 0:
         return x
-    return functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % OUTPUTS))
+    return functional.pad(x, (0, -x.shape[1] % COLUMNS, 0, -x.shape[0] % OUTPUTS))
 
 
 def _blocked(x: Tensor, code: WeightCode) -> Tensor:

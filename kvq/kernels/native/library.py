@@ -10,6 +10,7 @@ from typing import Any
 import torch  # noqa: F401  its OpenMP runtime must be there before the kernels ask for one
 
 from kvq.errors import UnsupportedKernel
+from kvq.extras import install_command
 from kvq.kernels.native.abi import KERNELS, NUMBERS
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
@@ -23,6 +24,7 @@ class Library:
 
     variant: str
     kernels: dict[str, Any]  # by name; each returns a KvqStatus
+    best: str  # variant of this CPU, whether it was built or not
 
 
 @lru_cache(maxsize=1)
@@ -37,9 +39,11 @@ def variants() -> list[Library] | str:
     """Every variant that was built and runs on this CPU, the best first, or why there is none."""
     path = _path()
     if path is None:
+        note = Path(__file__).with_name("not_built.txt")  # of setup.py
+        seen = f" (what it said: {note})" if note.exists() else ""
         return (
-            "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once "
-            "more, with `pip install -v` to see what it says"
+            f"the C++ kernels were not built; install a C++ compiler, gcc or clang{seen}, then build them: "
+            f"{install_command()}"
         )
     try:
         library = ctypes.CDLL(str(path))
@@ -47,11 +51,16 @@ def variants() -> list[Library] | str:
         return f"{path.name} can't be loaded: {error}"
     library.kvq_cpu_features.restype = ctypes.c_char_p
     best = library.kvq_cpu_features().decode()
-    return [
-        Library(variant, {name: _kernel(library, variant, name) for name in KERNELS})
-        for variant in VARIANTS[VARIANTS.index(best) :]
-        if hasattr(library, f"kvq_{variant}_attend")
+    built = [variant for variant in VARIANTS if hasattr(library, f"kvq_{variant}_attend")]
+    found = [
+        Library(variant, {name: _kernel(library, variant, name) for name in KERNELS}, best)
+        for variant in built
+        if variant in VARIANTS[VARIANTS.index(best) :]
     ]
+    return found or (
+        f"the C++ kernels were built for other CPUs alone ({', '.join(built)}), and this one runs {best}; "
+        f"build them here: {install_command()}"
+    )
 
 
 def _kernel(library: ctypes.CDLL, variant: str, name: str) -> Any:

@@ -5,7 +5,7 @@ Fields that nobody here knows are ignored and named, but for those whose loss wo
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvq.server.bodies import MAX_MESSAGES, MAX_TOOLS, CacheSalt, FunctionBody
@@ -15,7 +15,7 @@ from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 
 _MAX_BLOCKS = 1024
 # What other models' turns are made of, beside what is in this module.
-_THOUGHTS = ("thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
+_THOUGHTS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
 # What Anthropic's client looks for: it then sends whole conversations, and no thread.
@@ -81,6 +81,14 @@ class ToolResultBlock(Marked):
     content: TextBlocks = Field([])
 
 
+class ThinkingBlock(Marked):
+    """What the assistant thought; nobody signs it here."""
+
+    LABELS: ClassVar = frozenset(("signature",))
+    type: Literal["thinking"]
+    thinking: LongText
+
+
 class CustomTool(FunctionBody, Marked):
     """A function that the model may call; Anthropic's own tools are not here."""
 
@@ -118,14 +126,16 @@ class Message(Body):
 
     role: Literal["user", "assistant"]
     content: Annotated[
-        list[Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]],
+        list[
+            Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+        ],
         Field(max_length=_MAX_BLOCKS, fail_fast=True),
-        _blocks_of("text", "tool_use", "tool_result"),
+        _blocks_of("text", "thinking", "tool_use", "tool_result"),
     ]
 
     @model_validator(mode="after")
     def _holds_its_own_blocks(self) -> "Message":
-        foreign = ToolUseBlock if self.role == "user" else ToolResultBlock
+        foreign = (ToolUseBlock, ThinkingBlock) if self.role == "user" else ToolResultBlock
         for block in self.content:
             if isinstance(block, foreign):
                 raise ValueError(f"a turn of role {self.role!r} can't hold {block.type} blocks")
@@ -133,9 +143,9 @@ class Message(Body):
 
 
 class Thinking(Body):
-    """Whether the model shall think; it can't be told to."""
+    """Whether the model shall think, as far as its template lets that be said."""
 
-    type: Literal["disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
 
 
 class OutputFormat(Body):
@@ -145,7 +155,7 @@ class OutputFormat(Body):
     definition: JsonObject = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class _OutputConfig(Body):
     """How to answer; `effort` is not known."""
 
     format: OutputFormat | None = None
@@ -169,15 +179,8 @@ class PromptBody(Body):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
-    output_config: OutputConfig | None = None
+    output_config: _OutputConfig | None = None
     _is_usual = model_validator(mode="before")(check_usual)
-
-    @field_validator("thinking", mode="before")
-    @classmethod
-    def _does_not_think(cls, thinking: Any) -> Any:
-        if isinstance(thinking, dict) and thinking.get("type") != "disabled":
-            raise ValueError("thinking is not supported; leave it out")
-        return thinking
 
     @model_validator(mode="before")
     @classmethod

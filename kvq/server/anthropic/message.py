@@ -7,11 +7,13 @@ from typing import Any
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.engine.defaults import SamplingDefaults
 from kvq.engine.outputs import Piece, PromptUse
 from kvq.engine.terms import Origin, Terms
 from kvq.server.anthropic.bodies import MessagesBody
-from kvq.server.anthropic.prompt import conversation, prompt_pins
+from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
 from kvq.server.messages import Ended
+from kvq.server.problems import Problem
 from kvq.server.respond import Call
 from kvq.server.sampling import params_of, schema_text
 from kvq.server.seating import Seats
@@ -23,6 +25,7 @@ from kvq.server.tools import (
     Offer,
     Parser,
     Text,
+    Thoughts,
     Tool,
     ToolCalling,
     ToolChoice,
@@ -40,13 +43,15 @@ class MessageCall(Call):
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
+        if body.thinking is not None and body.thinking.type != "disabled" and not service.tools.thinking:
+            raise Problem(400, "this model does not think; leave thinking out", param="thinking")
         offer = _offer(body, service.tools)
-        self._params = _params(body, offer)
+        self._params = _params(body, offer, service.defaults)
         self._service = service
         self._body = body
         self._tenant = tenant
         self._id = f"msg_{uuid4().hex[:24]}"
-        self._content = Content(None if offer is None else offer.parser())
+        self._offer = offer
         self._last: Piece | None = None
         self._usage: dict[str, int] = {}
         self.seats = Seats()
@@ -67,7 +72,7 @@ class MessageCall(Call):
                     yield {"type": "message_start", "message": self._message([], unknown, self._usage)}
                 self._last = message
                 self._usage["output_tokens"] += len(message.token_ids)
-                for told in self._content.feed(message.text):
+                for told in self._content.feed(message.text, is_last=message.finish_reason is not None):
                     yield told
         for told in self._content.close():
             yield told
@@ -78,8 +83,13 @@ class MessageCall(Call):
         prompts = self._service.prompts
         tokens = await prompts.chat(conversation(self._body), tenant=self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
+        last = self._body.messages[-1]
+        begun = None if last.role == "user" else text_of(last.content)
+        is_open, params = self._service.thinks(self._params, tokens, begun)
+        parser = None if self._offer is None else self._offer.parser()
+        self._content = Content(parser, Thoughts(self._service.tools.thinking, is_open))
         origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
-        return self._service.stream(tokens, Terms(params=self._params, origin=origin, pins=pins), self.seats)
+        return self._service.stream(tokens, Terms(params=params, origin=origin, pins=pins), self.seats)
 
     def _ending(self) -> dict[str, Any]:
         last = self._last
@@ -99,10 +109,11 @@ class MessageCall(Call):
 class Content:
     """The blocks of an answer while it is written."""
 
-    def __init__(self, parser: Parser | None) -> None:
-        """Without a parser all is text."""
+    def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
+        """Without a parser all that is no thought is text."""
         self.blocks: list[dict[str, Any]] = []
         self._parser = parser
+        self._thoughts = thoughts
         self._arguments: list[str] = []  # of the last block, if it is a call
         self._is_open = False
 
@@ -111,10 +122,12 @@ class Content:
         """True if the answer calls a tool."""
         return any(block["type"] == "tool_use" for block in self.blocks)
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Go on with the answer; what there is to tell of it."""
-        found = [Text(text)] if self._parser is None else self._parser.feed(text)
-        return [event for one in found for event in self._take(one)]
+        thought, said = self._thoughts.feed(text, is_last=is_last)
+        found = [Text(said)] if self._parser is None else self._parser.feed(said)
+        told = self._add("thinking", thought)
+        return [*told, *(event for one in found for event in self._take(one))]
 
     def close(self) -> list[Event]:
         """End the answer."""
@@ -127,23 +140,24 @@ class Content:
         if isinstance(found, CallArguments):
             self._arguments.append(found.text)
             return [self._delta({"type": "input_json_delta", "partial_json": found.text})]
-        if not found.text:
+        return self._add("text", found.text)
+
+    def _add(self, kind: str, text: str) -> list[Event]:
+        """Go on with a block of text or thinking, or begin one."""
+        if not text:
             return []
-        is_text = self._is_open and self.blocks[-1]["type"] == "text"
-        started = [] if is_text else self._start({"type": "text", "text": ""})
-        self.blocks[-1]["text"] += found.text
-        return [*started, self._delta({"type": "text_delta", "text": found.text})]
+        is_same = self._is_open and self.blocks[-1]["type"] == kind
+        signed = {"signature": ""} if kind == "thinking" else {}
+        started = [] if is_same else self._start({"type": kind, kind: ""} | signed)
+        self.blocks[-1][kind] += text
+        return [*started, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _start(self, block: dict[str, Any]) -> list[Event]:
         stopped = self._stop()
         self.blocks.append(block)
         self._is_open = True
-        started = {
-            "type": "content_block_start",
-            "index": len(self.blocks) - 1,
-            "content_block": dict(block),
-        }
-        return [*stopped, started]
+        at = len(self.blocks) - 1
+        return [*stopped, {"type": "content_block_start", "index": at, "content_block": dict(block)}]
 
     def _stop(self) -> list[Event]:
         if not self._is_open:
@@ -168,7 +182,7 @@ def _offer(body: MessagesBody, calling: ToolCalling) -> Offer | None:
     )
 
 
-def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
+def _params(body: MessagesBody, offer: Offer | None, defaults: SamplingDefaults) -> SamplingParams:
     format = None if body.output_config is None else body.output_config.format
     schema = None if format is None else schema_text(format.definition)
     others = {
@@ -177,7 +191,7 @@ def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
         "stop": body.stop_sequences,
         "structured": None if schema is None else StructuredOutput(json_schema=schema),
     }
-    params = params_of(body, others)
+    params = params_of(body, others, defaults)
     return params if offer is None else offer.params(params)
 
 

@@ -12,6 +12,7 @@ from kvq.server.anthropic.bodies import (
     Message,
     PromptBody,
     TextBlock,
+    ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -85,7 +86,7 @@ def conversation(body: PromptBody) -> Conversation:
     """
     messages: list[ChatMessage] = []
     if body.system:
-        messages.append(ChatMessage(role="system", content=_text(body.system)))
+        messages.append(ChatMessage(role="system", content=text_of(body.system)))
     names: dict[str, str] = {}  # of the tools that were called
     for role, turns in groupby(body.messages, key=lambda message: message.role):
         if role == "user":
@@ -93,6 +94,8 @@ def conversation(body: PromptBody) -> Conversation:
         else:
             messages.append(_assistant(list(turns), names))
     options = _ending(body.messages[-1])
+    if body.thinking is not None:
+        options["enable_thinking"] = body.thinking.type != "disabled"
     if body.tools and body.tool_choice.type != "none":  # else nobody would read the model's calls
         told = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=told, exclude_none=True) for tool in body.tools]
@@ -108,7 +111,7 @@ def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessa
             if is_result:
                 parts += [_result(block, names) for block in _only(ToolResultBlock, blocks)]
             else:
-                parts.append(_text(_only(TextBlock, blocks)))
+                parts.append(text_of(blocks))
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
         if is_text:
             yield ChatMessage(role="user", content="\n\n".join(_only(str, run)))
@@ -119,25 +122,29 @@ def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessa
 def _result(block: ToolResultBlock, names: dict[str, str]) -> ChatMessage:
     named = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
     return ChatMessage.model_validate(
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)} | named
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)} | named
     )
 
 
 def _assistant(turns: Sequence[Message], names: dict[str, str]) -> ChatMessage:
-    texts = [_text(_only(TextBlock, turn.content)) for turn in turns]
+    texts = [text_of(turn.content) for turn in turns]
     calls = []
     for block in (block for turn in turns for block in _only(ToolUseBlock, turn.content)):
         names[block.id] = block.name
         function = CalledFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
         calls.append(ToolCallBody(id=block.id, function=function))
     content = "\n\n".join(text for text in texts if text)
-    return ChatMessage(role="assistant", content=content, tool_calls=calls or None)
+    thoughts = "".join(block.thinking for turn in turns for block in _only(ThinkingBlock, turn.content))
+    own = {"reasoning_content": thoughts} if thoughts else {}
+    return ChatMessage.model_validate(
+        {"role": "assistant", "content": content, "tool_calls": calls or None} | own
+    )
 
 
 def _ending(last: Message) -> dict[str, Any]:
     if last.role == "user":
         return {"add_generation_prompt": True}
-    text = _text(_only(TextBlock, last.content[-1:]))
+    text = text_of(last.content[-1:])
     if not text or text[-1].isspace():
         raise Problem(
             400, "the assistant's last turn is continued: it has to end in text, and not in white space"
@@ -149,5 +156,6 @@ def _only(kind: type[T], items: Iterable[object]) -> list[T]:
     return [item for item in items if isinstance(item, kind)]
 
 
-def _text(blocks: Iterable[TextBlock]) -> str:
-    return "".join(block.text for block in blocks)
+def text_of(blocks: Iterable[object]) -> str:
+    """What blocks of text among some say."""
+    return "".join(block.text for block in _only(TextBlock, blocks))

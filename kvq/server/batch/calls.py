@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvq.errors import EngineError
+from kvq.errors import EngineError, RequestError
 from kvq.server.batch.lines import FIELDS, Line
 from kvq.server.bodies import ChatBody, CompletionBody
 from kvq.server.chat import Chat
@@ -24,7 +24,9 @@ from kvq.server.service import Service
 _log = logging.getLogger("kvq")
 Body = ChatBody | CompletionBody
 _BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
-_MAY_HAVE_GRAMMAR = {"response_format", "guided_regex", "guided_choice", "guided_grammar", "tools"}
+_MAY_HAVE_GRAMMAR = {"response_format", "structured_outputs", "tools"} | {
+    f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
+}
 _GRAMMARS = 48  # side by side; the engine refuses more of one tenant's that wait to be compiled
 _TRIES = 3
 _POLL_S = 0.05
@@ -53,7 +55,7 @@ class Calls:
             Problem: the request can't be served, or failed, several times if that was not its own fault.
             EngineError: there will be no engine any more.
         """
-        body = self._body(line)
+        body = await self._body(line)
         for again in range(_TRIES - 1):
             try:
                 return await self._try(line, body, alone=again > 0)
@@ -70,9 +72,12 @@ class Calls:
             await stack.enter_async_context(self._room.enter(alone=alone))
             await self._until_ready()
             try:
-                return await self._call(body).answer()
+                kind: Callable[..., Call] = Chat if isinstance(body, ChatBody) else Completion
+                return await kind(self._service, body, "").answer()
             except Problem:
                 raise
+            except RequestError as error:
+                raise Problem(400, str(error)) from error
             except Exception as error:  # one line's failure is not the others'
                 _log.error("line %d failed: %s", line.number, describe(error))
                 problem = Problem(500, f"kvq failed: {type(error).__name__}", type="server_error")
@@ -85,13 +90,7 @@ class Calls:
                 raise EngineError("there is no engine any more")
             await asyncio.sleep(_POLL_S)
 
-    def _call(self, body: Body) -> Call:
-        """Raises Problem: not a request that this server takes."""
-        if isinstance(body, ChatBody):
-            return Chat(self._service, body, "")
-        return Completion(self._service, body, "")
-
-    def _body(self, line: Line) -> Body:
+    async def _body(self, line: Line) -> Body:
         """Raises Problem: not a request of this protocol, or a strict run refuses its unknown fields."""
         given = dict(line.body)
         if given.pop("stream", False):
@@ -105,7 +104,7 @@ class Calls:
             body = kind.model_validate(given)
         except ValidationError as error:
             raise of_body(error.errors(include_url=False), given) from error
-        self._note(line, self._service.check_fields(given, body))
+        self._note(line, await self._service.check_fields(given, body))
         return body
 
     def _note(self, line: Line, ignored: Ignored) -> None:

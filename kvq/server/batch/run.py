@@ -2,59 +2,50 @@
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from kvq.errors import ConfigError, EngineError, KVQError
-from kvq.models.resolve import ModelSource, resolve_model
+from kvq.models.resolve import ModelSource
 from kvq.models.tokenizer import load_without_torch
 from kvq.server.admission import AdmissionConfig
+from kvq.server.assembly import make_remote, make_service
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
 from kvq.server.config import ServerConfig
 from kvq.server.logs import LogConfig
-from kvq.server.messages import Start
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
 from kvq.server.reading import Readers, Setup
-from kvq.server.remote import Remote
-from kvq.server.service import Service
-from kvq.server.tools.calling import ToolCalling
-from kvq.server.tools.registry import find_format
 
 Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)
 _TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
 _BOUNDLESS = AdmissionConfig(  # max_in_flight bounds what waits
     max_queue=1 << 62, max_queued_tokens=1 << 62, max_wait_s=1e9, max_overcommit=1e9, max_kv_pressure=1.0
 )
-_NAMED = 8  # fields that were ignored
+_NAMED = 8  # fields that were ignored, and reasons
 _AT_A_TIME = 1000  # finished lines passed over before others get a turn
 _CHUNK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """What to answer, where to, and with which engine."""
+    """What to answer, where to, and how: of `serving`, the model, its engine and how requests are read."""
 
     source: Path
     target: Path
-    model: str | Path = "tiny"
-    kv: str = "auto"
-    served_model_name: str | None = None
-    tool_call_parser: str = "auto"  # as in `ServerConfig`
-    strict_requests: bool = False  # as in `ServerConfig`
+    serving: ServerConfig
     max_in_flight: int = 256  # lines
     retry_failed: bool = False
-    engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
 
     def __post_init__(self) -> None:
-        find_format(self.tool_call_parser, "")
         if self.max_in_flight < 1:
             raise ConfigError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
         if not self.source.is_file():
@@ -70,6 +61,7 @@ class Summary:
     num_new: int = 0  # lines finished by this run
     num_skipped: int = 0  # lines that were finished before
     num_failed: int = 0  # results without an answer, those of earlier runs included
+    reasons: Counter[str] = field(default_factory=Counter)  # why those of this run failed
     num_strangers: int = 0  # results of custom_ids that are not in the input
     num_ignoring: int = 0  # requests with fields that were ignored
     ignored: list[str] = field(default_factory=list)  # the first few of these
@@ -85,6 +77,12 @@ class Summary:
         for name in names:
             if name not in self.ignored and len(self.ignored) < _NAMED:
                 self.ignored.append(name)
+
+    def fail(self, reason: str) -> None:
+        """Note a request without an answer; of many kinds of reasons the first."""
+        self.num_failed += 1
+        if reason in self.reasons or len(self.reasons) < _NAMED:
+            self.reasons[reason] += 1
 
     def take(self, usage: dict[str, Any]) -> None:
         """Add an answer's tokens."""
@@ -138,7 +136,7 @@ class _Batch:
         return self.summary
 
     async def _run(self) -> None:
-        config, lines = self._config, self._unfinished()
+        lines = self._unfinished()
         for first in lines:  # found before an engine is started for nothing
             if first is not None:
                 break
@@ -146,14 +144,14 @@ class _Batch:
         else:
             return
         why_failed: list[KVQError] = []
-        options = dict(config.engine)
-        source = resolve_model(
-            config.model, revision=options.pop("revision", None), token=options.pop("token", None)
+        config = replace(
+            self._config.serving, admission=_BOUNDLESS, timeout_s=None, log=LogConfig(level="warning")
         )
-        start = Start(
-            folder=str(source.folder), kv=config.kv, options=options, log=LogConfig(level="warning")
-        )
-        service = _service(config, source, Remote(start, on_failed=why_failed.append))
+        source, remote = make_remote(config, on_failed=why_failed.append)
+        tokenizer = load_without_torch(source.folder, config.chat_template)
+        setup = Setup(folder=str(source.folder), chat_template=config.chat_template)
+        prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
+        service = make_service(config, source.name, source.folder, remote, tokenizer, prompts)
         try:
             self._on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()
@@ -191,12 +189,12 @@ class _Batch:
 
     async def _result(self, calls: Calls, line: Line) -> bytes:
         if line.fault is not None:
-            self.summary.num_failed += 1
+            self.summary.fail(line.fault.message)
             return encode_fault(line)
         try:
             body = await calls.answer(line)
         except Problem as problem:
-            self.summary.num_failed += 1
+            self.summary.fail(f"{problem.status} {problem.message}")
             return encode_answer(line, problem.body(), problem.status)
         self.summary.take(body["usage"])
         return encode_answer(line, body)
@@ -225,17 +223,6 @@ class _Batch:
                 await asyncio.sleep(0)
         self._total = count
         self._show()
-
-
-def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
-    """Over an engine that is yet to be started, before which as many lines may wait as are held."""
-    tokenizer = load_without_torch(source.folder)
-    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    setup = Setup(folder=str(source.folder), is_text_template=tools.is_text_template)
-    prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
-    name = config.served_model_name or source.name
-    options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
-    return Service(name, remote, prompts, options, tools=tools)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

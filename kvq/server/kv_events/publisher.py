@@ -44,9 +44,8 @@ class Publisher:
         self._on_join = on_join
         self._queue: queue.Queue[Sequence[Change] | None] = queue.Queue(_QUEUED)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)  # sequence number, batch
-        self._number = (
-            time_ns() // 1000
-        )  # above all of an engine that was here before: routers drop lower ones
+        # Above all of an engine that was here before: routers drop lower ones
+        self._number = time_ns() // 1000
         self._is_joined = False  # somebody subscribed who was not told all yet
         self._told_s = -_JOIN_S
         self._context = zmq.Context()

@@ -3,9 +3,57 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvq.blockmgr import BlockManager
-from kvq.server.kv_events.follow import Followed
-from kvq.server.kv_events.wire import Change, Cleared
+from kvq.blockmgr import BlockManager, Event, Evicted, Stored
+from kvq.server.kv_events.wire import Change, Cleared, Entered, Left, name_of
+
+
+class Followed:
+    """A subscriber to block events. O(1) an event; a digest and nothing more is kept of a block that is held.
+
+    Blocks of the first layer group stand for all: it is the one with full attention, if any has, whose blocks
+    every hit needs. Prompts with a salt are left out: without it nobody could tell them from others.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._index = manager.blocks.index
+        self._roots: set[bytes] = set()
+        self._held: dict[bytes, None] = {}
+        self._changes: list[Change] = []
+
+    def include(self, tenant: str) -> None:
+        """From now on, tell of a tenant's prompts that have no salt."""
+        self._roots.add(self._index.root_digest(tenant))
+
+    def __call__(self, event: Event) -> None:
+        """Follow one event."""
+        if isinstance(event, Stored) and event.group == 0:
+            entered = self._entered(event.digest)
+            if entered is not None:
+                self._held[event.digest] = None
+                self._changes.append(entered)
+        elif isinstance(event, Evicted) and event.group == 0 and event.digest in self._held:
+            del self._held[event.digest]
+            self._changes.append(Left(name_of(event.digest)))
+
+    def take(self) -> list[Change]:
+        """What changed since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def held(self, piece: int) -> list[list[Change]]:
+        """All that is held, blocks after their parents, so many a piece. O(blocks)."""
+        found = [node for digest in self._held if (node := self._index.get(digest)) is not None]
+        found.sort(key=lambda node: node.depth)
+        changes: list[Change] = [one for node in found if (one := self._entered(node.digest)) is not None]
+        return [changes[at : at + piece] for at in range(0, len(changes), piece)]
+
+    def _entered(self, digest: bytes) -> Entered | None:
+        node = self._index.get(digest)
+        if node is None or node.parent is None or node.root not in self._roots:
+            return None  # it isn't told of; or it has left, which the next event says
+        parent = None if node.parent.parent is None else name_of(node.parent.digest)
+        return Entered(name_of(digest), parent, node.tokens)
+
 
 _PIECE = 1024  # blocks of a batch, where all are told of again
 

@@ -18,7 +18,7 @@ from kvq.errors import KVQError, RequestError
 from kvq.models.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.models.tokenizer import load_without_torch
 from kvq.server.frames import Decoder, encode
-from kvq.server.reading.jobs import FromReader, Job, Loaded, Piece, Refusal, Setup, ToReader, put_together
+from kvq.server.reading.jobs import Found, FromReader, Job, Piece, Refusal, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 NO_MEMORY = 1  # exit status of a reader
@@ -36,18 +36,15 @@ def main() -> None:
         try:
             encoder = _load(setup)
         except KVQError as error:
-            sock.sendall(encode(Loaded(refusal=str(error))))
+            sock.sendall(encode(Refusal(reason=str(error))))
             return
-        sock.sendall(encode(Loaded()))
+        sock.sendall(encode(Found()))
         _host(sock, encoder, setup.memory_bytes)
 
 
 def _load(setup: Setup) -> PromptEncoder:
-    encoder = PromptEncoder(
-        load_without_torch(Path(setup.folder)),
-        is_text_template=setup.is_text_template,
-        trusts_chats=setup.trusts_chats,
-    )
+    tokenizer = load_without_torch(Path(setup.folder), setup.chat_template)
+    encoder = PromptEncoder(tokenizer, trusts_chats=setup.trusts_chats)
     encoder.warm_up()
     gc.collect()
     gc.freeze()  # what is never touched stays shared with those that are forked

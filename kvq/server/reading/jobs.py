@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from kvq.models.prompts import PromptEncoder
+from kvq.models.templates.forms import Forms
 from kvq.server.messages import Message
 
 
@@ -14,15 +15,15 @@ class Setup(Message, frozen=True):
     """To the process that the others are forked from: the first message."""
 
     folder: str  # of the model
-    is_text_template: bool = False  # as `PromptEncoder` has them
-    trusts_chats: bool = False
+    chat_template: str | None = None  # instead of the model's own
+    trusts_chats: bool = False  # as `PromptEncoder` has it
     memory_bytes: int = 1 << 30  # that one job may take, beside what the tokenizer holds
 
 
-class Loaded(Message, frozen=True):
-    """Its answer."""
+class Found(Message, frozen=True):
+    """All is loaded; and what a trial found of the chat template."""
 
-    refusal: str | None = None
+    forms: Forms = Forms()
 
 
 class Numbers(Message, frozen=True):
@@ -52,7 +53,7 @@ class Job(Message, frozen=True, kw_only=True):
     processor_s: float = 0.0  # that it may take; it ends the process
     most_told: int = 1 << 20  # token ids of an answer
 
-    def do(self, encoder: PromptEncoder) -> Numbers | Said | Refusal:
+    def do(self, encoder: PromptEncoder) -> "FromReader":
         """Its answer. Raises RequestError: it can't be done."""
         raise NotImplementedError
 
@@ -83,15 +84,25 @@ class Text(Job, frozen=True, kw_only=True):
         )
 
 
+class Trial(Job, frozen=True, kw_only=True):
+    """The chat template to try."""
+
+    def do(self, encoder: PromptEncoder) -> Found:
+        """What it shows."""
+        return Found(forms=encoder.forms)
+
+
 class Chat(Job, frozen=True, kw_only=True):
     """A conversation to render and tokenize."""
 
     turns: list[dict[str, Any]]  # with a number for a content that came in so many pieces
     options: dict[str, Any]
+    forms: Forms = Forms()  # of the template
     max_tokens: int | None
 
     def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
         """Its token ids."""
+        encoder.forms = self.forms
         return self._told(encoder.encode_chat(self.turns, self.options, max_tokens=self.max_tokens))
 
 
@@ -101,9 +112,11 @@ class Shared(Job, frozen=True, kw_only=True):
     tokens: bytes
     whole: tuple[list[dict[str, Any]], dict[str, Any]]
     others: list[tuple[list[dict[str, Any]], dict[str, Any]]]
+    forms: Forms
 
     def do(self, encoder: PromptEncoder) -> Numbers:
         """With each of them."""
+        encoder.forms = self.forms
         return Numbers(packed=pack(encoder.shared_lengths(unpack(self.tokens), self.whole, self.others)))
 
 
@@ -117,8 +130,8 @@ class Decode(Job, frozen=True, kw_only=True):
         return Said(text=encoder.decode(unpack(self.tokens)))
 
 
-ToReader = Piece | Text | Chat | Shared | Decode
-FromReader = Loaded | Numbers | Said | Refusal
+ToReader = Piece | Text | Trial | Chat | Shared | Decode
+FromReader = Found | Numbers | Said | Refusal
 
 
 def pack(numbers: list[int]) -> bytes:

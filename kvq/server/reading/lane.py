@@ -17,7 +17,7 @@ from kvq.server.problems import unavailable
 from kvq.server.reading.jobs import FromReader, Job, Piece, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
-_PROCESSOR_S = 1.0  # that a job may take
+_PROCESSOR_S = 1.0  # that a job may take which reads little
 _PER_BYTE_S = 4e-6  # and for each byte of what it reads: tokenizers take a quarter of it on a slow core
 _SOON_S = 0.25  # a job that takes longer yields to whatever else wants to run
 _NICENESS = 5  # lower, and beside busy processes it would not come to its end in time
@@ -47,19 +47,11 @@ class _Work:
 class Lane:
     """Jobs of one kind, so many at a time; none of another kind waits for them."""
 
-    def __init__(
-        self,
-        readers: Readers,
-        *,
-        width: int,
-        max_waiting: int | None = None,
-        processor_s: float = _PROCESSOR_S,
-    ) -> None:
-        """`width`: jobs side by side. `processor_s`: for a job that reads little."""
+    def __init__(self, readers: Readers, *, width: int, max_waiting: int | None = None) -> None:
+        """`width`: jobs side by side."""
         self._readers = readers
         self._width = width
         self._max_waiting = max_waiting
-        self._processor_s = processor_s
         self._line: FairLine[_Work] = FairLine()
         self._idle: list[Reader] = []
         self._working: set[asyncio.Task[None]] = set()
@@ -79,7 +71,7 @@ class Lane:
         """
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise unavailable(f"{self.num_waiting} texts wait already to be tokenized; try again later")
-        may_s = self._processor_s + num_bytes * _PER_BYTE_S
+        may_s = _PROCESSOR_S + num_bytes * _PER_BYTE_S
         pieces, short = in_pieces(msgspec.structs.replace(job, processor_s=may_s))
         work = _Work(pieces, encode(short), may_s)
         self._line.put(tenant, work)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvq.errors import ConfigError, EngineError
+from kvq.models.templates.forms import Forms
 from kvq.server.engine_process import start_module
 from kvq.server.frames import Decoder, encode, receive
 from kvq.server.reading.host import FORK, ID_BYTES
-from kvq.server.reading.jobs import FromReader, Loaded, Piece, Setup
+from kvq.server.reading.jobs import Found, FromReader, Piece, Refusal, Setup
 
 _TRIES = 2  # to fork, since the host may have ended unnoticed
 _LOAD_S = 300.0  # for a large tokenizer on a busy machine
@@ -31,6 +32,8 @@ class Reader:
     async def do(self, pieces: Sequence[Piece], job: bytes) -> FromReader | None:
         """The answer to an encoded job and the pieces of its texts; None if it ended instead."""
         loop = asyncio.get_running_loop()
+        if self.sock.fileno() < 0:  # closed since it was given to somebody
+            return None
         with contextlib.suppress(ConnectionError):  # then there is no answer either
             for piece in pieces:
                 await loop.sock_sendall(self.sock, encode(piece))
@@ -51,7 +54,11 @@ class Readers:
     from event loops, from one at a time.
     """
 
+    forms: Forms | None = None  # of the chat template, once somebody has tried it
+    trying: asyncio.Lock  # held by who does
+
     def __init__(self, setup: Setup) -> None:
+        self.trying = asyncio.Lock()
         self._setup = setup
         self._host: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
@@ -136,15 +143,15 @@ class Readers:
             async with asyncio.timeout(_LOAD_S):
                 with contextlib.suppress(ConnectionError):
                     await asyncio.get_running_loop().sock_sendall(ours, encode(self._setup))
-                loaded = await _loaded.read_async(partial(receive, ours))
+                loaded = await _decoder.read_async(partial(receive, ours))
         except BaseException:
             self._drop_host()
             raise
-        if loaded is None or loaded.refusal is not None:
+        if not isinstance(loaded, Found):
             self._drop_host()
-            if loaded is None:
-                raise EngineError("the process that reads prompts ended before it was ready")
-            raise ConfigError(str(loaded.refusal))
+            if isinstance(loaded, Refusal):
+                raise ConfigError(loaded.reason)
+            raise EngineError("the process that reads prompts ended before it was ready")
         return ours
 
     def _drop_host(self) -> None:
@@ -159,7 +166,6 @@ class Readers:
 
 
 _decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
-_loaded = Decoder(Loaded)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

@@ -22,6 +22,7 @@ from kvq.server.tools.format import Tool, ToolFormat
 from kvq.server.tools.output import CallArguments, CallStart, Event, Text
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.registry import FORMATS, find_format
+from kvq.server.tools.thoughts import Thinking, Thoughts
 
 __all__ = [
     "FORMATS",
@@ -32,6 +33,8 @@ __all__ = [
     "Offer",
     "Parser",
     "Text",
+    "Thinking",
+    "Thoughts",
     "Tool",
     "ToolCalling",
     "ToolChoice",

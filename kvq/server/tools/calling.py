@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.models.tokenizer import template_source
 from kvq.server.problems import Problem
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.registry import find_format
+from kvq.server.tools.thoughts import Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +61,21 @@ class ToolCalling:
     format: ToolFormat | None = None
     wording: Wording = field(default_factory=Wording)
     is_guess: bool = False  # the format was recognised, not named
+    thinking: Thinking | None = None  # what stands before all that
 
     @classmethod
-    def of(cls, tokenizer: Any, name: str) -> "ToolCalling":
-        """That of a transformers tokenizer; `name` is a format's, "auto" or "none".
+    def of(cls, tokenizer: Any, name: str, thoughts: str = "auto") -> "ToolCalling":
+        """That of a transformers tokenizer; `name` is a format's, "auto" or "none", as `thoughts` of markers.
 
         Raises:
             ConfigError: there is no such format.
         """
-        template = getattr(tokenizer, "chat_template", None) or ""
-        if not isinstance(template, str):  # one for tools, others
-            template = "\n".join(template.values())
+        template = template_source(tokenizer)
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         wording = Wording(template=template, special=special)
-        return cls(format=find_format(name, template), wording=wording, is_guess=name == "auto")
+        thinking = Thinking.of(tokenizer, template, thoughts)
+        format = find_format(name, template)
+        return cls(format=format, wording=wording, is_guess=name == "auto", thinking=thinking)
 
     @property
     def description(self) -> str:
@@ -81,11 +84,6 @@ class ToolCalling:
             why = "; the model's chat template has none that is known" if self.is_guess else ""
             return f"not read{why}"
         return self.format.name + (", by the model's chat template" if self.is_guess else "")
-
-    @property
-    def is_text_template(self) -> bool:
-        """True if the model's template wants arguments as text; others want objects."""
-        return self.format is not None and self.format.is_text_template
 
     def offer(
         self,

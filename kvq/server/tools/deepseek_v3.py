@@ -67,5 +67,4 @@ DEEPSEEK_V3 = ToolFormat(
     ends=(_END, _END_ALL),
     inner=(_SEPARATOR,),
     spelling=_spelling,
-    is_text_template=True,
 )

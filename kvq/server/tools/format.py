@@ -34,9 +34,8 @@ class Wording:
 class Spelling:
     """The text of an answer that is calls and nothing else, but for their arguments."""
 
-    call: Callable[
-        [str], tuple[str, str]
-    ]  # what stands before and behind the arguments, from the tool's name
+    # What stands before and behind the arguments, from the tool's name
+    call: Callable[[str], tuple[str, str]]
     before: str = ""
     between: str = ""
     after: str = ""
@@ -55,7 +54,6 @@ class ToolFormat:
     A call stands behind one of the markers `wraps`, behind its `opening`, or behind both; an opening of one
     character counts at the start of a line only. `read` reads one from there on; False if it is none.
     `spelling` tells how forced calls are written; None has them written as plain JSON.
-    `is_text_template`: the family's templates join the arguments as text, and take None for no content.
     """
 
     name: str
@@ -67,7 +65,6 @@ class ToolFormat:
     inner: tuple[str, ...] = ()  # and those within
     spelling: Callable[[Wording], Spelling] | None = None
     new_id: Callable[[], str] = call_id
-    is_text_template: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:

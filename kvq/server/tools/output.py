@@ -92,7 +92,8 @@ class Output:
     def drain(self) -> list[Event]:
         """The events since the last time; what belongs together is one event."""
         drained: list[Event] = []
-        for (kind, index), group in groupby(self._events, key=_kind):
+        by_call = groupby(self._events, lambda one: (type(one), -1 if isinstance(one, Text) else one.index))
+        for (kind, index), group in by_call:
             events = list(group)
             if kind is CallStart:
                 drained += events
@@ -104,10 +105,6 @@ class Output:
 
     def _is_wanted(self, index: int) -> bool:
         return self._max_calls is None or index < self._max_calls
-
-
-def _kind(event: Event) -> tuple[type[Event], int]:
-    return type(event), -1 if isinstance(event, Text) else event.index
 
 
 def end_of_call(source: Source, output: Output, end: str) -> Steps[None]:

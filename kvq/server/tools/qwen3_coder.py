@@ -4,7 +4,6 @@ A value is text; the tool's schema says what it means. Each is given out when it
 Source: the chat template of Qwen 3 Coder, which puts tags and values on lines of their own.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from kvq.server.tools.format import Schemas, ToolFormat
 from kvq.server.tools.json_calls import is_name, write_json
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.values import value_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -33,14 +33,12 @@ def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
 
 def _parameters(source: Source, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
     """Give out a call's arguments; those of one that breaks off stay open."""
-    properties = schema.get("properties")
     before = "{"
     while (name := (yield from _parameter(source))) is not None:
         text = yield from _value(source)
         if text is None:
             return
-        known = properties.get(name) if isinstance(properties, Mapping) else None
-        output.arguments(f"{before}{write_json(name)}: {_as_json(text, known)}")
+        output.arguments(f"{before}{write_json(name)}: {_as_json(text, name, schema)}")
         before = ", "
     held = source.release()
     if held.strip() in (_END_FUNCTION, _END):
@@ -79,14 +77,11 @@ def _value(source: Source) -> Steps[str | None]:
     return None
 
 
-def _as_json(text: str, schema: object) -> str:
-    """JSON of a value: what the schema calls a string is one, everything else if it is no JSON."""
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return write_json(text)
+def _as_json(text: str, name: str, schema: Mapping[str, Any]) -> str:
     try:
-        return write_json(json.loads(text))
-    except (ValueError, RecursionError):
-        return write_json({"True": True, "False": False, "None": None}.get(text, text))
+        return write_json(value_of(text, name, schema))
+    except ValueError:  # a number that JSON does not have
+        return write_json(text)
 
 
 QWEN3_CODER = ToolFormat(

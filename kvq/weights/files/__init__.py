@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError, nearest
+from kvq.formats.checkpoints import QuantizationScheme, config_groups, flat_config, parse_config
+from kvq.formats.checkpoints.fields import WHERE
+from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.formats.weights import Inputs, WeightCode, WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files import awq, compressed_tensors, config_groups, flat_config, gptq
-from kvq.weights.files.fields import WHERE, Fields
-from kvq.weights.files.scheme import LayerScheme, QuantizationScheme
+from kvq.weights.files import awq, compressed_tensors, gptq
 
 __all__ = [
     "FILE_FORMATS",
@@ -32,11 +33,6 @@ TRANSFORMERS_NEEDS = {  # packages beside transformers 5 itself, which names one
     "compressed-tensors": ("compressed-tensors",),
     "autogptq": ("gptqmodel", "optimum", "accelerate"),
     "autoawq": ("gptqmodel", "accelerate"),
-}
-_CONFIGS = {  # by quant_method
-    "compressed-tensors": config_groups.parse,
-    "gptq": flat_config.parse_gptq,
-    "awq": flat_config.parse_awq,
 }
 _TENSORS = {"compressed-tensors": compressed_tensors, "autogptq": gptq, "autoawq": awq}
 _TOLD = ("code", "group_size", "inputs")  # of a format, by every config
@@ -144,16 +140,6 @@ def quantization_config(
             config = flat_config.dump_awq(fmt, ignore)
     _check_reads_back(config, formats, ignore)
     return config
-
-
-def parse_config(config: object) -> QuantizationScheme:
-    """Read the quantization_config of a config.json.
-
-    Raises:
-        ModelError: a method, version or feature that isn't read, by its field and value.
-    """
-    fields = Fields.of(config, WHERE)
-    return _CONFIGS[fields.choice("quant_method", tuple(_CONFIGS))](fields)
 
 
 def _check_reads_back(

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints.fields import WHERE
+from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.fields import WHERE
-from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_matrix, take_scale
 from kvq.weights.files.words import check_fp16_scales, offset, pack_awq, signed, unpack_awq, whole_groups
 
-GEMM = "gemm"
-SUFFIXES = ("qweight", "qzeros", "scales")
 _BITS = 4
 _COLUMNS = 8  # of a word
 
@@ -48,7 +46,8 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     zero = signed(unpack_awq(zeros), _BITS).T.contiguous()  # [out, groups]
     if layer.fmt.symmetric and zero.any():
         raise ModelError(
-            f"tensor {name}.qzeros holds zero points, but {WHERE} says zero_point: false; set it to true"
+            f"tensor {name}.qzeros holds zero points, but {WHERE} says zero_point: false; "
+            + (f"all are {int(zero[0, 0])}" if (zero == zero[0, 0]).all() else "set it to true")
         )
     q = signed(unpack_awq(words), _BITS).T.contiguous()
     return QuantizedWeight.pack(layer.fmt, q, scale, None if layer.fmt.symmetric else zero)

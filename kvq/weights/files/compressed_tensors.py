@@ -10,36 +10,14 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ModelError
-from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.formats.checkpoints.config_groups import INT, PACKED, version_of
+from kvq.formats.checkpoints.scheme import LayerScheme
+from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
 from kvq.weights.files.words import num_words, offset, pack_words, signed, unpack_words, whole_groups
 
-PACKED = "pack-quantized"
-INT = "int-quantized"
-FLOAT = "float-quantized"
-NAIVE = "naive-quantized"  # what that package calls weight-only FP8
 _NAN_BITS = 0x7F
-
-
-def version_of(fmt: WeightFormat) -> str:
-    """The compressor that writes weights of this format."""
-    if fmt.code is WeightCode.FP8:
-        return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
-    return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM keeps W4A8's nibbles as bytes, too
-
-
-def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) -> LayerScheme:
-    """How a layer of that format lies on disk."""
-    suffixes = (
-        ["weight_packed", "weight_scale", "weight_shape"] if version == PACKED else ["weight", "weight_scale"]
-    )
-    if not fmt.symmetric:
-        suffixes.append("weight_zero_point")
-    if act_order:
-        suffixes.append("weight_g_idx")
-    return LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -70,7 +48,11 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     fmt = layer.fmt
     if fmt.code is WeightCode.FP8:
         return _read_float(fmt, name, tensors)
-    q = _packed_codes(fmt, name, tensors) if layer.version == PACKED else _plain_codes(fmt, name, tensors)
+    if layer.version == PACKED:
+        q = _packed_codes(fmt, name, tensors)
+    else:
+        q = take_matrix(tensors, f"{name}.weight", (torch.int8,))
+        _check_range(f"{name}.weight", q, fmt.code.bits)
     out, inputs = q.shape
     groups = fmt.groups(inputs)
     scale = take_scale(tensors, f"{name}.weight_scale", [out, groups])
@@ -102,12 +84,6 @@ def _packed_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -
     if shape[1] % 2 and bits < 8:
         raise ModelError(f"tensor {name}.weight_shape says {shape}; kvq reads an even number of inputs")
     return signed(unpack_words(words, bits, shape[1]), bits)
-
-
-def _plain_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    q = take_matrix(tensors, f"{name}.weight", (torch.int8,))
-    _check_range(f"{name}.weight", q, fmt.code.bits)
-    return q
 
 
 def _zero(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints.fields import WHERE
+from kvq.formats.checkpoints.flat_config import V1, V2
+from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.fields import WHERE
-from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
 from kvq.weights.files.words import (
     WORD_BITS,
@@ -23,10 +24,6 @@ from kvq.weights.files.words import (
     signed,
     unpack_words,
 )
-
-V1 = "gptq"  # zero points are stored minus 1
-V2 = "gptq_v2"  # as they are
-SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -83,6 +80,12 @@ def _zeros(
     if layer.version == V1:
         stored = (stored + 1) & ((1 << bits) - 1)
     zero = signed(stored, bits)
+    if (zero == (1 if layer.version == V1 else -1)).all():  # 0 in the other version
+        other = V2 if layer.version == V1 else V1
+        raise ModelError(
+            f"tensor {name} holds the zero points of symmetric weights as checkpoint_format {other!r} has "
+            f"them, but {WHERE} says, or leaves it at, {layer.version!r}; say checkpoint_format: {other!r}"
+        )
     if not layer.fmt.symmetric:
         return zero.T.contiguous()
     if zero.any():

@@ -77,7 +77,8 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
         words[:, :, word] |= (code << shift) & 0xFFFFFFFF
         if shift + bits > WORD_BITS:
             words[:, :, word + 1] |= code >> (WORD_BITS - shift)
-    return _as_int32(words.flatten(1)[:, : num_words(count, bits)])
+    words = words.flatten(1)[:, : num_words(count, bits)]
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)  # of the same 32 bits
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -107,8 +108,3 @@ def unpack_awq(words: Tensor) -> Tensor:
     own = torch.empty_like(eights)
     own[:, :, list(AWQ_ORDER)] = eights
     return own.flatten(1)
-
-
-def _as_int32(words: Tensor) -> Tensor:
-    """int64 below 2^32 -> int32 of the same 32 bits."""
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

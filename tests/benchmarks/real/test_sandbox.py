@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from benchmarks.real.sandbox import Limits, run
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux'")
 
@@ -32,7 +33,7 @@ def test_a_program_that_ends_otherwise_has_not(program, reason):
 
 
 def test_an_endless_loop_is_ended_by_its_processor_time():
-    found = run("while True: pass", Limits(cpu_s=1, wall_s=60))
+    found = run("while True: pass", Limits(cpu_s=1, wall_s=HANG_S))
     assert not found.passed
     assert found.reason in ("ended by SIGXCPU", "ended by SIGKILL")
 

@@ -12,7 +12,7 @@ from benchmarks.real.humaneval import Problem, body_of, judge, read_problems, sh
 from benchmarks.real.retrieval import Fact, draw_facts, hits, planted, prompts
 from kvq.errors import ConfigError, RequestError
 from kvq.evals import default_text
-from kvq.evals.simulated import SimulatedRecipe, model_in
+from kvq.evals.simulated import simulated
 
 PROMPT = 'def twice(x):\n    """Two times x."""\n'
 TEST = "def check(f):\n    assert f(2) == 4\n    assert f(3) == 6\n"
@@ -123,9 +123,9 @@ def test_answers_are_in_order_and_share_their_prefix(model):
 
 
 def test_simulated_methods_do_not_generate(model):
-    simulated = model_in(model, SimulatedRecipe.of("kivi-k2v2", model.geometry.head_dims))
+    other = model.with_kv(simulated("kivi-k2v2", model.geometry.head_dims))
     with pytest.raises(ConfigError, match="simulated"):
-        answers(simulated, [[1, 2]], kvq.SamplingParams(max_tokens=2), at_once=1, progress=lambda *_: None)
+        answers(other, [[1, 2]], kvq.SamplingParams(max_tokens=2), at_once=1, progress=lambda *_: None)
 
 
 def test_without_a_template_a_question_is_the_begin_of_a_text(model):

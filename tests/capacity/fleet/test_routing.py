@@ -9,7 +9,7 @@ import pytest
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetSpec, serve
-from kvq.capacity.fleet.routing import MOST_AHEAD, Affinity, PrefixTree, Routing, TwoChoices
+from kvq.capacity.fleet.routing import MOST_AHEAD, Affinity, PrefixTree, Routing, two_choices
 from tests.capacity.fleet.kit import engine, load
 
 PIECE = PrefixTree.PIECE
@@ -98,7 +98,7 @@ def test_affinity_forgets_a_replica_that_came_back():
 
 
 def test_two_choices_take_the_less_loaded_of_two():
-    choose, three = TwoChoices(), replicas(5, 3, 1)
+    choose, three = two_choices(), replicas(5, 3, 1)
     found = [choose(call(1), three).index for _ in range(300)]
     assert 0 not in found
     assert found.count(2) > 1.5 * found.count(1) > 100

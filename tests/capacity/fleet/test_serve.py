@@ -77,8 +77,6 @@ def test_what_can_never_fit_is_refused_and_the_others_are_served():
 def test_calls_out_of_order_are_an_error():
     with pytest.raises(ConfigError, match="arrives before"):
         serve([call(0, 1.0), call(1, 0.5)], FleetSpec(engine=engine()))
-    with pytest.raises(ConfigError):
-        FleetSpec(engine=engine(), replicas=0)
 
 
 def test_overflow_goes_elsewhere_and_nobody_else_waits_longer():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvq.capacity.plan.catalogue import decode_shape, encode_shape, find_model, known_models
+from kvq.capacity.plan.catalogue import decode_shape, find_model, known_models
 from kvq.capacity.plan.gpus import find_gpu, known_gpus, read_gpus
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
@@ -75,10 +75,14 @@ def test_models_of_every_kind_of_layer_are_known():
     )
 
 
+TOOL = Path(__file__).parents[3] / "tools" / "model_catalogue.py"
+
+
 @pytest.mark.parametrize("name", ["gemma-4-e2b", "kimi-k2", "mimo-v2-flash", "nemotron-3-nano-30b-a3b"])
 def test_shapes_are_written_and_read_again(name):
     geometry = find_model(name).geometry
-    assert decode_shape(json.loads(json.dumps(encode_shape(geometry)))) == geometry
+    shape = runpy.run_path(str(TOOL))["encode_shape"](geometry)
+    assert decode_shape(json.loads(json.dumps(shape))) == geometry
 
 
 def test_a_latent_layer_has_576_values_a_token_and_a_state_one_size():
@@ -89,9 +93,6 @@ def test_a_latent_layer_has_576_values_a_token_and_a_state_one_size():
     assert qwen.state_bytes(2) == 36 * (heads + conv)
     assert qwen.elements_per_token == 12 * 2 * 2 * 256
     assert (qwen.last_layer, len(qwen.layers), len(qwen.states)) == (47, 12, 36)
-
-
-TOOL = Path(__file__).parents[3] / "tools" / "model_catalogue.py"
 
 
 @pytest.mark.parametrize("name", ["gemma-4-e2b", "bamba-9b", "deepseek-v2-lite"])
@@ -163,6 +164,8 @@ def test_every_familys_weights_are_those_of_the_live_model(name):
     buffers = sum(b.numel() for n, b in live.named_buffers() if n.endswith("e_score_correction_bias"))
     assert counted.total == sum(p.numel() for p in live.parameters()) + buffers
     assert count_module(live) == counted
+    assert sorted(count_module(live).matrices) == sorted(counted.matrices), "names decide what is quantized"
+    assert sum(count for _, count, _ in counted.matrices) == counted.linear + counted.experts
 
 
 def test_families_without_a_formula_say_what_to_give_instead():

@@ -51,7 +51,7 @@ def with_oracle(
     known = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
     speculator = llm.core.speculator
     assert speculator is not None
-    speculator._proposer = Oracle(known, right=right, vocab=vocab)
+    speculator.proposer = Oracle(known, right=right, vocab=vocab)
     return llm
 
 

@@ -21,7 +21,7 @@ def test_who_found_no_draft_once_is_asked_again_while_steps_run_ahead():
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     answers = tokens_of(engine(model).generate(prompts, params))
     llm = watched(speculating(model, async_scheduling=True))
-    llm.core.speculator._proposer = Late({tuple(prompts[0]): answers[0]}, right=1.0)
+    llm.core.speculator.proposer = Late({tuple(prompts[0]): answers[0]}, right=1.0)
     assert tokens_of(llm.generate(prompts, params)) == answers
     assert 8 <= llm.num_ahead <= 20
     assert counts(llm)[1] > 30

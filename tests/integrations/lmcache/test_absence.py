@@ -12,7 +12,7 @@ from kvq.integrations.lmcache import register
 
 def test_there_is_a_remedy(monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda module: module != "lmcache")
-    with pytest.raises(ConfigError, match=r"needs lmcache, .* pip install 'kvq-toolkit\[lmcache\]'"):
+    with pytest.raises(ConfigError, match=r"needs lmcache, .* pip install '\.\[lmcache\]'"):
         register()
 
 

@@ -164,5 +164,5 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "kvq.integrations.ray.app", raising=False)
     import kvq.integrations.ray
 
-    with pytest.raises(ConfigError, match=r"needs ray, which is not .*; pip install 'kvq-toolkit\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"needs ray, which is not .*; pip install '\.\[ray\]'"):
         kvq.integrations.ray.application  # noqa: B018

@@ -4,11 +4,14 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvq.commands import doctor
 from kvq.errors import ConfigError, UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.kernels import AttentionOptions, Device, KernelSpec, registry, select
@@ -42,8 +45,8 @@ def test_without_the_library_the_reference_runs_and_one_line_says_what_to_instal
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = (
-        "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once "
-        "more, with `pip install -v` to see what it says"
+        "the C++ kernels were not built; install a C++ compiler, gcc or clang, then build them: "
+        "pip install . in a clone of kvq"
     )
     monkeypatch.setattr(library, "_path", lambda: None)
     library.variants.cache_clear()
@@ -65,6 +68,60 @@ def test_without_the_library_the_reference_runs_and_one_line_says_what_to_instal
     finally:
         library.variants.cache_clear()
         registry._log_fallback.cache_clear()
+
+
+def test_what_a_compiler_said_is_pointed_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "not_built.txt").write_text("boom")
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    library.variants.cache_clear()
+    try:
+        assert f"(what it said: {tmp_path / 'not_built.txt'})" in str(library.variants())
+    finally:
+        library.variants.cache_clear()
+
+
+class Built:
+    """A loaded library of one variant, on a CPU that runs another at best."""
+
+    def __init__(self, variant: str, best: str):
+        self._variant = variant
+        self.kvq_cpu_features = partial(best.encode)  # which takes attributes, as functions of ctypes do
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        if not name.startswith(f"kvq_{self._variant}_"):
+            raise AttributeError(name)
+        return SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("built", "best", "runs"),
+    [
+        ("avx512", "avx2", None),
+        ("avx512vnni", "avx512", None),
+        ("avx2", "portable", None),
+        ("avx2", "avx512", "avx2"),
+        ("portable", "avx512vnni", "portable"),
+    ],
+)
+def test_a_library_built_on_another_cpu_runs_or_says_how_to_build_it_here(
+    monkeypatch: pytest.MonkeyPatch, built: str, best: str, runs: str | None
+) -> None:
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda _: Built(built, best))
+    library.variants.cache_clear()
+    try:
+        found = library.variants()
+    finally:
+        library.variants.cache_clear()
+    if runs is None:
+        assert found == (
+            f"the C++ kernels were built for other CPUs alone ({built}), and this one runs {best}; "
+            "build them here: pip install . in a clone of kvq"
+        )
+    else:
+        assert [(x.variant, x.best) for x in found] == [(runs, best)]
+        assert doctor._variant(found[0]) == (
+            f"{runs}; {best}, which this CPU runs, was not built: pip install . in a clone of kvq"
+        )
 
 
 def test_a_library_that_is_no_library_is_a_reason_not_a_crash(

@@ -24,9 +24,10 @@ from kvq.server.kv_events.config import EventsConfig, Form
 from kvq.server.kv_events.publisher import Publisher
 from kvq.server.kv_events.stream import EventStream
 from kvq.server.kv_events.wire import Change
+from tests.waiting import HANG_S
 
 SIZE = 4  # tokens of a block
-WAIT_S = 60.0
+WAIT_S = HANG_S
 _VOCABULARY = 6  # few, so that prompts begin alike
 
 

@@ -26,10 +26,10 @@ from kvq.errors import ConfigError, DamagedData
 from kvq.formats import KVRecipe
 from kvq.integrations.lmcache import register
 from kvq.kernels.codec import decode, encode, rotate
+from tests.waiting import HANG_S
 
 LAYERS, HEADS, DIM, TOKENS = 4, 8, 128, 256  # 256 tokens are what LMCache cuts prompts into
 SHAPE = torch.Size((2, LAYERS, TOKENS, HEADS * DIM))
-WAIT_S = 60
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,7 +104,7 @@ class Disk:
 
 
 def _wait(notifier: int) -> None:
-    ready, _, _ = select.select([notifier], [], [], WAIT_S)
+    ready, _, _ = select.select([notifier], [], [], HANG_S)
     assert ready, "LMCache has not answered"
     os.read(notifier, 8)
 
@@ -277,7 +277,7 @@ def test_lmcaches_own_command_line_knows_it():
         [sys.executable, "-m", "kvq.integrations.lmcache", "--help"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert run.returncode == 0
     assert "usage: lmcache" in run.stdout

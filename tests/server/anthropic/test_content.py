@@ -5,15 +5,17 @@ import json
 import pytest
 
 from kvq.server.anthropic.message import Content
-from kvq.server.tools import Parser, find_format
+from kvq.server.tools import Parser, Thinking, Thoughts, find_format
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 
 
-def told(text, size, parser=True):
+def told(text, size, parser=True, thinking=None):
     """The content of a text that comes in pieces of a size, and its events."""
-    content = Content(Parser(find_format("hermes", "")) if parser else None)
-    events = [event for at in range(0, len(text), size) for event in content.feed(text[at : at + size])]
+    content = Content(Parser(find_format("hermes", "")) if parser else None, Thoughts(thinking, None))
+    events = []
+    for end in range(size, len(text) + size, size):
+        events += content.feed(text[end - size : end], is_last=end >= len(text))
     return content, [*events, *content.close()]
 
 
@@ -31,8 +33,8 @@ def rebuilt(events):
         assert event["index"] == len(blocks) - 1
         if event["type"] == "content_block_stop":
             is_open = False
-        elif event["delta"]["type"] == "text_delta":
-            blocks[-1]["text"] += event["delta"]["text"]
+        elif (kind := event["delta"]["type"].removesuffix("_delta")) in ("text", "thinking"):
+            blocks[-1][kind] += event["delta"][kind]
         else:
             blocks[-1]["json"] += event["delta"]["partial_json"]
     assert not is_open
@@ -73,3 +75,13 @@ def test_text_alone_is_one_block_or_none(text, parser):
 def test_without_a_parser_a_call_is_text():
     content, _ = told(CALL, 5, parser=False)
     assert content.blocks == [{"type": "text", "text": CALL}]
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_thoughts_are_a_block_of_their_own_before_text_and_calls(size):
+    thinking = Thinking(begin="<think>", end="</think>")
+    content, events = told(f"<think>\nHm {CALL}\n</think>\n\nSo: {CALL}", size, thinking=thinking)
+
+    assert [block["type"] for block in content.blocks] == ["thinking", "text", "tool_use"]
+    assert content.blocks[0] == {"type": "thinking", "thinking": f"Hm {CALL}", "signature": ""}
+    assert rebuilt(events)[:2] == content.blocks[:2]

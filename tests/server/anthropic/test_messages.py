@@ -193,7 +193,11 @@ def test_a_marked_prefix_is_written_once_and_then_read_through_any_pressure(clie
         ({"extra_body": {"temperature": 1.5}}, anthropic.BadRequestError, "temperature: "),
         ({"messages": []}, anthropic.BadRequestError, "messages: "),
         ({"model": "other"}, anthropic.NotFoundError, "no model 'other' here"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking is"),
+        (
+            {"thinking": {"type": "adaptive"}},
+            anthropic.BadRequestError,
+            "does not think",
+        ),
         ({"extra_body": {"mcp_servers": [{}]}}, anthropic.BadRequestError, "mcp_servers is not supported"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "tools of type"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),

@@ -20,13 +20,10 @@ class Deaths(Calls):
         self.running = {}
         self.num_deaths = 0
 
-    def _body(self, line):
+    async def _body(self, line):
         return line
 
-    def _call(self, line):
-        return SimpleNamespace(answer=lambda: self._run(line))
-
-    async def _run(self, line):
+    async def run(self, line):
         end = self.running[line.number] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.sleep(0.001)
@@ -44,14 +41,21 @@ class Deaths(Calls):
             del self.running[line.number]
 
 
-def test_a_line_that_ends_the_engine_takes_no_others_with_it():
+@pytest.fixture
+def calls(monkeypatch):
+    made = Deaths()
+    answer = lambda service, line, tenant: SimpleNamespace(answer=lambda: made.run(line))  # noqa: E731
+    monkeypatch.setattr("kvq.server.batch.calls.Completion", answer)
+    return made
+
+
+def test_a_line_that_ends_the_engine_takes_no_others_with_it(calls):
     lines = [Line(number=i, custom_id=str(i), body={"poison": i == 7}) for i in range(20)]
 
     async def run():
-        calls = Deaths()
-        return calls, await asyncio.gather(*(calls.answer(line) for line in lines), return_exceptions=True)
+        return await asyncio.gather(*(calls.answer(line) for line in lines), return_exceptions=True)
 
-    calls, found = asyncio.run(run())
+    found = asyncio.run(run())
     assert calls.num_deaths == 3
     assert isinstance(found.pop(7), Problem)
     assert found == [{"number": i} for i in range(20) if i != 7]

@@ -5,12 +5,14 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import kvq
-from kvq.commands.run_batch import command
+from kvq.commands.run_batch import _print, command
+from kvq.server.batch.run import Summary
 from kvq.server.remote import Remote
 from tests.waiting import HANG_S
 
@@ -113,6 +115,19 @@ def test_lines_that_are_no_requests_have_an_error_each(folder):
     summary = (folder / "summary").read_text(encoding="utf-8")
     assert "failed    3 of all" in summary
     assert "ignored   fields in 1 of these: max_token, user; --strict-requests refuses unkn" in summary
+
+
+def test_the_commonest_reasons_of_failures_are_said(capsys):
+    summary = Summary(num_new=14)
+    for number in range(12):
+        summary.fail(f"400 reason {number}")  # after some kinds no more are kept
+    summary.fail("400 reason 1")
+    _print(summary, Path("out.jsonl"), is_strict=False)
+    said = capsys.readouterr().out
+    assert "failed    13 of all in out.jsonl\n          2 x 400 reason 1\n          1 x 400 reason " in said
+    assert said.count(" x 400 ") == 3
+    _print(Summary(num_skipped=5, num_failed=5), Path("out.jsonl"), is_strict=False)
+    assert "name another file than out.jsonl to try it again" in capsys.readouterr().out
 
 
 def test_a_batch_that_is_complete_starts_no_engine(folder, monkeypatch):

@@ -61,5 +61,5 @@ def test_options_that_need_each_other_say_so(monkeypatch):
 
 def test_without_pyzmq_there_is_a_remedy(monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda module: module != "zmq")
-    with pytest.raises(ConfigError, match=r"--kv-events needs pyzmq, .* pip install 'kvq-toolkit\[events\]'"):
+    with pytest.raises(ConfigError, match=r"--kv-events needs pyzmq, .* pip install '\.\[events\]'"):
         _events(Asked(kv_events="5557"))

@@ -101,7 +101,7 @@ def test_targets_are_names_patterns_and_the_class_in_that_order() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method must be .* or 'gptq' or 'awq', got 'bitsandbytes'"),
+        ({"quant_method": "fp8"}, "quant_method 'fp8', which kvq does not load; .* or 'bitsandbytes'"),
         ({"format": "nvfp4-pack-quantized"}, "format must be 'pack-quantized' or .*, got 'nvfp4"),
         ({"format": "marlin-24"}, "format must be"),
         ({"config_groups": {}}, "config_groups is empty"),
@@ -197,7 +197,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
         ({**AWQ, "bits": 8}, "bits must be 4, got 8"),
         ({**AWQ, "zero_point": None}, "zero_point must be True or False, got None"),
         ({**AWQ, "modules_to_not_convert": [1]}, "modules_to_not_convert must be a list of strings"),
-        ({}, "quant_method must be .* got nothing"),
+        ({}, "say no quant_method"),
         (None, "quantization_config must be an object, got None"),
     ],
 )  # fmt: skip

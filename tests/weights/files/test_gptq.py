@@ -1,5 +1,7 @@
 """GPTQ: words and zero points written out by hand, versions 1 and 2, and groups in any order."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints.scheme import EVERY
 from kvq.formats.weights import parse_weight_format
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.weights.files import QuantizationScheme, pack_linear, parse_config, read_linear
@@ -84,14 +87,45 @@ def test_each_output_has_its_own_zero_point() -> None:
     assert (found.zero + 8).flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("version", "right", "wrong"), [("gptq", 7, 8), ("gptq_v2", 8, 7)])
-def test_symmetric_files_have_the_middle_as_zero_point(version: str, right: int, wrong: int) -> None:
+@pytest.mark.parametrize(("version", "right"), [("gptq", 7), ("gptq_v2", 8)])
+def test_symmetric_files_have_the_middle_as_zero_point(version: str, right: int) -> None:
     scheme = scheme_of(checkpoint_format=version, sym=True)
     found = read_linear(scheme, NAME, hand_made(0x11111111 * right))
     assert found.zero is None
     assert found.integers()[0].tolist() == list(range(-8, 0))
-    with pytest.raises(ModelError, match=r"qzeros holds zero points, but .* says sym: true"):
-        read_linear(scheme, NAME, hand_made(0x11111111 * wrong))
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize(("version", "stored", "other"), [("gptq", 8, "gptq_v2"), ("gptq_v2", 7, "gptq")])
+def test_zero_points_of_the_other_version_are_named_by_it(
+    version: str, stored: int, other: str, sym: bool
+) -> None:
+    tensors = hand_made(0x11111111 * stored)
+    with pytest.raises(
+        ModelError, match=rf"qzeros .* {other!r}.* {version!r}; say checkpoint_format"
+    ) as told:
+        read_linear(scheme_of(checkpoint_format=version, sym=sym), NAME, tensors)
+    assert "false" not in str(told.value)
+    followed = read_linear(scheme_of(checkpoint_format=other, sym=sym), NAME, tensors)
+    assert followed.integers()[0].tolist() == list(range(-8, 0)), "what it says helps"
+
+
+@pytest.mark.parametrize("name", ["int3_g32", "int8_g32"])
+def test_other_widths_name_the_other_version_too(name: str) -> None:
+    scheme, tensors = on_disk("autogptq", random_weight(name, 32, 96))
+    with pytest.raises(ModelError, match="say checkpoint_format: 'gptq'"):
+        read_linear(
+            replace(scheme, rules=[(EVERY, replace(scheme.layer_of(NAME), version="gptq_v2"))]), NAME, tensors
+        )
+
+
+def test_zero_points_that_differ_need_sym_false_as_the_refusal_says() -> None:
+    tensors = hand_made(0x76543210)
+    with pytest.raises(ModelError, match=r"qzeros holds zero points, but .* says sym: true; set it to false"):
+        read_linear(scheme_of(sym=True), NAME, tensors)
+    zero = read_linear(scheme_of(sym=False), NAME, tensors).zero
+    assert zero is not None
+    assert (zero + 8).flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_the_format_is_also_called_format() -> None:

@@ -5,18 +5,29 @@ Source: the compressed-tensors package, version 0.20, folder `quantization`: `qu
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints.fields import Fields
+from kvq.formats.checkpoints.scheme import (
+    EVERY,
+    Layer,
+    LayerScheme,
+    QuantizationScheme,
+    Rule,
+    exactly,
+    fitting,
+)
 from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
-from kvq.weights.files import compressed_tensors as tensors
-from kvq.weights.files.fields import Fields
-from kvq.weights.files.scheme import EVERY, QuantizationScheme, Rule, exactly, fitting
 
 METHOD = "compressed-tensors"
+PACKED = "pack-quantized"
+INT = "int-quantized"
+FLOAT = "float-quantized"
+NAIVE = "naive-quantized"  # what that package calls weight-only FP8
 _MIXED = "mixed-precision"
-_VERSIONS = (tensors.PACKED, tensors.INT, tensors.FLOAT, tensors.NAIVE)
+_VERSIONS = (PACKED, INT, FLOAT, NAIVE)
 _FIELDS = (
     "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config",
     "transform_config", "moe_sparsity_config", "quantization_status", "global_compression_ratio", "version",
@@ -32,10 +43,29 @@ _CODES = {("int", bits): code for bits, code in INTEGER_CODES.items()} | {("floa
 _KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
+def version_of(fmt: WeightFormat) -> str:
+    """The compressor that writes weights of this format."""
+    if fmt.code is WeightCode.FP8:
+        return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
+    return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM keeps W4A8's nibbles as bytes, too
+
+
+def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) -> LayerScheme:
+    """How a layer of that format lies on disk."""
+    suffixes = (
+        ["weight_packed", "weight_scale", "weight_shape"] if version == PACKED else ["weight", "weight_scale"]
+    )
+    if not fmt.symmetric:
+        suffixes.append("weight_zero_point")
+    if act_order:
+        suffixes.append("weight_g_idx")
+    return LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
+
+
 def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
     """The config of layers in these formats; of several, each group names its layers."""
     kinds = list(dict.fromkeys(formats.values()))
-    versions = {tensors.version_of(fmt) for fmt in kinds}
+    versions = {version_of(fmt) for fmt in kinds}
     groups = {}
     for i, fmt in enumerate(kinds):
         named = [name for name, own in formats.items() if own == fmt]
@@ -51,22 +81,37 @@ def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scale
 
 
 def parse(fields: Fields) -> QuantizationScheme:
-    """Read the config; see `kvq.weights.files.parse_config`."""
+    """Read the config; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_FIELDS, _HARMLESS)
     fields.absent("transform_config", "moe_sparsity_config")
     if fields.values.get("sparsity_config") not in (None, {}):
         fields.object("sparsity_config").choice("format", ("dense",), "dense")
     version = fields.choice("format", (*_VERSIONS, _MIXED))
     fields.choice("quantization_status", ("compressed", "frozen", None), None)
+    rules = rules_of(fields, lambda group: _group(group, version))
+    if has_scales := fields.values.get("kv_cache_scheme") is not None:
+        _check_args(fields.object("kv_cache_scheme"), _KV_SCHEME)
+    return QuantizationScheme(file_format=METHOD, version=version, rules=rules, kv_scales=has_scales)
+
+
+def rules_of(fields: Fields, read: Callable[[Fields], Layer | None]) -> list[Rule[Layer]]:
+    """Layers to ignore, then those of groups: by name before patterns, and both before all layers.
+
+    `read`: what is to be told of a group's layers, None where they are kept.
+    """
     named = fields.object("config_groups")
     if not named.values:
         raise named.refusal("group_0", "there: config_groups is empty")
-    rules = [Rule(_target(text, fields.where), None) for text in fields.strings("ignore")]
-    found = [pair for name in named.values for pair in _group(named.object(name), version)]
-    rules += [rule for _, rule in sorted(found, key=lambda pair: pair[0])]
-    return QuantizationScheme(
-        file_format=METHOD, version=version, rules=tuple(rules), kv_scales=_kv_scales(fields)
-    )
+    rules: list[Rule[Layer]] = [(_target(text, fields.where), None) for text in fields.strings("ignore")]
+    found: list[tuple[int, Rule[Layer]]] = []
+    for group in map(named.object, named.values):
+        layer, targets = read(group), group.strings("targets")
+        if not targets:
+            raise group.refusal("targets", "a list of layers")
+        for text in targets:
+            rank = 2 if text == "Linear" else int(text.startswith("re:"))
+            found.append((rank, (_target(text, group.where), layer)))
+    return rules + [rule for _, rule in sorted(found, key=lambda pair: pair[0])]
 
 
 def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
@@ -84,31 +129,25 @@ def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
         "weights": weights,
         "input_activations": None if fmt.inputs is Inputs.FULL else _token_inputs(kind),
         "output_activations": None,
-        "format": tensors.version_of(fmt),
+        "format": version_of(fmt),
     }
 
 
-def _group(group: Fields, version: str) -> list[tuple[int, Rule]]:
-    """Its rules, with their ranks: layers' names go before patterns, and both before all layers."""
+def _group(group: Fields, version: str) -> LayerScheme:
+    """How its layers lie on disk."""
     group.only(_GROUP)
     group.absent("output_activations")
     weights = group.object("weights")
     fmt = _weight_format(weights, group)
     if version == _MIXED or group.values.get("format") is not None:
         version = group.choice("format", _VERSIONS)
-    packed, is_float = version == tensors.PACKED, fmt.code is WeightCode.FP8
-    if (is_float and version in (tensors.PACKED, tensors.INT)) or (not is_float and version == tensors.FLOAT):
+    packed, is_float = version == PACKED, fmt.code is WeightCode.FP8
+    if (is_float and version in (PACKED, INT)) or (not is_float and version == FLOAT):
         raise group.refusal("format", f"one that holds {fmt.name} weights (the one in force is {version!r})")
     act_order = weights.values.get("actorder") in _ORDERED
     if act_order and not packed:
         raise weights.refusal("actorder", "null outside pack-quantized")
-    layer = tensors.layer_scheme(fmt, version, act_order=act_order)
-    targets = group.strings("targets")
-    if not targets:
-        raise group.refusal("targets", "a list of layers")
-    ranks = [2 if text == "Linear" else int(text.startswith("re:")) for text in targets]
-    rules = [Rule(_target(text, group.where), layer) for text in targets]
-    return list(zip(ranks, rules, strict=True))
+    return layer_scheme(fmt, version, act_order=act_order)
 
 
 def _weight_format(weights: Fields, group: Fields) -> WeightFormat:
@@ -149,13 +188,6 @@ def _target(text: str, where: str) -> re.Pattern[str]:
             f"{where}: targets must be Linear layers, by class, name or re:pattern, got {text!r}"
         )
     return exactly(text)
-
-
-def _kv_scales(fields: Fields) -> bool:
-    if fields.values.get("kv_cache_scheme") is None:
-        return False
-    _check_args(fields.object("kv_cache_scheme"), _KV_SCHEME)
-    return True
 
 
 def _token_inputs(kind: str) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+from benchmarks.gpu.profile import profiled, summed_up
 from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.gpu_profile import profiled, summed_up
 from kvq.bench.step_costs import read_bytes
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
@@ -105,7 +105,7 @@ def _prefill(server: KvqServer, requests: list[LoadRequest]) -> float:
     end = server.llm.on_step(stats.append)
     began = perf_counter()
     for request in requests:
-        server.submit(request, lambda _: None)
+        server.submit(request, 0.0, [])
     while not stats or stats[-1].prefill_tokens or stats[-1].decode_tokens < len(requests):
         if not server.llm.core.step():
             raise EngineError("requests ended before all of them decoded; does the pool hold them together?")

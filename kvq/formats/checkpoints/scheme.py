@@ -1,15 +1,18 @@
 """Which Linear layers of a checkpoint are quantized, how, and under which tensor names."""
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvq.errors import ModelError
 from kvq.formats.weights import WeightFormat
 
 _MAX_PATTERN = 1000
 _MAX_REPEATS = 5
+Layer = TypeVar("Layer")  # what is told of one
 
-
+IN_BLOCKS = re.compile(r"(.*\.)?\d+\..*")  # layers outside of the numbered blocks keep their weights
 EVERY = re.compile("")  # patterns fit a layer's name from its start
 
 
@@ -57,12 +60,12 @@ class LayerScheme:
     suffixes: tuple[str, ...]  # its tensors are called `{layer}.{suffix}`
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Layers that a pattern chooses, and how they are quantized; None: not at all."""
+Rule = tuple[re.Pattern[str], Layer | None]  # layers of these names, and what is said of them; None: kept
 
-    pattern: re.Pattern[str]
-    layer: LayerScheme | None
+
+def first_of(rules: Iterable[Rule[Layer]], name: str) -> Layer | None:
+    """What the first rule that chooses a layer says of it; None: it is kept as it was."""
+    return next((layer for pattern, layer in rules if pattern.match(name)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +74,12 @@ class QuantizationScheme:
 
     file_format: str  # one of FILE_FORMATS
     version: str
-    rules: tuple[Rule, ...]
+    rules: Sequence[Rule[LayerScheme]]
     kv_scales: bool = False  # static FP8 scales of K and V are among the tensors
 
     def layer_of(self, name: str) -> LayerScheme | None:
         """How the Linear layer of that name is stored; None: not quantized."""
-        return next((rule.layer for rule in self.rules if rule.pattern.match(name)), None)
+        return first_of(self.rules, name)
 
     def format_of(self, name: str) -> WeightFormat | None:
         """The format of the Linear layer of that name; None: not quantized."""

@@ -5,16 +5,29 @@ AutoAWQ 0.2.9, `awq/models/_config.py`.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
+from kvq.formats.checkpoints.fields import Fields
+from kvq.formats.checkpoints.scheme import (
+    IN_BLOCKS,
+    Layer,
+    LayerScheme,
+    QuantizationScheme,
+    Rule,
+    containing,
+    ending,
+    fitting,
+)
 from kvq.formats.weights import INTEGER_CODES, WeightCode, WeightFormat
-from kvq.weights.files import awq, gptq
-from kvq.weights.files.fields import Fields
-from kvq.weights.files.scheme import LayerScheme, QuantizationScheme, Rule, containing, ending, fitting
 
-_IN_BLOCKS = r"(.*\.)?\d+\..*"  # layers outside of the numbered blocks keep their weights
+V1 = "gptq"  # zero points are stored minus 1
+V2 = "gptq_v2"  # as they are
+GEMM = "gemm"
+GPTQ_SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+AWQ_SUFFIXES = ("qweight", "qzeros", "scales")
 _GPTQ = (
     "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "lm_head",
     "dynamic", "pack_dtype", "modules_in_block_to_quantize", "block_name_to_quantize",
@@ -34,7 +47,7 @@ def dump_gptq(
         "group_size": -1 if fmt.group_size is None else fmt.group_size,
         "sym": True,
         "desc_act": act_order,
-        "checkpoint_format": gptq.V1,
+        "checkpoint_format": V1,
         "lm_head": "lm_head" in layers,
     }
     if skipped:
@@ -43,22 +56,24 @@ def dump_gptq(
 
 
 def parse_gptq(fields: Fields) -> QuantizationScheme:
-    """Read the config of a GPTQ checkpoint; see `kvq.weights.files.parse_config`."""
+    """Read the config of a GPTQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_GPTQ)
     fields.absent("is_marlin_format")
     fields.choice("pack_dtype", ("int32", None), None)
-    fields.choice("format", (gptq.V1, gptq.V2, None), None)
-    fields.choice("checkpoint_format", (gptq.V1, gptq.V2, None), None)
-    version = fields.values.get("checkpoint_format") or fields.values.get("format") or gptq.V1
-    layer = _gptq_layer(fields, version)
-    rules = _dynamic(fields, version)
+    fields.choice("format", (V1, V2, None), None)
+    fields.choice("checkpoint_format", (V1, V2, None), None)
+    version = fields.values.get("checkpoint_format") or fields.values.get("format") or V1
+    rules = gptq_rules(fields, partial(_gptq_layer, version=version))
+    return QuantizationScheme(file_format="autogptq", version=version, rules=rules)
+
+
+def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
+    """Exceptions, the head, then layers of blocks. `read`: what is to be told of layers with such fields."""
+    layer, rules = read(fields), _dynamic(fields, read)
     head = fields.choice("lm_head", (True, False, None), False)
-    rules.append(Rule(ending("lm_head"), layer if head else None))
-    parts = _parts(fields)
-    rules += [Rule(ending(part), layer) for part in parts]
-    if not parts:
-        rules.append(Rule(_in_blocks(fields), layer))
-    return QuantizationScheme(file_format="autogptq", version=version, rules=tuple(rules))
+    rules.append((ending("lm_head"), layer if head else None))
+    chosen = [ending(part) for part in _parts(fields)] or [_in_blocks(fields)]
+    return [*rules, *((names, layer) for names in chosen)]
 
 
 def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
@@ -68,28 +83,28 @@ def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
         "bits": fmt.code.bits,
         "group_size": -1 if fmt.group_size is None else fmt.group_size,
         "zero_point": True,
-        "version": awq.GEMM,
+        "version": GEMM,
         "modules_to_not_convert": list(ignore) or None,
     }
 
 
 def parse_awq(fields: Fields) -> QuantizationScheme:
-    """Read the config of an AWQ checkpoint; see `kvq.weights.files.parse_config`."""
+    """Read the config of an AWQ checkpoint; see `kvq.formats.checkpoints.parse_config`."""
     fields.no_typos(_AWQ)
     for name in ("version", "format"):
-        fields.choice(name, (awq.GEMM, awq.GEMM.upper(), None), None)
+        fields.choice(name, (GEMM, GEMM.upper(), None), None)
     fields.choice("bits", (4,))
     fmt = _format(fields, WeightCode.INT4, symmetric=not fields.choice("zero_point", (True, False)))
-    rules = [Rule(containing(part), None) for part in fields.strings("modules_to_not_convert")]
-    rules.append(Rule(fitting(_IN_BLOCKS), LayerScheme(fmt=fmt, version=awq.GEMM, suffixes=awq.SUFFIXES)))
-    return QuantizationScheme(file_format="autoawq", version=awq.GEMM, rules=tuple(rules))
+    layer = LayerScheme(fmt=fmt, version=GEMM, suffixes=AWQ_SUFFIXES)
+    kept = [(containing(part), None) for part in fields.strings("modules_to_not_convert")]
+    return QuantizationScheme(file_format="autoawq", version=GEMM, rules=[*kept, (IN_BLOCKS, layer)])
 
 
 def _gptq_layer(fields: Fields, version: str) -> LayerScheme:
     fields.choice("desc_act", (True, False, None), False)
     code = INTEGER_CODES[fields.choice("bits", tuple(INTEGER_CODES))]
     fmt = _format(fields, code, symmetric=fields.choice("sym", (True, False), True))
-    return LayerScheme(fmt=fmt, version=version, suffixes=gptq.SUFFIXES)
+    return LayerScheme(fmt=fmt, version=version, suffixes=GPTQ_SUFFIXES)
 
 
 def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightFormat:
@@ -100,20 +115,18 @@ def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightForma
         raise ModelError(f"{fields.where}: group_size: {error}") from error
 
 
-def _dynamic(fields: Fields, version: str) -> list[Rule]:
+def _dynamic(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Layer]]:
     """GPTQModel's exceptions: `-:pattern` leaves layers out, `+:pattern` or `pattern` changes fields."""
     if fields.values.get("dynamic") is None:
         return []
     dynamic, rules = fields.object("dynamic"), []
     for pattern, change in dynamic.values.items():
-        target = fitting(pattern.removeprefix("-:").removeprefix("+:"))
-        if pattern.startswith("-:"):
-            rules.append(Rule(target, None))
-            continue
-        own = Fields.of(change, f"{dynamic.where}.{pattern}")
-        own.only(_OVERRIDES)
-        merged = Fields({**fields.values, **own.values}, own.where)
-        rules.append(Rule(target, _gptq_layer(merged, version)))
+        layer = None
+        if not pattern.startswith("-:"):
+            own = Fields.of(change, f"{dynamic.where}.{pattern}")
+            own.only(_OVERRIDES)
+            layer = read(Fields({**fields.values, **own.values}, own.where))
+        rules.append((fitting(pattern.removeprefix("-:").removeprefix("+:")), layer))
     return rules
 
 
@@ -133,7 +146,7 @@ def _in_blocks(fields: Fields) -> re.Pattern[str]:
     """The layers of all blocks, or of the list of blocks that the config names."""
     name = fields.values.get("block_name_to_quantize")
     if name is None:
-        return fitting(_IN_BLOCKS)
+        return IN_BLOCKS
     if not isinstance(name, str):
         raise fields.refusal("block_name_to_quantize", "a name")
     return fitting(rf"{re.escape(name)}\.\d+\..*")

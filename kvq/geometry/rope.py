@@ -1,10 +1,12 @@
-"""The RoPE types that a config.json names."""
+"""The RoPE types that a config.json names, and those that there are."""
 
 from collections.abc import Mapping
 from typing import Any
 
 # Whose frequencies depend on the longest position in the batch.
 BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
+# Of listed families.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPENDENT_ROPE)
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

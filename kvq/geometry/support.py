@@ -1,0 +1,58 @@
+"""Why a config.json alone is enough to refuse a model: what would be wrong, not merely slow."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq.errors import nearest
+from kvq.geometry.families import FAMILIES
+from kvq.geometry.rope import BATCH_DEPENDENT_ROPE, ROPE_TYPES, rope_types
+from kvq.geometry.text_part import KINDS
+
+# Families that people will try.
+_REFUSED = {
+    "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
+    "mpt": "its attention adds ALiBi biases and never calls the registered attention function",
+    "falcon": "its attention may add ALiBi biases and is its own",
+    "gemma4_assistant": "it drafts for another model, whose K and V it reads",
+    "gemma4_unified_assistant": "it drafts for another model, whose K and V it reads",
+    "mamba": "it has no KV cache",
+    "mamba2": "it has no KV cache",
+}
+
+
+def _is_model(name: str, part: object) -> bool:
+    """Whether a field describes a model; DBRX's attention and experts are described alike."""
+    return isinstance(part, Mapping) and "model_type" in part and name not in ("attn_config", "ffn_config")
+
+
+def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | None:
+    """Why kvq does not run the model of a config.json's dict; None: nothing there speaks against it."""
+    model_type = str(config.get("model_type", ""))
+    if config.get("auto_map"):
+        return "it has auto_map, code that would run at load; kvq never runs it"
+    if config.get("is_encoder_decoder"):
+        return "it has an encoder and cross-attention; kvq runs decoders"
+    if model_type in _REFUSED:
+        return _REFUSED[model_type]
+    if parts := [name for name, part in config.items() if _is_model(name, part)]:
+        return (
+            f"it is made of several models ({', '.join(sorted(parts))}) and is none of the {len(KINDS)} "
+            f"kinds of such whose text kvq serves (docs/models.md)"
+        )
+    if config.get("alibi") or config.get("position_embedding_type") == "alibi":
+        return "its attention adds ALiBi biases"
+    if config.get("reorder_and_upcast_attn"):
+        return "reorder_and_upcast_attn bypasses the registered attention function"
+    both_ways = config.get("use_bidirectional_attention")  # "vision": of images only
+    if (both_ways and both_ways != "vision") or config.get("is_causal") is False:
+        return "its attention is not causal"
+    for rope in rope_types(config):
+        if rope not in ROPE_TYPES and model_type in FAMILIES:
+            near = nearest(rope, list(ROPE_TYPES)) or ";"
+            return f"rope_type {rope!r} is none that transformers knows{near} known: {', '.join(ROPE_TYPES)}"
+        if rope in BATCH_DEPENDENT_ROPE and max_context is None:
+            return (
+                f"{rope} RoPE changes a token's frequencies with its batch neighbours; pin them with "
+                f"--max-model-len N (load(max_context=N)), the longest context you will use"
+            )
+    return None

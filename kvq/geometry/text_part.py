@@ -1,0 +1,88 @@
+"""Models that read images or sound too: what of their config.json and tensors is the language part.
+
+Which are served is a list: each was compared, on text, with the logits of transformers' whole model.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_PART = "text_config"
+# What a whole model's config says of its text part too, if that doesn't.
+_COMMON = (
+    *("auto_map", "is_encoder_decoder", "quantization_config", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+_TIED = "tie_word_embeddings"
+_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?lm_head\.")
+_BODY = re.compile(
+    r"^(?:(?:model\.)?(?:language_model|text_model)\.(?:model\.)?|model\.(?=(?:embed_tokens|layers|norm)\.))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A kind of whole model. `is_tied`: whether the embedding serves for the head, unless the config says.
+    `fixed`: what its text part is made with, whatever the config says.
+    """
+
+    model_type: str  # of the text part, where the config doesn't say
+    is_tied: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+_OF_LLAMA, _OF_QWEN2 = TextPart("llama"), TextPart("qwen2")
+_OF_COHERE2 = TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models leave it out
+_ALIKE = (  # whose text parts are called as they are, with `_text` behind
+    *("aria", "cohere_compass", "glm4v", "glm4v_moe", "glm_ocr", "llama4", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
+_ALIKE_TIED = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
+KINDS: dict[str, TextPart] = {
+    **{kind: TextPart(f"{kind}_text") for kind in _ALIKE},
+    **{kind: TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), _OF_COHERE2),
+    **dict.fromkeys(("idefics3", "llava", "llava_next", "llava_next_video", "smolvlm"), _OF_LLAMA),
+    **dict.fromkeys(("video_llava", "vipllava", "voxtral"), _OF_LLAMA),
+    **dict.fromkeys(("deepseek_vl", "glmasr", "janus"), TextPart("llama", is_tied=True)),
+    **dict.fromkeys(("llava_onevision", "qwen2_audio", "video_llama_3"), _OF_QWEN2),
+    **dict.fromkeys(("got_ocr2", "internvl", "ovis2"), TextPart("qwen2", is_tied=True)),
+    **dict.fromkeys(("lighton_ocr", "qwen3_asr"), TextPart("qwen3", is_tied=True)),
+    "exaone4_5": TextPart("exaone4"),
+    "fuyu": TextPart("persimmon"),
+    "glm46v": TextPart("glm4v_text"),
+    "hyperclovax_vision_v2": TextPart("hyperclovax", is_tied=True),
+    "idefics2": TextPart("mistral"),
+    "lfm2_vl": TextPart("lfm2", is_tied=True),
+    "minicpmv4_6": TextPart("qwen3_5_text"),
+    "mistral3": TextPart("mistral", is_tied=True),
+    "nemotron_h_omni": TextPart("nemotron_h"),
+}
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A config.json's dict of the text part of a whole model's; None of any other model."""
+    kind = KINDS.get(str(config.get("model_type")))
+    if kind is None:
+        return None
+    part = config.get(_PART)
+    if isinstance(part, Mapping):
+        own = {"model_type": kind.model_type, **part}
+    else:  # as Qwen2-VL's were
+        own = {name: value for name, value in config.items() if not name.endswith("_config")}
+        own |= {"model_type": kind.model_type}
+    for name in _COMMON:
+        if name in config:
+            own.setdefault(name, config[name])
+    own[_TIED] = bool(config.get(_TIED, kind.is_tied)) or own.get(_TIED) is True
+    own.pop("architectures", None)
+    return {**own, **kind.fixed}
+
+
+def text_name(name: str) -> str | None:
+    """What the text model calls a tensor of the whole one; None of other parts' tensors."""
+    if match := _HEAD.match(name):
+        return f"lm_head.{name[match.end() :]}"
+    match = _BODY.match(name)
+    return None if match is None else f"model.{name[match.end() :]}"

@@ -1,0 +1,142 @@
+"""`kvq.register_format`: a quantizer of one's own among the formats, in torch, and what it has to give."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError, UnfitFormat, first_lines
+from kvq.formats.names import split_pair
+from kvq.formats.own import Own
+from kvq.layout import MAX_BLOCK_SIZE
+
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}[a-z0-9]")
+_TRIED = 5  # rows or blocks, of which one is zeros and one has an element that is loud
+_MOST_BITS = 64
+
+
+def register_format(
+    name: str,
+    quantize: Callable[[Tensor], Any],
+    dequantize: Callable[..., Tensor] | None = None,
+    *,
+    bits: float | None = None,
+    block: int | None = None,
+    replace: bool = False,
+) -> None:
+    """Make `name` a KV format: for `kv=` and `--kv` of this process, in pairs, with +sinks= and +recent=.
+
+    `quantize`: takes fp32 [rows, dim], rows of K or V after RoPE, and returns what is read back, the same
+    shape; or, with `dequantize`, a tensor or a tuple of tensors, which `dequantize` takes. `block`: tokens
+    that are quantized together; then fp32 [some, block, dim]. Neither may make one row, or one block, depend
+    on others. `bits`: stored for an element, scales included; by default what the tensors in between take.
+
+    Torch runs it as tokens are written, and blocks hold what is read back, in fp32: figures of quality are
+    those of the path that serves, those of memory are what `bits` says. `replace`: change a name that is
+    registered already; models made before keep what they have.
+
+    Raises:
+        ConfigError: a name that means something, bits that nothing says, or a size of blocks out of range.
+            Whoever uses the name gets one for rows that the functions can't take, or give back as others.
+    """
+    _check_name(name, is_known=name in Own.registered and not replace)
+    if not callable(quantize) or not (dequantize is None or callable(dequantize)):
+        raise ConfigError(f"{name}: quantize and dequantize must be functions")
+    if dequantize is None and bits is None:
+        raise ConfigError(f"{name}: give bits=, an element's with its share of scales; nothing else tells")
+    if bits is not None and not (_is_a(bits, Real) and 0 < bits <= _MOST_BITS):
+        raise ConfigError(f"{name}: bits must be above 0 and up to {_MOST_BITS} an element, got {bits!r:.40}")
+    if block is not None and not (_is_a(block, Integral) and 1 < block <= MAX_BLOCK_SIZE):
+        raise ConfigError(f"{name}: block must be 2 to {MAX_BLOCK_SIZE} tokens, got {block!r:.40}")
+    tokens = None if block is None else int(block)
+    own = _Registered(name, quantize, dequantize, None if bits is None else float(bits), tokens)
+    Own.registered[name] = Own(name=name, through=own.through, bits=own.bits_of, tokens=tokens)
+
+
+def _is_a(given: object, kind: type[Any]) -> bool:
+    return isinstance(given, kind) and not isinstance(given, bool)
+
+
+def _check_name(name: str, *, is_known: bool) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.endswith(".json"):
+        raise ConfigError(
+            f"a format's name is 2 to 64 of a-z, 0-9, '_', '-' and '.', a letter first; got {name!r:.80}"
+        )
+    if is_known:
+        raise ConfigError(f"{name} is registered already; take another name, or replace=True")
+    try:
+        means = name == "auto" or name.startswith("kvq_") or split_pair(name)  # vLLM's begin with kvq_
+    except ConfigError:
+        means = None
+    if means and name not in Own.registered:
+        raise ConfigError(f"{name!r} means something to kvq already; take another name, such as my-{name}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """The functions behind a name, and the bits that trials of them have shown, by head dimension."""
+
+    name: str
+    quantize: Callable[[Tensor], Any]
+    dequantize: Callable[..., Tensor] | None
+    stated: float | None
+    block: int | None
+    tried: dict[int, float] = field(default_factory=dict)
+
+    def bits_of(self, dim: int) -> float:
+        """Bits of an element, after a trial for rows of `dim` elements."""
+        if dim not in self.tried:
+            self.tried[dim] = self._try(dim)
+        return self.tried[dim]
+
+    def through(self, x: Tensor) -> Tensor:
+        """What is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim]."""
+        rows = x.flatten(0, -2 if self.block is None else -3)
+        return self._read_back(rows)[1].reshape(x.shape)
+
+    def _try(self, dim: int) -> float:
+        x = torch.randn(_TRIED, self.block or 1, dim, generator=torch.Generator().manual_seed(0))
+        x[1], x[2, 0, dim // 2] = 0, 100
+        x = x if self.block else x[:, 0]
+        (nbytes, together), again = self._read_back(x), self.through(x)
+        (one, first), *others = (self._read_back(part) for part in x.split(1))
+        alone = torch.cat([first, *(made for _, made in others)])
+        if again.equal(together) and not alone.allclose(together, rtol=1e-3, atol=1e-3):  # not by chance
+            unit, or_else = ("block", "") if self.block else ("row", "; or give block=")
+            raise UnfitFormat(
+                f"{self.name}: what is read back of a {unit} changes with the {unit}s beside it, so with the "
+                f"steps that tokens come in; quantize every {unit} by itself{or_else}"
+            )
+        if self.stated is not None:
+            return self.stated
+        # What all rows share, such as a codebook, is no row's
+        return 8 * (nbytes - one) / (x.numel() - x[:1].numel())
+
+    def _read_back(self, x: Tensor) -> tuple[int, Tensor]:
+        """The bytes of what is in between, and what comes back."""
+        try:
+            stored = self.quantize(x.clone())
+            is_several = self.dequantize is not None and isinstance(stored, tuple | list)
+            stored = tuple(stored) if is_several else (stored,)
+            nbytes: int = 0
+            if self.dequantize is not None:
+                nbytes = sum(part.numel() * part.element_size() for part in stored)
+            made = stored[0] if self.dequantize is None else self.dequantize(*stored)
+        except Exception as error:  # whatever functions of others raise
+            told = f"{type(error).__name__}: {first_lines(error)}"
+            raise UnfitFormat(f"{self.name} can't take rows of {x.shape[-1]} elements: {told}") from error
+        wanted, got = (
+            f"{y.dtype} {list(y.shape)} on {y.device}" if isinstance(y, Tensor) else f"{type(y)}"
+            for y in (x, made)
+        )
+        if got != wanted:
+            raise UnfitFormat(f"{self.name} must give back {wanted}, as it gets, got {got}")
+        if not bool(made.isfinite().all()):
+            raise UnfitFormat(
+                f"{self.name} gave back NaN or infinity; rows may be all zeros, or have outliers"
+            )
+        return nbytes, made

@@ -1,0 +1,1 @@
+"""What a model's chat template does with what it is given."""

@@ -1,0 +1,123 @@
+"""What a model thinks before it answers: told from the answer, and let by before a grammar begins."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvq.engine import SamplingParams
+from kvq.errors import ConfigError
+
+_MARKERS = {  # vLLM's names are taken, too
+    **dict.fromkeys(("think", "deepseek_r1", "qwen3", "glm45", "deepseek_v3"), ("<think>", "</think>")),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+}
+_SPACE = r"/[ \n]{0,4}/"  # behind thoughts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thinking:
+    """How a model marks its thoughts."""
+
+    begin: str
+    end: str
+    end_id: int | None = None  # if it is one token
+    special: tuple[tuple[str, int], ...] = ()  # those of both that are special tokens
+
+    @classmethod
+    def of(cls, tokenizer: Any, template: str, name: str) -> "Thinking | None":
+        """By the name of its markers, or "auto": by a chat template or tokens that have them; "none".
+
+        Raises:
+            ConfigError: there are no such markers.
+        """
+        added = {str(token): (i, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
+        if name == "auto":
+            ends = {end: known for known, (_, end) in reversed(_MARKERS.items())}
+            name = next((known for end, known in ends.items() if end in template or end in added), "none")
+        if name == "none":
+            return None
+        check_name(name)
+        begin, end = _MARKERS[name]
+        special = tuple((marker, added[marker][0]) for marker in (begin, end) if added.get(marker, (0, 0))[1])
+        return cls(begin=begin, end=end, end_id=added.get(end, (None,))[0], special=special)
+
+    def is_open(self, before: str, *, is_continued: bool = False) -> bool | None:
+        """Whether a text goes on with thoughts, by what stands before it; None: it may begin with some.
+
+        `is_continued`: it goes on with an answer that has begun.
+        """
+        before = before.rstrip()
+        if is_continued:
+            return before.rfind(self.begin) > before.rfind(self.end)
+        return True if before.endswith(self.begin) else False if before.endswith(self.end) else None
+
+    def params(self, params: SamplingParams, is_open: bool | None) -> SamplingParams:
+        """Parameters that keep the markers in the text, and begin a grammar behind what is thought."""
+        structured = params.structured
+        if structured is not None and is_open is not False:
+            tokens = {marker: f"<[{token}]>" for marker, token in self.special}
+            thought = f"thought {tokens.get(self.end, '')} {_SPACE}"
+            stop = "" if self.end in tokens else f"[suffix={json.dumps(self.end)}]"
+            before = thought if is_open else f"({tokens.get(self.begin, json.dumps(self.begin))} {thought})?"
+            structured = replace(structured, before=f"before: {before}\nthought{stop}: /(.|\\n)*/")
+        kept = (*params.kept_special_ids, *(token for _, token in self.special))
+        return replace(params, structured=structured, kept_special_ids=kept)
+
+
+class Thoughts:
+    """Takes the thoughts out of one answer while it is written."""
+
+    def __init__(self, thinking: Thinking | None, is_open: bool | None) -> None:
+        """Without `thinking` there are none; `is_open`: as that found it."""
+        self._thinking = thinking
+        self._is_inside = is_open if thinking is not None else False
+        self._held = ""
+        self._has_begun = False  # to think
+        self._is_behind = False  # that, and nothing was said yet
+        self.num_tokens = 0  # of them
+
+    def feed(self, text: str, tokens: Sequence[int] = (), *, is_last: bool = False) -> tuple[str, str]:
+        """What is thought, and what is said, with the next piece of text."""
+        thinking = self._thinking
+        if thinking is None or (self._is_inside is False and not self._is_behind):
+            return "", text
+        text, self._held, thought = self._held + text, "", ""
+        if self._is_inside is None:
+            start = text.lstrip()
+            if not start.startswith(thinking.begin):
+                if thinking.begin.startswith(start) and not is_last:
+                    self._held = text
+                    return "", ""
+                self._is_inside = False
+                return "", text
+            self._is_inside, text = True, start.removeprefix(thinking.begin)
+        if self._is_inside:
+            ids, end_id = [*tokens], thinking.end_id
+            self.num_tokens += ids.index(end_id) + 1 if end_id is not None and end_id in ids else len(ids)
+            thought, end, text = text.partition(thinking.end)
+            self._is_inside, self._is_behind = not end, bool(end)
+            if not end and not is_last:
+                thought, self._held = self._without_end(thought)
+            thought = thought.rstrip() if end or is_last else thought
+            thought = thought if self._has_begun else thought.lstrip()
+            self._has_begun |= bool(thought)
+        if self._is_behind:
+            text = text.lstrip()
+            self._is_behind = not text
+        return thought, text
+
+    def _without_end(self, thought: str) -> tuple[str, str]:
+        """What can be shown of it, and what may belong to its end: space, and the beginning of the marker."""
+        end = self._thinking.end if self._thinking is not None else ""
+        sizes = range(len(end) - 1, 0, -1)
+        size = next((size for size in sizes if thought.endswith(end[:size])), 0)
+        shown = thought[: len(thought) - size].rstrip()
+        return shown, thought[len(shown) :]
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError if no markers are called so."""
+    if name not in ("auto", "none", *_MARKERS):
+        raise ConfigError(f"no reasoning parser {name!r}; there are auto, none, {', '.join(_MARKERS)}")

@@ -1,0 +1,95 @@
+"""What a bare value of a call is by its tool's schema: text, or what JSON makes of it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+_MOST_PARTS = 128  # of schemas that are looked at for a value; some refer to themselves
+_OPEN = object()  # of no kind: only schemas that name none let it pass
+_PYTHON = {"True": True, "TRUE": True, "False": False, "FALSE": False, "None": None}
+_KINDS: dict[str, Any] = {
+    "string": lambda value: isinstance(value, str),
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: _KINDS["number"](value) and value == value // 1,
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+}
+
+
+class _Schemas:
+    """Those that local references are of, and what they say."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = _MOST_PARTS
+
+    def allow(self, schema: object, value: object) -> bool:
+        """False if a value is of another kind, or none of those listed; what is in it is not looked at."""
+        self._left -= 1
+        if not isinstance(schema, Mapping) or self._left < 0:
+            return schema is not False
+        kinds = schema.get("type", [])
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        is_of_kind = not kinds or any(_KINDS.get(str(kind), lambda _: True)(value) for kind in kinds)
+        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        return (
+            (is_of_kind or (value is None and schema.get("nullable") is True))
+            and (not isinstance(listed, list) or any(_is_same(value, one) for one in listed))
+            and all(self.allow(part, value) for part in self._composed(schema, "$ref", "allOf"))
+            and all(
+                any(self.allow(part, value) for part in self._composed(schema, key))
+                for key in ("anyOf", "oneOf")
+                if schema.get(key)
+            )
+        )
+
+    def member(self, schema: object, name: str) -> object:
+        """The schema of an object's member, in whichever part it is said; None: it is not."""
+        self._left -= 1
+        if not isinstance(schema, Mapping) or self._left < 0:
+            return None
+        properties = schema.get("properties")
+        found = properties.get(name) if isinstance(properties, Mapping) else None
+        parts = self._composed(schema, "$ref", "allOf", "anyOf", "oneOf") if found is None else ()
+        inner = (self.member(part, name) for part in parts)
+        found = next((one for one in inner if one is not None), found)
+        return schema.get("additionalProperties") if found is None else found
+
+    def _composed(self, schema: Mapping[str, Any], *keys: str) -> Iterator[object]:
+        for key in keys:
+            if key == "$ref" and key in schema:
+                yield self._target(str(schema[key]))
+            elif isinstance(parts := schema.get(key), list):
+                yield from parts
+
+    def _target(self, reference: str) -> object:
+        """What a local reference is to; anything, if that is not found."""
+        found: Any = self._root
+        for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(name) if isinstance(found, list) else name]
+            except (KeyError, IndexError, TypeError, ValueError):
+                return {}
+        return found if reference.startswith("#") else {}
+
+
+def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
+    """The value of a tool's parameter: text where that is allowed and what JSON makes of it is not."""
+    schemas = _Schemas(parameters)
+    schema = schemas.member(parameters, name)
+    is_open, is_text = schemas.allow(schema, _OPEN), schemas.allow(schema, text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return _PYTHON.get(text.strip(), text) if is_open or not is_text else text
+    if is_text and not is_open and (isinstance(value, str) or not schemas.allow(schema, value)):
+        return text
+    return value
+
+
+def _is_same(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
