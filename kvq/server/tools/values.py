@@ -1,7 +1,9 @@
 """What a bare value of a call is by its tool's schema: text, or what JSON makes of it."""
 
 import json
+from ast import literal_eval
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -85,10 +87,20 @@ def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return _PYTHON.get(text.strip(), text) if is_open or not is_text else text
+        return _from_python(text.strip(), text) if is_open or not is_text else text
     if is_text and not is_open and (isinstance(value, str) or not schemas.allow(schema, value)):
         return text
     return value
+
+
+def _from_python(written: str, text: str) -> Any:
+    """A value as Python writes it, if it is one."""
+    if written[:1] in ("{", "["):
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            value = literal_eval(written)
+            json.dumps(value, allow_nan=False)  # no sets, bytes or complex numbers
+            return value
+    return _PYTHON.get(written, text)
 
 
 def _is_same(value: object, other: object) -> bool:
