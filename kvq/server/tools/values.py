@@ -49,16 +49,18 @@ class _Schemas:
         )
 
     def member(self, schema: object, name: str) -> object:
-        """The schema of an object's member, in whichever part it is said; None: it is not."""
+        """The schema of an object's member, of all parts that say it; None: none does."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return None
         properties = schema.get("properties")
-        found = properties.get(name) if isinstance(properties, Mapping) else None
-        parts = self._composed(schema, "$ref", "allOf", "anyOf", "oneOf") if found is None else ()
-        inner = (self.member(part, name) for part in parts)
-        found = next((one for one in inner if one is not None), found)
-        return schema.get("additionalProperties") if found is None else found
+        own = properties.get(name) if isinstance(properties, Mapping) else None
+        every, some = (
+            [one for part in self._composed(schema, *keys) if (one := self.member(part, name)) is not None]
+            for keys in (("$ref", "allOf"), ("anyOf", "oneOf"))
+        )
+        found = [*([] if own is None else [own]), *every, *([{"anyOf": some}] if some else [])]
+        return {"allOf": found} if found else schema.get("additionalProperties")
 
     def _composed(self, schema: Mapping[str, Any], *keys: str) -> Iterator[object]:
         for key in keys:
