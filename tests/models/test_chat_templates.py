@@ -351,8 +351,7 @@ def test_a_template_that_fails_for_all_is_tried_and_says_so():
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "tools" not in REFUSED[name]])
 def test_tools_may_leave_out_what_openai_lets_them(family):
-    lacking = ({}, {"description": "of a city"}, {"parameters": TOOL["function"]["parameters"]})
-    for given in lacking:
+    for given in ({}, {"description": "of a city"}, {"parameters": TOOL["function"]["parameters"]}):
         tool = {"type": "function", "function": {"name": "weather", **given}}
         shown = text_of(template_of(family), ASKED, tools=[tool, TOOL], add_generation_prompt=True)
         assert encoder_of(template_of(family)).forms.only_calls or "weather" in shown
