@@ -178,6 +178,18 @@ def test_inspect_counts_bytes_and_reads_no_weights(run, copy, tmp_path):
     assert "what int4 was is int4_g32_s8_rot/int4_g32_s8_rot" in " ".join(out.split())
 
 
+def test_inspect_says_what_keeps_a_checkpoint_from_loading(run, copy):
+    folder = copy()
+    assert "does not load" not in run("inspect", folder)[2]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    code, out, err = run("inspect", folder)
+    assert (code, "bytes/token" in out) == (0, True)
+    assert "warning: config.json's quantization_config: these weights are of quant_method 'mxfp4'" in err
+
+
 def test_inspect_lays_out_means_and_the_groups_of_what_waits(run, tmp_path):
     name = "int3_mean+recent=64+sinks=4"
     code, out, _ = run("inspect", "--kv", name, "--json", tmp_path / "i.json")

@@ -64,10 +64,7 @@ def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:
 
 
 def _expanded(
-    cache: KVCache,
-    layer: int,
-    batches: Sequence[SequenceBatch],
-    options: AttentionOptions,
+    cache: KVCache, layer: int, batches: Sequence[SequenceBatch], options: AttentionOptions
 ) -> list[int]:
     """The sequences to expand latents for. None where tokens are held in several forms, and on GPUs, whose
     kernel multiplies latents as fast as anything.

@@ -205,12 +205,7 @@ class KVCache(BlockCache):
         self._stored[layer].seal(kv, StagedBatch(sealed=sealed, recent=step, sinks=None))
 
     def attend_stored(
-        self,
-        layer: int,
-        q: Tensor,
-        recent: Rows,
-        batch: SequenceBatch,
-        options: AttentionOptions,
+        self, layer: int, q: Tensor, recent: Rows, batch: SequenceBatch, options: AttentionOptions
     ) -> Tensor:
         """`attend` from stored blocks and from the last rows as they came, [sequences, kv_heads, some, dim].
 
@@ -235,11 +230,7 @@ class KVCache(BlockCache):
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: SequenceBatch | StagedBatch,
-        options: AttentionOptions,
+        self, layer: int, q: Tensor, batch: SequenceBatch | StagedBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """`attend` for one layer; returns (out, lse). A staged layer's blocks are sealed first."""
         kernel: Callable[..., tuple[Tensor, Tensor]] = self._kernels[layer]["attend"].run
@@ -342,11 +333,7 @@ def slots_of(cache: CacheBackend, layer: int, batches: Sequence[SequenceBatch]) 
 
 
 def attended(
-    cache: CacheBackend,
-    layer: int,
-    q: Tensor,
-    batches: Sequence[SequenceBatch],
-    options: AttentionOptions,
+    cache: CacheBackend, layer: int, q: Tensor, batches: Sequence[SequenceBatch], options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """`attend` of any cache, of the batches of all layer groups: kvq's staged layers need several."""
     if isinstance(cache, KVCache):

@@ -24,13 +24,7 @@ class BatchRows:
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        batch: int,
-        max_tokens: int | None,
-        device: torch.device,
-        backend: str,
+        self, layout: KVLayout, *, batch: int, max_tokens: int | None, device: torch.device, backend: str
     ) -> None:
         """Start `batch` empty rows; `max_tokens` per row are allocated at once, or one block each.
 
@@ -42,9 +36,7 @@ class BatchRows:
         self.device = device
         self.blocks = KVCache(layout, num_blocks=self._least_blocks(batch), device=device, backend=backend)
         self.manager = BlockManager(
-            num_blocks=self._least_blocks(batch),
-            block_size=layout.block_size,
-            **layout.holding,
+            num_blocks=self._least_blocks(batch), block_size=layout.block_size, **layout.holding
         )
         self.scratch = DenseScratch(self.blocks, device)
         kept = layout.recipe.exact.recent + layout.block_size

@@ -53,13 +53,7 @@ class DenseScratch:
         )
         return self._cache.gather(layer, tables, positions.start, positions.stop, unrotate=unrotate, out=out)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: SequenceBatch,
-        options: AttentionOptions,
-    ) -> Tensor | None:
+    def attend(self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions) -> Tensor | None:
         """Causal attention of each row's last tokens, without softcap or sinks.
 
         `q`: [batch, q_heads, count, k_head_dim]. Returns [batch, count, q_heads, v_head_dim]. A row's

@@ -8,6 +8,7 @@ from kvq.commands.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
 from kvq.commands.names import RENAMED
 from kvq.commands.options import BLOCK_SIZES, TO_WRITE, kv_option, model_argument
 from kvq.commands.results import write_rows
+from kvq.commands.screen import warn
 from kvq.layout import BLOCK_SIZE, named_recipe
 
 _FORMATS = (
@@ -29,10 +30,11 @@ def command(
     model: str, kv: list[str], block_size: int, revision: str | None, token: str | None, json_path: str | None
 ) -> None:
     """Show a model's layers by kind and the bytes per token of every format. Reads config.json only."""
-    from kvq.errors import ConfigError
+    from kvq.errors import ConfigError, KVQError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
     from kvq.models.modules import build_on_meta, unquantized
+    from kvq.models.quantized import check_scheme
     from kvq.models.resolve import resolve_model
     from kvq.models.support import check_supported, is_listed
     from kvq.models.text_part import read_config
@@ -70,6 +72,11 @@ def command(
         "layout": [_group_row(group) for group in layout.attended],
     }
     _print(result, name)
+    if (scheme := config.get("quantization_config")) is not None:
+        try:
+            check_scheme(source.folder, scheme)
+        except KVQError as error:  # counted all the same: bytes of KV do not depend on it
+            warn(str(error))
     write_rows([result], json_path)
 
 

@@ -39,7 +39,8 @@ class AsyncLLM(LoopedEngine):
         self._thread = threading.Thread(target=self._run, name=Home.ENGINE_THREAD, daemon=True)
         end_team()  # this thread's, with which the model was loaded
         self._thread.start()
-        atexit.register(self.close)  # Python aborts if it takes itself apart while a thread computes
+        self._is_leaving = False
+        atexit.register(self._leave)  # Python aborts if it takes itself apart while a thread computes
 
     async def stream(
         self,
@@ -123,7 +124,7 @@ class AsyncLLM(LoopedEngine):
 
     def close(self) -> None:
         """Cancel what runs, end the thread, give back the memory. May be called again."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave)
         if self._thread.is_alive():
             self._loop.ask(None)
             self._thread.join()
@@ -134,6 +135,11 @@ class AsyncLLM(LoopedEngine):
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    def _leave(self) -> None:
+        """End the thread at the end of the program, and say nothing to who still waits then."""
+        self._is_leaving = True
+        self.close()
 
     def _ask(self, command: Command, *, quiet: bool = False) -> None:
         with self._lock:
@@ -148,7 +154,8 @@ class AsyncLLM(LoopedEngine):
             while self._loop.obey():
                 if self.core.has_work:
                     self._loop.step()
-            self._end(EngineError("the engine was closed"))
+            if not self._is_leaving:
+                self._end(EngineError("the engine was closed"))
         except BaseException as error:  # whatever ends this thread, nobody may wait for it for ever
             self._end(EngineError(f"the engine broke down: {type(error).__name__}: {error}"))
             raise

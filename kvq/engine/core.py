@@ -76,15 +76,7 @@ class EngineCore(StaysHere):
         self.intake = Intake(model, self.scheduler, marking=marking, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
         self.speculator = make_speculator(
-            speculation,
-            helper,
-            model,
-            self.scheduler,
-            self.runner,
-            sampler,
-            self._chooser,
-            self._jobs,
-            clock,
+            speculation, helper, model, self.scheduler, self.runner, sampler, self._chooser, self._jobs, clock
         )
         asks = config.async_scheduling
         self._launcher = Launcher(

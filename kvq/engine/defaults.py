@@ -101,7 +101,7 @@ def _read(file: Mapping[str, Any], vocab_size: int, source: str) -> SamplingDefa
             SamplingParams(**{ours: value})
             found[ours] = value
         except RequestError as error:
-            passed_over.append(str(error))
+            passed_over.append(str(error).replace(ours, theirs))
     named = file.get("suppress_tokens") or []
     named = named if isinstance(named, list) else [named]
     banned = [token for token in named if type(token) is int and 0 <= token < vocab_size][:MAX_BIASES]

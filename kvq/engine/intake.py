@@ -116,7 +116,4 @@ class Intake:
             return {}
         reused = max(0, params.prompt_logprobs_start - 1)  # the token before the first one has its row
         rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self._model.geometry.vocab_size))
-        return {
-            "max_reuse": reused,
-            "max_chunk": rows if num_tokens - reused > rows else None,
-        }
+        return {"max_reuse": reused, "max_chunk": rows if num_tokens - reused > rows else None}

@@ -58,12 +58,7 @@ class LLM(LoopedEngine):
         return [cast(RequestOutput, output) for output in outputs]
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: Params | None = None,
-        *,
-        tenant: str = "",
-        cache_salt: str | None = None,
+        self, prompt: Prompt, params: Params | None = None, *, tenant: str = "", cache_salt: str | None = None
     ) -> Iterator[Piece]:
         """Pieces of one prompt's results as they come; the request is checked at once.
 

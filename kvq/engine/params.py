@@ -272,10 +272,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         RequestError: logit_bias or stop_token_ids name a token of `vocab_size` or above.
     """
-    for name, tokens in (
-        ("logit_bias", params.logit_bias or ()),
-        ("stop_token_ids", params.stop_token_ids),
-    ):
+    for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
         beyond = [token for token in tokens if token >= vocab_size]
         if beyond:
             raise RequestError(

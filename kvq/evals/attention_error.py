@@ -35,11 +35,7 @@ class AttentionRow:
 
 
 def measure_attention(
-    model: Model,
-    kv: Sequence[str | KVRecipe],
-    text: str,
-    plan: TokenPlan,
-    watch: Watch = UNWATCHED,
+    model: Model, kv: Sequence[str | KVRecipe], text: str, plan: TokenPlan, watch: Watch = UNWATCHED
 ) -> list[AttentionRow]:
     """Measure every format but the baseline in every layer, over windows spread over a text.
 

@@ -144,11 +144,7 @@ class Reference:
 
 
 def measure_tokens(
-    model: Model,
-    kv: str | Sequence[str | KVRecipe],
-    text: str,
-    plan: TokenPlan,
-    watch: Watch = UNWATCHED,
+    model: Model, kv: str | Sequence[str | KVRecipe], text: str, plan: TokenPlan, watch: Watch = UNWATCHED
 ) -> list[TokenFigures]:
     """Run formats over a text beside the first unquantized one among them, which comes back first.
 

@@ -43,11 +43,7 @@ class PerplexityRow:
 
 
 def measure_perplexity(
-    model: Model,
-    kv: str | Sequence[str | KVRecipe],
-    text: str,
-    plan: TokenPlan,
-    watch: Watch = UNWATCHED,
+    model: Model, kv: str | Sequence[str | KVRecipe], text: str, plan: TokenPlan, watch: Watch = UNWATCHED
 ) -> list[PerplexityRow]:
     """Measure formats against the first unquantized one among them; see `measure_tokens`."""
     return _rows(measure_tokens(model, kv, text, plan, watch.through(_rows)))

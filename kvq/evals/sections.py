@@ -16,10 +16,7 @@ MOST = 0.5  # of the keys; where more are exact, a format is measured less than 
 _RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
 _KV: Columns = {"kv": ("kv", "")}
 _SECONDS: Columns = {"seconds": ("seconds", ".1f")}
-_PERPLEXITY: Columns = {
-    "perplexity": ("perplexity", ".3f"),
-    "perplexity_change": ("change", "+.3%"),
-}
+_PERPLEXITY: Columns = {"perplexity": ("perplexity", ".3f"), "perplexity_change": ("change", "+.3%")}
 
 
 @dataclass(frozen=True, slots=True)

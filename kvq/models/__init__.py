@@ -9,11 +9,7 @@ if TYPE_CHECKING:
     from kvq.models.session import Session, StepResult
 else:
     __getattr__ = lazily(
-        __name__,
-        {
-            "kvq.models.model": ("Model", "load"),
-            "kvq.models.session": ("Session", "StepResult"),
-        },
+        __name__, {"kvq.models.model": ("Model", "load"), "kvq.models.session": ("Session", "StepResult")}
     )
 
 __all__ = ["Model", "Session", "StepResult", "load"]

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvq.formats.calibrated import HeadMaxima
@@ -14,17 +14,20 @@ from kvq.models.text_part import read_tensors
 _NAME = re.compile(
     r"\.(\d{1,9})\.\w+\.(?:(?:attn\.)?([kv])_scale|([kv])_proj\.(?:output_scale|[kv]_scale)|kv_scale)$"
 )
+_BESIDE = re.compile(
+    r"\.\d{1,9}\.\w+\.(?:attn\.)?(?:(q|prob)_scale|[kvq]_zero_point)$"
+)  # what nobody here reads
 _LARGEST = 448.0  # of FP8's codes
 _log = logging.getLogger("kvq")
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of that name is a scale of K or V."""
-    return _NAME.search(name) is not None
+    """Whether a tensor of that name is a scale of K or V, or what some checkpoints have beside."""
+    return _NAME.search(name) is not None or _BESIDE.search(name) is not None
 
 
 def read_kv_scales(
-    folder: Path, geometry: ModelGeometry, names: Iterable[str]
+    folder: Path, geometry: ModelGeometry, names: Sequence[str]
 ) -> tuple[HeadMaxima, ...] | None:
     """What the scales among tensors of these names say of every layer; None: there are none to be used.
 
@@ -46,7 +49,10 @@ def read_kv_scales(
             raise ValueError(f"{places[layer, part]} holds no scale above 0 for all heads, or one for each")
         return tuple(found * heads if len(found) == 1 else found)
 
+    zeros = [name for name in names if (match := _BESIDE.search(name)) and match[1] is None]
     try:
+        if any(bool(stored[name].any()) for name in zeros):
+            raise ValueError(f"{zeros[0]} is not zero everywhere")
         layers = tuple(
             HeadMaxima(**{part: maxima(layer.number, part, layer.kv_heads) for part in ("k", "v")})
             for layer in geometry.layers

@@ -122,12 +122,7 @@ class Model(StaysHere):
     def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
         """Pools for `max_sequences` sequences of up to `max_tokens` tokens, and steps over them."""
         self.check_scales()
-        return Session(
-            self.weights,
-            self.layout,
-            max_tokens=max_tokens,
-            max_sequences=max_sequences,
-        )
+        return Session(self.weights, self.layout, max_tokens=max_tokens, max_sequences=max_sequences)
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
         """Logits after every token, computed over quantized KV.

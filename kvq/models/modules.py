@@ -113,10 +113,7 @@ def default_config(given: Mapping[str, Any]) -> Any:
 
 
 def _blamed(
-    folder: Path,
-    config: Mapping[str, Any],
-    make: Callable[[Mapping[str, Any]], object],
-    error: Exception,
+    folder: Path, config: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object], error: Exception
 ) -> ModelError:
     """The error that names the field without which all goes well, else one that fails alike by itself."""
     kind, cause = {"model_type": config["model_type"]}, first_lines(error)

@@ -51,11 +51,7 @@ def run_packed(
     states = nullcontext() if step.states is None else step.states.current()
     with states, kept_hidden(weights.model, step):
         output = weights.model(
-            input_ids=ids[None],
-            position_ids=where[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            kvq_step=step,
+            input_ids=ids[None], position_ids=where[None], use_cache=False, logits_to_keep=keep, kvq_step=step
         )
     if step.states is not None:
         step.states.write()

@@ -15,6 +15,7 @@ from kvq.models.tokenizer import template_source
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
 _ROLES = frozenset((*TRUSTED, "user", "tool", "function"))
+_OPTIONAL = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a tool
 _WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
 # Words that a template compares something with, or looks for in a list
 _COMPARED = [re.compile(pattern) for pattern in (rf"(?:[!=]=|[\[(,])\s*{_WORD}", rf"{_WORD}\s*[!=]=")]
@@ -123,7 +124,15 @@ class PromptEncoder:
             check_length(shown, max_tokens, self._longest_token)
 
     def _render(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
-        """The text of a conversation that its template is given in these forms."""
+        """Render a conversation in these forms; where its template fails, with tools made whole."""
+        try:
+            return self._render_as_given(forms, turns, options)
+        except TemplateFails:
+            if (filled := _filled(options)) == options:
+                raise
+            return self._render_as_given(forms, turns, filled)
+
+    def _render_as_given(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
         given = forms.turns(turns)
         if not self._trusts_chats:
             options = {name: self._control.hide(value) for name, value in options.items()}
@@ -152,6 +161,16 @@ class PromptEncoder:
                 {**part, "text": self._control.hide(part["text"], whole=True)} for part in content
             ]
         return hidden | ({"role": role} if role in self._roles else {})
+
+
+def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give tools among a template's options what they may leave out."""
+    tools = []
+    for tool in options.get("tools") or ():
+        function = tool["function"]
+        lacking = {name: value for name, value in _OPTIONAL.items() if function.get(name) is None}
+        tools.append({**tool, "function": {**function, **lacking}})
+    return {**options, "tools": tools} if tools else options
 
 
 def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:

@@ -68,11 +68,7 @@ class Session:
         self.weights = weights
         self.layout = layout
         self.cache = make_cache(weights.prepared, layout, num_blocks=num_blocks, backend=backend)
-        self.manager = BlockManager(
-            num_blocks=num_blocks,
-            block_size=layout.block_size,
-            **layout.holding,
-        )
+        self.manager = BlockManager(num_blocks=num_blocks, block_size=layout.block_size, **layout.holding)
         self.window_limit: int | None = None
         self.observer: Observer | None = None
         self.shared: SharedInputs | None = None

@@ -274,7 +274,13 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _holds_what_can_be_passed_on(self) -> "ChatMessage":
-        check_value(self.model_extra)
+        extra = self.model_extra or {}
+        check_value(extra)
+        if extra.get("function_call") is not None:
+            raise ValueError("function_call is not supported; use tool_calls")
+        refusal = extra.get("refusal")  # in place of a content, as OpenAI has it
+        if self.role == "assistant" and self.content is None and isinstance(refusal, str):
+            self.content = refusal
         return self
 
 

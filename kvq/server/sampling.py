@@ -95,9 +95,8 @@ def _take_structured(body: Common) -> StructuredOutput | None:
     elif format is not None and format.json_schema is not None:
         schema = format.json_schema.definition
     asked = body.structured_outputs or StructuredOutputs()
-    if asked.json_object:
-        asked = asked.model_copy(update={"definition": {"type": "object"}})
-    schema = _one("json_schema", schema, _schema(guided), _schema(asked.definition))
+    any_object = {"type": "object"} if asked.json_object else None
+    schema = _one("json_schema", schema, _schema(guided), _schema(asked.definition), any_object)
     body.guided_json = body.structured_outputs = None
     if format is not None:
         format.json_schema = None

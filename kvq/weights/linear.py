@@ -103,15 +103,22 @@ class QuantizedLinear(PackedLinear):
         return f"{super().extra_repr()}, {self.fmt.name}"
 
 
+_HOOKS_OF_ALL = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+
+
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     """What is called after a module and before it; empty while nobody looks."""
     return module._forward_hooks, module._forward_pre_hooks
 
 
 def runs_library_code(module: nn.Module) -> bool:
-    """True if a module computes what its class does in a library: no other class's code, its own or hooks."""
-    homes = {own.__module__.partition(".")[0] for own in (type(module).forward, type(module).__call__)}
-    is_own = "forward" in module.__dict__ or any(hooks_of(module))
+    """True if a module computes what its class does in a library: no other class's code, its own or hooks.
+
+    Code is where it was written: `functools.wraps` gives a function the module's name of another.
+    """
+    code = (getattr(one, "__globals__", {}) for one in (type(module).forward, type(module).__call__))
+    homes = {str(own.get("__name__")).partition(".")[0] for own in code}
+    is_own = "forward" in module.__dict__ or any(hooks_of(module)) or any(_HOOKS_OF_ALL)
     return not is_own and homes <= {"torch", "transformers", "kvq"}
 
 

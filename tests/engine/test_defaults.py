@@ -59,7 +59,7 @@ def test_every_field_is_taken_and_named_in_one_line(tmp_path):
         ({"top_p": "0.9"}, {}, "top_p must be a number"),
         ({"top_k": 2.5}, {}, "top_k must be a whole number"),
         ({"repetition_penalty": 0}, {}, "repetition_penalty must be"),
-        ({"max_new_tokens": 0}, {}, "most_tokens must be"),
+        ({"max_new_tokens": 0}, {}, "max_new_tokens must be"),
         ({"suppress_tokens": [-1, 3, VOCAB, "a"]}, {"logit_bias": {3: -100.0}}, "3 of suppress_tokens"),
         ({"suppress_tokens": list(range(5000))}, None, "of suppress_tokens"),
         ({"typical_p": 0.9, "num_beams": 4, "no_repeat_ngram_size": 0}, {}, "typical_p 0.9, num_beams 4"),

@@ -139,10 +139,10 @@ def test_a_child_of_a_process_whose_threads_ran_makes_engines_of_its_own():
 
 
 _OPEN = """
-import asyncio, gc, sys
+import asyncio, gc, sys, threading
 import kvq
 
-LONG = kvq.SamplingParams(max_tokens=100, ignore_eos=True)
+LONG = kvq.SamplingParams(max_tokens=1000, ignore_eos=True)
 model = kvq.load("tiny", "int4")
 
 def begun(stream):
@@ -174,6 +174,15 @@ async def left_open():
     await anext(stream)
     return engine, stream
 
+def forever():
+    async def main():
+        async for _ in kvq.AsyncLLM(model, num_blocks=64).stream("Once", LONG):
+            running.set()
+    asyncio.run(main())
+
+running = threading.Event()
+threading.Thread(target=forever, daemon=True).start()
+running.wait()
 loop = asyncio.new_event_loop()
 kept = loop.run_until_complete(left_open())
 if len(sys.argv) > 2:

@@ -175,7 +175,7 @@ def test_a_trial_renders_a_few_times(family):
 
     forms = try_out(render, template_of(family), None)
     assert forms.shown == encoder.forms.shown
-    assert len(rendered) <= (17 if CALLS in forms.shown else 25)
+    assert len(rendered) <= (17 if CALLS in forms.shown else 26)
 
 
 def text_of(template, *turns, **options):
@@ -347,6 +347,42 @@ def test_a_template_that_fails_for_all_is_tried_and_says_so():
         assert encoder.forms.shown == frozenset()
         with pytest.raises(RequestError, match=r"chat template (refused this: no|fails for this)"):
             encoder.encode_chat([ASKED], {})
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "tools" not in REFUSED[name]])
+def test_tools_may_leave_out_what_openai_lets_them(family):
+    for given in ({}, {"description": "of a city"}, {"parameters": TOOL["function"]["parameters"]}):
+        tool = {"type": "function", "function": {"name": "weather", **given}}
+        shown = text_of(template_of(family), ASKED, tools=[tool, TOOL], add_generation_prompt=True)
+        assert encoder_of(template_of(family)).forms.only_calls or "weather" in shown
+
+
+def test_tools_are_given_as_they_are_unless_the_template_fails():
+    bare = {"type": "function", "function": {"name": "weather"}}
+    assert '{"name": "weather"}' in text_of(OF_TEXTS + "{{ tools | tojson }}", ASKED, tools=[bare])
+    reads = OF_TEXTS + "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"
+    schema = "{{ t.function.parameters | tojson }}{% endfor %}"
+    ended = 'weather{"type": "object", "properties": {}}'
+    assert text_of(reads + schema, ASKED, tools=[bare]).endswith(ended)
+    told = {"type": "function", "function": {"name": "weather", "description": "!"}}
+    assert text_of(reads + schema, ASKED, tools=[told]).endswith(ended.replace("r{", "r!{"))
+    unread = "{{ t.function.title.lower() }}{% endfor %}"
+    with pytest.raises(RequestError, match=r"tool 1|no attribute 'title'"):
+        text_of(reads + unread, ASKED, tools=[bare])
+
+
+@pytest.mark.parametrize(
+    ("shows", "wanted"),
+    [
+        ("<|{{ m.role }}|>{{ m.name }}: {{ m.content }}", "<|tool|>weather: rain"),
+        ("<|{{ m.role }}|>{{ m.content }}", "<|tool|>rain"),
+        ("{% if not m.name %}<|{{ m.role }}|>{{ m.content }}{% endif %}", "<|tool|>rain"),
+        ("<|{{ m.role }}|>{{ m.name or m.content }}", "<|tool|>rain"),  # a name alone is no result
+    ],
+)
+def test_a_function_is_named_beside_its_result_where_that_can_be_seen(shows, wanted):
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}"
+    assert text_of(EACH + shows + calls + "{% endfor %}", ASKED, call(), result()).endswith(wanted)
 
 
 def test_names_that_a_template_reads_are_known():

@@ -67,6 +67,7 @@ def test_other_formats_load_and_name_them(tmp_path, caplog):
         ({"k_scale": float("nan"), "v_scale": V}, "holds no scale above 0"),
         ({"k_scale": [K, K, K], "v_scale": V}, "or one for each"),
         ({"k_scale": K}, "layer 0 has none"),
+        ({"k_scale": K, "v_scale": V, "k_zero_point": 3.0}, "self_attn.k_zero_point is not zero everywhere"),
     ],
 )
 def test_what_is_no_scale_is_passed_over_by_name(scales, why, tmp_path, caplog):
@@ -77,6 +78,13 @@ def test_what_is_no_scale_is_passed_over_by_name(scales, why, tmp_path, caplog):
     assert why in told
     with pytest.raises(ConfigError, match="needs static scales and none were given"):
         load(folder, "fp8_per_head").session(max_tokens=8)
+
+
+def test_what_lies_beside_them_is_no_stranger(tmp_path):
+    """As compressed-tensors and vLLM write them: scales of queries, of probabilities, and zero points."""
+    beside = {"q_scale": 0.1, "prob_scale": 1.0, "k_zero_point": [0.0], "v_zero_point": [0.0]}
+    folder = with_scales(tmp_path, {"k_scale": K, "v_scale": V, **beside})
+    load(folder, "fp8_per_head").session(max_tokens=8)
 
 
 def test_they_are_of_what_is_not_rotated(tmp_path):

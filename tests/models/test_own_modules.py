@@ -1,5 +1,6 @@
 """What a program's model computes in code of its own stays that: subclasses, objects' own forwards, hooks."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,21 @@ def test_own_code_computes_what_it_did(name: str) -> None:
     assert len(packed_layers(model)) >= 12, "other layers are replaced"
     assert not fuse_layers(model, [None] * len(model.model.layers), in_triton=False)
     torch.testing.assert_close(eager_logits(model, IDS), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_code_that_all_of_a_class_got_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.Linear.forward
+
+    @functools.wraps(plain)  # with the library's own names
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return plain(self, x) * 2
+
+    assert runs_library_code(nn.Linear(2, 2))
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, found: None)
+    assert not runs_library_code(nn.Linear(2, 2))
+    hook.remove()
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    assert not runs_library_code(nn.Linear(2, 2))
 
 
 def test_a_librarys_own_modules_are_known_as_such() -> None:

@@ -138,6 +138,15 @@ def test_a_template_that_was_given_and_is_no_jinja_is_refused(folder):
         load_without_torch(folder, "{% for m in messages %}\n{{ m }}{% endfr %}")
 
 
+def test_a_vocabulary_that_fails_for_other_words_knows_no_text(folder):
+    for path in folder.glob("*token*"):
+        path.unlink()
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(380)}))  # and no token for others
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    with pytest.raises(ModelError, match="has no tokenizer that knows a text"):
+        check_knows_text(load_tokenizer(folder), folder)
+
+
 def test_special_tokens_alone_know_no_text(folder):
     told = (folder / "tokenizer_config.json").read_text()
     without_tokenizer(folder, "qwen2")

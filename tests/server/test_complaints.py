@@ -69,6 +69,11 @@ def client():
             "an 'input_text' part is not known; did you mean 'text'?",
         ),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "Field required"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "messages.0",
+            "function_call is not supported; use tool_calls",
+        ),
     ],
 )
 def test_content_that_is_no_text_is_refused_in_words(client, path, body, param, said):

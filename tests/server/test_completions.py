@@ -156,6 +156,7 @@ TWICE = [
     ("/v1/completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}),
     ("/v1/completions", {"prompt": "x", "guided_grammar": "start: ", "guided_json": {}}),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a", "json_object": True}}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": {}, "json_object": True}}),
     ("/v1/chat/completions", ASK | {"response_format": {"type": "json_object"}, "guided_regex": "a"}),
     ("/v1/chat/completions", ASK | {"structured_outputs": {"regex": "a", "choice": ["b"]}}),
     ("/v1/completions", {"prompt": "x", "min_tokens": 9, "max_tokens": 2}),

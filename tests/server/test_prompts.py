@@ -65,6 +65,20 @@ def test_texts_and_chats_become_the_tokenizers_tokens(run, tokenizer):
     assert run(work) == (ids, tokenizer("a")["input_ids"], tokenizer.decode([40, 41]))
 
 
+def test_a_refusal_is_what_an_assistant_said_where_it_said_nothing_else(run):
+    def said(role, content, **more):
+        given = {"role": role, "content": content, "function_call": None, **more}
+        return ChatMessage.model_validate(given).content
+
+    assert said("assistant", None, refusal="I cannot") == "I cannot"
+    assert said("assistant", "Yes", refusal="I cannot") == "Yes"
+    assert said("assistant", None, refusal=None) is None
+    assert said("assistant", None, refusal={"a": 1}) is None
+    assert said("user", None, refusal="I cannot") is None
+    turn = ChatMessage.model_validate({"role": "assistant", "content": None, "refusal": "a"})
+    assert run(lambda p: p.chat(Conversation(messages=[turn]))) == run(lambda p: p.chat(TURN))
+
+
 def test_a_model_without_a_template_has_no_chats(run):
     with pytest.raises(Problem, match="no chat template; use /v1/completions") as refused:
         run(lambda p: p.chat(TURN), None)

@@ -26,7 +26,8 @@ class Matcher:
 
         Token t is bit t % 32 of word t // 32. An end token is allowed where the grammar may end, and
         nowhere else; ids that only pad the logits never are. At least one token is allowed. Where the
-        text is forced, that is its usual token alone; `accept` takes others that spell it, too.
+        text is forced, that is its usual token alone, or, where it spells a special token, a plain one that
+        begins it; `accept` takes others that spell it, too.
 
         Raises:
             RequestError: the next step takes more work than the limits allow, or nothing can follow.
@@ -35,9 +36,25 @@ class Matcher:
         self._check()
         ids = self._vocabulary.known if self._state.is_accepting() else self._vocabulary.inner
         mask = frombuffer(bytearray(packed), dtype=int32, count=len(ids)) & ids  # may be a word longer
-        if not bool(mask.any()):
-            raise RequestError("structured output: the grammar leaves no token that can come next")
+        if int(mask.count_nonzero()) <= 1:
+            self._spell(mask)
+            if not bool(mask.any()):
+                raise RequestError("structured output: the grammar leaves no token that can come next")
         return mask
+
+    def _spell(self, mask: Tensor) -> None:
+        """Let a plain token come where llguidance forces a special one, which it would refuse.
+
+        It reads forced text as the tokenizer does, which takes the text of a special token for that token.
+        """
+        forced = self._state.compute_ff_tokens()[:1]
+        if not forced or self._state.validate_tokens(forced):
+            return
+        text = self._state.compute_ff_bytes().decode(errors="ignore")
+        plain = self._vocabulary.tokenizer.greedy_tokenize(text)[:1]
+        mask.zero_()
+        if self._state.validate_tokens(plain):
+            mask.numpy().view("<u4")[plain[0] >> 5] = 1 << (plain[0] & 31)
 
     def accept(self, token: int) -> None:
         """Move on by one token. An end token where all has been said is accepted, and changes nothing.

@@ -92,10 +92,7 @@ class Watermarks:
         """Random words of tokens, [places, width], and which places have any, [places]."""
         known = np.array([word is not None for word in words])
         seeds = np.array([word or 0 for word in words], dtype=np.uint64).view(np.int64)
-        return (
-            token_words(upload(seeds, self._device), tokens),
-            upload(known, self._device, torch.bool),
-        )
+        return (token_words(upload(seeds, self._device), tokens), upload(known, self._device, torch.bool))
 
     def _drawn(
         self, scores: Tensor, rows: Sequence[int], words: Sequence[int | None], scheme: Tournament

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazily(
         __name__,
-        {
-            "kvq.integrations.ray.app": ("application", "build"),
-            "kvq.integrations.ray.fleet": ("Fleet",),
-        },
+        {"kvq.integrations.ray.app": ("application", "build"), "kvq.integrations.ray.fleet": ("Fleet",)},
     )
 
 __all__ = ["Fleet", "application", "build"]

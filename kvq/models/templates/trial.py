@@ -24,7 +24,7 @@ _WITHOUT: Sequence[Without] = ("null", "absent", "empty")
 def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Forms:
     """What a template shows, each in the plainest form that works.
 
-    `render` makes a conversation's text, or raises RequestError; it is called 10 times for most templates, 25
+    `render` makes a conversation's text, or raises RequestError; it is called 10 times for most templates, 26
     times at most. `source`: the template's own text; `variables`: names that it reads.
     """
     trial = _Trial(render, Forms(shown=frozenset(), variables=variables))
@@ -38,6 +38,7 @@ def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Fo
     trial.calls([user])
     done = [*_called(""), _said("tool") | {"tool_call_id": _CALL["id"]}]
     trial.role("tool", done) or trial.role("tool", done, names_results=True)
+    trial.named(done)
     trial.beside(done[2:])
     # The system is whom a developer speaks as, unless the template knows developers by name
     speakers = ("developer", "system") if "developer" in source else ("system", "developer")
@@ -83,6 +84,13 @@ class _Trial:
                 self.find(CALLS, ways, _called(""), _KEY, _VALUE, **well)
                 return
 
+    def named(self, done: Turns) -> None:
+        """Name the function beside its result, if that can be seen."""
+        forms = replace(self.forms, names_results=True)
+        without, named = (self._text(one, done).lower().count(_CALLED) for one in (self.forms, forms))
+        if named > without:
+            self.find("tool", [forms], done, _word("tool"))
+
     def beside(self, results: Turns) -> None:
         """Find whether text is shown beside a call, or else before it, also in conversations that went on."""
         word, apart = _word("beside"), replace(self.forms, parts_calls=True)
@@ -92,7 +100,7 @@ class _Trial:
 
     def _text(self, forms: Forms, turns: Turns) -> str:
         """Of a conversation; empty if it is refused."""
-        key = (forms, str(turns), bool(self.tools))
+        key = (replace(forms, shown=frozenset()), str(turns), bool(self.tools))
         if key not in self._texts:
             options = {"tools": self.tools, "add_generation_prompt": True}
             self._texts[key] = ""

@@ -1,7 +1,9 @@
 """What a bare value of a call is by its tool's schema: text, or what JSON makes of it."""
 
 import json
+from ast import literal_eval
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -47,16 +49,18 @@ class _Schemas:
         )
 
     def member(self, schema: object, name: str) -> object:
-        """The schema of an object's member, in whichever part it is said; None: it is not."""
+        """The schema of an object's member, of all parts that say it; None: none does."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return None
         properties = schema.get("properties")
-        found = properties.get(name) if isinstance(properties, Mapping) else None
-        parts = self._composed(schema, "$ref", "allOf", "anyOf", "oneOf") if found is None else ()
-        inner = (self.member(part, name) for part in parts)
-        found = next((one for one in inner if one is not None), found)
-        return schema.get("additionalProperties") if found is None else found
+        own = properties.get(name) if isinstance(properties, Mapping) else None
+        every, some = (
+            [one for part in self._composed(schema, *keys) if (one := self.member(part, name)) is not None]
+            for keys in (("$ref", "allOf"), ("anyOf", "oneOf"))
+        )
+        found = [*([] if own is None else [own]), *every, *([{"anyOf": some}] if some else [])]
+        return {"allOf": found} if found else schema.get("additionalProperties")
 
     def _composed(self, schema: Mapping[str, Any], *keys: str) -> Iterator[object]:
         for key in keys:
@@ -85,10 +89,20 @@ def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return _PYTHON.get(text.strip(), text) if is_open or not is_text else text
+        return _from_python(text.strip(), text) if is_open or not is_text else text
     if is_text and not is_open and (isinstance(value, str) or not schemas.allow(schema, value)):
         return text
     return value
+
+
+def _from_python(written: str, text: str) -> Any:
+    """A value as Python writes it, if it is one."""
+    if written[:1] in ("{", "["):
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            value = literal_eval(written)
+            json.dumps(value, allow_nan=False)  # no sets, bytes or complex numbers
+            return value
+    return _PYTHON.get(written, text)
 
 
 def _is_same(value: object, other: object) -> bool:
