@@ -140,31 +140,14 @@ def main() -> None:
     print(f"{len(ids) / 1e6:.2f} M tokens, {len(text.encode()) / len(ids):.2f} bytes/token", flush=True)
 
     cfg = LlamaConfig(
-        vocab_size=a.vocab,
-        hidden_size=a.hidden,
-        intermediate_size=a.ffn,
-        num_hidden_layers=a.layers,
-        num_attention_heads=a.heads,
-        num_key_value_heads=a.kv_heads,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
+        vocab_size=a.vocab, hidden_size=a.hidden, intermediate_size=a.ffn, num_hidden_layers=a.layers,
+        num_attention_heads=a.heads, num_key_value_heads=a.kv_heads, head_dim=64,
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
     )
     model = LlamaForCausalLM(cfg).to(dev)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {dev}", flush=True)
     train(
-        model,
-        ids,
-        minutes=a.minutes,
-        seq=a.seq,
-        batch=a.batch,
-        lr=a.lr,
-        lr_muon=a.lr_muon,
-        seed=a.seed,
-        bf16=a.bf16,
+        model, ids, minutes=a.minutes, seq=a.seq, batch=a.batch, lr=a.lr, lr_muon=a.lr_muon, seed=a.seed, bf16=a.bf16
     )
     model.to(torch.bfloat16).save_pretrained(out)
 

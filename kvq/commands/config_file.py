@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,8 +50,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
     given = _read(path)
     defaults = dict(context.default_map or {})
     written: dict[str, Any] = {}
-    for key, value in _translated(context.command, names, given).items():
-        name = str(key).replace("_", "-")
+    for key, name, value in _translated(context.command, names, given):
         if name not in names:
             raise ConfigError(
                 f"{path}: unknown option {key!r}{nearest(name, sorted(names)) or '; see --help for all'}"
@@ -80,28 +79,22 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
 
 def _translated(
     command: click.Command, names: dict[str, click.Option], given: dict[Any, Any]
-) -> dict[Any, Any]:
-    """What a file says, with other engines' options in kvq's words."""
-    made: dict[Any, Any] = {}
+) -> Iterator[tuple[Any, str, Any]]:
+    """What a file says: its key, kvq's name and the value, other engines' options in kvq's words."""
     for key, value in given.items():
         name = str(key).replace("_", "-")
-        words = [
-            f"--{name}",
-            *([] if value is True else map(str, value if isinstance(value, list) else [value])),
-        ]
+        several = [] if value is True else value if isinstance(value, list) else [value]
+        words = [f"--{name}", *map(str, several)]
         if name in names or value in (None, False) or (known := translated(command, words)) == words:
-            made[key] = value
+            yield key, name, value
             continue
         found: dict[str, list[str]] = {}
         for word in known:
-            if word.startswith("--"):
-                name = word.removeprefix("--")
+            name = word.removeprefix("--") if word.startswith("--") else name
             found.setdefault(name, []).extend([] if word.startswith("--") else [word])
         for name, texts in found.items():
-            made[name] = texts[-1] if texts else True
-            if texts and name in names and names[name].multiple:
-                made[name] = texts
-    return made
+            is_list = name in names and names[name].multiple
+            yield key, name, (texts if is_list else texts[-1]) if texts else True
 
 
 def _names(command: click.Command) -> dict[str, click.Option]:

@@ -135,7 +135,7 @@ def create_app(
         credentials=credentials,
         check=partial(_check_arrival, service),
         charge=service.admission.charge_refused,
-        count=service.metrics.count,
+        count=partial(_count, service),
     )
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(
@@ -155,14 +155,19 @@ def _check_arrival(service: Service, path: str, tenant: str) -> None:
         service.admission.check_aside(tenant)
 
 
+def _count(service: Service, path: str, problem: Problem) -> None:
+    """Count a request for text that ended in a problem, unless it is counted already."""
+    if path in _GENERATING and problem.status != 405 and not problem.is_counted:
+        service.metrics.count(problem.counted().ending)
+
+
 def _answer_problems(app: FastAPI, service: Service) -> None:
     """Every failure becomes an error object of the protocol that is spoken there, and is counted once."""
 
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
         path = request.url.path
-        if path in _GENERATING and error.status != 405 and not error.is_counted:
-            service.metrics.count(error.ending)
+        _count(service, path, error)
         request.scope[REASON] = error.code or error.type
         return as_response(error, path)
 

@@ -49,11 +49,11 @@ class Guard:
         credentials: Credentials | None = None,
         check: Callable[[str, str], object] = lambda path, tenant: None,
         charge: Callable[[str], object] = lambda tenant: None,
-        count: Callable[[str], object] = lambda ending: None,
+        count: Callable[[str, Problem], object] = lambda path, problem: None,
     ) -> None:
         """`credentials`: the keys that count now, if not those of `access`. `check` raises Problem if it is
         plain, before its body is read, that a request can't be served. `charge` is told the tenant of each
-        one that was refused for what it is, `count` how those ended that are refused here.
+        one that was refused for what it is, `count` path and problem of each POST that is refused here.
         """
         self._app = app
         self._access = access
@@ -77,7 +77,7 @@ class Guard:
             except Problem as problem:
                 scope[REASON] = problem.code or problem.type
                 if scope["method"] == "POST":
-                    self._count(problem.ending)
+                    self._count(scope["path"], problem)
                 body.release()
                 await skip(receive)
                 response = as_response(problem, scope["path"])

@@ -231,6 +231,14 @@ def test_a_file_of_options_may_have_those_of_others(config, kvq, tmp_path):
     assert made.engine["max_num_seqs"] == 7
     assert made.served_model_name == ("a", "b")
     assert "--swap-space 2: taken as --swap-memory 2GiB" in err
+    for keys in (
+        ("max-model-len", "ctx-size"),
+        ("context-length", "max_model_len"),
+        ("ctx-size", "session-len"),
+    ):
+        path.write_text("".join(f"{key}: 2048\n" for key in keys))
+        status, _, err = kvq("serve", "--config", path)
+        assert (status, f"{keys[0]} and {keys[1]} are one option; give it once" in err) == (2, True), err
     path.write_text("tensor-parallel-size: 2\n")
     status, _, err = kvq("serve", "--config", path)
     assert (status, "\n  --tensor-parallel-size 2: " in err) == (2, True)

@@ -10,6 +10,7 @@ from kvq.engine import Piece, Receipt
 from kvq.server.bodies import ChatBody, CompletionBody
 from kvq.server.chat import Chat
 from kvq.server.completions import Completion
+from kvq.server.guard import Access
 from kvq.server.messages import Ended
 from kvq.server.tools import Thinking, ToolCalling
 from tests.server import asgi
@@ -163,6 +164,21 @@ TWICE = [
     ("/v1/chat/completions", ASK | {"messages": 3}),
     ("/v1/messages", ASK | {"model": "tiny", "max_tokens": 1, "thinking": {"type": "enabled"}}),
 ]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_what_is_refused_before_its_body_is_read_is_counted_once(path):
+    """By its key, by the length that its head tells, by an engine that is not there."""
+    kept = asgi.service()
+    client = asgi.Client(kept, Access(api_keys=("right",)))
+    assert client.post(path, ASK, **{"x-api-key": "wrong"})[0] == 401
+    assert client.metrics()["kvq_requests_total", "invalid"] == 1
+    assert client.post(path, ASK, **{"x-api-key": "right", "content-length": "9" * 9})[0] == 413
+    assert client.metrics()["kvq_requests_total", "invalid"] == 2
+    del kept.check_arrival  # the client's stand-in: the engine is not there
+    assert client.post(path, ASK, **{"x-api-key": "right"})[0] == 503
+    assert client.metrics()["kvq_requests_total", "refused"] == 1
+    assert client.metrics()["kvq_requests_total", "invalid"] == 2
 
 
 @pytest.mark.parametrize(("path", "body"), TWICE)

@@ -34,9 +34,12 @@ def ask(access, *, method="GET", path="/health", answer=200, check=lambda path, 
     async def send(message):
         sent.append(message)
 
+    def counted(path, problem):
+        COUNTED.append((path, problem.ending))
+
     given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": [(b"host", b"kvq.org"), *given]}
-    asyncio.run(Guard(app, access=access, check=check, count=COUNTED.append)(scope, receive, send))
+    asyncio.run(Guard(app, access=access, check=check, count=counted)(scope, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"]), seen
 
 
@@ -71,7 +74,7 @@ def test_what_is_refused_here_is_counted_as_it_ended_unless_it_only_looks():
     ask(Access(), method="POST", path="/v1/completions", content_length="9" * 8)
     ask(Access(api_keys=("k",)), path="/metrics")
     ask(Access(), method="POST", path="/v1/completions", answer=400)  # the application counts its own
-    assert COUNTED == ["invalid", "invalid"]
+    assert COUNTED == [("/v1/completions", "invalid")] * 2
 
 
 def test_what_is_refused_in_any_case_is_refused_before_the_body():
