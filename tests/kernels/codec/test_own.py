@@ -263,6 +263,15 @@ def test_where_stored_bytes_are_needed_it_is_refused_by_name(tiny, tmp_path):
         kvq.tune(tiny, "4.5bits", formats="int4,mine")
 
 
+def test_calibration_refuses_it_before_it_observes_anything(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    kvq.register_format("mine", rounded, bits=4.25)
+    with pytest.raises(SystemExit):
+        main(["calibrate", "tiny", "--kv", "mine"])
+    assert "mine is a registered format, which calibrate can't take" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("command", [("serve", "--check"), ("run-batch", "in.jsonl", "out.jsonl")])
 def test_commands_whose_engine_is_another_process_say_so(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
