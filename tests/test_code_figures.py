@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools import code_figures
-from tools.code_figures import LIMITS, ROOT, count, ratchet
+from tools.code_figures import LIMITS, ROOT, circles, count, ratchet
 
 SMALL = "def f(a, b):\n    return a\n"
 WORSE = {
@@ -19,6 +19,9 @@ WORSE = {
     "signatures with untyped **options": "def f(**options): ...\n",
     "state and caches of modules": "SEEN = {}\n",
     "public classes": "class Wide: ...\n",
+    "public classes called alike in one folder": "class Wide: ...\nclass _Within:\n    class Wide: ...\n",
+    "headless docstrings": 'def f():\n    """What it was given."""\n',
+    "names with words that the field does not use": "def asked(): ...\n",
     "lines of a function, median": "def f():\n" + "    x = 1\n" * 9,
     "lines of a function, 95th percentile": "def f():\n" + "    x = 1\n" * 9,
     "Python files in the largest folder": "x = 1\n",
@@ -59,15 +62,55 @@ def test_a_worse_gauge_fails_with_its_name_both_values_and_the_file(made, gauge)
     assert limits.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "circle"),
+    [
+        ("from kvq.two import x\n", "def f():\n    import kvq.one\n", ["kvq: one", "kvq: two"]),
+        ("from kvq.folder import x\n", "from kvq.one import x\n", ["kvq: folder", "kvq: one"]),
+        ("from kvq import two\n", "import kvq.other\n", []),
+    ],
+    ids=["modules", "folders", "none"],
+)
+def test_circles_of_imports_are_told_by_all_their_members(made, first, second, circle):
+    package, limits = made
+    (package / "folder").mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "folder" / "__init__.py").write_text("")
+    (package / "one.py").write_text(first)
+    (package / ("folder/inner.py" if "folder" in first else "two.py")).write_text(second)
+
+    figures = count(package)
+
+    assert circles(figures.imports) == circle
+    assert any("circles" in line for line in ratchet(figures, limits)) == bool(circle)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_headless"),
+    [
+        ("What it is.", True),
+        ("The same as f.", True),
+        ("of it", True),
+        ("Return what it is.", False),
+        ("The sum.", False),
+    ],
+)
+def test_a_docstring_is_headless_by_its_first_words(made, text, is_headless):
+    package, _ = made
+    (package / "small.py").write_text(f'"""{text}"""\n')
+
+    assert len(count(package).headless) == is_headless
+
+
 def test_a_folder_that_gets_too_many_files_is_named(made):
     package, limits = made
     (package / "wide").mkdir()
-    for number in range(26):
+    for number in range(16):
         (package / "wide" / f"m{number}.py").write_text("")
 
     told = ratchet(count(package), limits)
 
-    assert "folders with more than 25 Python files: 0 -> 1\n  kvq/wide: 0 -> 1\n  kvq/wide: 26" in told
+    assert "folders with more than 15 Python files: 0 -> 1\n  kvq/wide: 0 -> 1\n  kvq/wide: 16" in told
 
 
 def test_lines_beyond_the_budget_fail_and_lines_of_other_languages_do_not(made):

@@ -1,15 +1,18 @@
 """What the package's code looks like, in figures: python tools/code_figures.py [--list | --update] [FOLDER]
 
 Lines, modules above 400 lines, how long functions are, how many parameters they take, signatures with
-untyped `**options`, state that modules hold, files in a folder, and classes that others may use. Functions
-that run on a device (`@triton.jit`) count as lines only. `--list` names each place. `--update` holds the
-figures against `tests/code_figures.json`, as `make test` does: worse ones are told and change nothing
-there, better ones are written down and are the limits from then on.
+untyped `**options`, state that modules hold, files in a folder, public classes, those called alike in one
+folder, circles of imports inside a folder, docstrings that begin with a headless clause ("What ..."),
+and names with words that the field does not use (`tests/foreign_words.json`). Functions that run on a device
+(`@triton.jit`) count as lines only. `--list` names each place. `--update` compares the figures with
+`tests/code_figures.json`, as `make test` does: worse ones are printed and change nothing there, better ones
+are written down and are the limits from then on.
 """
 
 import argparse
 import ast
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,14 +23,22 @@ from statistics import median, quantiles
 ROOT = Path(__file__).parents[1]
 SOURCES = {".py", ".cpp", ".h", ".js", ".css", ".html"}
 LIMITS = ROOT / "tests" / "code_figures.json"
-MOST_LINES, MOST_PARAMETERS, HARD_LIMIT, LONG, MOST_FILES = 400, 6, 10, 60, 25
+FOREIGN_WORDS = ROOT / "tests" / "foreign_words.json"  # each with the field's word for it
+MOST_LINES, MOST_PARAMETERS, HARD_LIMIT, LONG, MOST_FILES = 400, 6, 10, 60, 15
 MOST_TOLD = 12  # places of one gauge in a message
 _MUTABLE_CALLS = {
     *("dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"),
     *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local"),
 }
+_DEPTHS = {"headless docstrings": 2}
 _CACHES = {"cache", "lru_cache"}
+# First words of a docstring that has no subject or verb of its own
+_HEADLESS = {
+    *("what", "who", "whose", "which", "how", "whether", "where", "when", "why", "of", "beside", "as", "by"),
+    *("its", "those", "that", "so", "from"),
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = Function | ast.ClassDef | ast.Module
 
 
 @dataclass
@@ -43,6 +54,10 @@ class Figures:
     untyped: list[str] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
+    docstrings: int = 0
+    headless: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    imports: dict[str, set[str]] = field(default_factory=dict)  # of a module, by its dotted name
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,7 @@ class Gauge:
 def count(folder: Path) -> Figures:
     """The figures of all files below a folder."""
     figures = Figures()
+    words = set(json.loads(FOREIGN_WORDS.read_text(encoding="utf-8")))
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SOURCES):
         text = path.read_text(encoding="utf-8")
         place = str(path.relative_to(folder.parent))
@@ -75,8 +91,16 @@ def count(folder: Path) -> Figures:
         if path.suffix == ".py":
             figures.python_lines += num_lines
             figures.folders[str(path.relative_to(folder.parent).parent)] += 1
-            _count_module(ast.parse(text), place, figures)
+            tree = ast.parse(text)
+            _count_module(tree, place, figures)
+            _count_words(tree, place, figures, words)
+            figures.imports[dotted(place)] = set(_imports(tree))
     return figures
+
+
+def dotted(place: str) -> str:
+    """Return the dotted name of the module in a file."""
+    return place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _count_module(tree: ast.Module, place: str, figures: Figures) -> None:
@@ -93,6 +117,74 @@ def _count_module(tree: ast.Module, place: str, figures: Figures) -> None:
     figures.state += [f"{place}:{line} {name}" for line, name in _module_state(tree)]
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     figures.classes += [f"{place}:{one.lineno} {one.name}" for one in classes if not one.name.startswith("_")]
+
+
+def _count_words(tree: ast.Module, place: str, figures: Figures, words: set[str]) -> None:
+    """Count docstrings, those without a head, and names with one of the words."""
+    named = [(1, Path(place).stem, "the module")]
+    for node in (node for node in ast.walk(tree) if isinstance(node, Documented)):
+        where = (node.lineno, node.name) if not isinstance(node, ast.Module) else (1, "the module")
+        if text := ast.get_docstring(node):
+            figures.docstrings += 1
+            if _is_headless(text):
+                figures.headless.append(f"{place}:{where[0]} {where[1]}")
+        if not isinstance(node, ast.Module):
+            named.append((node.lineno, node.name, node.name))
+    for line, name, told in named:
+        if words & {part.lower() for part in re.findall("[A-Z]?[a-z0-9]+", name)}:
+            figures.foreign.append(f"{place}:{line} {told}")
+
+
+def _is_headless(docstring: str) -> bool:
+    first = docstring.split(maxsplit=2)
+    return first[0].lower() in _HEADLESS or [word.lower() for word in first[:2]] == ["the", "same"]
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules and folders of one folder that import each other in a loop, as places."""
+    found = []
+    folders = {name.rpartition(".")[0] for name in imports} - {""}
+    for folder in sorted(folders):
+        graph: dict[str, set[str]] = {}
+        for module, targets in imports.items():
+            if module.startswith(f"{folder}."):
+                own = _child(module, folder)
+                inside = {_child(target, folder) for target in targets if target.startswith(f"{folder}.")}
+                graph.setdefault(own, set()).update(inside - {own})
+        reached = {name: _reached(name, graph) for name in graph}
+        found += [f"{folder.replace('.', '/')}: {name}" for name in sorted(graph) if name in reached[name]]
+    return found
+
+
+def _child(module: str, folder: str) -> str:
+    return module[len(folder) + 1 :].partition(".")[0]
+
+
+def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    left = list(graph[start])
+    while left:
+        name = left.pop()
+        if name in graph and name not in reached:
+            reached.add(name)
+            left += graph[name]
+    return reached
+
+
+def _called_alike(classes: list[str]) -> list[str]:
+    """Return the places of public classes of which one folder has several of one name."""
+    seen = Counter((str(Path(place.partition(":")[0]).parent), place.split()[-1]) for place in classes)
+    return [
+        place for place in classes if seen[str(Path(place.partition(":")[0]).parent), place.split()[-1]] > 1
+    ]
 
 
 def _num_parameters(args: ast.arguments) -> int:
@@ -148,11 +240,15 @@ def gauges(figures: Figures) -> list[Gauge]:
         "signatures with untyped **options": figures.untyped,
         "state and caches of modules": figures.state,
         f"folders with more than {MOST_FILES} Python files": folders,
+        "modules in circles of imports": circles(figures.imports),
+        "public classes called alike in one folder": _called_alike(figures.classes),
+        "headless docstrings": figures.headless,
+        "names with words that the field does not use": figures.foreign,
     }
     return [
         Gauge("lines of a function, median", round(median(lengths)), []),
         Gauge("lines of a function, 95th percentile", round(quantiles(lengths, n=20)[-1]), []),
-        *(Gauge(name, len(places), places) for name, places in found.items()),
+        *(Gauge(name, len(places), places, _DEPTHS.get(name)) for name, places in found.items()),
         Gauge("Python files in the largest folder", longest, flat),
         Gauge("public classes", len(figures.classes), figures.classes, depth=2),
     ]
@@ -211,6 +307,7 @@ def rows(figures: Figures) -> list[tuple[str, int, list[str]]]:
         ("lines of Python", figures.python_lines),
         ("modules", len(figures.modules)),
         ("functions", len(figures.lengths)),
+        ("docstrings", figures.docstrings),
     ]
     held = [(gauge.name, gauge.value, gauge.places) for gauge in gauges(figures)]
     return [*((what, number, []) for what, number in counted), *held]
