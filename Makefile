@@ -52,7 +52,7 @@ fuzz: setup
 
 SANITIZED := tests/kernels/attend/test_attend.py tests/kernels/attend_latent tests/kernels/write_kv tests/kernels/gather_dense tests/kernels/seal \
 	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/experts tests/kernels/linear tests/kernels/rms_norm \
-	tests/kernels/rope tests/kernels/test_decoder.py tests/kernels/native tests/models/test_fused_layers.py \
+	tests/kernels/rope tests/kernels/test_decoder.py tests/kernels/native tests/models/loading/test_fused_layers.py \
 	tests/models/test_aside.py
 define sanitize  # kinds, preloaded libraries
 	rm -rf build/sanitize

@@ -28,7 +28,7 @@ WEIGHTS = (LEFT, "auto", "int8", "int4")
 
 def load(model: str, weights: str) -> kvq.LLM:
     """An engine; of LEFT one that finds no stacked experts to take over."""
-    unknown = mock.patch("kvq.models.linear.stacked_experts", return_value={})
+    unknown = mock.patch("kvq.models.parts.linear.stacked_experts", return_value={})
     with unknown if weights == LEFT else nullcontext():
         weights = "auto" if weights == LEFT else weights
         return kvq.LLM(model, kv="fp32", weights=weights, kv_memory="256MiB", prefix_caching=False)

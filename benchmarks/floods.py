@@ -38,7 +38,7 @@ from kvq.bench.serve_load import as_served
 from kvq.bench.serve_process import ServerProcess
 from kvq.bench.timing import percentile
 from kvq.evals.results import source_commit
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 
 KEYS = ("flooder", "polite")
 _NUM_POLITE = 8

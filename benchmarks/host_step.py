@@ -32,7 +32,7 @@ from kvq.engine.graphs import DecodeGraphs, Tables
 from kvq.engine.runner import Runner
 from kvq.evals.results import envelope, write_json
 from kvq.kernels.gpu.launch import Bound
-from kvq.models.fused_layers import fuse_layers
+from kvq.models.loading.fused_layers import fuse_layers
 from kvq.scheduler import Branch, Request, StepPlan
 
 DEPTH, BLOCK = 1000, 32

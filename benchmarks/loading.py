@@ -27,8 +27,10 @@ from unittest.mock import patch
 import torch
 
 from kvq.evals.results import envelope, write_json
-from kvq.models import load, model, modules, prepared, weights
-from kvq.models.checkpoint import content_digest, read_json, weight_files
+from kvq.models import load, model
+from kvq.models.describe import modules
+from kvq.models.describe.checkpoint import content_digest, read_json, weight_files
+from kvq.models.loading import prepared, weights
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1536,

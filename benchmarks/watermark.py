@@ -26,8 +26,8 @@ from kvq.evals import read_text
 from kvq.evals.bootstrap import Bootstrap, share_interval
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.fileio import PRIVATE, write_bytes
-from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.describe.resolve import resolve_model
+from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.watermark import Key, Scheme, detect, parse_scheme, read_key
 from kvq.watermark.schemes import spelled
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvq.formats import KVRecipe
     from kvq.kernels.codec.own import register_format
     from kvq.models import Model
-    from kvq.models.hf_check import check
+    from kvq.models.check.hf_check import check
 else:
     __getattr__ = lazily(
         __name__,
@@ -50,7 +50,7 @@ else:
             "kvq.formats": ("KVRecipe",),
             "kvq.kernels.codec.own": ("register_format",),
             "kvq.models": ("Model",),
-            "kvq.models.hf_check": ("check",),
+            "kvq.models.check.hf_check": ("check",),
         },
     )
 

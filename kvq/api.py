@@ -19,8 +19,8 @@ from kvq.evals import EvalText, calibration_text, default_text, measure_perplexi
 from kvq.evals.divergence import Keep, Progress, TokenPlan, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.loading.prepared import LoadOptions, find_scales, prepare
 from kvq.models.model import load_prepared
-from kvq.models.prepared import LoadOptions, find_scales, prepare
 
 
 @checked
@@ -32,7 +32,7 @@ def load(
     calibrate_on_load: bool = False,
     **options: Unpack[LoadOptions],
 ) -> Model:
-    """Load a model and choose its KV format; see `kvq.models.load` and `kvq.models.prepared.LoadOptions`.
+    """Load a model and choose its KV format; see `kvq.models.load` and its `LoadOptions`.
 
     With `calibrate_on_load`, static formats (`fp8_per_head`, `int8_per_head`), this one or those of
     `with_kv`, get their scales from a run over the default calibration text, in memory only.

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from kvq.models import Model
-from kvq.models.twin import build_twin
+from kvq.models.observe.tiny_copy import build_twin
 from tests.engine.kit import EOS, one_character_tokenizer
 from tests.helpers_models import load_eager, load_fp32, random_tokens
 

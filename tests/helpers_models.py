@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq.models import Model, load
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 
 VOCAB = 199
 WINDOW = 16

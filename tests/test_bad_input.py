@@ -14,7 +14,7 @@ import torch
 import kvq
 from kvq import cli
 from kvq.errors import ConfigError, ModelError, RequestError
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from tests.helpers_cli import remarks
 from tests.waiting import HANG_S
 

@@ -14,7 +14,7 @@ import pytest
 from kvq import cli
 from kvq.kernels import Device, registered
 from kvq.kernels.gpu import support
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from tests.helpers_cli import remarks
 from tests.waiting import HANG_S
 

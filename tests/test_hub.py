@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvq.cli import root
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from tests.waiting import HANG_S
 
 COMMIT = "a" * 40

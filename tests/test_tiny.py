@@ -7,7 +7,7 @@ import pytest
 from kvq.evals import default_text, measure_perplexity
 from kvq.evals.divergence import TokenPlan
 from kvq.evals.perplexity import instrument_check
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 
 FOLDER = EMBEDDED["tiny"]
 

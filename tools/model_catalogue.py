@@ -26,8 +26,8 @@ from kvq.capacity.plan.catalogue import CATALOGUE, OF_A_LAYER, KnownModel, known
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTensor, parse_geometry
 from kvq.geometry.text_part import KINDS
-from kvq.models.counted import count_module
-from kvq.models.support import check_supported
+from kvq.models.observe.counted import count_module
+from kvq.models.observe.support import check_supported
 from kvq.sizing.parameters import Parameters, count_parameters
 
 TOKENS = 7

@@ -25,10 +25,10 @@ from kvq.errors import ModelError, first_lines
 from kvq.geometry import FAMILIES, ModelGeometry
 from kvq.geometry.text_part import KINDS
 from kvq.models import Model, load
-from kvq.models.probe import relative_error
-from kvq.models.proof import TOLERANCE
-from kvq.models.support import check_supported
-from kvq.models.twin import CONTEXT, build_twin
+from kvq.models.observe.support import check_supported
+from kvq.models.observe.tiny_copy import CONTEXT, build_twin
+from kvq.models.prove.probe import relative_error
+from kvq.models.prove.proof import TOLERANCE
 from tools.whole_models import save_whole
 
 ROOT = Path(__file__).parents[1]

@@ -100,7 +100,7 @@ def _routes() -> Iterator[str]:
 
 
 def _document() -> dict[str, Any]:
-    from kvq.models.resolve import EMBEDDED
+    from kvq.models.describe.resolve import EMBEDDED
     from kvq.server.app import create_app
     from kvq.server.messages import Start
     from kvq.server.prompts import Prompts

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import kvq
 from kvq.evals.text import default_text
-from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.describe.resolve import resolve_model
+from kvq.models.loading.tokenizer import load_tokenizer
 from tools.train_tiny import train
 
 SEQUENCE = 512  # tokens of a text, its prompt among them

@@ -23,8 +23,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedToke
 
 import kvq
 from kvq.evals.text import calibration_text, default_text
-from kvq.models.resolve import EMBEDDED
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.describe.resolve import EMBEDDED
+from kvq.models.loading.tokenizer import load_tokenizer
 from tools.train_tiny import train
 
 CONTEXT = 2048  # tokens

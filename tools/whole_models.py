@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from kvq.models.modules import config_of
-from kvq.models.twin import draw, in_sections, smaller
+from kvq.models.describe.modules import config_of
+from kvq.models.observe.tiny_copy import draw, in_sections, smaller
 
 # Of towers, whatever their family calls it.
 _TOWER: dict[str, Any] = {

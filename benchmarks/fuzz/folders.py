@@ -20,9 +20,9 @@ from typing import Any
 
 import kvq
 from kvq.errors import KVQError
-from kvq.models.prepared import prepare
-from kvq.models.resolve import EMBEDDED
-from kvq.models.skeleton import build_skeleton
+from kvq.models.describe.resolve import EMBEDDED
+from kvq.models.loading.prepared import prepare
+from kvq.models.loading.skeleton import build_skeleton
 from kvq.weights.manifest import MANIFEST
 from tests.helpers_models import build_model
 from tests.weights.mutations import mutate

@@ -12,8 +12,8 @@ import socket
 from functools import cache
 from typing import Any
 
-from kvq.models.control_tokens import ControlTokens
-from kvq.models.prompts import PromptEncoder
+from kvq.models.loading.control_tokens import ControlTokens
+from kvq.models.run.prompts import PromptEncoder
 from kvq.server.frames import Decoder, encode
 from kvq.server.reading.host import NO_MEMORY, read_jobs
 from kvq.server.reading.jobs import Chat, FromReader, Numbers, Refusal, unpack

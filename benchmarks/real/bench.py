@@ -10,7 +10,7 @@ from benchmarks.real.lab import Lab
 from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
 from kvq.models import Model
-from kvq.models.prepared import PreparedModel, prepare
+from kvq.models.loading.prepared import PreparedModel, prepare
 
 AS_STORED = "auto"
 _LONGEST = 12  # characters of a token, on average, of any text here

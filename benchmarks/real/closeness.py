@@ -15,7 +15,7 @@ from kvq.evals.quality import depths
 from kvq.evals.side_by_side import Chunk
 from kvq.evals.simulated import simulated
 from kvq.models import Model
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 HELD = (1024, 8192)  # tokens of a sequence whose memory is told
 _PIECE = 128  # tokens; a document of the bootstrap

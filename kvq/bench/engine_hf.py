@@ -13,8 +13,8 @@ from kvq.bench.engine_load import Arrivals, LoadRequest
 from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.engine_server import Limits
 from kvq.models import Model
-from kvq.models.device import DTYPE_NAMES
-from kvq.models.modules import quiet_logs
+from kvq.models.describe.modules import quiet_logs
+from kvq.models.parts.device import DTYPE_NAMES
 
 
 def load_rival(model: Model) -> Any:

@@ -15,7 +15,7 @@ from kvq.bench.engine_server import KvqServer, Limits
 from kvq.engine import CompletionOutput
 from kvq.errors import EngineError
 from kvq.models import Model
-from kvq.models.prompts import num_common
+from kvq.models.run.prompts import num_common
 
 _REQUESTS, _TOKENS = 4, 16
 NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close

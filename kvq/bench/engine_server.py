@@ -16,7 +16,7 @@ from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, Ste
 from kvq.engine.outputs import Event
 from kvq.engine.terms import Origin, Terms
 from kvq.models import Model
-from kvq.models.fused_layers import is_fused
+from kvq.models.loading.fused_layers import is_fused
 from kvq.scheduler import Priority
 
 _SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy

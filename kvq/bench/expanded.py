@@ -22,7 +22,7 @@ from kvq.geometry import Expansion
 from kvq.kernels import AttentionOptions, PlainWeight, SequenceBatch
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.layout import KVLayout, plan_layout
-from kvq.models.linear import has_own_products
+from kvq.models.parts.linear import has_own_products
 
 _ALLOWED = {torch.float32: 5e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative errors
 _CHUNK = 1024  # tokens written at a time

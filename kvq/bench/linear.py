@@ -15,7 +15,7 @@ from kvq.kernels import Device, LinearSpec, PlainWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import rounded_inputs
 from kvq.kernels.native.library import load
-from kvq.models.linear import OneDNNLinear, is_supported
+from kvq.models.parts.linear import OneDNNLinear, is_supported
 from kvq.weights.linear import linear_of
 from kvq.weights.rounding import round_weight
 

@@ -11,14 +11,14 @@ import torch
 from kvq.cache.memory import held_bytes
 from kvq.layout import BLOCK_SIZE, BlockOrder
 from kvq.models import Model
-from kvq.models.device import pick_dtype
+from kvq.models.describe.modules import build_random, quiet_logs
+from kvq.models.describe.resolve import EMBEDDED, ModelSource
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.weights import settle
 from kvq.models.model import probe_layers
-from kvq.models.modules import build_random, quiet_logs
-from kvq.models.prepared import PreparedModel
-from kvq.models.proof import prove
-from kvq.models.resolve import EMBEDDED, ModelSource
-from kvq.models.support import check_supported
-from kvq.models.weights import settle
+from kvq.models.observe.support import check_supported
+from kvq.models.parts.device import pick_dtype
+from kvq.models.prove.proof import prove
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

@@ -25,9 +25,9 @@ from kvq.engine.speculation.speculator import Speculator
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.prompts import num_common
-from kvq.models.session import Session
-from kvq.models.weights import LoadedWeights
+from kvq.models.loading.weights import LoadedWeights
+from kvq.models.run.prompts import num_common
+from kvq.models.run.session import Session
 
 _CHUNK = 512  # tokens of a text in one pass
 

@@ -11,8 +11,8 @@ from kvq.bench.random_model import random_model
 from kvq.bench.vllm_engine import STEP_TOKENS
 from kvq.errors import ConfigError
 from kvq.models import Model
+from kvq.models.loading.prepared import prepare
 from kvq.models.model import load_prepared
-from kvq.models.prepared import prepare
 
 RANDOM: dict[str, Any] = {  # a Llama with heads of 128, few of them
     "architectures": ["LlamaForCausalLM"],

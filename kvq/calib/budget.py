@@ -17,7 +17,7 @@ from kvq.formats import Code, ExactTokens, KVRecipe, LayerFormats
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, select
 from kvq.layout import BLOCK_SIZE
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 from kvq.sizes import parse_bytes
 
 _ENOUGH = 4.0  # bits per element, from which on nobody takes codes of 2

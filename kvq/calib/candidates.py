@@ -19,7 +19,7 @@ from kvq.formats import (
 from kvq.formats.own import Own
 from kvq.geometry import ModelGeometry
 from kvq.layout import BLOCK_SIZE
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 ALL_CODES = tuple(code for code in CODES.values() if code is Code.INT8 or code.is_grouped)  # widest first
 _LARGEST_GROUP = 64  # elements

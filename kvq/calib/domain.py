@@ -12,7 +12,7 @@ from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, text_ids, token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 _WINDOWS = 32  # of the checked text
 _LARGER = 1.05  # a maximum counts as exceeded from here on

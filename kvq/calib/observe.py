@@ -14,7 +14,7 @@ from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, Sta
 from kvq.formats.calibrated import HeadCenters
 from kvq.kernels.codec import rotate
 from kvq.models import Model
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 _PER_OCTAVE = 32  # a bin is 2.2% wide
 _LOWEST, _HIGHEST = -40, 40  # powers of two that bins reach; smaller elements count as zero

@@ -21,7 +21,7 @@ from kvq.evals.plot import finish_kl
 from kvq.evals.sections import MOST, told
 from kvq.formats import KVRecipe, parse_format
 from kvq.models import Model
-from kvq.models.verdict import verdict as verdict_of
+from kvq.models.check.verdict import verdict as verdict_of
 
 Row = dict[str, Any]
 _QUALITY: Columns = {

@@ -27,7 +27,7 @@ from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.bench.engine import Plan
-    from kvq.models.prepared import PreparedModel
+    from kvq.models.loading.prepared import PreparedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,7 +93,7 @@ class KernelOptions:
         """
         import torch
 
-        from kvq.models.device import DTYPES, pick_device
+        from kvq.models.parts.device import DTYPES, pick_device
 
         device = pick_device(self.device)
         if device.type == "cuda":

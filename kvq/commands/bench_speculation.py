@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvq.bench.speculation import Plan
-    from kvq.models.prepared import PreparedModel
+    from kvq.models.loading.prepared import PreparedModel
 
 _COLUMNS = {
     "kv": ("KV", ""),

@@ -83,7 +83,7 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     from kvq.commands.progress import progress_bar
     from kvq.commands.results import begin, write_rows
     from kvq.evals import calibration_text, read_text
-    from kvq.models.prepared import prepare
+    from kvq.models.loading.prepared import prepare
     from kvq.weights.manifest import relist
 
     source = calibration_text() if asked.text is None else read_text(asked.text, asked.text_field)

@@ -15,8 +15,8 @@ from kvq.engine.build import check_cache
 from kvq.engine.outputs import RequestOutput
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, is_installed
-from kvq.models.prepared import PreparedModel
-from kvq.models.prompts import PromptEncoder
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.run.prompts import PromptEncoder
 
 _LEAST_ROOM = 64  # tokens, for an answer
 _USUAL = {"temperature": 0.7, "max_tokens": None}

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvq.commands.chat_partner import Turn
 from kvq.commands.interrupts import cancelling
 from kvq.errors import ConfigError, EngineError, RequestError
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 from kvq.server.bodies import ChatMessage
 from kvq.server.problems import Problem
 from kvq.server.prompts import Conversation, Prompts

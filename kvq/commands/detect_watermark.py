@@ -56,8 +56,8 @@ def command(files: tuple[str, ...], asked: Asked) -> None:
         raise ConfigError(
             "--key-file is needed, the key that texts were marked with; --new-key FILE makes one for others"
         )
-    from kvq.models.resolve import resolve_model
-    from kvq.models.tokenizer import load_without_torch
+    from kvq.models.describe.resolve import resolve_model
+    from kvq.models.loading.tokenizer import load_without_torch
     from kvq.watermark import detect, parse_scheme, read_key
 
     scheme, key = parse_scheme(asked.scheme), read_key(asked.key_file)

@@ -29,7 +29,7 @@ def command() -> None:
     from kvq.cache.backend import cache_backends
     from kvq.evals.results import describe_device, versions
     from kvq.kernels.cores import quota_cores, settle_threads
-    from kvq.models.device import pick_device
+    from kvq.models.parts.device import pick_device
 
     device = pick_device("auto")
     free = available_bytes(device)
@@ -62,7 +62,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
     from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
     from kvq.layout import BLOCK_SIZE
-    from kvq.models.device import pick_device
+    from kvq.models.parts.device import pick_device
 
     formats = KVRecipe.uniform("int4", [(128, 128)], whole_blocks=True).layers[0]
     spec = KernelSpec(formats=formats, q_heads=8, kv_heads=1, block_size=BLOCK_SIZE)  # also of latents

@@ -29,7 +29,7 @@ from kvq.evals.quality import QualityRow, measure_quality
 from kvq.extras import LM_EVAL, require
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 Row = Mapping[str, Any]
 

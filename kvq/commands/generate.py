@@ -111,7 +111,7 @@ def command(
     from kvq.engine.prompts import prompt_tokens
     from kvq.engine.speculation.config import parse_speculation
     from kvq.engine.speculation.make import check_speculation
-    from kvq.models.prompts import check_length, longest_token
+    from kvq.models.run.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
     if isfile(join(prompt, "config.json")):

@@ -33,11 +33,11 @@ def command(
     from kvq.errors import ConfigError, KVQError
     from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
-    from kvq.models.modules import build_on_meta, unquantized
-    from kvq.models.quantized import check_scheme
-    from kvq.models.resolve import resolve_model
-    from kvq.models.support import check_supported, is_listed
-    from kvq.models.text_part import read_config
+    from kvq.models.describe.modules import build_on_meta, unquantized
+    from kvq.models.describe.resolve import resolve_model
+    from kvq.models.describe.text_part import read_config
+    from kvq.models.loading.quantized import check_scheme
+    from kvq.models.observe.support import check_supported, is_listed
 
     source = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_config(source.folder)

@@ -9,10 +9,10 @@ from kvq.commands.screen import echo, say_model
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
-from kvq.models.load_check import check_on_load, refuse_known
+from kvq.models.check.load_check import check_on_load, refuse_known
+from kvq.models.loading.prepared import PreparedModel, find_scales, prepare
+from kvq.models.loading.tokenizer import check_knows_text
 from kvq.models.model import load_prepared
-from kvq.models.prepared import PreparedModel, find_scales, prepare
-from kvq.models.tokenizer import check_knows_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class CheckedModel:
 
 
 def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) -> Model:
-    """Load the weights, and check what the format costs the model; see `kvq.models.load_check`.
+    """Load the weights, and check what the format costs the model; see `kvq.models.check.load_check`.
 
     Raises:
         ModelError: damaged weights, or a model that would be run wrongly.

@@ -40,7 +40,7 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
 
 def _check_folder(folder: Path, *, is_written: bool) -> None:
     """Raise ConfigError unless it is a model's folder, and not one of the hub's cache if it is written to."""
-    from kvq.models.resolve import hub_name
+    from kvq.models.describe.resolve import hub_name
 
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no model folder: it has no config.json; name one that is here")

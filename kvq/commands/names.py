@@ -62,7 +62,7 @@ def _halves() -> list[str]:
 
 
 def _embedded() -> tuple[str, ...]:
-    from kvq.models.resolve import EMBEDDED
+    from kvq.models.describe.resolve import EMBEDDED
 
     return tuple(EMBEDDED)
 

@@ -221,7 +221,7 @@ class ModelOptions:
     calibrate_on_load: bool = option(False, "Make static scales now, from CPython's help topics.")
 
     def load_options(self) -> dict[str, Any]:
-        """Keyword arguments of `kvq.models.prepared.prepare`."""
+        """Keyword arguments of `kvq.models.loading.prepared.prepare`."""
         apart = ("model", "scales", "calibrate_on_load")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in apart}
 
@@ -293,8 +293,8 @@ def _one_model(words: tuple[str, ...], option: str | None) -> str | None:
 
 def _check_model(model: str) -> None:
     """Raise ModelError for what can't be a model, before torch is imported to load one."""
-    from kvq.models.checkpoint import read_json
-    from kvq.models.resolve import EMBEDDED, find_here
+    from kvq.models.describe.checkpoint import read_json
+    from kvq.models.describe.resolve import EMBEDDED, find_here
 
     if model not in EMBEDDED and (found := find_here(model)) is not None:
         read_json(found.folder / "config.json")

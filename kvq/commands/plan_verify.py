@@ -16,7 +16,7 @@ from kvq.sizing.pools import MAX_NUM_SEQS
 if TYPE_CHECKING:
     from kvq.commands.plan import Asked
     from kvq.engine.config import EngineConfig
-    from kvq.models.prepared import PreparedModel
+    from kvq.models.loading.prepared import PreparedModel
 
 _ALLOWED = {
     *("model", "kv", "verify", "kv_memory", "json_path", "block_size", "weights", "sequences"),
@@ -34,7 +34,7 @@ _COLUMNS = {
 def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.catalogue import known_models
-    from kvq.models.prepared import prepare
+    from kvq.models.loading.prepared import prepare
 
     if wrong := sorted(spelled for name, spelled in given_options().items() if name not in _ALLOWED):
         raise ConfigError(f"--verify measures this machine; leave out {', '.join(wrong)}")
@@ -102,7 +102,7 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
     """Bytes of the pools of an engine that is yet to be started, from what is free now."""
     from kvq.cache.memory import available_bytes
     from kvq.engine.memory import planned_pools
-    from kvq.models.footprint import planned_activations, planned_weights
+    from kvq.models.loading.footprint import planned_activations, planned_weights
     from kvq.sizing.needs import bytes_of
 
     layout = prepared.layout(prepared.recipe(kv))

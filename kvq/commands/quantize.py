@@ -222,8 +222,8 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
     from kvq.commands.progress import progress_bar
     from kvq.evals import measure_perplexity
     from kvq.evals.divergence import Watch
-    from kvq.models.prepared import prepare
-    from kvq.models.verdict import cautions
+    from kvq.models.check.verdict import cautions
+    from kvq.models.loading.prepared import prepare
 
     found = []
     for model, when in zip(models, ("before", "after"), strict=True):

@@ -16,7 +16,7 @@ from kvq.extras import SERVER, require
 from kvq.printable import one_line
 
 if TYPE_CHECKING:
-    from kvq.models.resolve import ModelSource
+    from kvq.models.describe.resolve import ModelSource
     from kvq.server.batch.run import Summary
 
 

@@ -13,7 +13,7 @@ from kvq.printable import one_line, printable
 
 if TYPE_CHECKING:
     from kvq.engine.defaults import SamplingDefaults
-    from kvq.models.resolve import ModelSource
+    from kvq.models.describe.resolve import ModelSource
 
 _SHOWN_DIGITS = 12  # of a digest
 

@@ -181,7 +181,7 @@ def _name_or_folder(name: str) -> Path | str:
     is_here = Path(name).exists()
     if name.lower() in known_models() or (is_known(name) and not is_here):
         return name
-    from kvq.models.resolve import EMBEDDED, resolve_model
+    from kvq.models.describe.resolve import EMBEDDED, resolve_model
 
     if not (is_here or "/" in name or name in EMBEDDED):
         return name  # that nobody knows
@@ -200,6 +200,6 @@ def _observed(model: Path | str, *, counted: bool) -> "Shape | None":
     family = str(read_config(model).get("model_type", ""))
     if family in FAMILIES | SIZED and (is_counted(family) or not counted):
         return None
-    from kvq.models.counted import read_shape
+    from kvq.models.observe.counted import read_shape
 
     return read_shape(model)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvq.evals import EvalText
     from kvq.formats import Code
     from kvq.models import Model
-    from kvq.models.prepared import PreparedModel
+    from kvq.models.loading.prepared import PreparedModel
 
 DEFAULT_BUDGET = "int4"
 _TRIAL = {  # key -> its column where a search is not finished
@@ -116,7 +116,7 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin, json_beside
     from kvq.evals.figure import write_figure
-    from kvq.models.verdict import verdict
+    from kvq.models.check.verdict import verdict
 
     json_path = json_beside(asked.html_path, asked.json_path)
     begin(asked.out, json_path, plot=asked.plot_path, html=asked.html_path)

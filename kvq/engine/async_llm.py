@@ -17,7 +17,7 @@ from kvq.engine.publisher import StepStats, StepSubscriber
 from kvq.engine.terms import Origin, Terms
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.neighbours import end_team
-from kvq.models.stays_here import Home
+from kvq.models.parts.fork_guard import Home
 from kvq.scheduler import Priority
 
 _log = logging.getLogger("kvq")

@@ -18,10 +18,10 @@ from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.load_check import check_on_load, refuse_known
+from kvq.models.check.load_check import check_on_load, refuse_known
+from kvq.models.describe.resolve import ModelSource
+from kvq.models.loading.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.model import load_prepared
-from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
-from kvq.models.resolve import ModelSource
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
 from kvq.sizes import decimal
 from kvq.sizing.needs import bytes_of

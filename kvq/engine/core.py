@@ -26,8 +26,8 @@ from kvq.engine.speculation.make import load_helper, make_speculator
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.current import current
 from kvq.models import Model
-from kvq.models.ends import NO_END
-from kvq.models.stays_here import Home, StaysHere
+from kvq.models.describe.ends import NO_END
+from kvq.models.parts.fork_guard import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 
 if TYPE_CHECKING:  # imported with the first grammar: llguidance is not needed without one

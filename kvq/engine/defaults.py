@@ -8,8 +8,8 @@ from typing import Any
 
 from kvq.engine.params import MAX_BIASES, SamplingParams
 from kvq.errors import ConfigError, RequestError
-from kvq.models.checkpoint import read_json
-from kvq.models.ends import GENERATION_FILE
+from kvq.models.describe.checkpoint import read_json
+from kvq.models.describe.ends import GENERATION_FILE
 
 DECLINED = ("none", "kvq", "vllm")  # vLLM's word for its own defaults, which are kvq's, too
 _OWN = {  # its names that are ours, or have others here

@@ -15,9 +15,9 @@ from kvq.engine.prompts import Prompt, prompt_tokens
 from kvq.engine.terms import Terms, as_priority
 from kvq.errors import RequestError
 from kvq.models import Model
-from kvq.models.ends import NO_END
-from kvq.models.prompts import check_length, longest_token
-from kvq.models.stays_here import Home
+from kvq.models.describe.ends import NO_END
+from kvq.models.parts.fork_guard import Home
+from kvq.models.run.prompts import check_length, longest_token
 from kvq.scheduler import Request, Scheduler
 
 _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take

@@ -17,8 +17,8 @@ from kvq.engine.defaults import read_defaults
 from kvq.engine.params import SamplingParams
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.resolve import ModelSource
-from kvq.models.stays_here import StaysHere
+from kvq.models.describe.resolve import ModelSource
+from kvq.models.parts.fork_guard import StaysHere
 
 _log = logging.getLogger("kvq")
 

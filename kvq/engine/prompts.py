@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvq.blockmgr.prefix import token_array
 from kvq.errors import RequestError
-from kvq.models.inputs import check_holds_items, check_token_ids, check_unicode
+from kvq.models.parts.inputs import check_holds_items, check_token_ids, check_unicode
 
 Prompt = str | Sequence[int]  # text, or token ids
 _PROMPT = "a prompt is a text or a list of token ids"

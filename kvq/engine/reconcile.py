@@ -17,7 +17,7 @@ from kvq.cache.expansion import LatentExpansion
 from kvq.cache.memory import held_bytes
 from kvq.errors import ConfigError
 from kvq.models import Model
-from kvq.models.footprint import planned_weights
+from kvq.models.loading.footprint import planned_weights
 from kvq.sizes import decimal
 from kvq.sizing.memory import EXPERTS_TERM, KEPT_TERM, LINEAR_TERM, SCALES_TERM
 from kvq.sizing.needs import bytes_of

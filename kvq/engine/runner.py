@@ -20,10 +20,10 @@ from kvq.kernels import SequenceBatch
 from kvq.kernels.decoder.whole import ReadyPass
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.packing import Integers, are_decodes, positions_of, ready_pass, run_packed
-from kvq.models.states import StepStates
-from kvq.models.step import Observer, PackedStep
-from kvq.models.weights import LoadedWeights
+from kvq.models.loading.weights import LoadedWeights
+from kvq.models.parts.states import StepStates
+from kvq.models.parts.step import Observer, PackedStep
+from kvq.models.run.packing import Integers, are_decodes, positions_of, ready_pass, run_packed
 from kvq.scheduler import StepPlan
 
 _NONE: Mapping[int, int] = MappingProxyType({})

@@ -15,7 +15,7 @@ from kvq.evals.side_by_side import one_by_one
 from kvq.evals.windows import spread
 from kvq.formats import ExactTokens, KVRecipe
 from kvq.models import Model
-from kvq.models.compared import ComparedCache, Found
+from kvq.models.check.compared import ComparedCache, Found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

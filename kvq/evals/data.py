@@ -8,7 +8,7 @@ from typing import Any
 from kvq.errors import ConfigError, KVQError, RequestError, first_lines
 from kvq.evals.text import EvalText, decoded
 from kvq.extras import require
-from kvq.models.inputs import check_unicode
+from kvq.models.parts.inputs import check_unicode
 
 HUB = "hf:"
 _JSON = (".jsonl", ".ndjson", ".json")

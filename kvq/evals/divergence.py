@@ -19,8 +19,8 @@ from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
-from kvq.models.prepared import PreparedModel
-from kvq.models.verdict import chance_perplexity
+from kvq.models.check.verdict import chance_perplexity
+from kvq.models.loading.prepared import PreparedModel
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 Keep = Callable[[Callable[[], Any]], object]  # told how to make what is finished now

@@ -10,7 +10,7 @@ from kvq.evals.sections import MOST, told
 from kvq.formats import KVRecipe
 from kvq.kernels.attend.options import Age, Part
 from kvq.layout import KVLayout
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 
 def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:

@@ -14,7 +14,7 @@ from kvq.evals.divergence import UNWATCHED, Watch, with_baseline
 from kvq.evals.windows import spread, token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 _SPARE = 1.25  # blocks kept beyond what the prompts need, for what the scheduler holds in reserve
 

@@ -21,7 +21,7 @@ from kvq.evals.divergence import UNWATCHED, Progress
 from kvq.evals.scoring import generate, score_continuations
 from kvq.extras import LM_EVAL, install_command, require
 from kvq.models import Model
-from kvq.models.inputs import check_unicode
+from kvq.models.parts.inputs import check_unicode
 
 require("lm_eval:TASK", LM_EVAL)
 try:

@@ -19,7 +19,7 @@ from kvq.evals.divergence import UNWATCHED, Watch
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
-from kvq.models.prepared import PreparedModel
+from kvq.models.loading.prepared import PreparedModel
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -12,7 +12,7 @@ from kvq.evals.divergence import INSTRUMENT_WINDOW, UNWATCHED, TokenFigures, Tok
 from kvq.evals.exact_tail import exact_keys
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.verdict import cautions
+from kvq.models.check.verdict import cautions
 
 INSTRUMENT_LIMIT = 0.05  # an instrument that can see must lose this much, relatively
 _LOOK_TOKENS = 256  # over which the mean divergence tells what sees from what does not

@@ -12,7 +12,7 @@ from kvq.evals.divergence import UNWATCHED, TokenFigures, TokenPlan, Watch, meas
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.verdict import verdict
+from kvq.models.check.verdict import verdict
 
 QUARTERS = 4
 _SHALLOWEST = 16  # tokens; what has less context than this is one bucket

@@ -19,7 +19,7 @@ from kvq.evals.plot import (
     perplexity_figure,
 )
 from kvq.evals.sections import outcomes, sections
-from kvq.models.verdict import HARMLESS_CHANGE, HARMLESS_KL, verdict
+from kvq.models.check.verdict import HARMLESS_CHANGE, HARMLESS_KL, verdict
 from kvq.sizes import binary
 
 _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its plot, drawn above the table

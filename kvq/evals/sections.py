@@ -8,7 +8,7 @@ from typing import Any
 from kvq.evals.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.columns import Columns, sizes, span, table
 from kvq.evals.gates import changes
-from kvq.models.verdict import told_check
+from kvq.models.check.verdict import told_check
 
 Row = dict[str, Any]
 _KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one

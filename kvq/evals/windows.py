@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvq.errors import RequestError
-from kvq.models.inputs import check_unicode
+from kvq.models.parts.inputs import check_unicode
 
 
 def token_windows(

@@ -6,10 +6,10 @@ from kvq.lazy import lazily
 
 if TYPE_CHECKING:
     from kvq.models.model import Model, load
-    from kvq.models.session import Session, StepResult
+    from kvq.models.run.session import Session, StepResult
 else:
     __getattr__ = lazily(
-        __name__, {"kvq.models.model": ("Model", "load"), "kvq.models.session": ("Session", "StepResult")}
+        __name__, {"kvq.models.model": ("Model", "load"), "kvq.models.run.session": ("Session", "StepResult")}
     )
 
 __all__ = ["Model", "Session", "StepResult", "load"]

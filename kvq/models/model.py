@@ -13,15 +13,15 @@ from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, LinearSpec, select
 from kvq.layout import KVLayout
-from kvq.models.fused_layers import fuse_layers, unfuse_layers
-from kvq.models.inputs import check_token_ids
-from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
-from kvq.models.probe import probe
-from kvq.models.proof import prove
-from kvq.models.resolve import ModelSource
-from kvq.models.session import Session
-from kvq.models.stays_here import StaysHere
-from kvq.models.weights import LoadedWeights, load_weights
+from kvq.models.describe.resolve import ModelSource
+from kvq.models.loading.fused_layers import fuse_layers, unfuse_layers
+from kvq.models.loading.prepared import LoadOptions, PreparedModel, find_scales, prepare
+from kvq.models.loading.weights import LoadedWeights, load_weights
+from kvq.models.parts.fork_guard import StaysHere
+from kvq.models.parts.inputs import check_token_ids
+from kvq.models.prove.probe import probe
+from kvq.models.prove.proof import prove
+from kvq.models.run.session import Session
 from kvq.sizes import count
 from kvq.weights import weight_count, weight_formats
 

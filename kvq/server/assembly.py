@@ -7,7 +7,7 @@ from typing import Any
 
 from kvq.engine.defaults import read_defaults
 from kvq.errors import KVQError
-from kvq.models.resolve import ModelSource, resolve_model
+from kvq.models.describe.resolve import ModelSource, resolve_model
 from kvq.server.config import ServerConfig
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts

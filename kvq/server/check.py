@@ -11,12 +11,12 @@ from kvq.engine.build import CheckedEngine, check_engine
 from kvq.engine.defaults import read_defaults
 from kvq.engine.memory import LENGTHS, told
 from kvq.errors import ConfigError, KVQError, OutOfMemory
-from kvq.models.ends import NO_END
-from kvq.models.load_check import is_to_check, recalled
-from kvq.models.prepared import PreparedModel
-from kvq.models.proof import prove
-from kvq.models.skeleton import build_skeleton
-from kvq.models.tokenizer import check_knows_text
+from kvq.models.check.load_check import is_to_check, recalled
+from kvq.models.describe.ends import NO_END
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.skeleton import build_skeleton
+from kvq.models.loading.tokenizer import check_knows_text
+from kvq.models.prove.proof import prove
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts

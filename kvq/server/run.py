@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvq.errors import ConfigError, EngineError, KVQError
-from kvq.models.tokenizer import load_without_torch
+from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.config import ServerConfig

@@ -11,7 +11,7 @@ from kvq.bench import measure
 from kvq.bench.linear import LinearWorkload, bench_linear
 from kvq.errors import KVQError
 from kvq.kernels.linear.cpu import CpuLinear
-from kvq.models.linear import is_supported
+from kvq.models.parts.linear import is_supported
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from transformers.utils import is_optimum_quanto_available
 from kvq.cache import KvqCache
 from kvq.cache.recent import RecentRows
 from kvq.models import Session
-from kvq.models.probe import relative_error
+from kvq.models.prove.probe import relative_error
 from tests.cache.hf_kit import attention_of
 
 _BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "quantized_cache.py"

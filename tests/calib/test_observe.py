@@ -13,7 +13,7 @@ from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
 from kvq.kernels.codec import rotate
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 
 TEXT = EvalText(name="a text", text=calibration_text().text[:2000])
 

@@ -18,7 +18,7 @@ from kvq.calib.quantize.partial import Partial
 from kvq.calib.quantize.walk import Walk, draw_samples
 from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.evals import calibration_text
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from tests.helpers_models import (
     eager_logits,
     load_eager,

@@ -18,8 +18,8 @@ from kvq.errors import ConfigError, UnfitFormat
 from kvq.evals import calibration_text, default_text, side_by_side
 from kvq.evals.side_by_side import mean_divergences
 from kvq.formats import Code, ExactTokens, KVRecipe, parse_format
-from kvq.models import linear
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
+from kvq.models.parts import linear
 from tests.helpers_models import save_first_layers, save_model
 
 FAST = (Code.INT8, Code.INT4)

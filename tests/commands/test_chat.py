@@ -20,7 +20,7 @@ import kvq
 from kvq.commands.chat import command
 from kvq.commands.chat_client import ServerPartner
 from kvq.commands.chat_partner import Sampling
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from tests.waiting import HANG_S
 
 GREEDY = ["--kv", "int4", "--temperature", "0", "-n", "12"]

@@ -16,7 +16,7 @@ from kvq.commands.chat import command
 from kvq.commands.chat_engine import EnginePartner
 from kvq.commands.chat_partner import Sampling
 from kvq.commands.options import ModelOptions
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from tests.server.templates import LOOP
 from tests.waiting import HANG_S, wait_for
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 
 DAMAGED = "NaN or infinity"
 FEW = ("--context", 80, "--max-windows", 1)

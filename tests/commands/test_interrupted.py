@@ -12,7 +12,7 @@ import pytest
 
 from kvq.bench.serve_process import ServerProcess
 from kvq.commands import interrupts
-from kvq.models import resolve
+from kvq.models.describe import resolve
 from kvq.server import run
 from kvq.server.config import ServerConfig
 from tests.waiting import HANG_S

@@ -8,7 +8,7 @@ import pytest
 import kvq as package
 from kvq.engine.build import build
 from kvq.errors import ModelError
-from kvq.models import weights
+from kvq.models.loading import weights
 from kvq.weights.manifest import MANIFEST
 
 SHORT = ("--context", 64, "--max-windows", 1)

@@ -15,7 +15,7 @@ import pytest
 import kvq as library
 from kvq.capacity.plan.catalogue import known_models
 from kvq.errors import ConfigError, ModelError
-from kvq.models.resolve import EMBEDDED, resolve_model
+from kvq.models.describe.resolve import EMBEDDED, resolve_model
 from tests.helpers_models import save_model
 from tests.server.kit import Server
 from tests.waiting import wait_for

@@ -112,7 +112,7 @@ def test_what_a_sequence_holds_is_in_the_table_and_a_tail_that_holds_most_is_sai
 
 @pytest.mark.long
 def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvq.models.verdict.HARMLESS_KL", -1.0)  # any damage is a lot
+    monkeypatch.setattr("kvq.models.check.verdict.HARMLESS_KL", -1.0)  # any damage is a lot
     status, said, _ = kvq(
         "tune", short, "--max-kl", 0.02, "--out", tmp_path / "kvq.json", "--json", tmp_path / "r.json", *FEW
     )

@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kvq.engine.runner import Runner
 from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.models import Model, fused_layers, layer_parts
-from kvq.models.fused_layers import fuse_layers
-from kvq.models.modules import load_module
-from kvq.models.prepared import PreparedModel, prepare
-from kvq.models.weights import LoadedWeights, place
+from kvq.models import Model
+from kvq.models.describe.modules import load_module
+from kvq.models.loading import fused_layers, layer_parts
+from kvq.models.loading.fused_layers import fuse_layers
+from kvq.models.loading.prepared import PreparedModel, prepare
+from kvq.models.loading.weights import LoadedWeights, place
 from tests.engine.imaginary_gpu import ImaginaryGPU
 from tests.engine.kit import one_character_tokenizer
 from tests.helpers_models import save_model

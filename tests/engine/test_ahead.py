@@ -12,7 +12,7 @@ from kvq.engine.launch import LONG_STEP_S
 from kvq.engine.runner import StepOutput
 from kvq.kernels.decoder.whole import ReadyPass
 from kvq.kernels.native.library import load
-from kvq.models.linear import has_own_products
+from kvq.models.parts.linear import has_own_products
 from tests.engine.kit import assert_balanced, drive, engine, mixed_prompts, opened, pair, submit, text_of
 from tests.engine.test_graphs import graphs_over
 from tests.helpers_models import random_tokens

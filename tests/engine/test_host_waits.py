@@ -10,7 +10,7 @@ from kvq.cache import KVCache
 from kvq.engine.graphs import DecodeGraphs, Tables
 from kvq.engine.transfers import Readback
 from kvq.kernels.attend import gathered
-from kvq.models.device import pick_device
+from kvq.models.parts.device import pick_device
 from kvq.scheduler import Branch, Request, StepPlan
 from tests.engine.gpu_kit import model_on, runner_on
 from tests.engine.guard import no_host_waits

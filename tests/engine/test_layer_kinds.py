@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from kvq import cli
 from kvq.engine import SamplingParams
-from kvq.models.twin import build_twin
+from kvq.models.observe.tiny_copy import build_twin
 from tests.engine.kit import (
     EOS,
     assert_balanced,

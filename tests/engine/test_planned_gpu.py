@@ -21,9 +21,9 @@ from kvq.commands.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
 from kvq.engine.memory import planned_pools
 from kvq.geometry import parse_geometry
-from kvq.models.footprint import planned_activations, planned_weights
-from kvq.models.prepared import prepare
-from kvq.models.step import PackedStep
+from kvq.models.loading.footprint import planned_activations, planned_weights
+from kvq.models.loading.prepared import prepare
+from kvq.models.parts.step import PackedStep
 from kvq.sizing.memory import ACTIVATION_TERM, Split, activation_term, kv_layout
 from kvq.sizing.needs import bytes_of
 from kvq.sizing.parameters import count_parameters

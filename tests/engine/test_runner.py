@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import kvq
-from kvq.models.resolve import resolve_model
+from kvq.models.describe.resolve import resolve_model
 
 
 def test_both_ways_to_make_the_inputs_of_a_step_agree():

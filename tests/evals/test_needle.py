@@ -13,7 +13,7 @@ from kvq.evals.divergence import Watch
 from kvq.evals.needle import NeedlePlan, NeedleRow, summarize_needle
 from kvq.evals.needle_prompts import SENTENCE, TOKENS, NeedlePrompts
 from kvq.models import Session
-from kvq.models.session import StepResult
+from kvq.models.run.session import StepResult
 
 TEXT = default_text().text
 SMALL = {"lengths": [96, 160], "depths": [0, 0.5, 1], "trials": 2}

@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 import kvq
-from kvq.models.fused_layers import is_fused, unfuse_layers
-from kvq.models.probe import relative_error
+from kvq.models.loading.fused_layers import is_fused, unfuse_layers
+from kvq.models.prove.probe import relative_error
 from tests.engine.kit import one_character_tokenizer
 from tests.helpers_models import random_tokens, save_model
 

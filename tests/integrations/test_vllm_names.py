@@ -15,7 +15,7 @@ from kvq.integrations.vllm.pages import Page, with_slots
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend
 from kvq.kernels.write_kv.reference import write_kv
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from tests.kernels.kit import poisoned_cache, rows_like_kv
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import kvq
-import kvq.models.angles as angles
+import kvq.models.parts.angles as angles
 from benchmarks.peers.neighbours import neighbours
 from kvq.kernels.decoder.whole import ReadyPass
 from kvq.kernels.native.library import load
-from kvq.models.packing import positions_of, ready_pass
+from kvq.models.run.packing import positions_of, ready_pass
 from tests.helpers_models import random_tokens
 from tests.waiting import HANG_S, wait_for
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvq.evals import default_text
-from kvq.models.probe import relative_error
-from kvq.models.session import Session
+from kvq.models.prove.probe import relative_error
+from kvq.models.run.session import Session
 from tests.helpers_models import changed_embedding
 
 TOKENS = 220

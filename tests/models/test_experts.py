@@ -10,7 +10,7 @@ from kvq.engine.reconcile import found_weights
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import parse_weight_format
 from kvq.kernels.native.library import load as load_library
-from kvq.models.footprint import planned_weights
+from kvq.models.loading.footprint import planned_weights
 from kvq.sizing.memory import EXPERTS_TERM
 from kvq.weights import packed_experts, round_weight, stacked_experts
 from tests.engine.kit import one_character_tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from kvq.errors import ModelError
 from kvq.geometry import FAMILIES
-from kvq.models.probe import relative_error
+from kvq.models.prove.probe import relative_error
 from tests.helpers_models import (
     FAMILY_OPTIONS,
     VOCAB,

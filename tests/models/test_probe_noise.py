@@ -8,8 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kvq.errors import ModelError
-from kvq.models import load, probe
-from kvq.models.modules import build_random
+from kvq.models import load
+from kvq.models.describe.modules import build_random
+from kvq.models.prove import probe
 from tests.models.test_unlisted import save_twin
 from tests.models.wrong_models import eager_with, plainly, save_wrong
 

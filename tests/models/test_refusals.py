@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from kvq.errors import ConfigError, ModelError
 from kvq.models import load
-from kvq.models.probe import relative_error
-from kvq.models.support import check_supported
+from kvq.models.observe.support import check_supported
+from kvq.models.prove.probe import relative_error
 from tests.helpers_models import (
     Decoded,
     eager_logits,

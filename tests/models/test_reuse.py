@@ -12,7 +12,7 @@ from kvq.blockmgr import BlockManager
 from kvq.cache import KVCache
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.models import load
-from kvq.models.probe import relative_error
+from kvq.models.prove.probe import relative_error
 from tests.helpers_models import changed_embedding, load_fp32, random_tokens, save_model
 
 BLOCK = 8

@@ -9,8 +9,8 @@ import torch
 import kvq
 from kvq.calib.quantize.output import small_files
 from kvq.formats.recipe import KVRecipe
-from kvq.models.resolve import EMBEDDED, resolve_model, tokenizer_folder
-from kvq.models.tokenizer import load_tokenizer, load_without_torch
+from kvq.models.describe.resolve import EMBEDDED, resolve_model, tokenizer_folder
+from kvq.models.loading.tokenizer import load_tokenizer, load_without_torch
 
 FOLDER = EMBEDDED["tiny-draft"]
 PROMPT = "The town lies on the river, and in the early years of the century"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvq.models.probe import relative_error
+from kvq.models.prove.probe import relative_error
 from tests.helpers_models import (
     Decoded,
     build_model,

@@ -11,12 +11,13 @@ from transformers import AutoConfig
 
 from kvq.errors import ModelError
 from kvq.geometry import FAMILIES
-from kvq.models import load, proof
-from kvq.models.modules import config_of
-from kvq.models.prepared import prepare
-from kvq.models.probe import relative_error
-from kvq.models.proof import TOLERANCE, prove
-from kvq.models.twin import build_twin
+from kvq.models import load
+from kvq.models.describe.modules import config_of
+from kvq.models.loading.prepared import prepare
+from kvq.models.observe.tiny_copy import build_twin
+from kvq.models.prove import proof
+from kvq.models.prove.probe import relative_error
+from kvq.models.prove.proof import TOLERANCE, prove
 from kvq.server.check import check_config
 from kvq.server.config import ServerConfig
 from tests.helpers_models import eager_logits, load_eager, random_tokens

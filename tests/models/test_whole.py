@@ -13,9 +13,9 @@ from kvq.cli import main
 from kvq.errors import ModelError
 from kvq.geometry.text_part import KINDS, text_name
 from kvq.models import load
-from kvq.models.prepared import prepare
-from kvq.models.probe import relative_error
-from kvq.models.weights import load_plain
+from kvq.models.loading.prepared import prepare
+from kvq.models.loading.weights import load_plain
+from kvq.models.prove.probe import relative_error
 from kvq.server.check import check_config
 from kvq.server.config import ServerConfig
 from tests.helpers_models import Decoded, random_tokens, run_step

@@ -5,8 +5,8 @@ import json
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.describe.resolve import resolve_model
+from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.server.app import create_app
 from kvq.server.config import ServerConfig
 from kvq.server.guard import Access

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from kvq.models.resolve import EMBEDDED
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.describe.resolve import EMBEDDED
+from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.server.prompts import Prompts
 from kvq.server.reading import Readers, Setup
 

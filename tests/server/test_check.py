@@ -7,7 +7,7 @@ import pytest
 
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import RequestError
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.server.check import check_config
 from kvq.server.config import ServerConfig
 from tests.server.templates import LOOP

@@ -9,9 +9,9 @@ import pytest
 import kvq.server.batch.run
 import kvq.server.run
 from kvq.cli import main
-from kvq.models.resolve import EMBEDDED, resolve_model
+from kvq.models.describe.resolve import EMBEDDED, resolve_model
+from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.models.templates.forms import Forms
-from kvq.models.tokenizer import load_tokenizer
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.assembly import make_service
 from kvq.server.batch.calls import Calls

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kvq.models.resolve import EMBEDDED
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.describe.resolve import EMBEDDED
+from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.server.bodies import ChatMessage
 from kvq.server.problems import Problem
 from kvq.server.prompts import Conversation, Prompts

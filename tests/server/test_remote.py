@@ -19,8 +19,8 @@ from kvq.engine import PrefixPin, SamplingParams
 from kvq.engine.outputs import Piece
 from kvq.engine.terms import Origin, Terms
 from kvq.errors import ConfigError, EngineError, OutOfMemory
-from kvq.models.checkpoint import content_digest
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.checkpoint import content_digest
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.server import engine_process, worker
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
 from kvq.server.messages import Cancel, Ended, Ping, Refused, Start, Submit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.server.app import create_app
 from kvq.server.guard import Access
 from kvq.server.messages import Start

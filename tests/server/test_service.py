@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.engine.outputs import Piece
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.scheduler import PoolShape, SchedulerConfig
 from kvq.server import run
 from kvq.server.app import create_app

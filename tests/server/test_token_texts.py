@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.describe.resolve import resolve_model
+from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.server.token_texts import TokenTexts
 
 TEXT = "Über 1,000 “cities” 😀\t and\n 東京"

@@ -7,7 +7,7 @@ import pytest
 
 import kvq
 from kvq.errors import ConfigError
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.sizing.held import HeldAs, held_as
 
 CONFIG = json.loads((EMBEDDED["tiny"] / "config.json").read_text())

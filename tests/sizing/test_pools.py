@@ -13,7 +13,7 @@ from kvq.engine.memory import planned_pools
 from kvq.errors import OutOfMemory
 from kvq.geometry import ModelGeometry, parse_geometry
 from kvq.layout import KVLayout, Role
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.scheduler import Reach, most_blocks
 from kvq.sizes import binary
 from kvq.sizing.memory import kv_layout

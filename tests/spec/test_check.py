@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from kvq.blockmgr.prefix import PrefixIndex
 from kvq.kernels.attend.options import Age, Part
-from kvq.models.checkpoint import content_digest
+from kvq.models.describe.checkpoint import content_digest
 from tests.waiting import HANG_S
 from tools.make_vectors import make
 

@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 from kvq.errors import KVQError, ModelError
 from kvq.formats.weights import WeightCode, WeightFormat, parse_weight_format
 from kvq.kernels import QuantizedWeight
-from kvq.models.checkpoint import read_header, read_json, weight_files
-from kvq.models.prepared import prepare
-from kvq.models.quantized import plain_tensors, read_weights
-from kvq.models.stored import StoredTensors
-from kvq.models.support import check_supported
-from kvq.models.weights import load_weights
+from kvq.models.describe.checkpoint import read_header, read_json, weight_files
+from kvq.models.describe.stored import StoredTensors
+from kvq.models.loading.prepared import prepare
+from kvq.models.loading.quantized import plain_tensors, read_weights
+from kvq.models.loading.weights import load_weights
+from kvq.models.observe.support import check_supported
 from kvq.weights.files import pack_linear, parse_config, quantization_config
 from kvq.weights.manifest import MANIFEST, verify_manifest
 from kvq.weights.writer import CheckpointWriter

@@ -12,8 +12,8 @@ from kvq import fileio
 from kvq.calib.quantize.output import small_files
 from kvq.calib.quantize.settings import Quantizing
 from kvq.errors import ConfigError, ModelError, first_lines
-from kvq.models.checkpoint import read_json
-from kvq.models.prepared import QUANTIZED_FROM
+from kvq.models.describe.checkpoint import read_json
+from kvq.models.loading.prepared import QUANTIZED_FROM
 from kvq.weights.manifest import verify_manifest, write_manifest
 from kvq.weights.writer import check_target
 

@@ -12,10 +12,10 @@ from kvq.calib.quantize.settings import QuantizeSettings, Quantizing
 from kvq.calib.quantize.targets import Targets
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightFormat
-from kvq.models.checkpoint import read_json, weight_files
-from kvq.models.device import DTYPES
-from kvq.models.prepared import QUANTIZED_FROM, PreparedModel
-from kvq.models.resolve import tokenizer_folder
+from kvq.models.describe.checkpoint import read_json, weight_files
+from kvq.models.describe.resolve import tokenizer_folder
+from kvq.models.loading.prepared import QUANTIZED_FROM, PreparedModel
+from kvq.models.parts.device import DTYPES
 from kvq.weights.files import check_fits, pack_linear, quantization_config
 from kvq.weights.gptq import ActOrder
 from kvq.weights.writer import CheckpointWriter, check_target

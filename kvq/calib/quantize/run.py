@@ -19,10 +19,10 @@ from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.models import load
-from kvq.models.checkpoint import content_digest, weight_files
-from kvq.models.prepared import PreparedModel
-from kvq.models.skeleton import build_skeleton
-from kvq.models.weights import load_plain
+from kvq.models.describe.checkpoint import content_digest, weight_files
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.skeleton import build_skeleton
+from kvq.models.loading.weights import load_plain
 from kvq.version import __version__
 from kvq.weights.manifest import relist
 

@@ -10,8 +10,8 @@ from typing import Any
 from kvq.errors import ConfigError, ModelError, nearest
 from kvq.evals import EvalText
 from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
-from kvq.models.prepared import PreparedModel, prepare
-from kvq.models.resolve import ModelSource
+from kvq.models.describe.resolve import ModelSource
+from kvq.models.loading.prepared import PreparedModel, prepare
 from kvq.weights.gptq import ActOrder, GPTQOptions, ScaleSearch
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)

@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from kvq.errors import RequestError, first_lines
-from kvq.models.ends import GENERATION_FILE
+from kvq.models.describe.ends import GENERATION_FILE
 
 
 @dataclass(frozen=True, kw_only=True)

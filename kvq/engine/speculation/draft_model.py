@@ -12,8 +12,8 @@ from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Bind, Drafter, Growing
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.formats import KVRecipe
-from kvq.models.prepared import PreparedModel
-from kvq.models.session import Session
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.run.session import Session
 from kvq.scheduler import Branch, StepPlan
 
 _CHUNK = 512  # prompt tokens of one branch that the draft computes in a step

@@ -15,10 +15,10 @@ from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.backend import CacheBackend
 from kvq.engine.transfers import upload
 from kvq.kernels import SequenceBatch
+from kvq.models.loading.prepared import make_cache
 from kvq.models.mtp import MtpHead
-from kvq.models.packing import padded, positions_of
-from kvq.models.prepared import make_cache
-from kvq.models.step import PackedStep
+from kvq.models.parts.step import PackedStep
+from kvq.models.run.packing import padded, positions_of
 
 
 @dataclass(slots=True, eq=False)

@@ -18,13 +18,13 @@ from kvq.engine.speculation.speculator import Speculator
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models.checkpoint import read_json
+from kvq.models.describe.checkpoint import read_json
+from kvq.models.describe.resolve import ModelSource, resolve_model
+from kvq.models.loading.prepared import PreparedModel, find_scales, prepare
+from kvq.models.loading.weights import LoadedWeights
 from kvq.models.model import load_prepared
 from kvq.models.mtp import MtpHead, check_mtp, load_mtp
-from kvq.models.prepared import PreparedModel, find_scales, prepare
-from kvq.models.resolve import ModelSource, resolve_model
-from kvq.models.session import Session
-from kvq.models.weights import LoadedWeights
+from kvq.models.run.session import Session
 from kvq.scheduler import Scheduler
 
 _log = logging.getLogger("kvq")

@@ -18,9 +18,9 @@ from kvq.engine.speculation.drafter import Bind, Drafter, Growing
 from kvq.errors import ConfigError
 from kvq.formats.weights import parse_weight_format
 from kvq.models import Model
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.weights import LoadedWeights
 from kvq.models.model import load_prepared
-from kvq.models.prepared import PreparedModel
-from kvq.models.weights import LoadedWeights
 from kvq.scheduler import StepPlan
 from kvq.weights.embedding import PackedEmbedding
 from kvq.weights.linear import replace_linear

@@ -10,7 +10,7 @@ from starlette.types import Message
 from kvq.errors import KVQError
 from kvq.integrations.ray.asked import Asked, relay
 from kvq.integrations.ray.forward import Lost
-from kvq.models.tokenizer import load_without_torch
+from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.config import ServerConfig

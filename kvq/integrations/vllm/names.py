@@ -41,8 +41,8 @@ def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str 
 
 def say_checked(model: str, name: str) -> str:
     """Say in the log whether kvq's load check ran for a model and a format, and what it found."""
-    from kvq.models.load_check import recalled
-    from kvq.models.prepared import prepare
+    from kvq.models.check.load_check import recalled
+    from kvq.models.loading.prepared import prepare
 
     try:
         prepared = prepare(model)

@@ -12,8 +12,8 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import ConfigError, EngineError, KVQError
-from kvq.models.resolve import ModelSource
-from kvq.models.tokenizer import load_without_torch
+from kvq.models.describe.resolve import ModelSource
+from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.admission import AdmissionConfig
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.batch.calls import Calls

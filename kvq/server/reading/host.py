@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from kvq.engine.grammar.worker import limit_memory
 from kvq.errors import KVQError, RequestError
-from kvq.models.prompts import PromptEncoder, TemplateFails, TooLong
-from kvq.models.tokenizer import load_without_torch
+from kvq.models.loading.tokenizer import load_without_torch
+from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.server.frames import Decoder, encode
 from kvq.server.reading.jobs import Found, FromReader, Job, Piece, Refusal, Setup, ToReader, put_together
 

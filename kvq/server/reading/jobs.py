@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvq.models.prompts import PromptEncoder
+from kvq.models.run.prompts import PromptEncoder
 from kvq.models.templates.forms import Forms
 from kvq.server.messages import Message
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.models.tokenizer import template_source
+from kvq.models.loading.tokenizer import template_source
 from kvq.server.problems import Problem
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.json_calls import PLAIN

@@ -10,7 +10,7 @@ from benchmarks.real import parts as measured
 from benchmarks.real.closeness import full_name
 from kvq.errors import ConfigError, EngineError
 from kvq.evals import default_text
-from kvq.models.prepared import prepare
+from kvq.models.loading.prepared import prepare
 
 
 @pytest.fixture

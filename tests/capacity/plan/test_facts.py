@@ -16,7 +16,7 @@ from kvq.capacity.plan.catalogue import decode_shape, find_model, known_models
 from kvq.capacity.plan.gpus import find_gpu, known_gpus, read_gpus
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
-from kvq.models.counted import count_module
+from kvq.models.observe.counted import count_module
 from kvq.sizing.parameters import count_parameters
 
 

@@ -401,7 +401,7 @@ def test_of_several_layers_the_first_drafts(tmp_path):
 
 
 def test_codes_are_refused(tmp_path):
-    from kvq.models.prepared import prepare
+    from kvq.models.loading.prepared import prepare
 
     folder = folder_with_layer("mellum")
     served = load_fp32(folder, block_size=BLOCK)

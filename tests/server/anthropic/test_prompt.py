@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.models.resolve import EMBEDDED
+from kvq.models.describe.resolve import EMBEDDED
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins
 from kvq.server.problems import Problem

@@ -1,0 +1,226 @@
+"""The load check: whether a KV format that nobody measured for a model breaks it, found before it serves.
+
+The model runs over a short text with unquantized KV. Every layer also attends over what the format, and
+others of its size, make of the same K and V. Where no layer's attention is off by `CLEAR_ERROR`, the format
+is harmless. Else the model runs once more, over the format itself, and `verdict` judges the logits.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvq.cache.backend import CacheBackend
+from kvq.errors import BrokenFormat, ModelError, RequestError, UnfitFormat, UnsupportedKernel
+from kvq.formats import KVRecipe
+from kvq.models.check.compared import ComparedCache
+from kvq.models.check.memory import is_first, recall, remember
+from kvq.models.check.verdict import BROKEN_CHANGE, BROKEN_KL, Verdict, chance_perplexity, verdict
+from kvq.models.describe.resolve import EMBEDDED
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.model import Model
+
+CLEAR_ERROR = 0.15  # of a layer's attention output: no pair that warned or broke was below; see decisions.md
+_TOKENS, _FEW_TOKENS = 384, 256  # the latter of models above _LARGE, which take seconds for them
+_LARGE = 1_000_000_000  # weights
+_LEAST_TOKENS = 16
+_OTHERS = ("int8", "int6", "k8v4", "int5", "int4", "int3", "int2")  # larger ones first
+_MOST_OTHERS = 3
+_SLACK = 1.05  # of the bits that another format of about the same size may have
+_BEYOND = 1e9  # nats, where logits are not finite
+_SAID = {"harmless": "is harmless to", "warning": "is not harmless to", "broken": "breaks"}
+_NEWS = "short-names-of-2026-11-28"
+_log = logging.getLogger("kvq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadCheck:
+    """What was found of a model and a KV format. Figures of logits are None where one pass sufficed."""
+
+    kv: str
+    verdict: Verdict | Literal["unjudgeable"]  # the last: at chance, few tokens, or no tokenizer
+    tokens: int
+    layer_errors: tuple[float, ...] = ()  # |a - b| / |b| of attention outputs, the mean over tokens
+    kl_mean: float | None = None  # nats per token, from unquantized KV
+    perplexity_change: float | None = None  # relative
+    top1_agreement: float | None = None
+    instead: str = ""  # a format of about the same size that is fit, where this one is broken
+    passes: int = 1  # of the model over the text
+
+    def __str__(self) -> str:
+        """The verdict in words, without advice."""
+        if self.verdict == "unjudgeable":
+            return f"can't tell what {self.kv} costs this model: it only guesses at the check's text"
+        worst = sorted(enumerate(self.layer_errors), key=lambda pair: -pair[1])[:3]
+        found = "attention is off most in layers " + ", ".join(f"{i} ({error:.0%})" for i, error in worst)
+        if self.kl_mean is not None:
+            change, same = f"{self.perplexity_change:+.1%}", f"{self.top1_agreement:.0%}"
+            found = f"mean KL {self.kl_mean:.2g}, perplexity {change}, the same top token for {same}; {found}"
+        return f"{self.kv} {_SAID[self.verdict]} this model: over {self.tokens} tokens {found}"
+
+    @property
+    def refusal(self) -> str:
+        """Why the format is refused, and what to do."""
+        other = "no other of its size is known to be fit, so take a larger one, or bf16"
+        if self.instead:
+            other = f"take {self.instead}, which is about as large and fit"
+        return (
+            f"{self}. Above {BROKEN_KL} or {BROKEN_CHANGE:+.0%} formats are refused: {other}; or use it all "
+            f"the same: --accept-divergence (accept_divergence=True)"
+        )
+
+
+def check_on_load(model: Model, *, accept_divergence: bool = False) -> LoadCheck | None:
+    """Check the format of a model that is about to serve, unless that was done before; None: no need to.
+
+    Raises:
+        BrokenFormat: it breaks the model, and that was not accepted.
+    """
+    if not is_to_check(model.prepared, model.recipe):
+        return None
+    found = recalled(model.prepared, model.recipe)
+    if found is None:
+        name = model.recipe.name
+        _log.info("checking what %s costs this model, for the first time", name)
+        is_short = not name.endswith(".json") and "_per_channel" not in name
+        if is_short and any(layer.k.is_per_channel for layer in model.recipe.layers) and is_first(_NEWS):
+            _log.warning("%s keeps K per channel since 2026-11-28, as all short names: CHANGELOG.md", name)
+        found = measure(model)
+        remember(model.prepared, model.recipe, found)
+    if found.verdict == "broken" and not accept_divergence:
+        raise BrokenFormat(found.refusal)
+    _log.log(logging.INFO if found.verdict == "harmless" else logging.WARNING, "%s", found)
+    return found
+
+
+def refuse_known(model: PreparedModel, recipe: KVRecipe, *, accept_divergence: bool) -> None:
+    """Refuse a format that was found to break the model before, for which no weights have to be read.
+
+    Raises:
+        BrokenFormat: it was, and that was not accepted.
+    """
+    found = recalled(model, recipe) if is_to_check(model, recipe) and not accept_divergence else None
+    if found is not None and found.verdict == "broken":
+        raise BrokenFormat(found.refusal)
+
+
+def is_to_check(model: PreparedModel, recipe: KVRecipe) -> bool:
+    """True for a quantized format, unless the model is kvq's own, whose formats are measured (quality.md)."""
+    return recipe.is_quantized and model.folder not in {x.resolve() for x in EMBEDDED.values()}
+
+
+def recalled(model: PreparedModel, recipe: KVRecipe) -> LoadCheck | None:
+    """What was found before; None if nothing was, or what was written down of it is of no use."""
+    try:
+        data = recall(model, recipe)
+        return None if data is None else LoadCheck(**data | {"layer_errors": tuple(data["layer_errors"])})
+    except (TypeError, KeyError):  # of another version
+        return None
+
+
+@torch.inference_mode()
+def measure(model: Model) -> LoadCheck:
+    """Check a model in its format, whether that was done before or not, in three passes at most.
+
+    Recent tokens that the format keeps unquantized are quantized here: of long contexts they are few.
+    """
+    recipe, known = model.recipe, model.prepared
+    asked = model.with_kv(replace(recipe, exact=replace(recipe.exact, recent=0)))
+    try:
+        tokenizer = model.tokenizer
+    except ModelError:  # there is none that loads; such a model is given token ids
+        return LoadCheck(kv=recipe.name, verdict="unjudgeable", tokens=0)
+    ids = token_ids(tokenizer, known.max_context, known.geometry.vocab_size, known.stored_values)
+    found = LoadCheck(kv=recipe.name, verdict="unjudgeable", tokens=len(ids))
+    others = _others(model, asked.recipe)
+    try:
+        exact, errors = _run(model.with_kv("auto"), ids, [asked, *others])
+    except RequestError:  # K or V that are not finite: whoever serves it will say so
+        return found
+    found = replace(judge(found, exact, None, ids), layer_errors=errors[0])
+    if found.verdict == "unjudgeable" or max(errors[0]) < CLEAR_ERROR:
+        return found
+    found = replace(judge(found, exact, _run(asked, ids)[0], ids), passes=2)
+    if found.verdict != "broken" or not others:
+        return found
+    worst, best = min((max(own), i) for i, own in enumerate(errors[1:]))
+    if worst >= CLEAR_ERROR:
+        found = replace(found, passes=3)
+        if judge(found, exact, _run(others[best], ids)[0], ids).verdict == "broken":
+            return found
+    return replace(found, instead=others[best].recipe.name)
+
+
+def judge(found: LoadCheck, exact: Tensor, stored: Tensor | None, ids: Sequence[int]) -> LoadCheck:
+    """`found` with what logits, fp32 [tokens, vocab], say; harmless without `stored`.
+
+    Unjudgeable where the unquantized ones, `exact`, are no better than counting tokens. Of so few tokens
+    perplexity counts for what it changed by beyond two standard errors; divergence is far less noisy.
+    """
+    target = torch.tensor(ids[1:], device=exact.device)[:, None]
+    reference = exact.log_softmax(-1)
+    losses = -reference[:-1].gather(1, target)[:, 0]
+    chance = chance_perplexity(np.array(ids[1:]), exact.shape[-1])
+    if len(ids) < _LEAST_TOKENS or not losses.mean().exp() < chance:
+        return replace(found, verdict="unjudgeable")
+    if stored is None:
+        return replace(found, verdict="harmless")
+    own = stored.log_softmax(-1)
+    kl = float((reference.exp() * (reference - own)).sum(-1).mean().nan_to_num(_BEYOND, posinf=_BEYOND))
+    more = (-own[:-1].gather(1, target)[:, 0] - losses).nan_to_num(50.0, posinf=50.0)
+    certain = more.mean() - 2 * more.std() / math.sqrt(len(more))
+    return replace(
+        found,
+        verdict=verdict(kl, math.expm1(float(certain))),
+        kl_mean=kl,
+        perplexity_change=math.expm1(float(more.mean())),
+        top1_agreement=float((stored.argmax(-1) == exact.argmax(-1)).float().mean()),
+    )
+
+
+def token_ids(tokenizer: Any, max_context: int, vocab_size: int, weights: int) -> list[int]:
+    """The first tokens of the text (prose, a function, German, a table); fewer where weights are many."""
+    text = (Path(__file__).parent / "check.txt").read_text(encoding="utf-8")
+    most = min(max_context, _TOKENS if weights < _LARGE else _FEW_TOKENS)
+    return [token for token in tokenizer(text)["input_ids"][:most] if token < vocab_size]
+
+
+def _run(
+    model: Model, ids: list[int], others: Sequence[Model] = ()
+) -> tuple[Tensor, list[tuple[float, ...]]]:
+    """Logits, and the error of every layer in each of the other formats beside the model's own.
+
+    Raises:
+        RequestError: K or V that are not finite.
+    """
+    session = model.session(max_tokens=len(ids))
+    caches = {x.recipe.digest(): x.session(max_tokens=len(ids)).cache for x in others}
+    compared = ComparedCache(session.cache, caches)
+    if others:
+        session.cache = cast(CacheBackend, compared)
+    logits = session.forward([(session.new_sequence(), ids)], all_rows=True)[0].trusted_logits()
+    layers = sorted({layer for _, layer in compared.found})
+    return logits, [tuple(compared.found[digest, i].mean for i in layers) for digest in caches]
+
+
+def _others(model: Model, asked: KVRecipe) -> list[Model]:
+    """The model in the largest formats of about the same size that run here."""
+    prepared, found = model.prepared, list[Model]()
+    heads, size = prepared.geometry.kv_heads, prepared.block_size
+    most = float(asked.bits_per_element(heads, size)) * _SLACK
+    for name in _OTHERS:
+        try:
+            recipe = prepared.recipe(name)
+            is_other = recipe.digest() != asked.digest() and recipe.bits_per_element(heads, size) <= most
+            if is_other and len(found) < _MOST_OTHERS:
+                prepared.check_kernels(recipe)
+                found.append(model.with_kv(recipe))
+        except (UnfitFormat, UnsupportedKernel):
+            continue
+    return found

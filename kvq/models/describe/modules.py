@@ -1,0 +1,296 @@
+"""transformers' own modules: made from safetensors alone, every tensor accounted for, nothing printed."""
+
+import copy
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvq.cache.attention import PACKED_NAME, register_attention
+from kvq.errors import ModelError, first_lines
+from kvq.formats.checkpoints.fields import shown
+from kvq.geometry.rope import BATCH_DEPENDENT_ROPE
+from kvq.kernels.cores import settle_threads
+from kvq.kernels.neighbours import watch_neighbours
+from kvq.lazy import import_whole
+from kvq.models.describe.config_values import with_floats
+from kvq.models.describe.kv_scales import is_kv_scale
+from kvq.models.describe.text_models import know_text_model
+from kvq.models.describe.text_part import is_whole, read_config, read_tensors, read_unread
+
+_loading = threading.Lock()  # two loads at a time confuse transformers for good
+_DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
+
+
+def import_class(config_dict: Mapping[str, Any]) -> None:
+    """Import what the model is made of, whose memory is not the weights'."""
+    import_whole("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with suppress(KeyError, ValueError, ImportError):  # said by whoever loads it
+        AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
+
+
+def load_config(folder: Path) -> Any:
+    """transformers' configuration of a folder.
+
+    Raises:
+        ModelError: it can't be read.
+    """
+    import_whole("transformers")
+    from transformers import AutoConfig
+
+    try:
+        with quiet_logs("transformers"):
+            if is_whole(folder):
+                return config_of(read_config(folder))
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        raise _blamed(folder, read_config(folder), config_of, error) from error
+
+
+def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+    """The module that a config.json's dict describes, without numbers and without memory.
+
+    Raises:
+        ModelError: it describes none; the message names the field.
+    """
+
+    def build(given: Mapping[str, Any]) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        with _loading, quiet_logs("transformers"), torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config_of(given))
+            return model
+
+    _prepare_process()
+    try:
+        return build(config)
+    except Exception as error:  # whatever numbers that don't fit make the family's code raise
+        raise _blamed(folder, config, build, error) from error
+
+
+def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """The module that a config.json's dict describes, with the numbers that its training would begin with.
+
+    Made on the device, with kvq's attention.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _prepare_process()
+    with _loading, quiet_logs("transformers"), device:
+        return AutoModelForCausalLM.from_config(
+            config_of(config), dtype=dtype, attn_implementation=PACKED_NAME
+        )
+
+
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json's dict without what makes transformers look for codes."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def config_of(given: Mapping[str, Any]) -> Any:
+    """transformers' configuration of a config.json's dict."""
+    return type(default_config(given)).from_dict(copy.deepcopy(with_floats(given)))
+
+
+def default_config(given: Mapping[str, Any]) -> Any:
+    """The configuration of a family as transformers would begin with.
+
+    Raises:
+        KeyError, ValueError: a dict that names no family, or none that transformers knows.
+    """
+    from transformers import AutoConfig
+
+    know_text_model(given["model_type"])
+    return AutoConfig.for_model(given["model_type"])
+
+
+def _blamed(
+    folder: Path, config: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object], error: Exception
+) -> ModelError:
+    """The error that names the field without which all goes well, else one that fails alike by itself."""
+    kind, cause = {"model_type": config["model_type"]}, first_lines(error)
+    # A check's own words, of its report
+    told = re.sub(r"<class '?([\w.]*)'?>?", r"\1", cause.rpartition("Error: ")[2])
+    others = {name: value for name, value in config.items() if name not in kind}
+    rests = {name: {key: other for key, other in config.items() if key != name} for name in others}
+    dropped = [name for name, rest in rests.items() if _error(make, rest) is None]
+    alike = (name for name, value in others.items() if _error(make, {**kind, name: value}) == cause)
+    name = dropped[0] if dropped else next(alike, None)
+    if name is None:
+        return ModelError(f"{folder}/config.json: its values don't go together: {told}")
+    default = getattr(default_config(kind), name, None) if dropped else None
+    remedy = "" if default is None else f", or drop it, which leaves it at {shown(default)}"
+    what = f"{name} can't be {shown(config[name])} in a {kind['model_type']} model; correct it{remedy}"
+    return ModelError(f"{folder}/config.json: {what} (transformers: {told})")
+
+
+def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
+    """What is said against a config.json's dict; None: nothing."""
+    try:
+        with quiet_logs("transformers"):
+            make(config)
+    except Exception as error:  # noqa: BLE001 - this is what is asked
+        return first_lines(error)
+    return None
+
+
+def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACKED_NAME) -> Any:
+    """A folder's model in `dtype` ("auto": the checkpoint's), on the CPU, by default with kvq's attention.
+
+    Raises:
+        ModelError: damaged or incomplete; the message says what.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if is_whole(folder) or read_unread(folder):
+        config = load_config(folder)
+        chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
+        return load_module_from(folder, config, read_tensors(folder), chosen, attention=attention)
+    return _load(
+        folder,
+        lambda settings: AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **settings
+        ),
+        {"dtype": dtype, "attn_implementation": attention},
+    )
+
+
+def load_module_from(
+    folder: Path,
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    attention: str = PACKED_NAME,
+) -> Any:
+    """The same of a folder's configuration and generation settings, with tensors that hold no codes.
+
+    Raises:
+        ModelError: damaged or incomplete; the message says what.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    if hasattr(config, "quantization_config"):  # or transformers would look for codes
+        del config.quantization_config
+
+    def make(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        made = AutoModelForCausalLM._model_mapping[type(config)]
+        model, info = made.from_pretrained(None, config=config, state_dict=dict(tensors), **settings)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return model, info
+
+    return _load(folder, make, {"dtype": dtype, "attn_implementation": attention})
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Be the only one here who loads with transformers, which says nothing meanwhile."""
+    _prepare_process()
+    with _loading, quiet_logs("transformers"):
+        yield
+
+
+def _load(
+    folder: Path, make: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]], settings: dict[str, Any]
+) -> Any:
+    """What `make` makes, with every tensor accounted for."""
+    _prepare_process()
+    try:
+        with _loading, quiet_logs("transformers"):  # mismatches are told below, in kvq's words
+            model, info = make({**settings, "output_loading_info": True, "ignore_mismatched_sizes": True})
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
+    _check_whole(folder, info)
+    return model
+
+
+def pin_rope(model: Any, max_context: int) -> None:
+    """Fix the frequencies of every longrope or dynamic RoPE module as for `max_context` tokens.
+
+    From then on each token is rotated the same in any batch: longrope takes its short factors if
+    `max_context` is within the original training length, else its long ones, for all positions.
+
+    Raises:
+        ModelError: a batch-dependent RoPE of a form that can't be pinned.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            if any(part in BATCH_DEPENDENT_ROPE for part in kind.values()):
+                raise ModelError(
+                    f"kvq does not run {model.config.model_type} with {sorted(set(kind.values()))} RoPE "
+                    f"per layer type: its frequencies change with batch neighbours and can't be pinned"
+                )
+        elif kind in BATCH_DEPENDENT_ROPE:
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                module.config, module.inv_freq.device, seq_len=max_context
+            )
+            module.inv_freq.data = frequencies.to(module.inv_freq.dtype)
+            module.attention_scaling = scaling
+            module.rope_type = f"pinned at {max_context} tokens"
+
+
+def _prepare_process() -> None:
+    register_attention()
+    settle_threads()
+    watch_neighbours()
+
+
+def _check_whole(folder: Path, info: dict[str, Any]) -> None:
+    """Raise ModelError unless every tensor has found its place, and every place its tensor."""
+    missing = sorted(info["missing_keys"])
+    unread = read_unread(folder) if missing else {}
+    if odd := next((name for name in missing if name in unread), None):
+        raise ModelError(
+            f"{folder}: {odd} is stored as {unread[odd]}, which kvq doesn't read; take a copy in BF16 or F32"
+        )
+    if missing == ["lm_head.weight"]:
+        raise ModelError(
+            f"{folder} lacks lm_head.weight, and its config.json does not say that the embedding serves for "
+            f"it (tie_word_embeddings: true); download both again"
+        )
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again, config.json too"
+        )
+    unexpected = [name for name in sorted(info["unexpected_keys"]) if not is_kv_scale(name)]
+    if extra := [name for name in unexpected if not name.endswith(_DERIVED)]:
+        raise ModelError(
+            f"{folder} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}; "
+            f"config and weights don't belong together"
+        )
+    if wrong := info["mismatched_keys"]:
+        name, has, wanted = min(wrong)
+        raise ModelError(
+            f"{folder}/config.json gives {name} the shape {list(wanted)}, the weights {list(has)}"
+        )
+
+
+@contextmanager
+def quiet_logs(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Keep what these loggers say below `level`, and transformers' progress bars, off the terminal."""
+    from transformers.utils import logging as hf_logging
+
+    loggers = [logging.getLogger(name) for name in names]
+    levels, bars = [logger.level for logger in loggers], hf_logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(level)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
+        if bars:
+            hf_logging.enable_progress_bar()

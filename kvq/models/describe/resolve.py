@@ -1,0 +1,170 @@
+"""From what the user typed to a model's folder: an embedded model, a folder, or a hub name.
+
+A folder that was found is handed on as a `ModelSource` or a `Path`, and neither is ever looked up as a
+name again: a folder called like a built-in model stays that folder, in any process and working directory.
+"""
+
+import importlib
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvq.errors import ConfigError, ModelError, first_lines, nearest
+
+_HERE = Path(__file__).parents[1]
+EMBEDDED = {"tiny": _HERE / "tiny", "tiny-draft": _HERE / "tiny_draft"}
+_CALLED = {"tiny": "the embedded model", "tiny-draft": "the embedded draft model"}
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_FILES = [*_SMALL_FILES, "*.safetensors"]
+_log = logging.getLogger("kvq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """Where a model was found."""
+
+    folder: Path  # absolute, links followed
+    name: str  # for tables and clients: the last part of what was typed
+    is_embedded: bool = False
+    repository: str | None = None  # on the hub
+    revision: str | None = None  # its commit
+
+    def __str__(self) -> str:
+        """The place in words; for a hub's model its commit, not where its files are kept."""
+        if self.is_embedded:
+            return f"{self.name}, {_CALLED[self.name]}"
+        return str(self.folder) if self.repository is None else f"{self.repository} at {self.revision}"
+
+
+def resolve_model(
+    model: str | os.PathLike[str] | ModelSource,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    weights: bool = True,
+) -> ModelSource:
+    """Find a model, downloading it from the hub if it is neither here nor embedded.
+
+    A text is an embedded model's name, else a folder if there is one, else a hub name. A `Path` is a
+    folder, whatever it is called. Without `weights` only the small files of a hub model are fetched.
+
+    Raises:
+        ModelError: no such folder, or a hub name that is missing, gated or out of reach.
+        ConfigError: a revision of something that is not from the hub.
+    """
+    if isinstance(model, ModelSource):
+        return model
+    local, name = find_here(model), os.fspath(model)
+    if local is not None and revision is not None:
+        raise ConfigError(f"--revision {revision} names a version on the hub, but {name} is here; drop it")
+    if local is not None:
+        return local
+    folder = _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
+    # The hub's cache names folders by the commit that they hold
+    commit = folder.name if hub_name(folder) is not None else revision or "main"
+    return ModelSource(folder=folder, name=Path(name).name, repository=name, revision=commit)
+
+
+def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
+    """The embedded model or the folder that is named so; None for what can be a name on the hub alone.
+
+    Raises:
+        ModelError: it is none of these.
+    """
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
+    if not isinstance(name, str):
+        raise ModelError(f"a model is named by a text or a Path, got {name!r:.100}")
+    if isinstance(model, str) and name in EMBEDDED:
+        if Path(name).is_dir():
+            _log.warning("%r is %s; for the folder of that name write ./%s", name, _CALLED[name], name)
+        return ModelSource(folder=EMBEDDED[name].resolve(), name=name, is_embedded=True)
+    if (local := _local(name)) is not None:
+        return local
+    if not isinstance(model, str) or name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+        raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
+    if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
+        raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
+    return None
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a model's tokenizer lies: the embedded draft model has that of the embedded model."""
+    is_draft = folder.resolve() == EMBEDDED["tiny-draft"].resolve()
+    return EMBEDDED["tiny"].resolve() if is_draft else folder
+
+
+def _local(name: str) -> ModelSource | None:
+    """The folder of that name, or None."""
+    if not name.strip():
+        raise ModelError("the model's name is empty; give a folder, a hub name or 'tiny'")
+    try:
+        path = Path(name).expanduser()
+        if path.is_file():
+            raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
+        last = path.name if path.name not in ("", "..") else path.resolve().name  # what dots are called
+        return ModelSource(folder=path.resolve(), name=last) if path.is_dir() else None
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
+        raise ModelError(f"there is no folder {name[:100]!r}: {first_lines(error, 100)}") from error
+
+
+def hub_name(folder: Path) -> str | None:
+    """The name on the hub of a folder that the hub's client keeps, told by its place; None elsewhere."""
+    place = folder.resolve().parent
+    if place.name != "snapshots":
+        return None
+    return place.parent.name.removeprefix("models--").replace("--", "/")
+
+
+def _download(name: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    unreachable: tuple[type[Exception], ...] = (
+        LocalEntryNotFoundError,
+        HfHubHTTPError,
+        OSError,
+        *_transport_errors(),
+    )
+    try:
+        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated: accept its terms on its hub page, then run `hf auth login` or pass --token"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(
+            f"{name} has no revision {revision!r}; see its branches and tags on the hub"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"there is no folder {name} here and no public model of that name on the hub; check the "
+            f"spelling, or pass --token if it is private"
+        ) from error
+    except HFValidationError as error:
+        raise ModelError(f"{name!r} is neither a folder here nor a valid hub name (org/name)") from error
+    except unreachable as error:
+        raise ModelError(
+            f"{name} is not a folder here and the hub can't be reached ({type(error).__name__}); check the "
+            f"network and try again, a broken download resumes, or give a local folder"
+        ) from error
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Base errors of the HTTP clients that releases of huggingface_hub use."""
+    found: list[type[Exception]] = []
+    for name in ("httpx2", "httpx"):
+        try:
+            found.append(importlib.import_module(name).HTTPError)
+        except ImportError:
+            continue
+    return tuple(found)

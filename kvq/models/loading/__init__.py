@@ -1,0 +1,1 @@
+"""Loading of weights and tokenizers, and replacement of a model's layers by fused ones."""

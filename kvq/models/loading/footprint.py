@@ -1,0 +1,126 @@
+"""The bytes of weights that an engine will hold, told from a model's small files and headers."""
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+import torch
+
+from kvq.errors import ConfigError
+from kvq.formats.checkpoints import parse_config
+from kvq.formats.checkpoints.stored import Stored, stored_layers
+from kvq.formats.weights import WeightCode, WeightFormat
+from kvq.models.describe.checkpoint import TensorEntry, read_header, weight_files
+from kvq.models.describe.modules import build_on_meta, unquantized
+from kvq.models.describe.text_part import namer
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.quantized import runs_experts
+from kvq.models.parts.device import DTYPE_NAMES
+from kvq.models.parts.linear import has_own_products
+from kvq.sizing.held import PLAIN, HeldAs, everywhere
+from kvq.sizing.memory import Split, Term, activation_term, weight_terms
+from kvq.sizing.parameters import count_parameters
+from kvq.weights import is_expert_code, stacked_experts
+
+_STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_SCALES = (".weight_scale", ".scales")  # how the names of scales end, in the formats that are read
+_HEAD = WeightFormat(code=WeightCode.INT8)
+_ROUNDED_SCALE = 4  # bytes
+_SAMPLE = 4096  # values of a tensor that are looked at
+_WIDENED = {"bf16": 0xFFFF, "fp16": 0x1FFF}  # bits of an fp32 number that such a one leaves empty
+
+
+def planned_weights(model: PreparedModel) -> tuple[Term, ...]:
+    """Every term of the weights, on the model's device.
+
+    Raises:
+        ConfigError: a family whose parameters aren't counted.
+    """
+    return weight_terms(count_parameters(model.config, model.geometry), held_by_engine(model))
+
+
+def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
+    """What a step holds beside weights and KV."""
+    try:
+        parameters = count_parameters(model.config, model.geometry)
+    except ConfigError:
+        parameters = None
+    return activation_term(model.geometry, parameters, step_tokens=step_tokens, split=Split())
+
+
+def held_by_engine(model: PreparedModel) -> HeldAs:
+    """The types in which the engine holds what the checkpoint stores."""
+    other, rounded = PLAIN[DTYPE_NAMES[model.dtype]], model.rounded_to
+    if rounded is not None:
+        form = Stored.of(rounded, _ROUNDED_SCALE)
+        head = Stored.of(_HEAD, _ROUNDED_SCALE) if rounded.code.is_integer else form
+        packs = _packs(model, rounded)
+        return HeldAs(rules=everywhere(form), other=other, head=head, has_packed_experts=packs)
+    is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
+    is_exact = is_own and model.dtype is torch.float32
+    plain = PLAIN[_narrowest(model)] if is_exact else other
+    if not model.is_quantized:
+        packs = is_exact and _knows_experts(model)
+        return HeldAs(other=other, kept=plain, shares_head=is_own, has_packed_experts=packs)
+    said = model.config["quantization_config"]
+    scheme = parse_config(said)
+    codes = next((layer.fmt for _, layer in scheme.rules if layer), None)
+    has_experts = any(map(is_expert_code, (entry.name for entry in model.entries)))
+    return HeldAs(
+        rules=stored_layers(said, scheme, _scale_bytes(model)) or (),
+        other=other,
+        kept=plain,
+        shares_head=is_own,
+        has_packed_experts=has_experts and codes is not None and _packs(model, codes),
+    )
+
+
+def _packs(model: PreparedModel, fmt: WeightFormat) -> bool:
+    """Whether kernels take experts in codes of that format, and those of the model."""
+    return runs_experts(fmt, model.device, model.backend) is not None and _knows_experts(model)
+
+
+def _knows_experts(model: PreparedModel) -> bool:
+    """Whether kernels take the experts of a model that has some."""
+    if not count_parameters(model.config, model.geometry).experts:
+        return False
+    return bool(stacked_experts(build_on_meta(model.folder, unquantized(model.config))))
+
+
+def _scale_bytes(model: PreparedModel) -> int:
+    """Of a stored scale, which kernels keep in its type."""
+    types = Counter(entry.dtype for entry in model.entries if entry.name.endswith(_SCALES))
+    return 4 if types and types.most_common(1)[0][0] == "F32" else 2
+
+
+def _narrowest(model: PreparedModel) -> str:
+    """The type that holds all Linear weights as they are: fp32 checkpoints are often widened ones."""
+    matrices = Counter[str]()
+    for entry in _matrices(model):
+        if entry.dtype in _STORED:
+            matrices[entry.dtype] += prod(entry.shape)
+    stored = _STORED[matrices.most_common(1)[0][0]] if matrices else "fp32"
+    if stored != "fp32":
+        return stored
+    for name, empty in _WIDENED.items():
+        if all(not (bits & empty).any() for bits in _samples(model)):
+            return name
+    return "fp32"
+
+
+def _matrices(model: PreparedModel) -> list[TensorEntry]:
+    """What layers multiply by; of weights in codes their scales are none."""
+    return [entry for entry in model.entries if len(entry.shape) == 2 and not entry.name.endswith(_SCALES)]
+
+
+def _samples(model: PreparedModel) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+    """The first numbers of fp32 matrices, as bits; of few, since one that is not widened is enough."""
+    entries = {entry.name for entry in _matrices(model)}
+    named = namer(model.folder)
+    for path in weight_files(model.folder):
+        with path.open("rb") as file:
+            for entry in read_header(path):
+                if named(entry.name) in entries and entry.dtype == "F32":
+                    file.seek(entry.begin)
+                    yield np.frombuffer(file.read(4 * min(_SAMPLE, prod(entry.shape))), dtype=np.uint32)

@@ -1,0 +1,223 @@
+"""All decoder layers of a model in few calls, where Python and small operations would take most of a step.
+
+A layer of transformers' is some forty tensor operations and a dozen module calls. Models whose layers are all
+of a known kind run steps here: in C++ on CPUs, in Triton on GPUs, one loop over the same description of a
+layer. The model's own code stays in place and runs whatever is no step of kvq's, and the load-time probe
+compares both.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvq.errors import ConfigError
+from kvq.kernels.decoder.cpu import runs_in_cpp
+from kvq.kernels.decoder.parts import DecoderParts
+from kvq.kernels.decoder.whole import PassParts, ReadyPass
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.models.loading.cpu_layers import CpuLayers
+from kvq.models.loading.fused_norms import FusedRMSNorm
+from kvq.models.loading.layer_parts import describe
+from kvq.models.parts.angles import Angles
+from kvq.models.parts.norms import norm_weight
+from kvq.models.parts.step import PackedStep
+from kvq.weights import PackedLinear, hooks_of, runs_library_code
+from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
+
+Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor]
+
+
+def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -> bool:
+    """Let a model run steps in few calls; False, and nothing changed, if any layer is of another kind.
+
+    `windows`: of every layer's attention, in tokens.
+    """
+    inner = model.base_model
+    own: Iterable[nn.Module] = getattr(inner, "layers", ())
+    layers = [describe(layer, inner, window) for layer, window in zip(own, windows, strict=False)]
+    known = [layer for layer in layers if layer is not None]
+    norm = norm_weight(getattr(inner, "norm", None))
+    if len(known) < len(windows) or norm is None:
+        return False
+    if not in_triton and not all(map(runs_in_cpp, known)):
+        return False
+    run: Layers
+    if in_triton:
+        from kvq.models.loading.gpu_layers import GpuLayers  # which imports Triton
+
+        run = GpuLayers(known, norm)
+    else:
+        run = CpuLayers(known, inner.norm)
+    inner.forward = FusedForward(inner, run, known)
+    return True
+
+
+def is_fused(model: Any) -> bool:
+    """True if all layers run in compiled kernels; on CPUs a row's results never depend on other rows."""
+    return isinstance(model.base_model.__dict__.get("forward"), FusedForward)
+
+
+def unfuse_layers(model: Any) -> None:
+    """Give the model its own code back."""
+    if is_fused(model):
+        del model.base_model.forward
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What lies around a model's layers, as compiled code takes it."""
+
+    modules: tuple[nn.Module, ...]  # embedding, norm, head
+    parts: PassParts
+    numbers: tuple[Any, ...]  # where their values lie
+
+    def are_those_of(self, inner: Any) -> bool:
+        """True while a model's modules are those, with the same parameters, and none has another forward."""
+        embedding, norm = inner.embed_tokens, inner.norm
+        is_same = embedding is self.modules[0] and norm is self.modules[1]
+        return (
+            is_same
+            and _numbers_of(embedding, norm) == self.numbers
+            and not any("forward" in module.__dict__ for module in self.modules)
+        )
+
+    @classmethod
+    def of(cls, inner: Any, head: nn.Module, scale: float) -> "Ends | None":
+        """None where any of it is of another kind. `scale`: what embeddings are multiplied with."""
+        embedding, norm = inner.embed_tokens, inner.norm
+        known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
+        if not known or not isinstance(head.kernel, CpuLinear) or scale != 1.0:
+            return None
+        table: Tensor | CpuLinear
+        if isinstance(embedding, PackedEmbedding):
+            plain, table, dtype = embedding.scale is None, embedding.kernel, embedding.dtype
+        elif isinstance(embedding, nn.Embedding):
+            plain = is_plain_lookup(embedding) and scale_of(embedding) is None
+            table, dtype = embedding.weight.detach(), embedding.weight.dtype
+        else:
+            return None
+        try:
+            weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
+            parts = PassParts(table, weight, head.kernel, dtype)
+        except ConfigError:
+            return None
+        return cls((embedding, norm, head), parts, _numbers_of(embedding, norm)) if plain else None
+
+
+def _numbers_of(embedding: nn.Module, norm: Any) -> tuple[Any, ...]:
+    own = embedding.weight.data_ptr() if isinstance(embedding, nn.Embedding) else None
+    return own, norm.weight.data_ptr(), norm.eps
+
+
+class FusedForward:
+    """A model's forward pass up to its last norm; what is no step of a kvq session goes to its own.
+
+    Parts of the layers are taken as they are when it is made: replace none afterwards, or unfuse first.
+    """
+
+    def __init__(self, inner: Any, run: Layers, layers: list[DecoderParts]) -> None:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        self._own_of: Callable[..., Any] = type(inner).forward
+        # It holds this: a cycle would outlive its model until collected.
+        self._inner: Callable[[], Any] = weakref.ref(inner)
+        parts = [module for module in inner.modules() if module is not inner]
+        self._hooks = list(chain.from_iterable(map(hooks_of, parts)))
+        self._run = run
+        self._angles = Angles(inner.rotary_emb, {layer.angles for layer in layers})
+        self.scale: float = getattr(inner, "embedding_multiplier", 1.0)  # Granite's
+        self._output = MoeModelOutputWithPast
+        self.width: int = layers[0].output.out_features
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        """Token ids and positions [1, rows] to hidden states [1, rows, hidden]."""
+        step = given.get("kvq_step")
+        if not isinstance(step, PackedStep) or args or self.is_hooked:
+            return self._own_of(self._inner(), *args, **given)
+        hidden = self.hidden(given["input_ids"], given["position_ids"], step)
+        return self._output(last_hidden_state=hidden[None])
+
+    @property
+    def is_hooked(self) -> bool:
+        """True if somebody looks at the layers' modules, which steps go around."""
+        return any(self._hooks)
+
+    def whole(
+        self, ends: Ends, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
+    ) -> ReadyPass | None:
+        """A whole step in one call; None where one isn't enough."""
+        if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
+            return None
+        return self._run.whole(ends.parts, self._angles, tokens, positions, wanted, step)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
+        """[1, rows] each -> [rows, hidden], behind the last norm."""
+        x: Tensor = self._inner().embed_tokens(tokens)  # which may have become another model's
+        if self.scale != 1.0:
+            x = x * self.scale
+        return self._run(x[0], self._angles(x, positions), step)
+
+
+class FusedPass:
+    """A step of a fused model that makes logits by its head alone, without transformers' wrapper."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._head: nn.Module = model.get_output_embeddings()
+        self._layers: FusedForward = model.base_model.forward
+        self._hooks = [*hooks_of(model), *hooks_of(self._head), *hooks_of(model.base_model)]
+        self._ends = Ends.of(model.base_model, self._head, self._layers.scale)
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: Any) -> "FusedPass | None":
+        """None of a model that does more than that, to which some hidden states are shown."""
+        head = model.get_output_embeddings()
+        if not is_fused(model) or not isinstance(head, nn.Module) or not runs_library_code(model):
+            return None
+        own = model.base_model.forward
+        weight = next(model.base_model.parameters())
+        hidden = torch.randn(1, 3, own.width, generator=torch.Generator().manual_seed(0)).to(weight)
+        ids = torch.zeros(1, 3, dtype=torch.int64, device=weight.device)
+        model.base_model.forward = lambda *_, **__: own._output(last_hidden_state=hidden)
+        try:
+            made = model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=ids[0, :1] + 1)
+        finally:
+            model.base_model.forward = own
+        alone = head(hidden[:, 1:2])
+        return cls(model) if torch.equal(made.logits, alone) else None
+
+    @property
+    def is_free(self) -> bool:
+        """True while nobody has hooks on the modules that steps go around."""
+        return not (any(self._hooks) or self._layers.is_hooked or "forward" in self._model.__dict__)
+
+    @property
+    def is_whole(self) -> bool:
+        """True while nobody has hooks and one call of compiled code may be enough for a step."""
+        return self._ends is not None and self.is_free
+
+    def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:
+        """The step in one call, not begun, where that is enough; for arguments see `__call__`."""
+        if self._ends is None or step.keeps_hidden:
+            return None
+        return self._layers.whole(self._ends, tokens, positions, wanted, step)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> Tensor:
+        """Logits [wanted, vocab]; tokens and positions: int64 [rows], wanted: int64, rows."""
+        whole = self.ready(tokens, positions, wanted, step)
+        if whole is not None:
+            whole.run()
+            step.attention_s += whole.seconds
+            return whole.logits
+        hidden = self._layers.hidden(tokens[None], positions[None], step)
+        if step.keeps_hidden:
+            step.hidden = hidden
+        logits: Tensor = self._head(hidden.index_select(0, wanted))
+        return logits

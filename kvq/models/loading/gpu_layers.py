@@ -1,0 +1,68 @@
+"""Decoder layers in Triton: what is added to the residual is normed for the next half in the same launch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from kvq.kernels.decoder.parts import DecoderParts, GatedParts, Product
+from kvq.kernels.gated.triton import gated
+from kvq.kernels.gpu.current import current
+from kvq.kernels.rms_norm.triton import AddNorm
+from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.models.parts.step import PackedStep
+from kvq.weights.dense import Dense
+
+
+class GpuLayers:
+    """All layers of a model and its last norm."""
+
+    def __init__(self, layers: Sequence[DecoderParts], norm: NormWeight) -> None:
+        following = [*(parts.input_norm for parts in layers[1:]), norm]
+        self._layers = [_Layer(parts, after) for parts, after in zip(layers, following, strict=True)]
+        self._first = None if layers[0].input_norm is None else AddNorm(layers[0].input_norm)
+
+    def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
+        """[rows, hidden], which becomes the residual -> the same, normed."""
+        with current(x.device):
+            h = x if self._first is None else self._first(x, None)
+            for layer in self._layers:
+                h = layer(h, x, angles, step)
+            return h
+
+
+class _Layer:
+    def __init__(self, parts: DecoderParts, following: NormWeight | None) -> None:
+        """`following`: the norm of the next layer's inputs, or the model's last."""
+        products = [parts.qkv, parts.output]
+        products += [parts.mlp.gate_up, parts.mlp.down] if isinstance(parts.mlp, GatedParts) else []
+        for product in products:
+            if isinstance(product, Dense):
+                product.join()
+        self._parts = parts
+        self._output = _biased(parts.output, parts.output_bias)
+        self._mlp = partial(_gated, parts.mlp) if isinstance(parts.mlp, GatedParts) else parts.mlp
+        self._mlp_norm = AddNorm(parts.mlp_norm, post=parts.attention_norm, scale=parts.scale)
+        self._following = AddNorm(following, post=parts.out_norm, scale=parts.scale)
+
+    def __call__(
+        self, h: Tensor, residual: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep
+    ) -> Tensor:
+        """Normed inputs [rows, hidden] -> those of the next layer; both halves are added to the residual."""
+        parts = self._parts
+        turned = angles[parts.angles] if parts.heads.rotary_dim else None
+        attended = step.attend_joined(parts.index, parts.qkv(h), turned, parts.heads, parts.options)
+        h = self._mlp_norm(self._output(attended.flatten(1)), residual)
+        return self._following(self._mlp(h), residual)
+
+
+def _gated(parts: GatedParts, x: Tensor) -> Tensor:
+    return parts.down(gated(parts.gate_up(x), parts.activation))
+
+
+def _biased(product: Product, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if bias is None:
+        return product
+    if isinstance(product, Dense):
+        return partial(product.added_to, bias)
+    return lambda x: product(x) + bias

@@ -1,0 +1,329 @@
+"""A model as far as it is known without its weights: what can't work is refused before they are read."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from kvq.arguments import checked
+from kvq.cache.backend import CacheBackend, cache_backend
+from kvq.cache.kv_cache import KVCache
+from kvq.errors import ConfigError, ModelError, nearest
+from kvq.formats import KVRecipe, StaticScales
+from kvq.formats.weights import WeightFormat, parse_weight_format
+from kvq.geometry import ModelGeometry
+from kvq.geometry.rope import rope_types
+from kvq.kernels import check_backend
+from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
+from kvq.models.describe.agreement import check_headers
+from kvq.models.describe.checkpoint import TensorEntry, content_digest, weight_files
+from kvq.models.describe.config_values import check_values
+from kvq.models.describe.ends import read_end_ids
+from kvq.models.describe.kv_scales import is_kv_scale, read_kv_scales
+from kvq.models.describe.resolve import ModelSource, resolve_model
+from kvq.models.describe.text_part import read_config, read_entries
+from kvq.models.loading.quantized import check_scheme
+from kvq.models.loading.tokenizer import check_vocabulary, load_tokenizer
+from kvq.models.observe.support import check_supported
+from kvq.models.parts.device import DTYPE_NAMES, pick_device, pick_dtype
+from kvq.models.parts.fork_guard import Home
+from kvq.weights.manifest import check_manifest
+
+QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: the name and digest of what was quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A model that was found, and everything that its small files and headers say. Made by `prepare`."""
+
+    source: ModelSource
+    config: Mapping[str, Any]  # config.json, or what it says of the text part
+    geometry: ModelGeometry
+    entries: tuple[TensorEntry, ...]  # of all weight files
+    device: torch.device
+    dtype: torch.dtype  # that it computes in
+    rounded_to: WeightFormat | None  # what Linear layers are rounded to while they are loaded
+    max_context: int  # tokens
+    block_size: int
+    order: BlockOrder
+    backend: str
+    cache: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self.source.folder
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all tensors, as they are stored."""
+        return sum(entry.end - entry.begin for entry in self.entries)
+
+    @property
+    def stored_values(self) -> int:
+        """How many numbers all tensors hold."""
+        return sum(prod(entry.shape) for entry in self.entries)
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if its weights are stored in codes."""
+        return self.config.get("quantization_config") is not None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises:
+            ModelError: the folder has none that loads without running its code, or another model's.
+        """
+        tokenizer = load_tokenizer(self.folder)
+        check_vocabulary(tokenizer, self.folder, self.geometry.vocab_size)
+        return tokenizer
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text; empty: no file of the model names any.
+
+        Raises:
+            ModelError: generation_config.json is no JSON object.
+        """
+        own = None  # of who has no tokenizer, and gives ids
+        with suppress(ModelError):
+            own = self.tokenizer.eos_token_id
+        return read_end_ids(self.folder, self.config, own, self.geometry.vocab_size)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all tensors of the checkpoint; reads the files once, unless that has begun already."""
+        return self._digest.result()
+
+    def begin_digest(self) -> None:
+        """Begin to read for the digest in a thread, while whoever loads the weights reads the same pages."""
+        _ = self._digest
+
+    @cached_property
+    def _digest(self) -> Future[str]:
+        future: Future[str] = Future()
+
+        def compute() -> None:
+            try:
+                future.set_result(content_digest(weight_files(self.folder)))
+            except BaseException as error:  # noqa: BLE001 - raised again by whoever asks
+                future.set_exception(error)
+
+        Thread(target=compute, name="kvq-digest", daemon=True).start()
+        return future
+
+    def recipe(
+        self,
+        kv: str | Path | KVRecipe,
+        scales: StaticScales | None = None,
+        *,
+        whole_blocks: bool | None = None,
+    ) -> KVRecipe:
+        """The recipe that `kv` means for this model; `scales` go to one that needs some and brings none.
+
+        `whole_blocks`: as `KVRecipe.uniform` takes it; None: True for kvq's own cache.
+
+        Raises:
+            UnfitFormat: a format that the head dimensions don't fit; others may.
+            ConfigError: unknown format, or a recipe for other layers.
+        """
+        kv = DTYPE_NAMES[self.dtype] if kv == "auto" else kv
+        wait = self.cache == "kvq" if whole_blocks is None else whole_blocks
+        recipe = named_recipe(kv, self.geometry, whole_blocks=wait)
+        check_recipe_fits(self.geometry, recipe)
+        if recipe.is_static and recipe.static_scales is None:
+            return recipe.with_scales(scales)
+        return recipe
+
+    def layout(self, recipe: KVRecipe) -> KVLayout:
+        """The blocks of a recipe.
+
+        Raises:
+            ConfigError: a block size out of range, or a recipe made for other layers.
+        """
+        return plan_layout(self.geometry, recipe, block_size=self.block_size, order=self.order)
+
+    def check_scales(self, recipe: KVRecipe) -> None:
+        """Raise ConfigError if a recipe's static scales are missing, or anything in it is another model's."""
+        recipe.require_scales()
+        if recipe.is_bound:
+            self.check_belongs(recipe)
+
+    def check_belongs(self, recipe: KVRecipe) -> None:
+        """Raise ConfigError unless what was calibrated is this model's; says if its unquantized one's."""
+        try:
+            recipe.check_belongs(model_digest=self.digest, kv_heads=self.geometry.kv_heads)
+        except ConfigError as error:
+            if not self._was_quantized_from_the_model_of(recipe):
+                raise ConfigError(f"{recipe.label}: {error}" if recipe.label else str(error)) from error
+            raise ConfigError(
+                f"{recipe.label or 'the recipe'} was made for the unquantized model that {self.folder} was "
+                f"quantized from; formats and scales are found on the model that serves: "
+                f"kvq tune {self.folder} --out kvq.json, or kvq calibrate"
+            ) from error
+
+    def _was_quantized_from_the_model_of(self, recipe: KVRecipe) -> bool:
+        origin = self.config.get(QUANTIZED_FROM)
+        if not isinstance(origin, Mapping):
+            return False
+        try:
+            recipe.check_belongs(model_digest=str(origin.get("digest")), kv_heads=self.geometry.kv_heads)
+        except ConfigError:
+            return False
+        return True
+
+    def check_kernels(self, recipe: KVRecipe) -> None:
+        """Try the recipe's kernels on a block of each layer group.
+
+        Raises:
+            UnsupportedKernel: none runs here, or not the one that was named.
+            ConfigError: the cache backend can't store the recipe.
+        """
+        layout = self.layout(recipe)
+        make_cache(self, layout, num_blocks=[1] * len(layout.groups)).close()
+
+
+class LoadOptions(TypedDict, total=False):
+    """How a model is loaded, and how its K and V are kept. What is left out is as in `_DEFAULTS`."""
+
+    device: str  # "auto": the first GPU, or the CPU
+    dtype: str  # what it computes in; "auto": fp32 on a CPU, else what its config says
+    max_context: int | None  # tokens; None: the model's own
+    weights: str  # a format that Linear layers are rounded to; "auto": as stored
+    block_size: int  # tokens
+    order: BlockOrder
+    backend: str  # of kernels
+    cache: str  # a cache backend
+    revision: str | None  # on the hub
+    token: str | None  # for the hub
+
+
+_DEFAULTS = LoadOptions(
+    device="auto",
+    dtype="auto",
+    max_context=None,
+    weights="auto",
+    block_size=BLOCK_SIZE,
+    order=BlockOrder.LAYER_MAJOR,
+    backend="auto",
+    cache="kvq",
+    revision=None,
+    token=None,
+)
+
+
+@checked
+def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> PreparedModel:
+    """Find a model and check all that can be checked without reading its weights.
+
+    Raises:
+        ModelError: missing, damaged or refused model.
+        ConfigError: an option that is unknown or can't be used as given.
+        EngineError: in a process that was forked from one whose engine ran in a thread.
+    """
+    for name in given:
+        if name not in _DEFAULTS:
+            hint = nearest(name, list(_DEFAULTS)) or ";"
+            raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(sorted(_DEFAULTS))}")
+    options = _DEFAULTS | given
+    backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
+    Home.check_fork()
+    check_backend(backend)
+    if cache != "kvq" and backend != "auto":
+        raise ConfigError(
+            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
+        )
+    cache_backend(cache)
+    device, weights = pick_device(options["device"]), options["weights"]
+    rounded_to = None if weights == "auto" else parse_weight_format(weights)
+    source = resolve_model(model, revision=options["revision"], token=options["token"])
+    check_manifest(source.folder)
+    config = read_config(source.folder)
+    geometry = check_supported(config, max_context=max_context, folder=source.folder)
+    if cache != "kvq":  # others attend over K and V of heads
+        geometry = geometry.expanded()
+    check_values(source.folder, config, geometry.vocab_size)
+    dtype = pick_dtype(options["dtype"], device, config)
+    if config.get("quantization_config") is not None:
+        if rounded_to is not None:
+            raise ConfigError(
+                f"{source.folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
+            )
+        check_scheme(source.folder, config["quantization_config"])
+    context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
+    block_size, order = options["block_size"], options["order"]
+    plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
+    entries = read_entries(source.folder)
+    check_headers(source.folder, config, geometry, entries)
+    return PreparedModel(
+        source=source,
+        config=config,
+        geometry=geometry.computed_in(str(dtype).removeprefix("torch.")),
+        entries=entries,
+        device=device,
+        dtype=dtype,
+        rounded_to=rounded_to,
+        max_context=context,
+        block_size=block_size,
+        order=order,
+        backend=backend,
+        cache=cache,
+    )
+
+
+def make_cache(
+    model: PreparedModel, layout: KVLayout, *, num_blocks: list[int], backend: str | None = None
+) -> CacheBackend:
+    """A cache of so many blocks per layer group; kvq's own, whatever the model's is, if kernels are named.
+
+    Raises:
+        ConfigError: a cache backend that can't store the layout's recipe.
+        OutOfMemory: the blocks don't fit.
+        UnsupportedKernel: no kernel runs the recipe here.
+    """
+    if model.cache == "kvq" or backend is not None:
+        kernels = backend or model.backend
+        return KVCache(layout, num_blocks=num_blocks, device=model.device, backend=kernels)
+    layout.recipe.check_unstaged(f"the cache {model.cache!r}")
+    if layout.states is not None:
+        raise ConfigError(f"the cache {model.cache!r} keeps no recurrent states, which this model has")
+    return cache_backend(model.cache)(layout, num_blocks=num_blocks, device=model.device)
+
+
+def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
+    """Static scales from a kvq.json, or from the one inside the model folder, or from the checkpoint.
+
+    Raises:
+        ConfigError: the file is unreadable, holds no static scales, or another model's.
+    """
+    beside = model.folder / "kvq.json"
+    if path is None and not beside.is_file():
+        names = [entry.name for entry in model.entries if is_kv_scale(entry.name)]
+        if (layers := read_kv_scales(model.folder, model.geometry, names)) is None:
+            return None
+        return StaticScales(model_digest=model.digest, text_digest="", tokens=0, layers=layers)
+    if path is None:
+        return KVRecipe.load(beside).static_scales
+    recipe = KVRecipe.load_scales(path)
+    check_recipe_fits(model.geometry, recipe)
+    model.check_belongs(recipe)
+    return recipe.static_scales
+
+
+def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool) -> int:
+    if max_context is None:
+        return geometry.max_context
+    if max_context < 1 or (max_context > geometry.max_context and not dynamic):
+        raise ConfigError(
+            f"a context of {max_context} tokens was asked for; this model takes 1 to {geometry.max_context}"
+        )
+    return max_context

@@ -1,0 +1,266 @@
+"""Models whose Linear layers are quantized: rounded while they are loaded, or read from their codes."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kvq.errors import ConfigError, ModelError
+from kvq.extras import BITSANDBYTES, require
+from kvq.formats.weights import WeightCode, WeightFormat
+from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.models.describe.kv_scales import is_kv_scale
+from kvq.models.describe.modules import load_config, load_module, load_module_from
+from kvq.models.describe.stored import StoredTensors
+from kvq.models.describe.text_part import read_tensors
+from kvq.weights import (
+    EXPERT_PARTS,
+    ROUTERS,
+    expert_places,
+    install,
+    install_experts,
+    round_weight,
+    runs_library_code,
+    stacked_experts,
+)
+from kvq.weights.files import QuantizationScheme, parse_config, read_linear
+
+_HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
+_PIECE = 1 << 20  # numbers rounded at a time, which takes several times their memory
+_Stored = TypeVar("_Stored")
+
+
+def load_rounded(
+    folder: Path, dtype: torch.dtype, fmt: WeightFormat, device: torch.device, *, backend: str
+) -> Any:
+    """A folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
+
+    On CPUs stacked experts are, too.
+
+    Raises:
+        ModelError: damaged or incomplete.
+        ConfigError: groups that don't divide a layer's inputs.
+    """
+    model = load_module(folder, "auto")  # as stored, and mapped: one layer at a time becomes codes
+    formats = rounded_formats(model, fmt)
+    linears = {name: model.get_submodule(name) for name in formats}
+
+    def rounded(name: str) -> QuantizedWeight:
+        weight, pieces = linears.pop(name).weight.detach(), []
+        for stored in weight.split(max(1, _PIECE // weight.shape[1])):
+            piece = stored.float()
+            if not piece.isfinite().all():  # which rounding would hide
+                raise ModelError(f"{folder}: {name}.weight holds NaN or infinity; download or copy it again")
+            pieces.append(round_weight(piece, formats[name]))
+        return QuantizedWeight.joined(pieces)
+
+    weights = {name: partial(rounded, name) for name in formats}
+    install(model, weights, device, backend=backend, dtype=dtype)
+
+    def rounded_expert(name: str, expert: int, values: Tensor) -> QuantizedWeight:
+        if not values.isfinite().all():
+            raise ModelError(f"{folder}: {name} holds NaN or infinity; download or copy it again")
+        return round_weight(values.float(), fmt)
+
+    if (in_cpp := runs_experts(fmt, device, backend)) is not None:
+        install_experts(model, stacked_experts(model), rounded_expert, fmt=fmt, in_cpp=in_cpp)
+    return model.to(dtype)
+
+
+def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool | None:
+    """Whether experts in codes run in C++ there or by the reference; None on GPUs: they stay as stored.
+
+    Raises:
+        UnsupportedKernel: the named backend has no kernel there.
+    """
+    if device.type != "cpu":
+        return None
+    spec = LinearSpec(fmt=fmt, in_features=1, out_features=1)
+    return select(spec.operation, spec, Device.of(device), backend).run is CpuLinear
+
+
+def check_rounded_experts(model: nn.Module, fmt: WeightFormat) -> None:
+    """Raise ConfigError if an expert's inputs can't be cut into the format's groups."""
+    for name, form in stacked_experts(model).items():
+        for own in ("gate_up_proj", "down_proj"):
+            shape = model.get_submodule(name).get_parameter(own).shape
+            try:
+                fmt.groups(shape[1 if form.is_transposed else 2])
+            except ConfigError as error:
+                raise ConfigError(f"{name}.{own}: {error}") from error
+
+
+def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
+    """What each Linear layer of a model is rounded to, by name; the head to 8 bits.
+
+    Raises:
+        ConfigError: there is none, or its inputs can't be cut into its format's groups.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and runs_library_code(module) and name.rpartition(".")[2] not in ROUTERS
+    }
+    if not linears:
+        raise ConfigError(
+            f"{type(model).__name__} has no Linear layers that could be rounded; use --weights auto"
+        )
+    formats = {
+        name: _HEAD if linear is head and fmt.code.is_integer else fmt for name, linear in linears.items()
+    }
+    for name, own in formats.items():
+        try:
+            own.groups(linears[name].in_features)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    return formats
+
+
+def check_scheme(folder: Path, config: object) -> None:
+    """Raise unless a config.json's quantization_config can be read here.
+
+    Raises:
+        ModelError: a method, version or feature that isn't read.
+        ConfigError: a package is missing.
+    """
+    if is_bitsandbytes(config):
+        require(f"{folder}, quantized by bitsandbytes,", BITSANDBYTES)
+    else:
+        parse_config(config)
+
+
+def is_bitsandbytes(config: object) -> bool:
+    """True if a quantization_config leaves the layers to bitsandbytes."""
+    return isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes"
+
+
+def load_quantized(
+    folder: Path, config_dict: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, backend: str
+) -> Any:
+    """A folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
+
+    The codes go to kernels as they are; transformers sees stand-ins without memory, so that it checks
+    names and shapes of all tensors as it does for any model. Stacked experts, which are no Linear
+    layers, are dequantized for that, and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
+
+    Raises:
+        ModelError: damaged, incomplete, or quantized in a way that isn't read.
+    """
+    config = config_dict["quantization_config"]
+    if is_bitsandbytes(config):
+        return load_module(folder, dtype)
+    scheme = parse_config(config)
+    stored = read_tensors(folder)
+    weights = read_weights(scheme, stored)
+    plain = plain_tensors(scheme, stored, weights)
+    stand_ins = {  # of one element of memory each
+        name: torch.zeros(1, dtype=dtype).expand(weight.out_features, weight.in_features)
+        for name, weight in weights.items()
+    }
+    model = _load(folder, plain, stand_ins, dtype)
+    places = _places(model, stand_ins)
+    experts = {name: weight for name, weight in weights.items() if name not in places}
+    if experts:
+        whole = {name: weight.dequantize(dtype) for name, weight in experts.items()}
+        model = _load(folder, plain, stand_ins | whole, dtype)
+        del whole
+        places = _places(model, stand_ins)
+        _install_experts(model, experts, device, backend)
+    placed = {place: partial(weights.pop, name) for name, place in places.items()}
+    install(model, placed, device, backend=backend, dtype=dtype)
+    return model
+
+
+def _install_experts(
+    model: Any, weights: Mapping[str, QuantizedWeight], device: torch.device, backend: str
+) -> None:
+    """Let kernels have the codes of experts that a checkpoint holds one by one, where there are such kernels.
+
+    They do if the codes stand for just what transformers put there; else that stays.
+    """
+    for name, (form, own) in expert_places(model, stacked_experts(model), weights).items():
+        experts = model.get_submodule(name)
+        joined: dict[str, list[QuantizedWeight]] = {"gate_up_proj": [], "down_proj": []}
+        for i in range(len(experts.down_proj)):
+            gate, up, down = (weights[own[i, part]] for part in EXPERT_PARTS)
+            if gate.fmt == up.fmt == down.fmt and gate.has_order_of(up):
+                joined["gate_up_proj"].append(QuantizedWeight.joined((gate, up)))
+                joined["down_proj"].append(down)
+        formats = {weight.fmt for weight in joined["down_proj"]}
+        agree = all(_are(joined[part], experts.get_parameter(part)) for part in joined)
+        fmt = formats.pop() if len(formats) == 1 and agree else None
+        if fmt is None or (in_cpp := runs_experts(fmt, device, backend)) is None:
+            continue
+
+        def codes(full: str, expert: int, values: Tensor, own: Any = joined) -> QuantizedWeight:
+            found: QuantizedWeight = own[full.rpartition(".")[2]][expert]
+            return found
+
+        install_experts(model, {name: form}, codes, fmt=fmt, in_cpp=in_cpp)
+
+
+def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
+    """Whether a tensor holds what these codes stand for."""
+    pairs = zip(weights, stacked, strict=False)
+    return len(weights) == len(stacked) and all(
+        torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
+    )
+
+
+def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:
+    """The weights that lie there in codes, by the layer's name.
+
+    Raises:
+        ModelError: a tensor that is missing, or not what the scheme says.
+    """
+    weights = {}
+    for name in coded_layers(stored):
+        try:
+            weights[name] = read_linear(scheme, name, stored)
+        except ModelError as error:
+            path = next(stored.path_of(part) for part in stored if part.startswith(f"{name}."))
+            raise ModelError(f"{path}: {error}") from error
+    return weights
+
+
+def coded_layers(stored: Collection[str]) -> list[str]:
+    """The Linear layers whose weights lie in codes among tensors of these names."""
+    names = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
+    names += [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
+    scaled = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
+    return names + [name.removesuffix(".weight") for name in scaled if name in stored]
+
+
+def plain_tensors(
+    scheme: QuantizationScheme, stored: Mapping[str, _Stored], coded: Collection[str]
+) -> dict[str, _Stored]:
+    """Of what is stored by name, what is no code, no scale, and no scale of K or V.
+
+    Raises:
+        ModelError: a weight is there in codes and as it was.
+    """
+    taken = {part for name in coded for part in scheme.names_of(name)}
+    plain = {name: stored[name] for name in stored if name not in taken and not is_kv_scale(name)}
+    if twice := [name for name in coded if f"{name}.weight" in plain]:
+        raise ModelError(f"the checkpoint holds {twice[0]}.weight in codes and as it was; keep one of them")
+    return plain
+
+
+def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    named = {f"{name}.weight": tensor for name, tensor in whole.items()}
+    return load_module_from(folder, load_config(folder), plain | named, dtype)
+
+
+def _places(model: nn.Module, stand_ins: Mapping[str, Tensor]) -> dict[str, str]:
+    """Where transformers put the stand-ins: names on disk to names of Linear layers."""
+    names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
+    return {
+        names[module.weight.data_ptr()]: place
+        for place, module in model.named_modules()
+        if type(module) is nn.Linear and module.weight.data_ptr() in names
+    }

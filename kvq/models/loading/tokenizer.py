@@ -1,0 +1,156 @@
+"""Tokenizers: transformers' own, loaded without code from the folder."""
+
+import logging
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError, ModelError, first_lines
+from kvq.lazy import import_whole, unseen
+from kvq.models.describe.checkpoint import read_json
+from kvq.models.describe.resolve import tokenizer_folder
+
+_PLAIN = "Hello, world: 12 plain words."
+_OWN_WORDS = 32
+_PADDING = 128  # tokens by which an embedding is larger than any tokenizer's, however small that is
+_PARTS = ("token", "vocab", "merges", "spiece", "tekken")  # of names of files
+_BESIDE = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}  # no vocabulary
+_NO_FILES = (
+    "no file of a vocabulary is there; copy tokenizer_config.json and tokenizer.json, or tokenizer.model, or "
+    "vocab.json and merges.txt, from where the model comes from"
+)
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model folder; `chat_template` is instead of its own.
+
+    Raises:
+        ModelError: the folder has none that loads without running its code.
+    """
+    import_whole("transformers")
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(folder)
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and read_json(config).get("auto_map"):
+        raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, config=_tokenizers_config(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever a damaged file makes the parsers raise
+        found = _files_of(folder)
+        why = first_lines(error) if set(found) - _BESIDE else _NO_FILES
+        raise ModelError(f"{folder} has no tokenizer that loads: {why}") from error
+    beside = folder / "chat_template.json"  # of models that read images too
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    elif tokenizer.chat_template is None and beside.is_file():
+        tokenizer.chat_template = read_json(beside).get("chat_template")
+    return tokenizer
+
+
+def template_source(tokenizer: Any) -> str:
+    """A tokenizer's chat template, or all that it has one after the other; empty without any."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
+def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
+    """`load_tokenizer` for a process that runs no model.
+
+    transformers, unless one of both is imported already, takes torch for not installed, then and later on:
+    its tokenizers don't need it, and importing it takes two seconds and 180 MB.
+    """
+    log = logging.getLogger("transformers")
+    log.addFilter(_says_nothing)  # such as that there is no torch
+    try:
+        with unseen("torch"):
+            import transformers  # noqa: F401 - it looks for torch once
+    finally:
+        log.removeFilter(_says_nothing)
+    tokenizer = load_tokenizer(folder, chat_template)
+    check_knows_text(tokenizer, folder)
+    if chat_template is not None:
+        _check_template(chat_template)
+    return tokenizer
+
+
+def _check_template(text: str) -> None:
+    """Raise ConfigError for one that somebody gave and that is no Jinja."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template is no Jinja: line {error.lineno}: {error}") from error
+
+
+def _says_nothing(_: logging.LogRecord) -> bool:
+    return False
+
+
+def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
+    """Raise ModelError if a tokenizer makes tokens that the embedding has no rows for, or too few of them.
+
+    Tokens that were added later may be beyond it, as in some fine-tuned models; requests with them fail.
+    Embeddings are padded, but not to twice what a tokenizer has.
+    """
+    size = len(tokenizer)
+    if tokenizer.vocab_size > vocab_size or (size < vocab_size / 2 and size < vocab_size - _PADDING):
+        raise ModelError(
+            f"{folder}: its tokenizer has {min(size, tokenizer.vocab_size)} tokens, its config.json says "
+            f"vocab_size {vocab_size}; they belong to different models, so copy the folder again: "
+            f"{_said_of_files(folder)}"
+        )
+
+
+def check_knows_text(tokenizer: Any, folder: Path) -> None:
+    """Raise ModelError if a tokenizer makes nothing of texts, as transformers makes one for want of files."""
+    if not _knows_text(tokenizer):
+        folder = tokenizer_folder(folder)
+        raise ModelError(
+            f"{folder} has no tokenizer that knows a text: {type(tokenizer).__name__} of {len(tokenizer)} "
+            f"tokens makes nothing of {_PLAIN!r}; {_said_of_files(folder)}"
+        )
+
+
+def _knows_text(tokenizer: Any) -> bool:
+    """Whether tokens come of a plain text, or of its own vocabulary's: not all can write English."""
+    nothing = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, tokenizer.unk_token_id}
+    own = islice((token for token in tokenizer.get_vocab().values() if token not in nothing), _OWN_WORDS)
+    texts = chain((_PLAIN,), (tokenizer.decode([token]) for token in own))
+    try:
+        return any(set(tokenizer.encode(text, add_special_tokens=False)) - nothing for text in texts)
+    except Exception:  # noqa: BLE001 - of a vocabulary that has no token for what it lacks
+        return False
+
+
+def _files_of(folder: Path) -> list[str]:
+    """What lies there of a tokenizer."""
+    return sorted(path.name for path in folder.iterdir() if any(part in path.name for part in _PARTS))
+
+
+def _said_of_files(folder: Path) -> str:
+    found = _files_of(folder)
+    return f"the tokenizer's files there are {', '.join(found)}" if found else _NO_FILES
+
+
+def _tokenizers_config(folder: Path) -> Any:
+    """What a tokenizer's class is chosen by, where its own configuration names one.
+
+    The model's whole configuration would import half of transformers and torch: a second and 150 MB
+    for a process that has no model.
+    """
+    own, model = folder / "tokenizer_config.json", folder / "config.json"
+    if not own.is_file() or not model.is_file() or not read_json(own).get("tokenizer_class"):
+        return None
+    from transformers import PreTrainedConfig
+
+    given = read_json(model)
+    config = PreTrainedConfig(name_or_path=str(folder))
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if isinstance(given.get(name), str):
+            setattr(config, name, given[name])
+    return config

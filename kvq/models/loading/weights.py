@@ -1,0 +1,188 @@
+"""A loaded model: transformers' own module with kvq's attention, its geometry and its tokenizer."""
+
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.cache.memory import held_bytes
+from kvq.errors import ModelError
+from kvq.geometry import ModelGeometry
+from kvq.models.describe.kwargs_bridge import hand_on_steps
+from kvq.models.describe.modules import import_class, load_module, pin_rope
+from kvq.models.describe.resolve import ModelSource, hub_name
+from kvq.models.describe.text_part import is_whole
+from kvq.models.loading.fused_layers import FusedPass, is_fused
+from kvq.models.loading.fused_norms import fuse_norms
+from kvq.models.loading.mmap_load import fill
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.quantized import load_quantized, load_rounded
+from kvq.models.loading.skeleton import build_skeleton, check_runs
+from kvq.models.parts.device import pick_dtype
+from kvq.models.parts.latents import attach_expansions
+from kvq.models.parts.linear import has_own_products, invariant_rows, pack_linears, padded_rows
+from kvq.models.parts.positions import tell_positions
+from kvq.models.parts.states import cut_states
+from kvq.sizes import decimal
+from kvq.weights.manifest import MANIFEST, verify_manifest
+
+_log = logging.getLogger("kvq")
+_told: set[Path] = set()  # folders of quantized weights without a manifest
+
+
+class LoadedWeights:
+    """The weights of one model on one device. Made by `load_weights`."""
+
+    def __init__(self, prepared: PreparedModel, model: Any, *, held_bytes: int = 0):
+        self.prepared = prepared
+        self.model = model
+        self.held_bytes = held_bytes  # by which the device's memory grew when they were loaded
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        return self.prepared.geometry
+
+    @property
+    def device(self) -> torch.device:
+        return self.prepared.device
+
+    @property
+    def max_context(self) -> int:
+        return self.prepared.max_context
+
+    @property
+    def digest(self) -> str:
+        return self.prepared.digest
+
+    def step_rows(self, count: int) -> int:
+        """Rows to pad a step of `count` tokens to: results then don't depend on the batch."""
+        return padded_rows(max(count, self._fewest_rows[0])) if self._fewest_rows[0] else count
+
+    def logit_rows(self, count: int) -> int:
+        """The same for rows of logits."""
+        return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
+
+    def forget_rows(self) -> None:
+        """Find out anew what steps have to be padded to; after layers were exchanged."""
+        self.__dict__.pop("_fewest_rows", None)
+        self.__dict__.pop("fused_pass", None)
+
+    @cached_property
+    def fused_pass(self) -> FusedPass | None:
+        """The short way through the model on a CPU; None where it is not the same."""
+        return FusedPass.of(self.model) if self.device.type == "cpu" else None
+
+    @cached_property
+    def _fewest_rows(self) -> tuple[int, int]:
+        """Of a step and of its logits; 0 where nothing is padded."""
+        if self.device.type != "cpu":
+            return 0, 0
+        body, head = invariant_rows(self.model, self.model.get_output_embeddings())
+        return (0 if is_fused(self.model) else body), head
+
+
+def load_weights(prepared: PreparedModel) -> LoadedWeights:
+    """Load a model that was prepared: safetensors only, no code from it, every tensor accounted for.
+
+    Raises:
+        ModelError: damaged, incomplete or refused; the message says which and why.
+        ConfigError: groups of a weight format that don't divide a layer's inputs.
+    """
+    folder, where, backend = prepared.folder, prepared.device, prepared.backend
+    if not verify_manifest(folder) and prepared.is_quantized:
+        _say_unverified(prepared.source)
+    skeleton = build_skeleton(prepared)
+    import_class(prepared.config)
+    _log.info("loading weights, %s", decimal(prepared.stored_bytes))
+    prepared.begin_digest()
+    before = held_bytes(where)
+    if prepared.is_quantized:
+        model = load_quantized(folder, prepared.config, prepared.dtype, where, backend=backend)
+    elif prepared.rounded_to is not None:
+        model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
+    else:
+        is_own = where.type == "cpu" and has_own_products(prepared.dtype, backend)
+        model = fill(skeleton, prepared) if is_own and skeleton is not None else None
+        model = load_module(folder, prepared.dtype) if model is None else model
+    return settle(prepared, model, before)
+
+
+def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
+    """A module of the prepared model on its device, as kvq runs it. `before`: bytes held there without it.
+
+    Raises:
+        ModelError: a model that would be run wrongly.
+    """
+    where = prepared.device
+    check_runs(model, prepared)
+    model = place(model, prepared)
+    return LoadedWeights(prepared, model, held_bytes=held_bytes(where) - before)
+
+
+def place(model: Any, prepared: PreparedModel) -> Any:
+    """A model that was read, ready to run on its device."""
+    model = adapt(model, prepared)
+    if prepared.device.type == "cpu":
+        _log.info("packing weights")
+        pack_linears(model, backend=prepared.backend)
+        fuse_norms(model)
+        _unmap(model)
+    return model
+
+
+def adapt(model: Any, prepared: PreparedModel) -> Any:
+    """The same while it computes with its own modules still."""
+    pin_rope(model, prepared.max_context)
+    tell_positions(model)
+    hand_on_steps(model)
+    cut_states(model, prepared.geometry)
+    model = model.to(prepared.device).eval()
+    packed = prepared.device.type == "cpu" and has_own_products(prepared.dtype, prepared.backend)
+    attach_expansions(model, prepared.geometry, prepared.dtype, packed=packed)
+    return model
+
+
+def _say_unverified(source: ModelSource) -> None:
+    """Warn, once a folder and process, that nobody would notice a flipped bit of codes."""
+    if source.folder in _told:
+        return
+    _told.add(source.folder)
+    remedy = f"`kvq manifest {source.folder}` writes one"
+    if (name := hub_name(source.folder)) is not None:
+        remedy = f"`hf cache verify {name}` compares its files with the hub's"
+    _log.warning(
+        "%s has quantized weights and no %s, so flipped bits can't be found; %s", source, MANIFEST, remedy
+    )
+
+
+def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
+    """The transformers model itself, on the CPU: its own attention, plain Linear layers.
+
+    For what changes weights, such as quantizers; nothing is served from it. `dtype="auto"` is the
+    checkpoint's. Checks are those of `load_weights`.
+
+    Raises:
+        ModelError: damaged, incomplete or refused; the message says which and why.
+        ConfigError: an unknown dtype.
+    """
+    if prepared.is_quantized:
+        raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
+    if is_whole(prepared.folder):
+        raise ModelError(
+            f"{prepared.folder} reads images or sound too; weights of text models can be changed"
+        )
+    geometry = prepared.geometry
+    verify_manifest(prepared.folder)
+    build_skeleton(prepared)
+    exact = geometry.softcap is not None or geometry.has_sinks  # which torch's own attention leaves out
+    picked = "auto" if dtype == "auto" else pick_dtype(dtype, torch.device("cpu"), prepared.config)
+    return load_module(prepared.folder, picked, attention="eager" if exact else "sdpa").eval()
+
+
+def _unmap(model: Any) -> None:
+    """Copy what is still mapped from the checkpoint: one small tensor would keep all its pages resident."""
+    for parameter in model.parameters():
+        if not parameter.is_mkldnn and parameter.untyped_storage().nbytes() > parameter.nbytes:
+            parameter.data = parameter.data.clone()

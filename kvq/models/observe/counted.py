@@ -1,0 +1,114 @@
+"""How many parameters transformers' own module has, by what quantizers treat alike and by what a token reads.
+
+For families whose config.json is not enough to tell: the module is made without numbers, and looked at.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kvq.models.describe.modules import build_on_meta, unquantized
+from kvq.models.describe.text_part import read_config
+from kvq.models.observe.support import check_supported
+from kvq.sizing.parameters import Matrix, Parameters
+from kvq.sizing.shape import Shape
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_MLP = re.compile(r"\.(mlp|mlps|feed_forward|ffn|moe|block_sparse_moe|shared\w*|experts)\.")
+_ROUTER = re.compile(r"\.(gate|router)$")
+_EXPERTS = re.compile(r"\.experts\.")
+_NARROWS = re.compile(r"\.(down_proj|w2|fc2|output_linear|dense_4h_to_h|c_proj)$")  # an MLP's last layer
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")  # what configs call the experts of a token
+_CORRECTION = "e_score_correction_bias"  # of routers, which some families keep in a buffer
+
+
+def count_module(model: Any) -> Parameters:
+    """Count a module's parameters; a mixer's without attention counts as attention."""
+    config = model.config.get_text_config(decoder=True)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    kinds: Counter[str] = Counter()
+    inner: Counter[int] = Counter()
+    matrices: list[Matrix] = []
+    seen = {id(embedding.weight)}
+    kinds["embedding"] = embedding.weight.numel()
+    if head is not None and head.weight is not embedding.weight:
+        kinds["head"] = head.weight.numel()
+        seen.add(id(head.weight))
+    for name, module in model.named_modules():
+        layer, is_mlp = _layer(name), bool(_MLP.search(f".{name}."))
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            count = parameter.numel()
+            if isinstance(module, nn.Embedding):
+                kinds["tables"] += count
+            elif isinstance(module, nn.Linear) and key == "weight" and not _ROUTER.search(f".{name}"):
+                kinds["mlp" if is_mlp else "attention"] += count
+                kinds["outputs"] += module.out_features
+                matrices.append((name, count, module.out_features))
+                if is_mlp and _NARROWS.search(f".{name}") and layer is not None:
+                    inner[layer] += module.in_features
+            elif parameter.ndim == 3 and _EXPERTS.search(f".{name}."):
+                real = _real(config, parameter.shape[0])
+                chosen = _chosen(config) * real / (real + _without_weights(config))
+                kinds["experts"] += count * real // parameter.shape[0]
+                kinds["active_experts"] += round(count * chosen / parameter.shape[0])
+                width, narrows = _width(config, parameter.shape[1:]), bool(_NARROWS.search(f".{key}"))
+                rows = real * (parameter[0].numel() // width if narrows else width)
+                kinds["expert_outputs"] += rows
+                matrices += _of_experts(name, key, count * real // parameter.shape[0], rows)
+                if narrows and layer is not None:
+                    inner[layer] += round(chosen * width)
+            else:
+                kinds["other"] += count
+    kinds["other"] += sum(b.numel() for name, b in model.named_buffers() if name.endswith(_CORRECTION))
+    return Parameters(**kinds, inner=max(inner.values(), default=0), matrices=tuple(matrices))
+
+
+def _of_experts(name: str, key: str, count: int, rows: int) -> list[Matrix]:
+    """Stacked experts' matrices under the names that one has by itself."""
+    own = ("gate_proj", "up_proj") if key == "gate_up_proj" else (key,)
+    return [(f"{name}.0.{one}", count // len(own), rows // len(own)) for one in own]
+
+
+def _layer(name: str) -> int | None:
+    found = _LAYER.search(f".{name}.")
+    return None if found is None else int(found.group(1))
+
+
+def _without_weights(config: Any) -> int:
+    """Experts that hand tokens on as they are, as in LongCat."""
+    return getattr(config, "zero_expert_num", None) or 0
+
+
+def _real(config: Any, stacked: int) -> int:
+    """Of the experts that a module makes room for, those that checkpoints have."""
+    others = _without_weights(config)
+    return stacked - others if others and stacked > config.n_routed_experts else stacked
+
+
+def _width(config: Any, last: tuple[int, int]) -> int:
+    """Of an expert: the side of its last matrix that is not what it hands on."""
+    handed_on = {config.hidden_size, getattr(config, "moe_latent_size", None)}
+    return last[0] if last[1] in handed_on else last[1]
+
+
+def _chosen(config: Any) -> int:
+    """Experts that a token is sent to."""
+    return next(value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int))
+
+
+def read_shape(folder: Path) -> Shape:
+    """Layers and parameters of the model in a folder, by transformers' own code for it, without numbers.
+
+    Raises:
+        ModelError: kvq does not run it; the message says why.
+    """
+    config = read_config(folder)
+    geometry = check_supported(config, max_context=1, folder=folder)  # RoPE need not be pinned to count bytes
+    counted = count_module(build_on_meta(folder, unquantized(config)))
+    return Shape(config=config, geometry=geometry, parameters=counted)

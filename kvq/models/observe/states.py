@@ -1,0 +1,117 @@
+"""Which modules of a model keep states, and of which shapes: watched while its code runs without numbers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvq.errors import ModelError
+from kvq.geometry import StateGeometry, StateTensor
+from kvq.models.parts.states import CACHE_NAMES
+
+_NAMES = {"conv_states": "conv", "recurrent_states": "recurrent"}  # transformers' and kvq's
+
+
+class StateWatch:
+    """A cache that a model is run with, and which modules kept something in it."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self._open: list[nn.Module] = []  # modules that are running, the innermost last
+        self._keepers: dict[int, dict[nn.Module, None]] = {}  # by layer
+        self._attending: set[nn.Module] = set()  # modules in which attention was called
+        self._linear: dict[int, Tensor] = {}  # what MiniMax's layers keep
+
+    @classmethod
+    def of(cls, config: Any) -> "StateWatch | None":
+        """For a model of transformers' configuration; None if it keeps no states, as far as that says."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+        try:
+            cache = DynamicCache(config=config)
+        except Exception:  # noqa: BLE001 - configurations that no cache can be made of
+            return None
+        if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+            return None
+        watch = cls(cache)
+        for name in ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"):
+            setattr(cache, name, watch._noting(getattr(cache, name), is_update=name.startswith("update")))
+        cache.set_linear_cache = watch._noting(watch._linear.__setitem__, is_update=False)
+        cache.get_linear_cache = lambda layer: None
+        cache.update = lambda key, value, *_, **__: (key, value)
+        return watch
+
+    def _noting(self, method: Any, *, is_update: bool) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[1 if is_update else 0]
+            self._keepers.setdefault(layer, {})[self._open[-1]] = None
+            return method(*args, **kwargs)
+
+        return noted
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Within it, which modules run is known."""
+        before = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: self._open.append(module)
+        )
+        after = nn.modules.module.register_module_forward_hook(lambda *_: self._close(), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _close(self) -> None:
+        self._open.pop()
+
+    def attended(self) -> None:
+        """Attention was called."""
+        self._attending.update(self._open)
+
+    def states(self) -> tuple[StateGeometry, ...]:
+        """What layers keep, in order.
+
+        Raises:
+            ModelError: in a way that steps can't be cut for.
+        """
+        found = []
+        for layer, modules in sorted(self._keepers.items()):
+            for module in modules:
+                self._check(layer, module)
+            kinds = sorted({type(module).__name__ for module in modules})
+            if len(kinds) > 1:
+                raise ModelError(
+                    f"layer {layer} keeps states in modules of several kinds, {', '.join(kinds)}"
+                )
+            found.append(StateGeometry(number=layer, kind=kinds[0], tensors=self._tensors(layer)))
+        return tuple(found)
+
+    def _check(self, layer: int, module: nn.Module) -> None:
+        name = type(module).__name__
+        if getattr(module, "layer_idx", None) != layer:
+            raise ModelError(f"layer {layer} keeps a state in {name}, which doesn't know its layer")
+        if module in self._attending:
+            raise ModelError(f"layer {layer} keeps a state in {name}, which attends too, so it can't be cut")
+        if not any(cache in signature(module.forward).parameters for cache in CACHE_NAMES):
+            raise ModelError(f"layer {layer} keeps a state in {name}, which takes no cache")
+
+    def _tensors(self, layer: int) -> tuple[StateTensor, ...]:
+        kept = {
+            (own, index): tensor
+            for name, own in _NAMES.items()
+            for index, tensor in sorted(getattr(self.cache.layers[layer], name).items())
+            if tensor is not None
+        }
+        if layer in self._linear:
+            kept["linear", 0] = self._linear[layer]
+        return tuple(_described(*key, tensor) for key, tensor in kept.items())
+
+
+def _described(name: str, index: int, tensor: Tensor) -> StateTensor:
+    dtype = None if tensor.dtype is torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
+    return StateTensor(name=name, index=index, shape=tuple(tensor.shape[1:]), dtype=dtype)

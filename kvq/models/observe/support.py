@@ -1,0 +1,37 @@
+"""Which models kvq runs, and why it refuses others, decided from config.json and transformers' code alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError, ModelError
+from kvq.geometry import FAMILIES, ModelGeometry, parse_geometry
+from kvq.geometry.support import why_refused
+from kvq.models.observe.geometry import observed_geometry
+
+
+def is_listed(geometry: ModelGeometry) -> bool:
+    """Whether a model's family is among those that were checked; others have to be proven."""
+    return geometry.model_type in FAMILIES
+
+
+def check_supported(config: Mapping[str, Any], *, max_context: int | None, folder: Path) -> ModelGeometry:
+    """Return the geometry of a config.json's dict if kvq may run the model rightly; `folder`: where it lies.
+
+    Raises:
+        ModelError: the model is refused; the message names it and says why.
+    """
+
+    def refusal(why: str) -> ModelError:
+        return ModelError(
+            f"kvq does not run {config.get('model_type') or 'this model'}: {why} (by its config.json)"
+        )
+
+    if why := why_refused(config, max_context=max_context):
+        raise refusal(why)
+    if config.get("model_type") not in FAMILIES:
+        return observed_geometry(config, folder)
+    try:
+        return parse_geometry(config)
+    except ConfigError as error:
+        raise refusal(str(error)) from error

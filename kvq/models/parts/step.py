@@ -1,0 +1,132 @@
+"""One forward pass over a packed batch, as the attention of every layer sees it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.cache.backend import CacheBackend
+from kvq.cache.expanded import attend_latents
+from kvq.cache.expansion import LatentExpansion
+from kvq.cache.kv_cache import KVCache, attended, slots_of
+from kvq.geometry import ModelGeometry
+from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels.rope_write.heads import LayerHeads
+from kvq.kernels.rope_write.reference import turned_heads
+from kvq.models.parts.states import StepStates
+
+Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
+# What layers were given, [rows, hidden] each, and the one to begin at; from 0 on all run, and are noted down.
+SharedInputs = tuple[list[Tensor], int]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class PackedStep:
+    """What the registered attention function needs; passed through the model as a keyword."""
+
+    cache: CacheBackend
+    geometry: ModelGeometry
+    batches: tuple[SequenceBatch, ...]  # per layer group
+    bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
+    window_limit: int | None = None  # shortens every layer's window, to see what context is worth
+    observer: Observer | None = None
+    shared: SharedInputs | None = None  # with steps over caches that differ in later layers alone
+    states: StepStates | None = None  # of a model with layers that keep some
+    positions: Tensor | None = None  # int64 [rows], of a row's token in its sequence
+    keeps_hidden: bool = False  # `hidden` is wanted
+    hidden: Tensor | None = None  # [rows, hidden_size], behind the model's last norm
+    attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
+
+    @property
+    def is_plain(self) -> bool:
+        """True if layers have nothing to do but to write and to attend."""
+        extras = self.observer, self.window_limit, self.states, self.shared
+        return all(extra is None for extra in extras)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Write the new tokens of one layer, then attend from them.
+
+        `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's
+        tokens are padding: not written, and zero in the result, [rows, q_heads, v_head_dim].
+        """
+        self._write(layer, k, v)
+        return self.attend_over(layer, q, options)
+
+    def attend_latents(
+        self,
+        layer: int,
+        q: Tensor,
+        rotary: Tensor,
+        latents: Tensor,
+        expansion: LatentExpansion,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """The same of a layer that stores latents as V and the rotary part of keys as K, [rows, 1, dim].
+
+        `q`: of heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
+        """
+        self._write(layer, rotary, latents)
+        began = perf_counter()
+        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
+        out = attend_latents(
+            self.cache, layer, q[:tokens], self.batches, self.options_of(layer, options), expansion
+        )
+        if rows > tokens:
+            out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
+        self.attention_s += perf_counter() - began
+        return out
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        began = perf_counter()
+        tokens = self.bad_tokens.shape[0]
+        k, v = k[:tokens], v[:tokens]
+        if self.observer is not None:
+            self.observer(layer, k, v)
+        self.bad_tokens |= self.cache.write(layer, k, v, slots_of(self.cache, layer, self.batches))
+        self.attention_s += perf_counter() - began
+
+    def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend from a layer's tokens over what is written, by it or by the layer that it shares with."""
+        began = perf_counter()
+        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
+        out = self._attended(layer, q[:tokens], options)
+        if rows > tokens:
+            out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
+        self.attention_s += perf_counter() - began
+        return out
+
+    def attend_joined(
+        self,
+        layer: int,
+        joined: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        heads: LayerHeads,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """The same of queries, keys and values side by side, [tokens, heads.width], before they are turned.
+
+        `angles`: of every token, None where nothing is turned. `joined` becomes the turned queries and
+        anything.
+        """
+        if self.observer is not None or not isinstance(self.cache, KVCache):
+            return self.attend(layer, *turned_heads(joined, angles, heads), options)
+        began = perf_counter()
+        slots = slots_of(self.cache, layer, self.batches)
+        self.cache.rope_write(layer, joined, angles, slots, self.bad_tokens, heads)
+        dims = (len(joined), heads.q_heads, heads.k_dim)
+        q = joined.as_strided(dims, (joined.stride(0), heads.k_dim, 1))
+        out = self._attended(layer, q, options)
+        self.attention_s += perf_counter() - began
+        return out
+
+    def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
+        """[tokens, q_heads, v_head_dim]; the layer's own window or chunks come on top of the options."""
+        out, _ = attended(self.cache, layer, q, self.batches, self.options_of(layer, options))
+        return out
+
+    def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
+        """A layer's options with its window or chunks, and the step's own limit."""
+        own = self.geometry.layers[layer]
+        return options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)

@@ -1,0 +1,1 @@
+"""Forward passes: packed steps, sessions, and the texts of prompts."""

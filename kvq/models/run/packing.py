@@ -1,0 +1,90 @@
+"""Many sequences' tokens in one row, and the model's pass over it: what sessions and the engine share."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.kernels.decoder.whole import ReadyPass
+from kvq.models.loading.weights import LoadedWeights
+from kvq.models.parts.hidden import kept_hidden
+from kvq.models.parts.step import PackedStep
+
+Integers = npt.NDArray[np.int64]
+Numbers = Sequence[int] | Integers | Tensor
+
+
+def are_decodes(counts: Sequence[int]) -> bool:
+    """Whether every sequence has one new token."""
+    return set(counts) == {1}
+
+
+def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
+    """int64 [tokens]: where each of `counts` new tokens lies in its sequence, which then ends at `ends`."""
+    last = np.array(ends)
+    if are_decodes(counts):
+        positions: Integers = last - 1
+        return positions
+    new = np.array(counts)
+    before = np.cumsum(new) - new  # new tokens of the sequences packed before
+    first: Integers = np.repeat(last - new - before, new)
+    return first + np.arange(len(first))
+
+
+def run_packed(
+    weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
+) -> Tensor:
+    """Layer by layer write, then attend; then logits of the `wanted` rows, [len(wanted), vocab].
+
+    One token id and one position per row. What is a tensor, int64, is on the device already; what isn't is
+    copied there, for which a GPU's host waits. Rows are padded where results would depend on their number
+    else.
+    """
+    ids, where, keep = _laid_out(weights, step, tokens, positions, wanted)
+    short = weights.fused_pass
+    if short is not None and short.is_free and step.states is None:
+        return short(ids, where, keep, step)[: len(wanted)]
+    states = nullcontext() if step.states is None else step.states.current()
+    with states, kept_hidden(weights.model, step):
+        output = weights.model(
+            input_ids=ids[None], position_ids=where[None], use_cache=False, logits_to_keep=keep, kvq_step=step
+        )
+    if step.states is not None:
+        step.states.write()
+    logits: Tensor = output.logits[0, : len(wanted)]
+    return logits
+
+
+def ready_pass(
+    weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
+) -> ReadyPass | None:
+    """The same as one call of compiled code that may be begun and waited for; None where it is none."""
+    short = weights.fused_pass
+    if short is None or not short.is_whole or step.states is not None:
+        return None
+    return short.ready(*_laid_out(weights, step, tokens, positions, wanted), step)
+
+
+def _laid_out(
+    weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, positions, which are the step's from now on, and wanted rows, as many as the pass takes."""
+    rows, device = weights.step_rows(len(positions)), weights.device
+    step.positions = where = padded(positions, rows, device)
+    keep = padded(wanted, weights.logit_rows(len(wanted)), device)
+    return padded(tokens, rows, device), where, keep
+
+
+def padded(values: Numbers, rows: int, device: torch.device) -> Tensor:
+    """int64 [rows] on the device: the values, then zeros."""
+    if isinstance(values, Tensor):
+        return values if len(values) == rows else functional.pad(values, (0, rows - len(values)))
+    if len(values) == rows:
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+    whole = np.zeros(rows, dtype=np.int64)
+    whole[: len(values)] = values
+    return torch.from_numpy(whole).to(device)

@@ -1,0 +1,215 @@
+"""Texts and conversations to token ids, with a model's own tokenizer and chat template."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from kvq.errors import RequestError, first_lines
+from kvq.models.loading.control_tokens import ControlTokens
+from kvq.models.loading.tokenizer import template_source
+from kvq.models.parts.inputs import check_unicode
+from kvq.models.templates.arrival import check_arrival
+from kvq.models.templates.forms import Forms, Turns
+from kvq.models.templates.trial import try_out
+
+TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
+_ROLES = frozenset((*TRUSTED, "user", "tool", "function"))
+_OPTIONAL = {"description": "", "parameters": {"type": "object", "properties": {}}}  # of a tool
+_WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
+# Words that a template compares something with, or looks for in a list
+_COMPARED = [re.compile(pattern) for pattern in (rf"(?:[!=]=|[\[(,])\s*{_WORD}", rf"{_WORD}\s*[!=]=")]
+
+
+class TooLong(RequestError):
+    """A text that has more tokens than fit, however it is cut."""
+
+
+class TemplateFails(RequestError):
+    """A chat template ends in an error that it did not mean; its fault, or the conversation's."""
+
+
+class PromptEncoder:
+    """Of one transformers tokenizer.
+
+    What users, tools and documents wrote in a conversation is read as plain text, whatever it spells; the
+    template's own control tokens are kept, and those in what the system and the assistant say.
+    """
+
+    def __init__(self, tokenizer: Any, *, trusts_chats: bool = False) -> None:
+        """`trusts_chats`: control tokens are read as such in all that a conversation holds."""
+        self._tokenizer = tokenizer
+        self._trusts_chats = trusts_chats
+
+    def encode(
+        self, text: str, *, special: bool = True, plain: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a text. `plain`: whatever it spells, it holds no control tokens.
+
+        Raises:
+            RequestError: it is no valid text.
+            TooLong: it has more than `max_tokens`, however it is cut.
+        """
+        self._check(text, max_tokens)
+        if plain:
+            return self._control.encode_plain(text, special=special)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def encode_chat(
+        self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format; `options`: of its template.
+
+        Raises:
+            RequestError: the template refuses it, or shows nothing of some of it, or it is no valid text.
+            TooLong: it has more than `max_tokens`, however it is cut.
+        """
+        text = self._render(self.forms, turns, options)
+        self._check(text, max_tokens)
+        check_arrival(partial(self._render, self.forms), turns, options, text, self.forms)
+        return self._control.encode(text)
+
+    def shared_lengths(
+        self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
+    ) -> list[int]:
+        """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
+
+        `tokens`: what `encode_chat` made of the whole one. The texts' common beginning decides, up to where
+        it is cut into the same tokens.
+
+        Raises:
+            RequestError: the template refuses one of them.
+        """
+        text, *rest = (self._render(self.forms, turns, options) for turns, options in (whole, *others))
+        shared = [self._control.encode(text[: num_common(text, other)]) for other in rest]
+        counts = [num_common(ids, tokens) for ids in shared]
+        return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        text: str = self._tokenizer.decode(list(tokens))
+        return text
+
+    @cached_property
+    def forms(self) -> Forms:
+        """What the chat template shows, and in which form, as a trial finds; may be set to what one found."""
+        return try_out(self._render, self._source, _variables(self._source))
+
+    @cached_property
+    def _source(self) -> str:
+        return template_source(self._tokenizer)
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
+
+    @cached_property
+    def _roles(self) -> frozenset[str]:
+        """Those that mean something to the template; hidden, they would mean nothing."""
+        return _ROLES.union(found["word"] for one in _COMPARED for found in one.finditer(self._source))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return longest_token(self._tokenizer)
+
+    def warm_up(self) -> None:
+        """Make what is made at first use, before processes are forked that would each make it."""
+        _ = self._control, self._roles, self._longest_token
+
+    def _check(self, text: str, max_tokens: int | None) -> None:
+        shown = self._control.show(text)
+        check_unicode(shown, "the prompt")
+        if max_tokens is not None:
+            check_length(shown, max_tokens, self._longest_token)
+
+    def _render(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
+        """Render a conversation in these forms; where its template fails, with tools made whole."""
+        try:
+            return self._render_as_given(forms, turns, options)
+        except TemplateFails:
+            if (filled := _filled(options)) == options:
+                raise
+            return self._render_as_given(forms, turns, filled)
+
+    def _render_as_given(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
+        given = forms.turns(turns)
+        if not self._trusts_chats:
+            options = {name: self._control.hide(value) for name, value in options.items()}
+            given = [self._hidden(turn) for turn in given]
+        try:
+            return _rendered(self._tokenizer, given, options)
+        except MemoryError:  # nothing that it says of the conversation
+            raise
+        except Exception as error:
+            from jinja2.exceptions import TemplateError
+
+            told = self._control.show(first_lines(error))
+            if type(error) is TemplateError:  # as `raise_exception` makes it
+                raise RequestError(f"the model's chat template refused this: {told}") from error
+            line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+            what = f"{type(error).__name__}{line}: {told}"
+            raise TemplateFails(f"the model's chat template fails for this: {what}") from error
+
+    def _hidden(self, turn: dict[str, Any]) -> dict[str, Any]:
+        role, content = str(turn.get("role")), turn.get("content")
+        if role in TRUSTED:
+            return turn
+        hidden = {name: self._control.hide(value, whole=True) for name, value in turn.items()}
+        if isinstance(content, list):  # of parts, whose type the template asks for
+            hidden["content"] = [
+                {**part, "text": self._control.hide(part["text"], whole=True)} for part in content
+            ]
+        return hidden | ({"role": role} if role in self._roles else {})
+
+
+def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give tools among a template's options what they may leave out."""
+    tools = []
+    for tool in options.get("tools") or ():
+        function = tool["function"]
+        lacking = {name: value for name, value in _OPTIONAL.items() if function.get(name) is None}
+        tools.append({**tool, "function": {**function, **lacking}})
+    return {**options, "tools": tools} if tools else options
+
+
+def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    """What a tokenizer's template makes of turns. Its own method would leave out a content that is None."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template(tools=options.get("tools"))
+    given = {**tokenizer.special_tokens_map, **options}
+    (text,), _ = render_jinja_template(conversations=[turns], chat_template=template, **given)
+    return str(text)
+
+
+def _variables(source: str) -> frozenset[str] | None:
+    """Names that a template reads; None if it is broken."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        return frozenset(
+            meta.find_undeclared_variables(_compile_jinja_template("").environment.parse(source))
+        )
+    except (TemplateError, RecursionError):
+        return None
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Characters of a tokenizer's longest token; a byte counts as one."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def check_length(text: str, max_tokens: int, longest: int) -> None:
+    """Raise TooLong if a text has more tokens than fit, however it is cut, without cutting it."""
+    if len(text) > max_tokens * longest:
+        raise TooLong(
+            f"the prompt has {len(text)} characters, which are more than the model's {max_tokens} tokens"
+        )
+
+
+def num_common(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many items two sequences share from the start."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
