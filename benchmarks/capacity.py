@@ -29,9 +29,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq import quantize
-from kvq.bench.engine_load import Load, LoadRequest
-from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.step_costs import fit_costs
+from kvq.bench.engine.load import Load, LoadRequest
+from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import percentile
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.fleet import FleetSpec, serve
@@ -44,7 +44,7 @@ from kvq.capacity.plan.plan import CapacityPlan, plan
 from kvq.capacity.plan.step_time import StepTime, efficiency, roofline
 from kvq.capacity.plan.target import make_target
 from kvq.engine import LLM, SamplingParams
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority
 

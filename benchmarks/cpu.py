@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from kvq.bench.attention import bench_attention
-from kvq.bench.workload import Workload
-from kvq.bench.write import bench_write
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.bench.kernels.attention import bench_attention
+from kvq.bench.kernels.workload import Workload
+from kvq.bench.kernels.write import bench_write
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.kernels.native.library import loaded
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from kvq.bench.engine import Plan, bench_engine
-from kvq.bench.engine_load import LoadRequest, burst
-from kvq.bench.engine_result import ServedLoad, row
-from kvq.bench.engine_rivals import RIVALS, check_requests, compare, one_by_one
-from kvq.bench.engine_server import KvqServer, Limits
+from kvq.bench.engine.engine import Plan, bench_engine
+from kvq.bench.engine.load import LoadRequest, burst
+from kvq.bench.engine.result import ServedLoad, row
+from kvq.bench.engine.rivals import RIVALS, check_requests, compare, one_by_one
+from kvq.bench.engine.server import KvqServer, Limits
 from kvq.bench.figures import engine_figure
 from kvq.bench.timing import in_turn, percentile
 from kvq.capacity.lengths import Lengths
-from kvq.evals.figure import write_figure
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.figure import write_figure
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority
 

@@ -19,7 +19,7 @@ import torch
 
 import kvq
 from kvq.bench.timing import in_turn, percentile
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.weights import weight_bytes
 
 LEFT = "left"  # weights as stored, the experts in transformers' code

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvq.evals.results import envelope, write_json
+from kvq.evals.report.results import envelope, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Rows = list[dict[str, Any]]

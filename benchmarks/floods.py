@@ -32,12 +32,12 @@ import trustme
 from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
 from benchmarks.rude import memory_bytes, metrics
 from benchmarks.worst_bodies import CHATS, SHAPES, body_of
-from kvq.bench.engine_load import LoadRequest
-from kvq.bench.serve_client import Sent, Target, get, send
-from kvq.bench.serve_load import as_served
-from kvq.bench.serve_process import ServerProcess
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.serve.client import Sent, Target, get, send
+from kvq.bench.serve.load import as_served
+from kvq.bench.serve.process import ServerProcess
 from kvq.bench.timing import percentile
-from kvq.evals.results import source_commit
+from kvq.evals.report.results import source_commit
 from kvq.models.describe.resolve import EMBEDDED
 
 KEYS = ("flooder", "polite")

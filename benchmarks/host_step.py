@@ -28,9 +28,9 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.as_on_gpu import as_on_gpu
 from kvq.bench.random_model import random_model
-from kvq.engine.graphs import DecodeGraphs, Tables
-from kvq.engine.runner import Runner
-from kvq.evals.results import envelope, write_json
+from kvq.engine.device.graphs import DecodeGraphs, Tables
+from kvq.engine.device.runner import Runner
+from kvq.evals.report.results import envelope, write_json
 from kvq.kernels.gpu.launch import Bound
 from kvq.models.loading.fused_layers import fuse_layers
 from kvq.scheduler import Branch, Request, StepPlan

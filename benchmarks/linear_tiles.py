@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvq.bench.linear import LinearWorkload, over_codes
-from kvq.bench.tune import fastest
+from kvq.bench.kernels.linear import LinearWorkload, over_codes
+from kvq.bench.kernels.tune import fastest
 from kvq.kernels.gpu import shapes
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
@@ -25,7 +25,7 @@ def candidates(rows: int) -> list[LinearTile]:
 def tune_linear(
     workload: LinearWorkload, name: str, *, repeats: int = 5
 ) -> tuple[str, LinearTile, list[dict[str, Any]]]:
-    """As `kvq.bench.tune.tune`, of a product over weights of a format, for the class of its rows.
+    """As `kvq.bench.kernels.tune.tune`, of a product over weights of a format, for the class of its rows.
 
     Raises:
         KVQError: no tile compiles and is right.

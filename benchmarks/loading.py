@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 
-from kvq.evals.results import envelope, write_json
+from kvq.evals.report.results import envelope, write_json
 from kvq.models import load, model
 from kvq.models.describe import modules
 from kvq.models.describe.checkpoint import content_digest, read_json, weight_files

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Quan
 
 from kvq.cache import KvqCache, register_attention
 from kvq.evals import default_text, read_text
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.results import envelope, source_commit, write_json
 
 TINY = Path(__file__).parents[1] / "kvq" / "models" / "tiny"
 RIVAL = "QuantizedCache quanto int4"

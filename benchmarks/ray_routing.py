@@ -27,9 +27,9 @@ from typing import Any
 import openai
 import torch
 
-from kvq.bench.engine_load import Load
-from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.step_costs import fit_costs
+from kvq.bench.engine.load import Load
+from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.step_costs import fit_costs
 from kvq.capacity.fleet.arrivals import Arrivals, Call
 from kvq.capacity.fleet.fleet import FleetSpec, serve
 from kvq.capacity.fleet.replica import EngineSpec
@@ -38,7 +38,7 @@ from kvq.capacity.lengths import Lengths
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.step_time import efficiency, roofline
 from kvq.capacity.plan.target import make_target
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from tests.scale.ray.cluster import local_ray
 

@@ -28,13 +28,13 @@ import torch
 from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
 from benchmarks.peers.neighbours import neighbours
 from benchmarks.rude import memory_bytes, metrics, num_sockets, some_rude, stall
-from kvq.bench.engine_load import Load, LoadRequest
-from kvq.bench.serve_client import Sent, send
-from kvq.bench.serve_load import as_served, outcomes, run_load
-from kvq.bench.serve_process import ServerProcess
+from kvq.bench.engine.load import Load, LoadRequest
+from kvq.bench.serve.client import Sent, send
+from kvq.bench.serve.load import as_served, outcomes, run_load
+from kvq.bench.serve.process import ServerProcess
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
-from kvq.evals.results import source_commit
+from kvq.evals.report.results import source_commit
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ async def overhead(run: Run) -> Rows:
     """HTTP beside the engine alone: 16 at a time, lengths mixed, so that both are in full swing."""
     if run.model is None:
         raise SystemExit("overhead needs --model, a folder made by tools/make_bench_model.py")
-    from kvq.bench.engine_result import ServedLoad
-    from kvq.bench.engine_server import KvqServer, Limits
+    from kvq.bench.engine.result import ServedLoad
+    from kvq.bench.engine.server import KvqServer, Limits
     from kvq.models import load
 
     cores = sorted(os.sched_getaffinity(0))

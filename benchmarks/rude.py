@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvq.bench.engine_load import LoadRequest
-from kvq.bench.serve_client import Leave, get
-from kvq.bench.serve_process import ServerProcess
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.serve.client import Leave, get
+from kvq.bench.serve.process import ServerProcess
 
 
 async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

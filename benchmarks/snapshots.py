@@ -18,7 +18,7 @@ import torch
 
 from kvq.bench.random_model import random_model
 from kvq.engine import LLM, SamplingParams
-from kvq.evals.results import envelope, write_json
+from kvq.evals.report.results import envelope, write_json
 
 _COMMON = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,

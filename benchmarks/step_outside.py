@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvq.engine import LLM, SamplingParams
-from kvq.evals.results import envelope, write_json
+from kvq.evals.report.results import envelope, write_json
 from kvq.kernels.native.library import loaded
 from kvq.models import load
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 import kvq
-from kvq.engine.outputs import RequestOutput
+from kvq.engine.requests.outputs import RequestOutput
 from kvq.evals import read_text
-from kvq.evals.bootstrap import Bootstrap, share_interval
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.bootstrap import Bootstrap, share_interval
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.fileio import PRIVATE, write_bytes
 from kvq.models.describe.resolve import resolve_model
 from kvq.models.loading.tokenizer import load_tokenizer

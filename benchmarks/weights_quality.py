@@ -19,9 +19,9 @@ import numpy as np
 
 import kvq
 from kvq.evals import EvalText, read_text
-from kvq.evals.bootstrap import Bootstrap
 from kvq.evals.divergence import TokenPlan, measure_tokens
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.bootstrap import Bootstrap
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models import load
 
 GROUPED: dict[str, dict[str, Any]] = {

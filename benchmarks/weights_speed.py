@@ -17,7 +17,7 @@ from typing import Any
 import click
 import torch
 
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.formats.weights import parse_weight_format
 from kvq.weights import round_weight
 from kvq.weights.awq import awq_scales

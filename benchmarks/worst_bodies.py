@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from functools import cache, partial
 
-from kvq.server.incoming import MAX_BODY
+from kvq.server.http.incoming import MAX_BODY
 
 CHATS = ("parts", "parts that are no text", "numbers in a message", "numbers for a template")
 

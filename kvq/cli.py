@@ -8,10 +8,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from kvq.commands import completion
-from kvq.commands.interrupts import interruptible
-from kvq.commands.screen import echo, show_warnings, take_every_text
-from kvq.commands.shortage import check_addresses, shortage
+from kvq.commands.machine import completion
+from kvq.commands.shared.interrupts import interruptible
+from kvq.commands.shared.memory_errors import check_addresses, shortage
+from kvq.commands.shared.terminal import echo, show_warnings, take_every_text
 from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
@@ -51,6 +51,20 @@ _GROUPS = {
     },
 }
 _COMMANDS = {name: line for group in _GROUPS.values() for name, line in group.items()}
+# Where the modules of commands are, below kvq.commands
+_FOLDERS = {
+    "bench": ("bench",),
+    "capacity": ("cost", "gpus", "models", "plan", "simulate"),
+    "chat": ("chat",),
+    "machine": ("completion", "doctor"),
+    "quality": ("calibrate", "compare", "eval", "inspect", "manifest", "perplexity", "quantize", "tune"),
+    "use": ("demo", "detect-watermark", "generate", "run-batch", "serve"),
+}
+_MODULES = {
+    name: f"kvq.commands.{folder}.{name.replace('-', '_')}"
+    for folder in _FOLDERS
+    for name in _FOLDERS[folder]
+}
 _WINDOWS = (
     "kvq runs on Linux, macOS and WSL; on Windows, install WSL (wsl --install) and run it there, please."
 )
@@ -70,7 +84,7 @@ class _Commands(click.Group):
         if name not in _COMMANDS:
             return None
         check_addresses()
-        module = importlib.import_module(f"kvq.commands.{name.replace('-', '_')}")
+        module = importlib.import_module(_MODULES[name])
         command: click.Command = module.command
         return command
 

@@ -100,11 +100,18 @@ def test_deciding_and_sizing_import_no_tensors(module: str) -> None:
 def test_processes_without_a_model_import_neither_torch_nor_the_engine() -> None:
     """The HTTP process, the one that reads prompts, and those of the commands that start them."""
     modules = "kvq.server.run, kvq.server.reading.host, kvq.server.batch.run"
-    _, loaded, _ = run(f"import kvq.commands.serve, kvq.commands.run_batch, kvq.commands.screen, {modules}")
+    _, loaded, _ = run(
+        f"import kvq.commands.use.serve, kvq.commands.use.run_batch, kvq.commands.shared.terminal, {modules}"
+    )
     assert "fastapi" in loaded
     heavy = ("torch", "transformers", "numpy", "triton", "safetensors", "huggingface_hub")
     assert not [m for m in loaded if m.partition(".")[0] in heavy]
-    assert not {"kvq.engine.core", "kvq.engine.job", "kvq.models.model", "kvq.kernels"} & set(loaded)
+    assert not {
+        "kvq.engine.steps.core",
+        "kvq.engine.requests.request_state",
+        "kvq.models.model",
+        "kvq.kernels",
+    } & set(loaded)
 
 
 def test_errors_and_version_come_without_torch_and_names_on_first_use() -> None:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from kvq.bench.figures import roofline_figure
-from kvq.evals.figure import write_figure
-from kvq.evals.plot import perplexity_figure
+from kvq.evals.report.figure import write_figure
+from kvq.evals.report.plot import perplexity_figure
 from tools.roads_figure import roads_svg
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -78,7 +78,7 @@ def _of_command(command: click.Command, context: click.Context, path: str) -> It
 
 
 def _foreign() -> Iterator[str]:
-    from kvq.commands import foreign
+    from kvq.commands.shared import foreign
 
     for entry in json.loads(Path(foreign.__file__).with_name("foreign.json").read_text(encoding="utf-8")):
         for name in entry["names"]:
@@ -101,12 +101,12 @@ def _routes() -> Iterator[str]:
 
 def _document() -> dict[str, Any]:
     from kvq.models.describe.resolve import EMBEDDED
+    from kvq.server.admission.prompts import Prompts
+    from kvq.server.admission.service import Service
     from kvq.server.app import create_app
-    from kvq.server.messages import Start
-    from kvq.server.prompts import Prompts
+    from kvq.server.engine.messages import Start
+    from kvq.server.engine.remote import Remote
     from kvq.server.reading import Readers, Setup
-    from kvq.server.remote import Remote
-    from kvq.server.service import Service
 
     remote = Remote(Start(folder=str(EMBEDDED["tiny"]), kv="int4", options={}))
     return create_app(Service("tiny", remote, Prompts(Readers(Setup(folder="tiny")), None))).openapi()
@@ -128,7 +128,7 @@ def _fields(schema: dict[str, Any], document: dict[str, Any], depth: int) -> Ite
 
 
 def _metrics() -> Iterator[str]:
-    from kvq.server.names import ALL_NAMES
+    from kvq.server.admission.metric_names import ALL_NAMES
 
     for names in ALL_NAMES.values():
         yield from (f"{names.ends.name}{{{label}}}" for label in names.ends.labels)

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from lm_eval_tasks import TASKS, Scorer, make_docs, own_scores, write_tasks
 
-from kvq.bench.serve_process import ServerProcess
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.bench.serve.process import ServerProcess
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.models.describe.resolve import resolve_model
 
 HERE = Path(__file__).resolve().parent

@@ -39,11 +39,11 @@ from benchmarks.fuzz import handshakes, inside, wire
 from benchmarks.fuzz.door import Tally, seeds_of
 from benchmarks.fuzz.http import Requests
 from benchmarks.rude import memory_bytes, metrics, reset, stall
-from kvq.bench.engine_load import LoadRequest
-from kvq.bench.serve_client import send
-from kvq.bench.serve_process import ServerProcess
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.serve.client import send
+from kvq.bench.serve.process import ServerProcess
 from kvq.errors import EngineError
-from kvq.evals.results import source_commit
+from kvq.evals.report.results import source_commit
 
 AT_SERVER = ("http", "wire", "ends")
 _WIRES = 4  # threads of the door

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import replace
 
 from benchmarks.fuzz import wire
-from kvq.bench.serve_client import Target
+from kvq.bench.serve.client import Target
 
 _SHORT_S = 0.3  # for an answer to what may have none
 

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from benchmarks.fuzz.door import Tally
 from benchmarks.fuzz.made_requests import Request, broken, requests_for
-from kvq.bench.serve_client import Target
+from kvq.bench.serve.client import Target
 
 _ROUND = 25  # of schemathesis' cases, with one seed
 _BROKEN = 20  # copies of each, broken

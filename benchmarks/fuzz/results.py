@@ -10,7 +10,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from benchmarks.fuzz.mutate import mutated, mutated_bytes
-from kvq.commands.compare import command
+from kvq.commands.quality.compare import command
 from kvq.errors import KVQError
 
 _CONTROLS = set(map(chr, (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F))))

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from threading import Thread
 
 from benchmarks.fuzz.mutate import mutated, mutated_bytes
-from kvq.bench.engine_load import LoadRequest
-from kvq.bench.serve_client import Target, send
-from kvq.commands.chat_client import ServerPartner
-from kvq.commands.chat_partner import Sampling
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.serve.client import Target, send
+from kvq.commands.chat.client import ServerPartner
+from kvq.commands.chat.partner import Sampling
 from kvq.errors import KVQError
 
 _EVENTS = [

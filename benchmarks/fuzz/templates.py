@@ -14,7 +14,7 @@ from typing import Any
 
 from kvq.models.loading.control_tokens import ControlTokens
 from kvq.models.run.prompts import PromptEncoder
-from kvq.server.frames import Decoder, encode
+from kvq.server.engine.frames import Decoder, encode
 from kvq.server.reading.host import NO_MEMORY, read_jobs
 from kvq.server.reading.jobs import Chat, FromReader, Numbers, Refusal, unpack
 from tests.models.chat_families import FAMILIES

@@ -9,7 +9,7 @@ import ssl
 import struct
 from time import sleep
 
-from kvq.bench.serve_client import Target
+from kvq.bench.serve.client import Target
 
 _PATIENCE_S = 1.0  # for an answer to what may be no whole request, before we say that no more comes
 _ANSWER_S = 45.0  # on a busy machine; bodies have 30 s to come

@@ -28,7 +28,7 @@ class Shape:
         """As `kvq.bench` takes it."""
         import torch
 
-        from kvq.bench.workload import Workload
+        from kvq.bench.kernels.workload import Workload
 
         is_latent = self.latent_heads is not None
         return Workload(
@@ -68,7 +68,7 @@ def long_shapes(target: Target) -> list[Shape]:
 
 def mixed_shapes(target: Target) -> list[Shape]:
     """128 log-normal lengths between 128 and 32,768 beside as many tokens in equal ones."""
-    from kvq.bench.workload import lengths
+    from kvq.bench.kernels.workload import lengths
 
     count = target.pick(128, 4)
     drawn = lengths(target.pick("128-32768", "8-200"), count, 0)
@@ -152,7 +152,7 @@ def case(target: Target, shape: Shape) -> Case:
 
 def attended(target: Target, shape: Shape, formats: Sequence[str]) -> Rows:
     """Rows of `kvq bench attention`."""
-    from kvq.bench.attention import bench_attention
+    from kvq.bench.kernels.attention import bench_attention
 
     dense = DENSE in formats
     rows, bandwidth = bench_attention(
@@ -167,7 +167,7 @@ def attended(target: Target, shape: Shape, formats: Sequence[str]) -> Rows:
 
 def written(target: Target, shape: Shape, formats: Sequence[str]) -> Rows:
     """Rows of `kvq bench write`."""
-    from kvq.bench.write import bench_write
+    from kvq.bench.kernels.write import bench_write
 
     rows = bench_write(shape.workload(target), formats, repeats=target.repeats)
     return [{"shape": _WRITE, **row} for row in rows]

@@ -37,9 +37,9 @@ def served(
 
     `seats`: requests at a time. A rival has its own pool and logits of whole steps beside kvq's.
     """
-    from kvq.bench.engine import Plan, bench_engine
-    from kvq.bench.engine_load import burst
-    from kvq.bench.engine_server import Limits
+    from kvq.bench.engine.engine import Plan, bench_engine
+    from kvq.bench.engine.load import burst
+    from kvq.bench.engine.server import Limits
 
     model = models.model(target, "small", stored=True)
     high = target.pick(1024, 40)
@@ -90,9 +90,9 @@ def taken_apart(target: Target, kv: str) -> Rows:
 
 def from_end_to_end(target: Target, formats: Sequence[str]) -> Rows:
     """As many requests of 7,680 tokens in and 512 out as fit in both formats, 64 at most, all at once."""
-    from kvq.bench.engine import Plan, bench_engine
-    from kvq.bench.engine_load import burst
-    from kvq.bench.engine_server import Limits
+    from kvq.bench.engine.engine import Plan, bench_engine
+    from kvq.bench.engine.load import burst
+    from kvq.bench.engine.server import Limits
 
     model = models.model(target, "large")
     count = batch(target, model, ["bf16", "int4"])  # whatever is measured, so that runs compare

@@ -6,9 +6,9 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.gpu.profile import profiled, summed_up
-from kvq.bench.engine_load import Load, LoadRequest
-from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.step_costs import read_bytes
+from kvq.bench.engine.load import Load, LoadRequest
+from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.step_costs import read_bytes
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
 from kvq.engine import StepStats

@@ -47,7 +47,7 @@ def rates(target: Target) -> Rows:
     """A sum that only reads, a copy that reads and writes, and a product of two large bf16 matrices."""
     import torch
 
-    from kvq.bench.measure import Stopwatch, matrix_rate, read_bandwidth
+    from kvq.bench.kernels.measure import Stopwatch, matrix_rate, read_bandwidth
     from kvq.bench.timing import percentile
 
     where = torch.device(target.device)

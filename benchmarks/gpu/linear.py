@@ -30,7 +30,7 @@ def workload(target: Target, shape: tuple[int, int], rows: int) -> Any:
     """As `kvq.bench` takes it."""
     import torch
 
-    from kvq.bench.linear import LinearWorkload
+    from kvq.bench.kernels.linear import LinearWorkload
 
     return LinearWorkload(
         in_features=shape[0],
@@ -44,7 +44,7 @@ def workload(target: Target, shape: tuple[int, int], rows: int) -> Any:
 
 def measured(target: Target, shape: tuple[int, int], rows: int, kinds: Sequence[str]) -> Rows:
     """Rows of `kvq bench linear`, with the speedup over torch's bf16."""
-    from kvq.bench.linear import bench_linear
+    from kvq.bench.kernels.linear import bench_linear
 
     found, bandwidth = bench_linear(
         workload(target, shape, rows), kinds, rivals=not target.is_rehearsal, repeats=target.repeats

@@ -82,7 +82,7 @@ def bandwidth(target: Target) -> float:
     """GB/s that a sum reads, measured once in this process."""
     import torch
 
-    from kvq.bench import measure
+    from kvq.bench.kernels import measure
 
     found = measure.read_bandwidth(torch.device(target.device))
     if not target.is_rehearsal:

@@ -12,7 +12,7 @@ from benchmarks.gpu.linear import SHAPES, WEIGHTS, workload
 
 def attention(target: Target) -> Iterator[Case]:
     """Of decodes and extends, format by format."""
-    from kvq.bench import tune as tuning
+    from kvq.bench.kernels import tune as tuning
 
     formats = ("bf16", "fp8", "int8", "int4_g64", "int4_g32", "int4", *BY_WIDTH)
     few, many = (8192,) * 32, (8192,) * 2
@@ -46,7 +46,7 @@ def linear(target: Target) -> Iterator[Case]:
 
 def _tuned(target: Target, find: Callable[[], tuple[str, Any, Rows]]) -> Rows:
     """All tiles that were tried; the best is written down at once."""
-    from kvq.bench.tune import write_table
+    from kvq.bench.kernels.tune import write_table
     from kvq.kernels.gpu import shapes
 
     key, best, tried = find()

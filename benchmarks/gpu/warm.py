@@ -84,7 +84,7 @@ def launches(target: Target) -> list[tuple[str, Callable[[], object]]]:
 
 
 def _attend(target: Target, shape: attention.Shape, kv: str) -> None:
-    from kvq.bench.attention import fused, over_blocks
+    from kvq.bench.kernels.attention import fused, over_blocks
 
     workload = shape.workload(target)
     own, cache, batch = over_blocks(workload, kv)
@@ -94,7 +94,7 @@ def _attend(target: Target, shape: attention.Shape, kv: str) -> None:
 
 
 def _multiply(target: Target, shape: tuple[int, int], rows: int, kind: str) -> None:
-    from kvq.bench.linear import over_codes
+    from kvq.bench.kernels.linear import over_codes
 
     over_codes(linear.workload(target, shape, rows), kind).check()
 

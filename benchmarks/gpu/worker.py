@@ -98,7 +98,7 @@ def header(part: str, target: Target, commit: str | None) -> State:
     """The envelope of a part's figures."""
     import torch
 
-    from kvq.evals.results import envelope
+    from kvq.evals.report.results import envelope
 
     result = envelope(sys.argv, torch.device(target.device), [], {"part": part})
     result["commit"] = result["commit"] or commit

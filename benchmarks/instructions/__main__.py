@@ -55,7 +55,7 @@ def keep(file: Path, rows: list[dict[str, Any]]) -> None:
     import torch
     import triton
 
-    from kvq.evals.results import envelope, write_json
+    from kvq.evals.report.results import envelope, write_json
 
     facts = {"triton": triton.__version__, "counted": "compiled without a GPU; nothing was run"}
     write_json(file, envelope(sys.argv, torch.device("cpu"), rows, facts))

@@ -25,7 +25,7 @@ from benchmarks.peers.loads import PARTS, Contender
 from benchmarks.peers.measure import Place, measure
 from benchmarks.peers.neighbours import neighbours
 from kvq.errors import ConfigError, KVQError
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.fileio import check_writable
 
 _OWN = "auto"  # threads

@@ -11,7 +11,7 @@ from benchmarks.peers.loads import Contender, Part
 from benchmarks.peers.process import Process, Turn
 from benchmarks.peers.quota import limited
 from benchmarks.peers.rows import agreement, refusal, row
-from kvq.bench.engine_load import Load, LoadRequest
+from kvq.bench.engine.load import Load, LoadRequest
 from kvq.bench.timing import in_turn
 from kvq.errors import EngineError
 

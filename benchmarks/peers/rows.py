@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.peers.loads import Contender, Part
 from benchmarks.peers.process import Turn
-from kvq.bench.engine_rivals import NEAR_FP32, first_difference
+from kvq.bench.engine.rivals import NEAR_FP32, first_difference
 from kvq.bench.timing import percentile
 from kvq.errors import EngineError
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from benchmarks.peers.answering import answer
-from kvq.bench.engine_load import LoadRequest
-from kvq.bench.engine_server import KvqServer, Limits
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.engine.server import KvqServer, Limits
 from kvq.kernels.native.library import loaded
 from kvq.models import Model, load
 from kvq.scheduler import Priority

@@ -7,8 +7,8 @@ import transformers
 
 from benchmarks.peers.answering import answer
 from benchmarks.peers.run_kvq import load_model, requests_of
-from kvq.bench.engine_hf import StaticBatches, load_rival
-from kvq.bench.engine_server import Limits
+from kvq.bench.engine.hf import StaticBatches, load_rival
+from kvq.bench.engine.server import Limits
 
 
 class Transformers:

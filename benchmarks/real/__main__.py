@@ -24,7 +24,7 @@ from benchmarks.real.parts import PARTS, Sizes
 from benchmarks.real.records import STORED, Records, Row, Settings, merged, published
 from benchmarks.real.tables import compared, tables
 from kvq.errors import ConfigError, EngineError, KVQError
-from kvq.evals.results import envelope, source_commit, write_json
+from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.fileio import check_writable
 
 _KV = "bf16,int8,int4,int4_mean"

@@ -15,8 +15,8 @@ from benchmarks.real.closeness import answers_agreement, in_format, sizes
 from benchmarks.real.records import Settings
 from benchmarks.real.sandbox import run
 from kvq.errors import ConfigError
-from kvq.evals.bootstrap import share_interval
 from kvq.evals.divergence import Progress
+from kvq.evals.report.bootstrap import share_interval
 from kvq.evals.windows import text_ids
 
 NEW_TOKENS = 512

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import comb, sqrt
 
-from kvq.evals.bootstrap import Z95, Interval
+from kvq.evals.report.bootstrap import Z95, Interval
 
 _ADDED = 0.5  # to each kind of pair
 

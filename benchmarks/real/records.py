@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvq.errors import ConfigError
-from kvq.evals.results import describe_device, source_commit
+from kvq.evals.report.results import describe_device, source_commit
 
 Row = dict[str, Any]
 Settings = Mapping[str, Any]

@@ -3,8 +3,8 @@
 import itertools
 from typing import Any
 
-from kvq.evals.figure import finish, legend_beside, log_axis, new_figure, title
-from kvq.evals.labels import label_point
+from kvq.evals.report.figure import finish, legend_beside, log_axis, new_figure, title
+from kvq.evals.report.labels import label_point
 from kvq.sizes import speed
 
 

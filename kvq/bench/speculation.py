@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kvq.bench.timing import in_turn, percentile
 from kvq.engine import LLM, SamplingParams
-from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.draft_model import DraftModel
 from kvq.engine.speculation.ngram import NGrams
 from kvq.engine.speculation.self_draft import SelfDraft
 from kvq.engine.speculation.speculator import Speculator
+from kvq.engine.speculation_config import Speculation
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
 from kvq.models import Model

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvq.calib.observe import Observations, observe
-from kvq.evals.bootstrap import Bootstrap, Interval
 from kvq.evals.divergence import UNWATCHED, Progress, TokenPlan, measure_tokens
 from kvq.evals.perplexity import instrument_facts, look, perplexity_row
+from kvq.evals.report.bootstrap import Bootstrap, Interval
 from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, text_ids, token_windows
 from kvq.formats import KVRecipe

@@ -8,9 +8,16 @@ if TYPE_CHECKING:
     from kvq.engine.async_llm import AsyncLLM
     from kvq.engine.config import EngineConfig
     from kvq.engine.llm import LLM
-    from kvq.engine.outputs import CompletionOutput, Piece, Receipt, RequestOutput, Timing, TokenLogprobs
     from kvq.engine.params import PrefixPin, SamplingParams, StructuredOutput
-    from kvq.engine.publisher import StepStats
+    from kvq.engine.requests.outputs import (
+        CompletionOutput,
+        Piece,
+        Receipt,
+        RequestOutput,
+        Timing,
+        TokenLogprobs,
+    )
+    from kvq.engine.steps.publisher import StepStats
     from kvq.scheduler import Priority
 else:
     __getattr__ = lazily(
@@ -19,7 +26,7 @@ else:
             "kvq.engine.async_llm": ("AsyncLLM",),
             "kvq.engine.config": ("EngineConfig",),
             "kvq.engine.llm": ("LLM",),
-            "kvq.engine.outputs": (
+            "kvq.engine.requests.outputs": (
                 "CompletionOutput",
                 "Piece",
                 "Receipt",
@@ -28,7 +35,7 @@ else:
                 "TokenLogprobs",
             ),
             "kvq.engine.params": ("PrefixPin", "SamplingParams", "StructuredOutput"),
-            "kvq.engine.publisher": ("StepStats",),
+            "kvq.engine.steps.publisher": ("StepStats",),
             "kvq.scheduler": ("Priority",),
         },
     )

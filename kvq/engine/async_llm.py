@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Self
 
-from kvq.engine.job import Job
 from kvq.engine.loop import Command, LoopedEngine
-from kvq.engine.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.params import Params, as_params
-from kvq.engine.prompts import Prompt
-from kvq.engine.publisher import StepStats, StepSubscriber
-from kvq.engine.terms import Origin, Terms
+from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
+from kvq.engine.requests.prompts import Prompt
+from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_state import Job
+from kvq.engine.steps.publisher import StepStats, StepSubscriber
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.neighbours import end_team
 from kvq.models.parts.fork_guard import Home

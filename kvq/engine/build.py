@@ -8,12 +8,12 @@ from typing import Any
 from kvq.blockmgr import BlockManager
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
-from kvq.engine.dry_run import dry_run
-from kvq.engine.marking import read_marking
-from kvq.engine.memory import planned_pools, swap_slots, told
-from kvq.engine.runner import Runner
-from kvq.engine.speculation.config import parse_speculation
+from kvq.engine.device.dry_run import dry_run
+from kvq.engine.device.memory import planned_pools, swap_slots, told
+from kvq.engine.device.runner import Runner
+from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation
+from kvq.engine.speculation_config import parse_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
@@ -86,7 +86,7 @@ def check_engine(
     """
     _check_known(options, {*_ENGINE_OPTIONS, *_LOAD_OPTIONS}, "known:")
     config = EngineConfig(**{name: value for name, value in options.items() if name in _ENGINE_OPTIONS})
-    read_marking(config)
+    read_marking(config.watermark, config.watermark_scheme, config.watermark_key_file)
     rest = {name: value for name, value in options.items() if name not in _ENGINE_OPTIONS}
     path = rest.pop("scales", None)
     prepared = prepare(model, max_context=config.max_context, **rest)

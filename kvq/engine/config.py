@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq.blockmgr.states import SNAPSHOT_EVERY
-from kvq.engine.marking import check_marking
-from kvq.engine.speculation.config import Speculation, parse_speculation
+from kvq.engine.requests.marking import check_marking
+from kvq.engine.speculation_config import Speculation, parse_speculation
 from kvq.errors import ConfigError
 from kvq.sizes import parse_bytes
 from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
@@ -23,7 +23,7 @@ class EngineConfig:
     requests. `max_context` in tokens: shorter than the model's if given. `async_scheduling`: plan and
     launch a step while the one before it runs or is settled; by default on GPUs, where launching takes
     time, and on CPUs where steps are short.
-    `speculation`: how tokens are drafted, as `kvq.engine.speculation.config.Speculation` or a mapping of its
+    `speculation`: how tokens are drafted, as `kvq.engine.speculation_config.Speculation` or a mapping of its
     fields, such as {"method": "ngram", "k": 4}.
     `watermark`: which texts are marked, by `watermark_scheme` with the secret in `watermark_key_file`: none
     ("off"), those that ask ("asked"), all but those that decline ("unless-declined"), or all ("always").

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Self, cast
 
-from kvq.engine.job import Job
 from kvq.engine.loop import LoopedEngine
-from kvq.engine.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.params import Params, as_params, each_params
-from kvq.engine.prompts import Prompt, as_prompts
-from kvq.engine.publisher import StepSubscriber
-from kvq.engine.terms import Origin, Terms
+from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
+from kvq.engine.requests.prompts import Prompt, as_prompts
+from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_state import Job
+from kvq.engine.steps.publisher import StepSubscriber
 from kvq.scheduler import Priority
 
 

@@ -12,9 +12,9 @@ from time import monotonic, sleep
 from typing import Any
 
 from kvq.engine.build import build
-from kvq.engine.core import EngineCore
-from kvq.engine.defaults import read_defaults
 from kvq.engine.params import SamplingParams
+from kvq.engine.requests.defaults import read_defaults
+from kvq.engine.steps.core import EngineCore
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.describe.resolve import ModelSource

@@ -6,7 +6,7 @@ A recipe that keeps as many young tokens in bf16 as a window has diverges by not
 from collections.abc import Iterable, Sequence
 
 from kvq.errors import ConfigError
-from kvq.evals.sections import MOST, told
+from kvq.evals.report.sections import MOST, told
 from kvq.formats import KVRecipe
 from kvq.kernels.attend.options import Age, Part
 from kvq.layout import KVLayout

@@ -9,8 +9,8 @@ import numpy as np
 from kvq.engine import LLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.errors import RequestError
-from kvq.evals.bootstrap import Bootstrap, Interval, share_interval
 from kvq.evals.divergence import UNWATCHED, Watch, with_baseline
+from kvq.evals.report.bootstrap import Bootstrap, Interval, share_interval
 from kvq.evals.windows import spread, token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model

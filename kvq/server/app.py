@@ -15,24 +15,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from kvq.errors import RequestError, nearest
-from kvq.server import answer_types, health
+from kvq.server import health
+from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kvq.server.admission.metrics import CONTENT_TYPE
+from kvq.server.admission.prompts import Conversation, Prompts
+from kvq.server.admission.service import Service, describe
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.anthropic.message import MessageCall
 from kvq.server.anthropic.prompt import conversation
-from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from kvq.server.chat import Chat
-from kvq.server.complaints import of_body
-from kvq.server.completions import Completion
-from kvq.server.credentials import Access, Credentials
-from kvq.server.guard import REASON, Guard, as_response
-from kvq.server.ignored import HEADER
-from kvq.server.metrics import CONTENT_TYPE
-from kvq.server.openapi import ONE_OR_STREAM, describe_routes
-from kvq.server.problems import MESSAGES_PATH, Problem
-from kvq.server.prompts import Conversation, Prompts
-from kvq.server.respond import admitted, note_fields, respond, tenant
-from kvq.server.service import Service, describe
-from kvq.server.strict_json import JsonRoute
+from kvq.server.http.body_errors import of_body
+from kvq.server.http.credentials import Access, Credentials
+from kvq.server.http.guard import REASON, Guard, as_response
+from kvq.server.http.ignored import HEADER
+from kvq.server.http.problems import MESSAGES_PATH, Problem
+from kvq.server.http.strict_json import JsonRoute
+from kvq.server.openai import answer_types
+from kvq.server.openai.chat import Chat
+from kvq.server.openai.completions import Completion
+from kvq.server.openai.openapi import ONE_OR_STREAM, describe_routes
+from kvq.server.openai.respond import admitted, note_fields, respond, tenant
 from kvq.server.viewers import add_routes as add_page
 from kvq.version import __version__
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvq.engine.defaults import read_defaults
+from kvq.engine.requests.defaults import read_defaults
 from kvq.errors import KVQError
 from kvq.models.describe.resolve import ModelSource, resolve_model
-from kvq.server.config import ServerConfig
-from kvq.server.messages import Start
-from kvq.server.prompts import Prompts
+from kvq.server.admission.config import ServerConfig
+from kvq.server.admission.prompts import Prompts
+from kvq.server.admission.service import Service
+from kvq.server.engine.messages import Start
+from kvq.server.engine.remote import Remote, Watch
 from kvq.server.reading import Readers, Setup
-from kvq.server.remote import Remote, Watch
-from kvq.server.service import Service
 from kvq.server.tools.calling import ToolCalling
 
 _log = logging.getLogger("kvq")

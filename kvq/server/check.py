@@ -8,8 +8,8 @@ from functools import partial
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.defaults import read_defaults
-from kvq.engine.memory import LENGTHS, told
+from kvq.engine.device.memory import LENGTHS, told
+from kvq.engine.requests.defaults import read_defaults
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.check.load_check import is_to_check, recalled
 from kvq.models.describe.ends import NO_END
@@ -17,9 +17,9 @@ from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.skeleton import build_skeleton
 from kvq.models.loading.tokenizer import check_knows_text
 from kvq.models.prove.proof import prove
-from kvq.server.config import LOCAL, ServerConfig
-from kvq.server.problems import Problem
-from kvq.server.prompts import Prompts
+from kvq.server.admission.config import LOCAL, ServerConfig
+from kvq.server.admission.prompts import Prompts
+from kvq.server.http.problems import Problem
 from kvq.server.reading import Readers, Setup
 from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling

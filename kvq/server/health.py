@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvq.engine import SamplingParams
-from kvq.engine.terms import Terms
+from kvq.engine.requests.request_options import Terms
 from kvq.errors import EngineError
-from kvq.server.answer_types import Status
-from kvq.server.messages import Ended
-from kvq.server.problems import Problem, unavailable
-from kvq.server.prompts import PROBE
-from kvq.server.service import Service
+from kvq.server.admission.prompts import PROBE
+from kvq.server.admission.service import Service
+from kvq.server.engine.messages import Ended
+from kvq.server.http.problems import Problem, unavailable
+from kvq.server.openai.answer_types import Status
 from kvq.version import __version__
 
 _DEADLINE_S = 10.0

@@ -18,15 +18,15 @@ from fastapi import FastAPI
 
 from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.models.loading.tokenizer import load_without_torch
+from kvq.server.admission.config import ServerConfig
+from kvq.server.admission.service import Service
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
-from kvq.server.config import ServerConfig
-from kvq.server.credentials import Credentials
-from kvq.server.door import Door
-from kvq.server.logs import configure, log_event
-from kvq.server.protocol import Connection, prepare
-from kvq.server.service import Service
-from kvq.server.turns import Stretches
+from kvq.server.http.credentials import Credentials
+from kvq.server.http.listener import Door
+from kvq.server.http.logs import configure, log_event
+from kvq.server.http.loop_budget import Stretches
+from kvq.server.http.protocol import Connection, prepare
 
 _log = logging.getLogger("kvq")
 _END_S = 0.3  # for answers to be written after the engine is gone

@@ -11,11 +11,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvq.errors import EngineError
-from kvq.server.guard import DOCS
-from kvq.server.messages import LiveRequest, PastRequest, Picture
-from kvq.server.problems import Problem
-from kvq.server.respond import tenant as who_asks
-from kvq.server.service import Service
+from kvq.server.admission.service import Service
+from kvq.server.engine.messages import LiveRequest, PastRequest, Picture
+from kvq.server.http.guard import DOCS
+from kvq.server.http.problems import Problem
+from kvq.server.openai.respond import tenant as who_asks
 from kvq.version import __version__
 
 _INTERVAL_S = 0.25  # between pictures at least

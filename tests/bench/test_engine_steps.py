@@ -7,9 +7,9 @@ import kvq
 from benchmarks.gpu import models
 from benchmarks.gpu.case import Target
 from benchmarks.gpu.engine_steps import _opened, _prefill, _watched, bench_steps
-from kvq.bench.engine_load import LoadRequest
-from kvq.bench.engine_server import Limits, _GraphsRefused
-from kvq.engine.graphs import DecodeGraphs, decode_graphs
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.engine.server import Limits, _GraphsRefused
+from kvq.engine.device.graphs import DecodeGraphs, decode_graphs
 from kvq.errors import EngineError
 from kvq.models import Model
 

@@ -188,7 +188,7 @@ LONG = tuple(part.name for part in PARTS if part.name not in (*QUICK, "tune", "t
 @pytest.fixture
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-ins of a rehearsal, in this process, until the test ends."""
-    from kvq.bench import measure
+    from kvq.bench.kernels import measure
 
     for name in ("cache_bytes", "read_bandwidth"):
         monkeypatch.setattr(measure, name, getattr(measure, name))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvq import cli
-from kvq.bench import attention, measure
-from kvq.bench import tune as tuning
-from kvq.bench.measure import exact_attention, percentile
-from kvq.bench.staged import read_bytes, steps_of_staged
-from kvq.bench.tune import write_table
-from kvq.bench.workload import Workload, filled_cache, layout_of, lengths, queries
+from kvq.bench.kernels import attention, measure
+from kvq.bench.kernels import tune as tuning
+from kvq.bench.kernels.measure import exact_attention, percentile
+from kvq.bench.kernels.staged import read_bytes, steps_of_staged
+from kvq.bench.kernels.tune import write_table
+from kvq.bench.kernels.workload import Workload, filled_cache, layout_of, lengths, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, KVQError
 from kvq.kernels import AttentionOptions
@@ -27,7 +27,7 @@ SHAPE = ["--q-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--block-size"
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data: no need to rotate it past the cache."""
-    monkeypatch.setattr("kvq.bench.measure.cache_bytes", lambda _: 1 << 14)
+    monkeypatch.setattr("kvq.bench.kernels.measure.cache_bytes", lambda _: 1 << 14)
     monkeypatch.setattr(measure, "read_bandwidth", lambda _: 20.0)
 
 
@@ -213,7 +213,7 @@ def test_write_rows_hold_what_was_promised(tmp_path: Path, monkeypatch: pytest.M
     for row in rows:
         assert 0 < row["us_p10"] <= row["us_median"] <= row["us_p90"]
         assert row["gb_per_s"] > 0
-    monkeypatch.setattr("kvq.bench.write.reference", lambda k, v, kv, slots: kv.k.codes.fill_(7))
+    monkeypatch.setattr("kvq.bench.kernels.write.reference", lambda k, v, kv, slots: kv.k.codes.fill_(7))
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "write", *SHAPE, "--kv", "int4", "--context", "23"])
     assert stop.value.code == 2

@@ -4,8 +4,8 @@ from typing import Any
 
 import click
 
-from kvq.commands.config_file import config_option
-from kvq.commands.options import TextOrMapping
+from kvq.commands.shared.config_file import config_option
+from kvq.commands.shared.options import TextOrMapping
 
 
 @click.command()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq.evals.sections import MOST, told
+from kvq.evals.report.sections import MOST, told
 
 SHORT = ("--context", 128, "--max-windows", 2)
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from kvq.bench.engine_server import KvqServer
+from kvq.bench.engine.server import KvqServer
 from kvq.calib import search
-from kvq.commands import simulate_fleet
-from kvq.commands.results import FinishedRows
+from kvq.commands.capacity import simulate_fleet
+from kvq.commands.shared.results import FinishedRows
 from kvq.errors import EngineError
 from kvq.evals import divergence
 from tests.waiting import HANG_S, wait_for

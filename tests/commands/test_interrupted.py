@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from kvq.bench.serve_process import ServerProcess
-from kvq.commands import interrupts
+from kvq.bench.serve.process import ServerProcess
+from kvq.commands.shared import interrupts
 from kvq.models.describe import resolve
 from kvq.server import run
-from kvq.server.config import ServerConfig
+from kvq.server.admission.config import ServerConfig
 from tests.waiting import HANG_S
 
 MODEL = ("--model", "tiny")
@@ -127,7 +127,7 @@ main()
     [
         ("kvq.cli", signal.SIGINT),
         ("kvq.cli", signal.SIGTERM),
-        ("kvq.commands.serve", signal.SIGTERM),
+        ("kvq.commands.use.serve", signal.SIGTERM),
         ("pydantic", signal.SIGINT),
     ],
 )

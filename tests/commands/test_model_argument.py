@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from kvq.commands.demo import PARTED, parted
-from kvq.commands.generate import command as generate
-from kvq.commands.options import Several, Tokens
+from kvq.commands.shared.options import Several, Tokens
+from kvq.commands.use.demo import PARTED, parted
+from kvq.commands.use.generate import command as generate
 from kvq.errors import ConfigError
 from kvq.sizes import parse_tokens
 from tests.waiting import HANG_S

@@ -199,7 +199,7 @@ def test_the_probe_tries_one_key_after_the_other_and_passes_on_what_is_not_about
 
 
 def test_options_in_the_manifests_are_the_commands():
-    from kvq.commands.serve import command
+    from kvq.commands.use.serve import command
 
     known = {option for parameter in command.params for option in parameter.opts}
     [container] = pod()["containers"]

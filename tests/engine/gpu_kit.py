@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kvq.engine.runner import Runner
+from kvq.engine.device.runner import Runner
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models import Model
 from kvq.models.describe.modules import load_module

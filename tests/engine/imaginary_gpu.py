@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from kvq.engine import transfers
+from kvq.engine.device import transfers
 from kvq.kernels.gpu import uploads
 from kvq.kernels.gpu.launch import Bound
 from tests.engine.imaginary_cuda import ImaginaryGPU, Launch, cuda_of, whole

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvq.engine import LLM, Piece, RequestOutput, SamplingParams, TokenLogprobs
-from kvq.engine.terms import Origin, Terms
+from kvq.engine.requests.request_options import Origin, Terms
 from kvq.models import Model
 from kvq.scheduler import FixedCosts
 from tests.helpers_models import VOCAB, eager_logits, load_eager, load_fp32, random_tokens, save_model

@@ -8,13 +8,13 @@ import torch
 
 import kvq
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.engine.launch import LONG_STEP_S
-from kvq.engine.runner import StepOutput
+from kvq.engine.device.runner import StepOutput
+from kvq.engine.steps.launch import LONG_STEP_S
 from kvq.kernels.decoder.whole import ReadyPass
 from kvq.kernels.native.library import load
 from kvq.models.parts.linear import has_own_products
+from tests.engine.device.test_graphs import graphs_over
 from tests.engine.kit import assert_balanced, drive, engine, mixed_prompts, opened, pair, submit, text_of
-from tests.engine.test_graphs import graphs_over
 from tests.helpers_models import random_tokens
 
 DRAWN = SamplingParams(max_tokens=30, temperature=1.0, seed=3)

@@ -11,9 +11,9 @@ import pytest
 
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine import loop as loop_module
-from kvq.engine.job import Job
 from kvq.engine.loop import Watchdog
-from kvq.engine.terms import Terms
+from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_state import Job
 from kvq.errors import EngineError, RequestError
 from tests.engine.kit import assert_balanced, mixed_prompts, pair, tokens_of
 from tests.waiting import HANG_S, wait_for

@@ -7,8 +7,8 @@ import torch
 
 import kvq
 from kvq.cache import KVCache
-from kvq.engine.graphs import DecodeGraphs, Tables
-from kvq.engine.transfers import Readback
+from kvq.engine.device.graphs import DecodeGraphs, Tables
+from kvq.engine.device.transfers import Readback
 from kvq.kernels.attend import gathered
 from kvq.models.parts.device import pick_device
 from kvq.scheduler import Branch, Request, StepPlan
@@ -70,7 +70,7 @@ def waits_for_tokens(gpu, monkeypatch):
 def test_no_step_of_an_engine_waits_but_for_its_tokens(gpu, is_captured, monkeypatch):
     """Of prefill, of decodes and a prefill chunk, of decodes, and of forks that copy blocks."""
     if not is_captured:
-        monkeypatch.setattr("kvq.engine.runner.decode_graphs", lambda *_, **__: None)
+        monkeypatch.setattr("kvq.engine.device.runner.decode_graphs", lambda *_, **__: None)
     model = model_on(gpu, "qwen3")
     llm = kvq.LLM(model, num_blocks=40, max_num_seqs=3, max_context=64, max_num_batched_tokens=16)
     step, kinds, copies = llm.core.step, set(), []

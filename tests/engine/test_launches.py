@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.engine.graphs import DecodeGraphs, Tables
+from kvq.engine.device.graphs import DecodeGraphs, Tables
 from tests.engine.gpu_kit import model_on
 from tests.engine.imaginary_gpu import ImaginaryGPU, imaginary_gpu
 from tests.engine.launches import Launches

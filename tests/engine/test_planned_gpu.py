@@ -17,9 +17,9 @@ from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.plan.target import find_model, make_target
-from kvq.commands.plan_verify import _planned_pool
+from kvq.commands.capacity.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
-from kvq.engine.memory import planned_pools
+from kvq.engine.device.memory import planned_pools
 from kvq.geometry import parse_geometry
 from kvq.models.loading.footprint import planned_activations, planned_weights
 from kvq.models.loading.prepared import prepare

@@ -11,7 +11,7 @@ import torch
 
 from kvq.engine import LLM, Priority, SamplingParams
 from kvq.engine.params import as_params, param, real
-from kvq.engine.terms import Origin, Terms
+from kvq.engine.requests.request_options import Origin, Terms
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from tests.engine.kit import (
     BLOCK,

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.text import Text
 
-from kvq.evals.labels import overlap
+from kvq.evals.report.labels import overlap
 
 _DPIS = (160, 72)  # of .png and .svg files; laid out at 100
 

@@ -6,7 +6,7 @@ from kvq.errors import ConfigError
 from kvq.evals import default_text, measure_perplexity
 from kvq.evals.divergence import TokenPlan
 from kvq.evals.exact_tail import exact_keys
-from kvq.evals.sections import told
+from kvq.evals.report.sections import told
 from kvq.evals.simulated import simulated
 from kvq.formats import KVRecipe
 from kvq.layout import plan_layout

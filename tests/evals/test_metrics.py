@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvq.evals.gates import changes, failures, metric_figures, metric_rows, parse_gate
+from kvq.evals.report.gates import changes, failures, metric_figures, metric_rows, parse_gate
 
 FORMATS = {"fp32": False, "int4": True}
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvq.evals import default_text
-from kvq.evals.bootstrap import Bootstrap
 from kvq.evals.divergence import TokenPlan, measure_tokens
 from kvq.evals.quality import depths, quality_row, quarters
+from kvq.evals.report.bootstrap import Bootstrap
 
 TEXT = default_text().text
 

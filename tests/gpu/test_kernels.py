@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.bench.measure import exact_attention, relative_error
-from kvq.bench.workload import Workload, filled_cache, queries
+from kvq.bench.kernels.measure import exact_attention, relative_error
+from kvq.bench.kernels.workload import Workload, filled_cache, queries
 from kvq.cache import KVCache
 from kvq.formats import Code
 from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, registry

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.bench.measure import relative_error
+from kvq.bench.kernels.measure import relative_error
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.gated.reference import gated as reference_gated
 from kvq.kernels.rms_norm.reference import add_norm as reference_add_norm

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.bench.measure import relative_error
+from kvq.bench.kernels.measure import relative_error
 from kvq.formats.weights import Inputs, WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
 from kvq.kernels.linear.reference import quantize_inputs, rounded_inputs

@@ -64,6 +64,6 @@ def test_steps_replayed_as_graphs_give_the_tokens_of_eager_ones(
 
     is_eager = False
     replayed = tokens()
-    monkeypatch.setattr("kvq.engine.runner.decode_graphs", lambda *_, **__: None)
+    monkeypatch.setattr("kvq.engine.device.runner.decode_graphs", lambda *_, **__: None)
     is_eager = True
     assert tokens() == replayed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvq.bench.measure import relative_error
+from kvq.bench.kernels.measure import relative_error
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, StagedBatch
 from kvq.kernels.attend.options import Age, Part

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.engine.reconcile import found_weights
+from kvq.engine.steps.reconcile import found_weights
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import parse_weight_format
 from kvq.kernels.native.library import load as load_library

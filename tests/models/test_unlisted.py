@@ -18,8 +18,8 @@ from kvq.models.observe.tiny_copy import build_twin
 from kvq.models.prove import proof
 from kvq.models.prove.probe import relative_error
 from kvq.models.prove.proof import TOLERANCE, prove
+from kvq.server.admission.config import ServerConfig
 from kvq.server.check import check_config
-from kvq.server.config import ServerConfig
 from tests.helpers_models import eager_logits, load_eager, random_tokens
 from tests.models.test_families import check_against_transformers
 from tests.models.wrong_models import HIDDEN, PLAIN, WRONG, plainly, save_wrong

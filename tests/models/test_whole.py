@@ -16,8 +16,8 @@ from kvq.models import load
 from kvq.models.loading.prepared import prepare
 from kvq.models.loading.weights import load_plain
 from kvq.models.prove.probe import relative_error
+from kvq.server.admission.config import ServerConfig
 from kvq.server.check import check_config
-from kvq.server.config import ServerConfig
 from tests.helpers_models import Decoded, random_tokens, run_step
 from tools.whole_models import save_whole
 

@@ -7,15 +7,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvq.models.describe.resolve import resolve_model
 from kvq.models.loading.tokenizer import load_tokenizer
+from kvq.server.admission.config import ServerConfig
+from kvq.server.admission.prompts import Prompts
+from kvq.server.admission.rate_limits import TenantLimits
+from kvq.server.admission.service import Service
 from kvq.server.app import create_app
-from kvq.server.config import ServerConfig
-from kvq.server.guard import Access
-from kvq.server.messages import Start
-from kvq.server.prompts import Prompts
+from kvq.server.engine.messages import Start
+from kvq.server.engine.remote import Remote
+from kvq.server.http.guard import Access
 from kvq.server.reading import Readers, Setup
-from kvq.server.remote import Remote
-from kvq.server.service import Service
-from kvq.server.tenants import TenantLimits
 
 
 def tinys_prompts():

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from kvq.bench.serve_process import free_port
+from kvq.bench.serve.process import free_port
 from tests.waiting import HANG_S, wait_for
 
 _ASK_S = 0.2  # a hundred times a second would take it 2 s of a core until it is ready
@@ -89,7 +89,7 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The engine process."""
-        return self._child("kvq.server.worker")
+        return self._child("kvq.server.engine.worker")
 
     @property
     def reading_pid(self) -> int:

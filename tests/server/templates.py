@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.tokenizer import load_tokenizer
-from kvq.server.prompts import Prompts
+from kvq.server.admission.prompts import Prompts
 from kvq.server.reading import Readers, Setup
 
 # Ends for nobody who lives, for a first message with this word in it

@@ -8,8 +8,8 @@ import pytest
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import RequestError
 from kvq.models.describe.resolve import EMBEDDED
+from kvq.server.admission.config import ServerConfig
 from kvq.server.check import check_config
-from kvq.server.config import ServerConfig
 from tests.server.templates import LOOP
 
 NESTED = "{% if messages %}" * 3000 + "{{ messages[0].content }}" + "{% endif %}" * 3000

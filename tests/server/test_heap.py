@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from kvq.server.measured import Heap
+from kvq.server.engine.process_stats import Heap
 
 _FREED = """
-from kvq.server.measured import Heap
+from kvq.server.engine.process_stats import Heap
 
 def resident():
     with open("/proc/self/status", encoding="ascii") as file:

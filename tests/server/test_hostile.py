@@ -10,7 +10,7 @@ from time import sleep
 import pytest
 
 from benchmarks.worst_bodies import CHATS, SHAPES, body_of
-from kvq.server.ignored import HEADER
+from kvq.server.http.ignored import HEADER
 from tests.waiting import HANG_S
 
 

@@ -6,8 +6,8 @@ import random
 import msgspec
 import pytest
 
-from kvq.server import strict_json
-from kvq.server.json_bounds import MAX_NAME, scan
+from kvq.server.http import strict_json
+from kvq.server.http.json_bounds import MAX_NAME, scan
 
 UNITS = ["a", "é", "€", "😀", "\\n", '\\"', "\\\\", "\\u00e9", "\\ud83d\\ude00", "\\u20ac", " ", "\\/"]
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvq.server.frames import Decoder, encode
+from kvq.server.engine.frames import Decoder, encode
 from kvq.server.reading import jobs
 from kvq.server.reading.jobs import Chat, Text, ToReader, in_pieces, put_together
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvq.models.describe.resolve import EMBEDDED
+from kvq.server.admission.prompts import Prompts
+from kvq.server.admission.service import Service
 from kvq.server.app import create_app
-from kvq.server.guard import Access
-from kvq.server.messages import Start
-from kvq.server.prompts import Prompts
+from kvq.server.engine.messages import Start
+from kvq.server.engine.remote import Remote
+from kvq.server.http.guard import Access
 from kvq.server.reading import Readers, Setup
-from kvq.server.remote import Remote
-from kvq.server.service import Service
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvq
-from kvq.commands import chat
-from kvq.server.ignored import HEADER
+from kvq.commands.chat import chat
+from kvq.server.http.ignored import HEADER
 from tests.server.kit import Server
 from tests.waiting import HANG_S, wait_for
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.errors import EngineError
-from kvq.server.guard import basic_password
-from kvq.server.messages import Picture
-from kvq.server.remote import State
+from kvq.server.engine.messages import Picture
+from kvq.server.engine.remote import State
+from kvq.server.http.guard import basic_password
 from kvq.server.viewers import Viewers
 
 

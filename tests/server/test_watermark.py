@@ -6,7 +6,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 
-from kvq.commands.detect_watermark import command
+from kvq.commands.use.detect_watermark import command
 from kvq.watermark import make_key
 from tests.server.kit import Server
 from tests.waiting import HANG_S

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from kvq.server import sending
-from kvq.server.sending import WholeAnswer
+from kvq.server.http import sending
+from kvq.server.http.sending import WholeAnswer
 from tests.waiting import HANG_S
 
 

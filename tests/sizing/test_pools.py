@@ -9,7 +9,7 @@ from kvq.capacity.lengths import Demand, fixed
 from kvq.capacity.plan.target import find_model, make_target
 from kvq.capacity.plan.users import count_users
 from kvq.engine.config import EngineConfig
-from kvq.engine.memory import planned_pools
+from kvq.engine.device.memory import planned_pools
 from kvq.errors import OutOfMemory
 from kvq.geometry import ModelGeometry, parse_geometry
 from kvq.layout import KVLayout, Role

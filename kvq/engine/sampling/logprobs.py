@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvq.engine.outputs import TokenLogprobs
-from kvq.engine.transfers import upload
+from kvq.engine.device.transfers import upload
+from kvq.engine.requests.outputs import TokenLogprobs
 from kvq.kernels.draw.ranking import likeliest, ranked
 from kvq.kernels.draw.reference import log_probability, masses
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvq.engine.transfers import upload
+from kvq.engine.device.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)

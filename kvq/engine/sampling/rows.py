@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvq.engine.device.transfers import upload
 from kvq.engine.params import SamplingParams
 from kvq.engine.sampling.penalties import Bias
 from kvq.engine.sampling.seeds import Purpose, seed_words, uniforms
-from kvq.engine.transfers import upload
 from kvq.kernels.draw.parameters import COLUMNS, KIND, UNIFORM, Kind, packed
 from kvq.kernels.draw.reference import Settings
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvq.engine.transfers import upload
+from kvq.engine.device.transfers import upload
 
 _SMALLEST_SPAN = 64  # tokens
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvq.engine.device.transfers import upload
 from kvq.engine.params import SamplingParams
 from kvq.engine.sampling.logprobs import chunks
 from kvq.engine.sampling.rows import RowTable
-from kvq.engine.transfers import upload
 from kvq.kernels.draw.ranking import likeliest
 from kvq.kernels.draw.reference import kept_masses
 from kvq.watermark.key import Key

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr import Sequence
-from kvq.engine.job import Job
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Bind, Drafter, Growing
 from kvq.errors import ConfigError, OutOfBlocks

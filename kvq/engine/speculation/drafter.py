@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.engine.grammar.walk import Walk
-from kvq.engine.job import Job
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted, Sampler
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.scheduler import Branch, StepPlan

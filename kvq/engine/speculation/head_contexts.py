@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.backend import CacheBackend
-from kvq.engine.transfers import upload
+from kvq.engine.device.transfers import upload
 from kvq.kernels import SequenceBatch
 from kvq.models.loading.prepared import make_cache
 from kvq.models.mtp import MtpHead

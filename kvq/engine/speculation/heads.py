@@ -7,8 +7,8 @@ come of what it made itself, as in vLLM and in DeepSeek-V3's own serving.
 import torch
 from torch import Tensor
 
-from kvq.engine.job import Job
-from kvq.engine.runner import StepOutput
+from kvq.engine.device.runner import StepOutput
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted, Sampler
 from kvq.engine.speculation.drafter import Bind, Drafter, Growing
 from kvq.engine.speculation.head_contexts import Context, HeadCache, Reading

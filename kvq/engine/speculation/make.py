@@ -5,16 +5,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvq.engine.choose import Chooser
-from kvq.engine.runner import Runner
+from kvq.engine.device.runner import Runner
+from kvq.engine.sampling.choose import Chooser
 from kvq.engine.sampling.sampler import Sampler
-from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.draft_model import DraftModel, check_draft
 from kvq.engine.speculation.heads import Heads
 from kvq.engine.speculation.ngram import Lookup
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
 from kvq.engine.speculation.speculator import Speculator
+from kvq.engine.speculation_config import Speculation
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.models import Model

@@ -8,7 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvq.engine.job import Job
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.scheduler import Branch, StepPlan

@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from kvq.engine.job import Job
-from kvq.engine.runner import StepOutput
+from kvq.engine.device.runner import StepOutput
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
 from kvq.scheduler import Branch, Request, StepPlan
 

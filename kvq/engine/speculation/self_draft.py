@@ -12,7 +12,7 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from kvq.engine.runner import Runner
+from kvq.engine.device.runner import Runner
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Bind, Drafter, Growing
 from kvq.errors import ConfigError

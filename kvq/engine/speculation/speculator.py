@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Callable
 
-from kvq.engine.job import Job
-from kvq.engine.runner import StepOutput
+from kvq.engine.device.runner import StepOutput
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
-from kvq.engine.speculation.config import Speculation
 from kvq.engine.speculation.proposer import Jobs, Proposer
+from kvq.engine.speculation_config import Speculation
 from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import Depth, drafts_allowed
 

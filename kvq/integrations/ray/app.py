@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvq.errors import ConfigError, nearest
 from kvq.extras import RAY, SERVER, require
 from kvq.integrations.ray.fleet import ROUTERS, Fleet
-from kvq.server.config import ServerConfig
+from kvq.server.admission.config import ServerConfig
 from kvq.sizing.pools import MAX_NUM_SEQS
 
 require("kvq.integrations.ray", (*RAY, *SERVER))

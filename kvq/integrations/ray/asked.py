@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
 from kvq.errors import EngineError
-from kvq.server.incoming import MAX_BODY, too_large
+from kvq.server.http.incoming import MAX_BODY, too_large
 
 _log = logging.getLogger("kvq")
 _HOP = (b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade")
@@ -20,7 +20,7 @@ _TEXTS = ("tools", "system", "messages")  # of a conversation, in the order in w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class RelayedRequest:
     """An HTTP request, its body included. Ray's prefix router looks for `prompt`."""
 
     method: str
@@ -50,7 +50,7 @@ class Asked:
         }
 
 
-async def read(request: Request) -> Asked:
+async def read(request: Request) -> RelayedRequest:
     """A request with its whole body.
 
     Raises:
@@ -62,7 +62,7 @@ async def read(request: Request) -> Asked:
         if len(body) > MAX_BODY:
             raise too_large(MAX_BODY)
     scope = request.scope
-    return Asked(
+    return RelayedRequest(
         method=request.method,
         path=scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")),
         query=scope["query_string"],
@@ -89,7 +89,7 @@ def prompt_of(body: bytes) -> str:
     return ""
 
 
-async def relay(app: ASGIApp, asked: Asked) -> AsyncGenerator[Message]:
+async def relay(app: ASGIApp, asked: RelayedRequest) -> AsyncGenerator[Message]:
     """What an application sends for a request. Leaving early cancels it, as a client does who goes.
 
     Nothing slows it down: what is sent faster than it is read lies in memory, up to the answer's end.

@@ -7,9 +7,9 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kvq.integrations.ray.asked import Asked
-from kvq.server.guard import as_response
-from kvq.server.problems import dialect_of, unavailable
+from kvq.integrations.ray.asked import RelayedRequest
+from kvq.server.http.guard import as_response
+from kvq.server.http.problems import dialect_of, unavailable
 
 _ATTEMPTS = 5
 _PAUSE_S = 0.1  # before the second, doubled before each one after
@@ -20,7 +20,10 @@ class Lost(Exception):
 
 
 async def forward(
-    asked: Asked, send: Callable[[Asked], AsyncGenerator[Message]], *, pause_s: float = _PAUSE_S
+    asked: RelayedRequest,
+    send: Callable[[RelayedRequest], AsyncGenerator[Message]],
+    *,
+    pause_s: float = _PAUSE_S,
 ) -> Response:
     """The answer of the first replica that begins one. `send` asks one that a router chooses."""
     reason = ""

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from kvq.integrations.ray.asked import Asked, read
+from kvq.integrations.ray.asked import RelayedRequest, read
 from kvq.integrations.ray.forward import Lost, forward
-from kvq.server.guard import as_response
-from kvq.server.problems import Problem
+from kvq.server.http.guard import as_response
+from kvq.server.http.problems import Problem
 
 _ENDED = "the replica ended; send the request again"
 
@@ -31,7 +31,7 @@ class Ingress:
             return as_response(problem, request.url.path)
         return await forward(asked, self._send)
 
-    async def _send(self, asked: Asked) -> AsyncGenerator[Message]:
+    async def _send(self, asked: RelayedRequest) -> AsyncGenerator[Message]:
         """Messages of the replica that the router chooses: by the prompt, or by load where there is none.
 
         Raises:

@@ -8,15 +8,15 @@ from functools import partial
 from starlette.types import Message
 
 from kvq.errors import KVQError
-from kvq.integrations.ray.asked import Asked, relay
+from kvq.integrations.ray.asked import RelayedRequest, relay
 from kvq.integrations.ray.forward import Lost
 from kvq.models.loading.tokenizer import load_without_torch
+from kvq.server.admission.config import ServerConfig
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
-from kvq.server.config import ServerConfig
 from kvq.server.health import check_readiness
-from kvq.server.logs import configure, log_event
-from kvq.server.problems import Problem
+from kvq.server.http.logs import configure, log_event
+from kvq.server.http.problems import Problem
 
 _END_S = 0.5  # for requests of an engine that ended to be told so
 
@@ -49,7 +49,7 @@ class EngineReplica:
         is_ready = True
         self._app = create_app(self._service, config.access)
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Message]:
+    async def answer(self, asked: RelayedRequest) -> AsyncGenerator[Message]:
         """What the application sends for a request.
 
         Raises:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvq.server.bodies import MAX_MESSAGES, MAX_TOOLS, CacheSalt, FunctionBody
-from kvq.server.complaints import content_of
-from kvq.server.ignored import Body, check_usual
-from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
+from kvq.server.admission.bodies import MAX_MESSAGES, MAX_TOOLS, CacheSalt, FunctionBody
+from kvq.server.http.body_errors import content_of
+from kvq.server.http.ignored import Body, check_usual
+from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 
 _MAX_BLOCKS = 1024
 # What other models' turns are made of, beside what is in this module.

@@ -7,17 +7,17 @@ from typing import Any
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.engine.defaults import SamplingDefaults
-from kvq.engine.outputs import Piece, PromptUse
-from kvq.engine.terms import Origin, Terms
+from kvq.engine.requests.defaults import SamplingDefaults
+from kvq.engine.requests.outputs import Piece, PromptUse
+from kvq.engine.requests.request_options import Origin, Terms
+from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.service import Service
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
-from kvq.server.messages import Ended
-from kvq.server.problems import Problem
-from kvq.server.respond import Call
-from kvq.server.sampling import params_of, schema_text
-from kvq.server.seating import Seats
-from kvq.server.service import Service
+from kvq.server.engine.messages import Ended
+from kvq.server.http.problems import Problem
+from kvq.server.openai.respond import Call
+from kvq.server.openai.sampling import params_of, schema_text
 from kvq.server.tools import (
     CallArguments,
     CallStart,

@@ -6,6 +6,8 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from kvq.engine import PrefixPin
+from kvq.server.admission.bodies import CalledFunction, ChatMessage, ToolCallBody
+from kvq.server.admission.prompts import Conversation, Prompts
 from kvq.server.anthropic.bodies import (
     CacheControl,
     CustomTool,
@@ -16,9 +18,7 @@ from kvq.server.anthropic.bodies import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from kvq.server.bodies import CalledFunction, ChatMessage, ToolCallBody
-from kvq.server.problems import Problem
-from kvq.server.prompts import Conversation, Prompts
+from kvq.server.http.problems import Problem
 
 T = TypeVar("T")
 _MAX_BREAKPOINTS = 4

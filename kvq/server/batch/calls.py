@@ -9,17 +9,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvq.errors import EngineError, RequestError
+from kvq.server.admission.bodies import ChatBody, CompletionBody
+from kvq.server.admission.service import Service
 from kvq.server.batch.lines import FIELDS, Line
-from kvq.server.bodies import ChatBody, CompletionBody
-from kvq.server.chat import Chat
-from kvq.server.complaints import of_body
-from kvq.server.completions import Completion
-from kvq.server.ignored import Ignored, safe_name, unknown_field
-from kvq.server.logs import describe
-from kvq.server.problems import Problem
-from kvq.server.remote import State
-from kvq.server.respond import Call
-from kvq.server.service import Service
+from kvq.server.engine.remote import State
+from kvq.server.http.body_errors import of_body
+from kvq.server.http.ignored import Ignored, safe_name, unknown_field
+from kvq.server.http.logs import describe
+from kvq.server.http.problems import Problem
+from kvq.server.openai.chat import Chat
+from kvq.server.openai.completions import Completion
+from kvq.server.openai.respond import Call
 
 _log = logging.getLogger("kvq")
 Body = ChatBody | CompletionBody

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
-from kvq.server.json_bounds import scan
+from kvq.server.http.json_bounds import scan
 
 MAX_LINE = 8 << 20  # bytes, as many as the server takes for one request
 MAX_CUSTOM_ID = 512  # characters

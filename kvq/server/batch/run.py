@@ -14,15 +14,15 @@ from typing import Any
 from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.models.describe.resolve import ModelSource
 from kvq.models.loading.tokenizer import load_without_torch
-from kvq.server.admission import AdmissionConfig
+from kvq.server.admission.admission import AdmissionConfig
+from kvq.server.admission.config import ServerConfig
+from kvq.server.admission.prompts import Prompts
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
-from kvq.server.config import ServerConfig
-from kvq.server.logs import LogConfig
-from kvq.server.problems import Problem
-from kvq.server.prompts import Prompts
+from kvq.server.http.logs import LogConfig
+from kvq.server.http.problems import Problem
 from kvq.server.reading import Readers, Setup
 
 Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)

@@ -17,7 +17,7 @@ from kvq.engine.grammar.worker import limit_memory
 from kvq.errors import KVQError, RequestError
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
-from kvq.server.frames import Decoder, encode
+from kvq.server.engine.frames import Decoder, encode
 from kvq.server.reading.jobs import Found, FromReader, Job, Piece, Refusal, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status

@@ -8,7 +8,7 @@ import msgspec
 
 from kvq.models.run.prompts import PromptEncoder
 from kvq.models.templates.forms import Forms
-from kvq.server.messages import Message
+from kvq.server.engine.messages import Message
 
 
 class Setup(Message, frozen=True):

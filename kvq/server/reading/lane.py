@@ -12,8 +12,8 @@ import msgspec
 
 from kvq.errors import EngineError
 from kvq.fair_line import FairLine
-from kvq.server.frames import encode
-from kvq.server.problems import unavailable
+from kvq.server.engine.frames import encode
+from kvq.server.http.problems import unavailable
 from kvq.server.reading.jobs import FromReader, Job, Piece, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 

@@ -12,8 +12,8 @@ from functools import partial
 
 from kvq.errors import ConfigError, EngineError
 from kvq.models.templates.forms import Forms
-from kvq.server.engine_process import start_module
-from kvq.server.frames import Decoder, encode, receive
+from kvq.server.engine.frames import Decoder, encode, receive
+from kvq.server.engine.process import start_module
 from kvq.server.reading.host import FORK, ID_BYTES
 from kvq.server.reading.jobs import Found, FromReader, Piece, Refusal, Setup
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.models.loading.tokenizer import template_source
-from kvq.server.problems import Problem
+from kvq.server.http.problems import Problem
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser

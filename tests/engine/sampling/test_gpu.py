@@ -9,10 +9,10 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from kvq.engine.device.transfers import prepare_transfers
 from kvq.engine.params import SamplingParams
 from kvq.engine.sampling import sampler
 from kvq.engine.sampling.sampler import Sampler
-from kvq.engine.transfers import prepare_transfers
 from kvq.kernels.draw import reference, triton
 from kvq.watermark import Green, Tournament
 from kvq.watermark.key import key_from

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq.engine import LLM
-from kvq.engine.job import Job
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.proposer import Jobs, Proposer
 from kvq.scheduler import Branch, StepPlan

@@ -16,12 +16,12 @@ import torch
 from scipy.stats import chi2
 from torch.nn import functional
 
-from kvq.engine.choose import Chooser
-from kvq.engine.job import Job
-from kvq.engine.outputs import Timing
+from kvq.engine.device.runner import StepOutput
 from kvq.engine.params import SamplingParams
-from kvq.engine.runner import StepOutput
+from kvq.engine.requests.outputs import Timing
+from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling import sampler as sampler_module
+from kvq.engine.sampling.choose import Chooser
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Drafter, Growing
 from kvq.scheduler import Branch, Request, StepPlan

@@ -8,7 +8,7 @@ import pytest
 
 from kvq.errors import ConfigError, EngineError
 from kvq.integrations.ray import Fleet
-from kvq.integrations.ray.asked import Asked, prompt_of, relay
+from kvq.integrations.ray.asked import RelayedRequest, prompt_of, relay
 from kvq.integrations.ray.forward import Lost, forward
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -19,9 +19,9 @@ def body(text: bytes, *, more: bool = True) -> dict:
     return {"type": "http.response.body", "body": text, "more_body": more}
 
 
-def asked(**fields) -> Asked:
+def asked(**fields) -> RelayedRequest:
     given = {"method": "POST", "path": "/v1/completions", "query": b"", "headers": (), "client": None}
-    return Asked(**given | {"body": b"{}"} | fields)
+    return RelayedRequest(**given | {"body": b"{}"} | fields)
 
 
 def answer(*attempts, path="/v1/completions"):

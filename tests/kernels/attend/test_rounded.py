@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.bench.attention import in_8_bits, over_blocks
-from kvq.bench.measure import relative_error
-from kvq.bench.workload import Workload
+from kvq.bench.kernels.attention import in_8_bits, over_blocks
+from kvq.bench.kernels.measure import relative_error
+from kvq.bench.kernels.workload import Workload
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, registry
 from kvq.kernels.attend import gathered
 from kvq.kernels.attend import triton as kernel

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvq.bench.workload import lengths
+from kvq.bench.kernels.workload import lengths
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend import triton_step, triton_work

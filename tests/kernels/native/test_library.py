@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvq.commands import doctor
+from kvq.commands.machine import doctor
 from kvq.errors import ConfigError, UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.kernels import AttentionOptions, Device, KernelSpec, registry, select

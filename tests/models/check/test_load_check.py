@@ -12,7 +12,7 @@ from transformers.utils.logging import warning_once
 
 import kvq
 from kvq.cache import KvqCache
-from kvq.commands import loading
+from kvq.commands.shared import loading
 from kvq.errors import BrokenFormat, ConfigError
 from kvq.integrations.vllm.names import say_checked
 from kvq.models import load

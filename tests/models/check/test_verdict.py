@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvq.evals.report import render
+from kvq.evals.report.report import render
 from kvq.models.check.verdict import cautions, chance_perplexity, verdict
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import kvq
 from benchmarks.peers.neighbours import neighbours
-from kvq.engine.publisher import LinearTime
+from kvq.engine.steps.publisher import LinearTime
 from kvq.errors import ConfigError, ModelError
 from kvq.kernels import SequenceBatch
 from kvq.kernels.decoder.cpu import CpuDecoder

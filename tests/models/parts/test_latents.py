@@ -8,7 +8,7 @@ import torch
 
 import kvq
 from kvq.cache import expanded
-from kvq.engine.reconcile import found_weights
+from kvq.engine.steps.reconcile import found_weights
 from kvq.errors import ModelError
 from kvq.geometry import parse_geometry
 from kvq.models import load

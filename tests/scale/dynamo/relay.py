@@ -21,7 +21,7 @@ from dynamo.llm import (
 )
 from dynamo.runtime import DistributedRuntime
 
-from kvq.bench.serve_process import free_port
+from kvq.bench.serve.process import free_port
 from kvq.models.describe.resolve import resolve_model
 from tests.scale.dynamo.replicas import SIZE, WAIT_S, Replica, bring_up_loopback
 

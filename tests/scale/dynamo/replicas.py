@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from time import monotonic, sleep
 
-from kvq.bench.serve_process import free_port
+from kvq.bench.serve.process import free_port
 from kvq.blockmgr import BlockManager
 from kvq.server.kv_events.config import EventsConfig, Form
 from kvq.server.kv_events.publisher import Publisher

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvq.bench.serve_process import free_port
+from kvq.bench.serve.process import free_port
 from tests.waiting import HANG_S, wait_for
 
-REPLICA, ENGINE = "ray::ServeReplica:default:kvq-engine", "kvq.server.worker"
+REPLICA, ENGINE = "ray::ServeReplica:default:kvq-engine", "kvq.server.engine.worker"
 _STORE = 100 << 20  # bytes; Ray's least is 75 MiB
 
 # Before Ray is imported: it would write a token into the home directory, and tell its makers what is used

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.bench.vllm_engine import Limits, VllmEngine
+from kvq.bench.vllm.engine import Limits, VllmEngine
 from kvq.errors import EngineError
 from tests.scale.vllm.kit import TINY
 

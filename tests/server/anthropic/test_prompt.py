@@ -9,7 +9,7 @@ import pytest
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins
-from kvq.server.problems import Problem
+from kvq.server.http.problems import Problem
 from tests.server.templates import folder_with, prompts_of
 
 MARK = {"type": "ephemeral"}

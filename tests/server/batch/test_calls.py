@@ -8,8 +8,8 @@ import pytest
 from kvq.errors import EngineError
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import Line
-from kvq.server.problems import Problem
-from kvq.server.remote import State
+from kvq.server.engine.remote import State
+from kvq.server.http.problems import Problem
 
 
 class Deaths(Calls):

@@ -10,7 +10,7 @@ import pytest
 from kvq.errors import ConfigError
 from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, encode_answer, encode_fault, parse_line, read_lines
-from kvq.server.problems import Problem, unavailable
+from kvq.server.http.problems import Problem, unavailable
 
 LINES = [Line(number=i, custom_id=f"id-{i}") for i in range(1, 6)]
 

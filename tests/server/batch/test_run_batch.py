@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 import kvq
-from kvq.commands.run_batch import _print, command
+from kvq.commands.use.run_batch import _print, command
 from kvq.server.batch.run import Summary
-from kvq.server.remote import Remote
+from kvq.server.engine.remote import Remote
 from tests.waiting import HANG_S
 
 NUM_LINES, TOKENS = 24, 8

@@ -12,10 +12,10 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from kvq.bench.serve_process import free_port
+from kvq.bench.serve.process import free_port
 from kvq.errors import ConfigError
 from kvq.server import check
-from kvq.server.config import ServerConfig
+from kvq.server.admission.config import ServerConfig
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.publisher import Publisher
 from kvq.server.kv_events.wire import Cleared, Entered

@@ -1,0 +1,1 @@
+"""Engine under load, beside static and continuous batching over transformers."""

@@ -1,0 +1,147 @@
+"""What serving a load gave: times of every request, summed up as rows of `kvq bench engine`."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.timing import percentile
+from kvq.errors import EngineError
+
+_median = partial(percentile, percent=50)
+_GROWTH = 1.03  # throughput that grows less from one concurrency to the next is saturated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """One request's tokens and when they came, in seconds after the run's begin.
+
+    Raises:
+        EngineError: there are more or fewer than were asked for.
+    """
+
+    request: LoadRequest
+    due_s: float  # when it arrived, or its user was free
+    token_s: list[float]
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(self.token_s) != self.request.output_tokens:
+            raise EngineError(
+                f"a request for {self.request.output_tokens} tokens ended after {len(self.token_s)}"
+            )
+
+    @property
+    def ttft_s(self) -> float:
+        """From arrival to the first token, the wait before it was taken in included."""
+        return self.token_s[0] - self.due_s
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Between neighbouring tokens."""
+        return [after - before for before, after in itertools.pairwise(self.token_s)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedLoad:
+    """One run over a load. What a rival doesn't tell is None."""
+
+    served: list[Served]
+    preemptions: int | None = None
+    prefix_hit_rate: float | None = None  # prompt tokens found in the prefix index / prompt tokens
+    peak_blocks: int | None = None  # live, over all layer groups
+    pool_blocks: int | None = None
+    pool_utilization: float | None = None  # median over time: filled slots / slots of live blocks
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last token."""
+        return max(one.token_s[-1] for one in self.served) - min(one.due_s for one in self.served)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Generated tokens of all requests over the whole run."""
+        return sum(one.request.output_tokens for one in self.served) / self.seconds
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        """Tokens of prompts and outputs, cached prompt tokens included, over the whole run."""
+        return sum(one.request.tokens for one in self.served) / self.seconds
+
+    @property
+    def concurrency(self) -> float:
+        """Requests in the system on average."""
+        return sum(one.token_s[-1] - one.due_s for one in self.served) / self.seconds
+
+
+class Server(Protocol):
+    """Something that serves loads: kvq's engine with one format, or a rival."""
+
+    name: str
+    kv: str
+
+    def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
+        """Serve all requests, as they arrive or `users` at a time."""
+
+
+def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:
+    """One server's row of one load over all repeats.
+
+    Rates are medians over repeats; latencies are percentiles over the requests, and tokens, of all.
+    """
+    rates = [run.output_tokens_per_s for run in runs]
+    served = [one for run in runs for one in run.served]
+    first, last = runs[0], runs[-1]
+    return {
+        "name": name,
+        "kv": kv,
+        "requests": len(first.served),
+        "repeats": len(runs),
+        "concurrency": users or round(_median(run.concurrency for run in runs), 1),
+        "output_tokens_per_s": _median(rates),
+        "output_tokens_per_s_p10": percentile(rates, 10),
+        "output_tokens_per_s_p90": percentile(rates, 90),
+        "total_tokens_per_s": _median(run.total_tokens_per_s for run in runs),
+        "seconds": _median(run.seconds for run in runs),
+        **_latencies("ttft", [one.ttft_s for one in served]),
+        **_latencies("itl", [gap for one in served for gap in one.itl_s]),
+        "preemptions": None if first.preemptions is None else _median(run.preemptions or 0 for run in runs),
+        "prefix_hit_rate": last.prefix_hit_rate,
+        "peak_blocks": None if first.peak_blocks is None else max(run.peak_blocks or 0 for run in runs),
+        "pool_blocks": first.pool_blocks,
+        "pool_utilization": last.pool_utilization,
+    }
+
+
+def is_saturated(rows: Sequence[dict[str, Any]]) -> bool:
+    """True if the last of one server's rows, in order of concurrency, brought no more throughput."""
+    rates = [row["output_tokens_per_s"] for row in rows]
+    return len(rates) > 1 and rates[-1] < _GROWTH * max(rates[:-1])
+
+
+def mark(rows: Sequence[dict[str, Any]], *, ttft_ms: float | None, itl_ms: float | None) -> None:
+    """Mark each server's saturation point, and its fastest row whose 99th percentiles keep the SLO."""
+    for name, kv in {(row["name"], row["kv"]) for row in rows}:
+        mine = [row for row in rows if (row["name"], row["kv"]) == (name, kv)]
+        mine.sort(key=lambda row: row["concurrency"])
+        if is_saturated(mine):
+            max(mine[:-1], key=lambda row: row["output_tokens_per_s"])["is_saturation"] = True
+        if ttft_ms is None and itl_ms is None:
+            continue
+        kept = [row for row in mine if _is_within(row, "ttft", ttft_ms) and _is_within(row, "itl", itl_ms)]
+        if kept:
+            max(kept, key=lambda row: row["output_tokens_per_s"])["is_best_within_slo"] = True
+
+
+def _is_within(row: dict[str, Any], name: str, limit_ms: float | None) -> bool:
+    value = row[f"{name}_ms_p99"]
+    return limit_ms is None or value is None or value <= limit_ms
+
+
+def _latencies(name: str, seconds: list[float]) -> dict[str, float | None]:
+    return {
+        f"{name}_ms_p{p}": 1e3 * percentile(seconds, p) if seconds else None  # outputs of one token: no ITL
+        for p in (50, 95, 99)
+    }

@@ -1,0 +1,125 @@
+"""The rivals of `kvq bench engine`, opened and checked; one that can't run here says why."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kvq.bench.engine.continuous import ContinuousBatching
+from kvq.bench.engine.hf import StaticBatches, load_rival, own_format
+from kvq.bench.engine.load import LoadRequest
+from kvq.bench.engine.result import Server
+from kvq.bench.engine.server import KvqServer, Limits
+from kvq.engine import CompletionOutput
+from kvq.errors import EngineError
+from kvq.models import Model
+from kvq.models.run.prompts import num_common
+
+_REQUESTS, _TOKENS = 4, 16
+NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close
+
+
+def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
+    """The first few requests, cut to a few output tokens."""
+    return [
+        replace(request, output_tokens=min(_TOKENS, request.output_tokens), arrival_s=0.0)
+        for request in requests[:_REQUESTS]
+    ]
+
+
+def one_by_one(server: KvqServer, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
+    """Results of requests that each had the engine to themselves."""
+    return [server.generate([request])[0] for request in requests]
+
+
+def compare(
+    name: str, model: Model, alone: Sequence[CompletionOutput], tokens: Sequence[list[int]]
+) -> dict[str, Any]:
+    """Compare token ids with those of requests that ran one by one.
+
+    Where two likely tokens are closer than rounding, batches may differ; such a difference is counted with
+    the gap between the two, any other one raises.
+
+    Raises:
+        EngineError: tokens differ where they must not.
+    """
+    near = NEAR_FP32 if next(model.weights.model.parameters()).dtype == torch.float32 else _NEAR_16_BIT
+    gaps = []
+    for i, (expected, found) in enumerate(zip(alone, tokens, strict=True)):
+        at = first_difference(expected.token_ids, found)
+        if at is None:
+            continue
+        gap = _gap(expected, at)
+        if gap > near:
+            raise EngineError(
+                f"{name}: request {i} goes on with {found[at : at + 2]} after {at} tokens and, run alone by "
+                f"kvq, with {expected.token_ids[at : at + 2]}, whose first is {gap:.3g} above the next "
+                f"likely one in log-probability; rounding explains {near}, so this computes something else"
+            )
+        gaps.append(gap)
+    return {
+        "check_requests": len(alone),
+        "check_equal": len(alone) - len(gaps),
+        "check_largest_gap": max(gaps, default=None),  # where the others first differ
+    }
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Where two lists of tokens part; None if they don't."""
+    return None if list(expected) == list(found) else num_common(expected, found)
+
+
+def _gap(output: CompletionOutput, at: int) -> float:
+    """Between the two largest log-probabilities of a step; infinite where the output is over."""
+    if output.logprobs is None or at >= len(output.logprobs):
+        return float("inf")
+    (_, first), (_, second) = output.logprobs[at].top[:2]
+    return first - second
+
+
+RIVALS = {rival.name: rival for rival in (StaticBatches, ContinuousBatching)}
+
+
+@dataclass(slots=True)
+class Opened:
+    """Servers that run, what their checks found, and rows of rivals that don't run."""
+
+    servers: list[Server] = field(default_factory=list)
+    checks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, server: Server, check: dict[str, Any]) -> None:
+        """A server that runs."""
+        self.servers.append(server)
+        self.checks[server.name, server.kv] = check
+
+
+def open_rivals(
+    opened: Opened, names: Sequence[str], model: Model, limits: Limits, requests: Sequence[LoadRequest]
+) -> None:
+    """Load the model as transformers runs it and compare each rival with kvq over KV of the same type.
+
+    `requests`: a few, to check with.
+
+    Raises:
+        EngineError: a rival gives tokens that rounding doesn't explain.
+    """
+    with closing(KvqServer(model, "auto", Limits(), requests)) as server:
+        alone = one_by_one(server, requests)
+    loaded = load_rival(model)
+    for name in names:
+        try:
+            rival = RIVALS[name](loaded, limits, model.layout.block_size)
+            tokens = rival.generate(requests)
+            if isinstance(rival, ContinuousBatching):
+                rival.choose_attention(requests)
+        except Exception as error:  # noqa: BLE001 - somebody else's engine; its row says why
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            opened.refused.append({"name": name, "kv": own_format(loaded), "reason": reason})
+            continue
+        check = compare(name, model, alone, tokens)
+        if isinstance(rival, ContinuousBatching):
+            check["attention"] = rival.attention
+        opened.add(rival, check)

@@ -1,0 +1,194 @@
+"""kvq's engine as a server under load, with one KV format."""
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter, sleep
+
+from kvq.bench.engine.load import Arrivals, LoadRequest
+from kvq.bench.engine.result import Served, ServedLoad
+from kvq.bench.timing import percentile
+from kvq.blockmgr import BlockManager
+from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats
+from kvq.engine.requests.outputs import Event
+from kvq.engine.requests.request_options import Origin, Terms
+from kvq.models import Model
+from kvq.models.loading.fused_layers import is_fused
+from kvq.scheduler import Priority
+
+_SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
+_SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count
+_Ended = tuple[LoadRequest, float, RequestOutput]  # with when it was due
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an engine may use, as options of `LLM`. Without a size all requests that may run at once fit."""
+
+    kv_memory: int | str | None = None
+    num_blocks: int | None = None  # per layer group
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    prefix_caching: bool = True
+
+    def blocks_for(self, requests: Sequence[LoadRequest], block_size: int) -> int:
+        """Blocks that the longest requests, as many as may run at once, take in the end."""
+        blocks = sorted((-(-request.tokens // block_size) for request in requests), reverse=True)
+        return round(1.02 * sum(blocks[: self.max_num_seqs])) + _SLACK_BLOCKS
+
+
+class KvqServer:
+    """The engine over one format, stepped by the load's own loop."""
+
+    name = "kvq"
+
+    def __init__(self, model: Model, kv: str, limits: Limits, requests: Sequence[LoadRequest]) -> None:
+        """`requests`: a draw of the load, for the pool's size where `limits` name none.
+
+        Raises:
+            ConfigError: a format that doesn't fit.
+            OutOfMemory: the pool doesn't fit.
+        """
+        self.kv = kv
+        if limits.num_blocks is None and limits.kv_memory is None:
+            limits = replace(limits, num_blocks=limits.blocks_for(requests, model.layout.block_size))
+        told = _GraphsRefused()
+        with told.listening():
+            self.llm = LLM(model, kv, **asdict(limits))
+        if model.weights.device.type != "cuda":
+            told.reason = "not on a GPU"
+        self.graphs = {  # of decode steps
+            "graph": told.reason is None,
+            "graph_reason": told.reason,
+            "fused": is_fused(model.weights.model),
+        }
+
+    def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
+        """Serve all requests, as they arrive or `users` at a time; the prefix index begins empty.
+
+        Raises:
+            EngineError: a request failed, or ended early.
+        """
+        core, manager = self.llm.core, self.llm.core.scheduler.manager
+        manager.drop_cached()
+        before, counters = copy(core.scheduler.counters), core.scheduler.counters
+        gauge = _Gauge(manager)
+        arrivals = Arrivals(requests, users)
+        ended: list[_Ended] = []
+        begin = perf_counter()
+        while not arrivals.is_done or core.has_work:
+            now = perf_counter() - begin
+            for request, due_s in arrivals.due(now, len(ended)):
+                self.submit(request, due_s, ended)
+            if core.has_work:
+                core.step()
+                gauge.sample()
+            else:
+                sleep(arrivals.wait_s(now, len(ended)))
+        prompt_tokens = counters.prompt_tokens - before.prompt_tokens
+        return ServedLoad(
+            served=[_served(*one, begin) for one in ended],
+            preemptions=counters.swaps + counters.recomputes - before.swaps - before.recomputes,
+            prefix_hit_rate=(counters.cached_tokens - before.cached_tokens) / prompt_tokens,
+            peak_blocks=gauge.peak_blocks,
+            pool_blocks=sum(pool.total for pool in manager.usage()),
+            pool_utilization=percentile(gauge.filled, 50),
+        )
+
+    def measure_steps(self, requests: Sequence[LoadRequest], users: int | None) -> list[StepStats]:
+        """The steps of a run, and of one in which all requests come at once: steps of all sizes.
+
+        Both take a little longer for being looked at.
+        """
+        steps: list[StepStats] = []
+        at_once = [replace(request, arrival_s=0.0, priority=Priority.BATCH) for request in requests]
+        end = self.llm.core.on_step(steps.append)
+        try:
+            self.run(requests, users)
+            self.run(at_once, None)
+        finally:
+            end()
+        return steps
+
+    def generate(self, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
+        """Greedy results of requests that run together, with the two likeliest tokens of every step."""
+        self.llm.core.scheduler.manager.drop_cached()
+        outputs = self.llm.generate(
+            [request.prompt for request in requests],
+            [
+                SamplingParams(max_tokens=request.output_tokens, ignore_eos=True, logprobs=2)
+                for request in requests
+            ],
+        )
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return [output.outputs[0] for output in outputs]
+
+    def close(self) -> None:
+        """Give back the pool."""
+        self.llm.close()
+
+    def submit(self, request: LoadRequest, due_s: float, ended: list[_Ended]) -> None:
+        """Queue a request of greedy tokens up to its length."""
+        core = self.llm.core
+
+        def listen(event: Event) -> None:
+            if isinstance(event, RequestOutput):
+                ended.append((request, due_s, event))
+
+        params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
+        terms = Terms(params=params, origin=Origin(priority=request.priority))
+        core.submit(core.intake.new_job(request.prompt, terms, listener=listen))
+
+
+class _GraphsRefused(logging.Handler):
+    """Hears the engine say why its decode steps are not captured as graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reason: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "without CUDA graphs" in record.getMessage():
+            self.reason = record.getMessage()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear what is said inside."""
+        logger = logging.getLogger("kvq")
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+
+
+class _Gauge:
+    """Peak of live blocks, and how full they are, looked at between steps."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._steps = 0
+        self.peak_blocks = 0
+        self.filled: list[float] = []
+
+    def sample(self) -> None:
+        live = sum(pool.live for pool in self._manager.usage())
+        self.peak_blocks = max(self.peak_blocks, live)
+        if self._steps % _SAMPLE_EVERY == 0:
+            self.filled.append(self._manager.utilization())
+        self._steps += 1
+
+
+def _served(request: LoadRequest, due_s: float, output: RequestOutput, begin: float) -> Served:
+    """Times of a request that ended as it should, on the run's clock."""
+    if output.error is not None:
+        raise output.error
+    tokens, timing = output.outputs[0].token_ids, output.timing
+    first = [] if timing.ttft_s is None else [timing.arrival_s - begin + timing.ttft_s]
+    token_s = list(itertools.accumulate([*first, *timing.itl_s]))
+    return Served(request=request, due_s=due_s, token_s=token_s, tokens=tokens)

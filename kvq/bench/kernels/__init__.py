@@ -1,0 +1,1 @@
+"""Kernels: attention, writing, Linear layers, and the tuner of tiles."""

@@ -1,0 +1,156 @@
+"""`kvq bench linear`: a Linear layer over quantized weights beside torch's over plain ones."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq.bench.kernels.measure import Contender, compete, copies_for, matrix_rate
+from kvq.errors import ConfigError
+from kvq.formats.weights import Inputs, parse_weight_format
+from kvq.kernels import Device, LinearSpec, PlainWeight, select
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.linear.reference import rounded_inputs
+from kvq.kernels.native.library import load
+from kvq.models.parts.linear import OneDNNLinear, is_supported
+from kvq.weights.linear import linear_of
+from kvq.weights.rounding import round_weight
+
+_ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative errors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearWorkload:
+    """One layer and the number of rows that it is given at a time."""
+
+    out_features: int
+    in_features: int
+    rows: int
+    dtype: torch.dtype  # of the inputs
+    device: torch.device
+    backend: str = "auto"  # of kvq's kernels
+    seed: int = 0
+
+    def weight(self) -> Tensor:
+        """Random, fp32 [out, in]."""
+        source = torch.Generator(self.device).manual_seed(self.seed)
+        return torch.randn(self.out_features, self.in_features, generator=source, device=self.device)
+
+    def inputs(self) -> Tensor:
+        """Random, fp32 [rows, in]."""
+        source = torch.Generator(self.device).manual_seed(self.seed + 1)
+        return torch.randn(self.rows, self.in_features, generator=source, device=self.device)
+
+
+def bench_linear(
+    workload: LinearWorkload,
+    formats: Sequence[str],
+    *,
+    rivals: bool = True,
+    repeats: int = 20,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[list[dict[str, Any]], float]:
+    """Check every contender against fp64, then time them interleaved, weights rotated past the cache.
+
+    The limit is reading the weights; on a GPU also torch's rate of products, twice that of rounded inputs.
+    Returns the rows and the memory read bandwidth of the same run in GB/s.
+
+    Raises:
+        KVQError: a contender's error is too large; nothing was timed.
+    """
+    with torch.inference_mode():
+        found = [over_codes(workload, name) for name in formats]
+        if rivals:
+            found += _plain(workload)
+        rows, bandwidth = compete(found, repeats, progress)
+        rate = matrix_rate(workload.device, workload.dtype) if workload.device.type == "cuda" else math.inf
+    rounding = {name for name in formats if parse_weight_format(name).inputs is not Inputs.FULL}
+    operations = 2 * workload.rows * workload.in_features * workload.out_features
+    for row in rows:
+        read_s = row["gb_per_s"] * row["ms_median"] / 1e3 / bandwidth
+        compute_s = operations / rate / (2 if row["weights"] in rounding else 1)
+        row |= {
+            "rows": workload.rows,
+            "in_features": workload.in_features,
+            "out_features": workload.out_features,
+            "fraction_of_limit": 1e3 * max(read_s, compute_s) / row["ms_median"],
+        }
+    return rows, bandwidth
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Outputs and inputs of `4096x11008`.
+
+    Raises:
+        ConfigError: not two positive numbers with an x between.
+    """
+    outputs, _, inputs = text.lower().partition("x")
+    if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
+        raise ConfigError(f"--shape takes OUTPUTSxINPUTS such as 4096x11008, got {text!r}")
+    return int(outputs), int(inputs)
+
+
+def over_codes(workload: LinearWorkload, name: str) -> Contender:
+    """kvq's kernel over weights of a format."""
+    fmt = parse_weight_format(name)
+    is_cpu = workload.device.type == "cpu"
+    weight = round_weight(workload.weight(), fmt, dtype=torch.float32 if is_cpu else workload.dtype)
+    spec = LinearSpec(fmt=fmt, in_features=workload.in_features, out_features=workload.out_features)
+    kernel = select(spec.operation, spec, Device.of(workload.device), workload.backend)
+    x = workload.inputs().to(workload.dtype)
+    allowed = _ALLOWED[workload.dtype]
+    if fmt.inputs is not Inputs.FULL and workload.dtype is torch.float32:
+        allowed /= 20  # what is rounded already is not rounded again
+    copies = copies_for(workload.device, weight.nbytes)
+    layers = [kernel.run(weight) for _ in range(copies)]
+    return Contender(
+        name="kvq",
+        backend=kernel.backend,
+        over={"weights": name},
+        run=lambda copy: layers[copy](x),
+        nbytes=layers[0].nbytes,
+        copies=copies,
+        truth=rounded_inputs(x.float(), fmt.inputs).double() @ weight.dequantize(torch.float64).T,
+        allowed=allowed,
+    )
+
+
+def _plain(workload: LinearWorkload) -> Iterator[Contender]:
+    """Products over weights that are no codes: torch's (on CPUs oneDNN's over packed weights), and kvq's."""
+    is_cpu = workload.device.type == "cpu"
+    if is_cpu and workload.backend != "reference" and not isinstance(load(), str):
+        for dtype in (torch.float32, torch.bfloat16):  # of weights; the product is in fp32
+            yield _unquantized(workload, "kvq", "cpu", dtype, workload.dtype)
+    dtypes = filter(is_supported, (torch.float32, torch.bfloat16)) if is_cpu else [workload.dtype]
+    for dtype in sorted(dtypes, key=str, reverse=True):
+        yield _unquantized(workload, "torch", "onednn" if is_cpu else "cublas", dtype, dtype)
+
+
+def _unquantized(
+    workload: LinearWorkload, name: str, backend: str, dtype: torch.dtype, inputs: torch.dtype
+) -> Contender:
+    """A product of inputs of one type over weights of another."""
+    weight = workload.weight().to(dtype)
+    x = workload.inputs().to(inputs)
+    copies = copies_for(workload.device, weight.nbytes)
+    layers = [_LAYERS[backend](weight) for _ in range(copies)]
+    return Contender(
+        name=name,
+        backend=backend,
+        over={"weights": str(dtype).removeprefix("torch.")},
+        run=lambda copy: layers[copy](x),
+        nbytes=weight.nbytes,
+        copies=copies,
+        truth=x.double() @ weight.double().T,
+        allowed=_ALLOWED[inputs],
+    )
+
+
+_LAYERS: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+    "cpu": lambda weight: CpuLinear(PlainWeight(values=weight)),
+    "onednn": lambda weight: OneDNNLinear(linear_of(weight), packs=True),
+    "cublas": lambda weight: linear_of(weight.clone()),
+}

@@ -1,0 +1,114 @@
+"""Staged recipes in benchmarks: tokens come in and are sealed as in steps, young ones in rings of blocks."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvq.bench.kernels.workload import (
+    Workload,
+    blocks_of,
+    layout_of,
+    random_rows,
+    shuffled_tables,
+    slots_of,
+    step_of,
+)
+from kvq.cache import KVCache
+from kvq.errors import ConfigError
+from kvq.kernels import StagedBatch
+from kvq.kernels.attend.options import Age, Part
+from kvq.kernels.paged import PagedRows
+from kvq.layout import KVLayout
+
+_CHUNK = 512  # tokens that come in at a time
+
+
+def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, int]:
+    """As `filled_cache`, of a staged recipe: the cache, the step that reads it, and its layers.
+
+    Raises:
+        ConfigError: more than one new token a sequence, for each of which other keys are young.
+    """
+    if workload.new > 1:
+        raise ConfigError(f"{kv} is staged, which is timed in decode only; leave out --new {workload.new}")
+    layout, needs, size = layout_of(workload, kv), blocks_of(workload), workload.block_size
+    exact, count = layout.exact, len(needs)
+    ring, first = -(-(_CHUNK + exact.recent) // size) + 2, exact.sinks // size
+    blocks = [sum(needs), count * ring, count * first][: len(layout.groups)]
+    cache = KVCache(layout, num_blocks=blocks, device=workload.device, backend=workload.backend)
+    sequence = torch.arange(count, device=workload.device)[:, None]
+    index = torch.arange(max(needs), device=workload.device)
+    recent = (sequence * ring + index % ring).int()
+    sinks = torch.where(index < first, sequence * first + index, 0).int() if first else None
+    batch = StagedBatch(
+        sealed=step_of(workload, shuffled_tables(workload)),
+        recent=step_of(workload, recent),
+        sinks=None if sinks is None else step_of(workload, sinks),
+    )
+    layers = range(len(layout.geometry.layers))
+    for i, position, k, v in random_rows(workload, _CHUNK):
+        slots, end = slots_of(recent[i], position, size), int(position[-1]) + 1
+        one = _of_sequence(batch, i, len(position), end)
+        for layer in layers:
+            cache.write(layer, k, v, slots)
+            cache.seal(layer, one)
+    return cache, batch, len(layers)
+
+
+def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
+    """By what its rows are called: as many tokens or a few less, of which the youngest seals no sequence's
+    block; and up to a block less, of which it seals one of each. A sequence does once in `block_size` steps.
+    """
+    recent, size = layout_of(workload, kv).exact.recent, workload.block_size
+    late = [(n - recent) % size for n in workload.contexts]  # tokens since it sealed one
+    quiet = tuple(max(1, n - (over == 0)) for n, over in zip(workload.contexts, late, strict=True))
+    steps = {"kvq": replace(workload, contexts=quiet)}
+    sealing = tuple(n - over for n, over in zip(workload.contexts, late, strict=True))
+    if min(sealing) >= recent + size:
+        steps["kvq, sealing a block each"] = replace(workload, contexts=sealing)
+    return steps
+
+
+def _of_sequence(batch: StagedBatch, i: int, new: int, end: int) -> StagedBatch:
+    """The step that adds `new` tokens to one sequence, up to `end`."""
+    parts = {
+        name: part and replace(part, query_lens=(new,), context_lens=(end,), tables=part.tables[i : i + 1])
+        for name in ("sealed", "recent", "sinks")
+        for part in [getattr(batch, name)]
+    }
+    return StagedBatch(**parts)
+
+
+def seen(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
+    """K and V that the last sequence's query sees, fp32 [1, kv_heads, tokens, dim] each."""
+    kv, last = cache.staged(0), batch.sealed.context_lens[-1]
+    rows = cache.gather(0, batch.sealed.tables[-1:], 0, last, unrotate=True)
+    first, edge = _old(cache.layout, last)
+    plain = partial(_plain, size=kv.sealed.block_size)
+    for own, name in zip(rows, ("k", "v"), strict=True):
+        own[:, :, edge:] = plain(getattr(kv.recent, name), batch.recent.tables[-1], edge, last)
+        if kv.sinks is not None and batch.sinks is not None:
+            own[:, :, :first] = plain(getattr(kv.sinks, name), batch.sinks.tables[-1], 0, first)
+    return rows
+
+
+def read_bytes(layout: KVLayout, context: int) -> float:
+    """What one query reads over all layers: old tokens in their format, the others as they came."""
+    first, edge = _old(layout, context)
+    plain = layout.staging_of(0).block_bytes / layout.block_size
+    return layout.kv_bytes_per_token * (edge - first) + plain * (context - edge + first)
+
+
+def _old(layout: KVLayout, context: int) -> tuple[int, int]:
+    """From where to where the last of so many tokens sees others in their format."""
+    exact = layout.exact
+    edge = Part(age=Age.YOUNG, recent=exact.recent, block_size=layout.block_size).edge(context - 1)
+    return min(exact.sinks, edge), edge
+
+
+def _plain(rows: PagedRows, table: Tensor, start: int, end: int, size: int) -> Tensor:
+    """Unquantized rows of positions, [kv_heads, tokens, dim]."""
+    position = torch.arange(start, end, device=table.device)
+    return rows.codes[table[position // size].long(), :, position % size].transpose(0, 1).float()

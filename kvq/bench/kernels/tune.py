@@ -1,0 +1,112 @@
+"""`kvq bench tune`: which tiles are the fastest on this GPU."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvq import fileio
+from kvq.bench.kernels.attention import fused, over_blocks
+from kvq.bench.kernels.measure import Contender, Stopwatch, interleaved
+from kvq.bench.kernels.tiles import Cost, axes, search
+from kvq.bench.kernels.workload import Workload
+from kvq.bench.timing import percentile
+from kvq.errors import KVQError
+from kvq.kernels import StagedBatch
+from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.shapes import TileShape
+from kvq.kernels.linear.tiles import LinearTile
+
+FORMAT_VERSION = 1
+_ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
+_TIMED_IN_TURN = 6  # shapes
+_LOOKS = 3  # samples of each before
+_Tile = TypeVar("_Tile", TileShape, LinearTile)
+
+
+def kind_of(workload: Workload) -> str:
+    """Which tiles its query rows of a KV head take: those to "decode" or to "extend"."""
+    height = workload.new * workload.q_heads // workload.kv_heads
+    return "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
+
+
+def tune(
+    workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
+) -> tuple[str, TileShape, list[dict[str, Any]]]:
+    """Time shapes of attention; returns their key, the best shape, and the rows of those timed in turn.
+
+    A first look, each alone, finds which compile and are right; of the fastest `_TIMED_IN_TURN` the best is
+    found. Of a staged format those of its sealed blocks are, timed with all that its steps read.
+
+    Raises:
+        KVQError: none compiles and is right.
+    """
+    kind = kind_of(workload)
+    own, cache, batch = over_blocks(workload, kv)
+    if not isinstance(batch, StagedBatch):
+        own = fused(workload, own, cache, batch)
+    own = replace(own, allowed=_ALLOWED)
+    formats, device = cache.layer(0).formats, shapes.device_name(workload.device)
+    size = workload.block_size
+    name = shapes.tiled_as(kind, formats, device, size)
+    key = shapes.table_key(kind, name, workload.head_dim, device, size)
+    present = shapes.shape_for(kind, formats, device, size)
+
+    def cost(tile: TileShape) -> Cost | None:
+        progress()
+        return _first_look(own, key, tile)
+
+    found = search(axes(kind), present, cost)
+    had = {tile: told for tile, told in found.items() if told is not None}
+    first = sorted(had, key=lambda tile: had[tile])[:_TIMED_IN_TURN]
+    return key, *fastest(own, key, first, repeats=repeats)
+
+
+def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
+    """The time in ms; None if it can't run or is wrong."""
+    with shapes.using(key, tile):
+        if not _is_right(own):
+            return None
+        watch = Stopwatch(own.run, own.copies, own.truth.device)
+        return (percentile([watch.sample() for _ in range(_LOOKS)], 50),)
+
+
+def fastest(
+    own: Contender, key: str, found: Sequence[_Tile], *, repeats: int
+) -> tuple[_Tile, list[dict[str, Any]]]:
+    """The best tile, and the times of all with which a contender runs and is right.
+
+    Raises:
+        KVQError: there is none.
+    """
+    watches: dict[_Tile, Stopwatch] = {}
+    for tile in found:
+        with shapes.using(key, tile):
+            if _is_right(own):
+                watches[tile] = Stopwatch(own.run, own.copies, own.truth.device)
+    if not watches:
+        raise KVQError(f"no tile of {key} compiles and is right on this device; nothing was tuned")
+    times = dict(zip(watches, interleaved(list(watches.values()), repeats, lambda: None), strict=True))
+    best = min(times, key=lambda tile: times[tile]["ms_median"])
+    return best, [{"key": key, **asdict(tile), **time} for tile, time in times.items()]
+
+
+def _is_right(own: Contender) -> bool:
+    try:
+        own.check()
+    except (RuntimeError, KVQError):  # more registers or shared memory than there are, or wrong
+        return False
+    return True
+
+
+def write_table(
+    found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE, *, origin: str = "timed"
+) -> None:
+    """Put shapes into the checked-in table; others stay, and those that were timed where these were not."""
+    entries: dict[str, Any] = json.loads(path.read_text())["shapes"] if path.exists() else {}
+    for key, shape in found:
+        if origin == "timed" or entries.get(key, {}).get(shapes.ORIGIN) != "timed":
+            entries[key] = {**asdict(shape), shapes.ORIGIN: origin}
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entries[key])}" for key in sorted(entries))
+    fileio.write_text(path, f'{{\n "format_version": {FORMAT_VERSION},\n "shapes": {{\n{lines}\n }}\n}}\n')

@@ -1,0 +1,189 @@
+"""What attention benchmarks run on: shapes, random rows in shuffled blocks, dense copies."""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.bench.kernels.measure import copies_for
+from kvq.cache import KVCache
+from kvq.errors import ConfigError
+from kvq.formats import HeadMaxima, KVRecipe, StaticScales
+from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.kernels import SequenceBatch
+from kvq.layout import BlockOrder, KVLayout, plan_layout
+from kvq.sizes import parse_tokens
+
+_CHUNK = 8192  # tokens written at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The shape of one layer's step."""
+
+    contexts: tuple[int, ...]  # tokens of every sequence, the new ones included
+    new: int  # tokens that every sequence adds
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype  # of Q, and of K and V where they are not quantized
+    device: torch.device
+    backend: str = "auto"  # of kvq's kernels
+    order: BlockOrder = BlockOrder.LAYER_MAJOR
+    seed: int = 0
+    latent_dim: int | None = None  # of latent attention; then `head_dim` is of one KV head's rotary part
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Elements of a token's K and V."""
+        return self.head_dim, self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query: of latent attention those of both parts."""
+        return self.head_dim + (self.latent_dim or 0)
+
+    @property
+    def is_even(self) -> bool:
+        """True if all sequences are of one length."""
+        return len(set(self.contexts)) == 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.contexts)
+
+
+def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
+    """Tokens of every sequence: `8192`, or `128-32768` for log-normal lengths within that range.
+
+    Raises:
+        ConfigError: neither a number nor a range.
+    """
+    try:
+        low, *others = [parse_tokens(end) for end in context.split("-")]
+    except ConfigError:
+        low, others = 0, []
+    high = others[-1] if others else low
+    if len(others) > 1 or not 1 <= low <= high:
+        raise ConfigError(f"--context takes a number of tokens (8192, 8k) or a range A-B, got {context!r}")
+    if not others:
+        return (low,) * batch
+    middle, spread = (math.log(low) + math.log(high)) / 2, math.log(high / low) / 6
+    draw = random.Random(seed)
+    drawn = (round(draw.lognormvariate(middle, spread)) for _ in range(batch))
+    return tuple(min(max(n, low), high) for n in drawn)
+
+
+def queries(workload: Workload) -> Tensor:
+    """Q of the new tokens, [sequences, new, q_heads, query_dim]."""
+    source = torch.Generator().manual_seed(workload.seed + 1)
+    shape = (len(workload.contexts), workload.new, workload.q_heads, workload.query_dim)
+    return torch.randn(shape, generator=source).to(workload.device, workload.dtype)
+
+
+def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
+    """K and V of equally long sequences, fp32 [sequences, kv_heads, tokens, head_dim]."""
+    shape = (len(workload.contexts), workload.kv_heads, workload.contexts[0], workload.head_dim)
+    source = torch.Generator(device=workload.device).manual_seed(workload.seed)
+    k, v = (torch.randn(shape, generator=source, device=workload.device) for _ in range(2))
+    return k, v
+
+
+def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, int]:
+    """A cache with random rows in shuffled blocks, and as many layers as rotate it past the CPU's or
+    GPU's cache: every layer holds a copy of the same shape.
+    """
+    layout, needs = layout_of(workload, kv), blocks_of(workload)
+    layout.recipe.check_unstaged("a benchmark of writing, of new tokens or of tiles")
+    cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=workload.backend)
+    copies = len(layout.geometry.layers)
+    return cache, filled(workload, range(copies), cache.write), copies
+
+
+def blocks_of(workload: Workload) -> list[int]:
+    """Of every sequence."""
+    return [-(-n // workload.block_size) for n in workload.contexts]
+
+
+def filled(
+    workload: Workload, layers: Iterable[int], write: Callable[[int, Tensor, Tensor, Tensor], object]
+) -> SequenceBatch:
+    """Write the same random rows to shuffled blocks of layers; the step that reads them."""
+    tables = shuffled_tables(workload)
+    for i, position, k, v in random_rows(workload, _CHUNK):
+        slots = slots_of(tables[i], position, workload.block_size)
+        for layer in layers:
+            write(layer, k, v, slots)
+    return step_of(workload, tables)
+
+
+def shuffled_tables(workload: Workload) -> Tensor:
+    """Every sequence's blocks, int32 [sequences, most blocks]."""
+    needs = blocks_of(workload)
+    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
+    tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
+    for i, (blocks, need) in enumerate(zip(order.split(needs), needs, strict=True)):
+        tables[i, :need] = blocks
+    return tables.to(workload.device)
+
+
+def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Which sequence, positions, and their K and V [tokens, kv_heads, dim], so many tokens at a time."""
+    source = torch.Generator(device=workload.device).manual_seed(workload.seed)
+    for i, context in enumerate(workload.contexts):
+        for at in range(0, context, chunk):
+            position = torch.arange(at, min(at + chunk, context), device=workload.device)
+            shapes = [(len(position), workload.kv_heads, dim) for dim in workload.dims]
+            k, v = (torch.randn(shape, generator=source, device=workload.device) for shape in shapes)
+            yield i, position, k.to(workload.dtype), v.to(workload.dtype)
+
+
+def step_of(workload: Workload, tables: Tensor) -> SequenceBatch:
+    """The step whose new tokens are the last ones, over blocks."""
+    return SequenceBatch(
+        query_lens=(workload.new,) * len(workload.contexts),
+        context_lens=workload.contexts,
+        tables=tables,
+        slots=torch.zeros(0, dtype=torch.int64, device=workload.device),
+    )
+
+
+def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
+    """Where a sequence's tokens lie."""
+    return table[position // block_size].long() * block_size + position % block_size
+
+
+def layout_of(workload: Workload, kv: str) -> KVLayout:
+    """Of as many layers, alike, as rotate the data past the CPU's or GPU's cache.
+
+    Bare names of formats are timed token by token: blocks that wait are timed where a name asks for them.
+    """
+    one = _plan(workload, kv, layers=1)
+    return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))
+
+
+def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
+    heads, (k_dim, v_dim) = workload.kv_heads, workload.dims
+    geometry = ModelGeometry(
+        model_type="bench",
+        layers=tuple(
+            LayerGeometry(index=i, kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim, window=None)
+            for i in range(layers)
+        ),
+        q_heads=workload.q_heads,
+        hidden_size=workload.q_heads * k_dim,
+        vocab_size=1,
+        max_context=max(workload.contexts),
+    )
+    recipe = KVRecipe.uniform(kv, [workload.dims] * layers)
+    if recipe.is_static:  # random rows of deviation 1 stay within 6
+        maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
+        recipe = recipe.with_scales(
+            StaticScales(model_digest="bench", text_digest="bench", tokens=1, layers=(maxima,) * layers)
+        )
+    return plan_layout(geometry, recipe, block_size=workload.block_size, order=workload.order)

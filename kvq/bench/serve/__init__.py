@@ -1,0 +1,1 @@
+"""Server under load, over HTTP."""

@@ -1,0 +1,146 @@
+"""`kvq bench serve`: servers under load over HTTP, in turn."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from kvq.bench.engine.engine import Keep, Progress
+from kvq.bench.engine.load import Load
+from kvq.bench.engine.result import row
+from kvq.bench.serve.client import Sent, Target, first_model, send
+from kvq.bench.serve.load import as_served, outcomes, run_load
+from kvq.bench.serve.process import ServerProcess
+from kvq.bench.timing import in_turn
+from kvq.errors import ConfigError, EngineError
+
+MakeLoad = Callable[..., Load]  # of `vocab_size` and `max_context`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to send. `users`: so many at a time; None: as requests arrive."""
+
+    make_load: MakeLoad
+    users: int | None = None
+    repeats: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Server:
+    """One that is measured, as rows name it."""
+
+    name: str
+    kv: str
+    target: Target
+
+
+async def bench_url(
+    url: str,
+    key: str,
+    plan: Plan,
+    *,
+    progress: Progress = lambda done, total: None,
+    keep: Keep = lambda make: None,
+) -> list[dict[str, Any]]:
+    """One row for a server that runs somewhere.
+
+    Raises:
+        ConfigError: no kvq server answers there.
+        EngineError: not one request was completed.
+    """
+    target = Target.from_url(url, key=key)
+    try:
+        model = await first_model(target)
+    except EngineError as error:
+        raise ConfigError(f"{url} lists no models: {error}") from error
+    except (OSError, EOFError, TimeoutError, ValueError) as error:
+        raise ConfigError(f"no server answers at {url}: {error}") from error
+    if any(type(model.get(name)) is not int for name in ("vocab_size", "max_model_len")):
+        raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
+    server = _Server(name=url, kv="?", target=replace(target, model=model["id"]))
+    return await _measure([server], model, plan, progress, keep)
+
+
+async def bench_serve(
+    formats: Sequence[str],
+    options: Sequence[str],
+    plan: Plan,
+    *,
+    pin: bool = True,
+    progress: Progress = lambda done, total: None,
+    keep: Keep = lambda make: None,
+) -> list[dict[str, Any]]:
+    """A row for each format, each with a server of its own; `options` are those of `kvq serve`.
+
+    With `pin` this process and the HTTP processes share one core, and the engines have the others.
+
+    Raises:
+        EngineError: a server does not start, or not one request was completed.
+    """
+    async with AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(
+                ServerProcess([*options, "--kv", kv, "--log-level", "warning"], pin=pin)
+            )
+            for kv in formats
+        ]
+        servers = [
+            _Server(name="kvq serve", kv=kv, target=process.target)
+            for kv, process in zip(formats, processes, strict=True)
+        ]
+        return await _measure(servers, processes[0].model, plan, progress, keep)
+
+
+async def _measure(
+    servers: Sequence[_Server], model: dict[str, Any], plan: Plan, progress: Progress, keep: Keep
+) -> list[dict[str, Any]]:
+    load = plan.make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
+    done, total = itertools.count(1), len(servers) * plan.repeats * load.num_requests
+    sent: dict[_Server, list[list[Sent]]] = {server: [] for server in servers}
+    alone = {server: await _send_alone(server.target, load) for server in servers}
+
+    def rows(of: Iterable[_Server] = servers) -> list[dict[str, Any]]:
+        return [
+            _row(server, sent[server], plan.users)
+            | {"check_equal": sent[server][0][0].text == alone[server].text}
+            for server in of
+        ]
+
+    def so_far() -> list[dict[str, Any]]:
+        return rows(
+            server for server, runs in sent.items() if any(one.is_complete for run in runs for one in run)
+        )
+
+    for repeat, server in in_turn(servers, plan.repeats):
+        requests = load.draw(repeat)
+        run = await run_load(server.target, requests, plan.users, step=lambda: progress(next(done), total))
+        sent[server].append(run)
+        keep(so_far)
+        await asyncio.sleep(0.2)  # for what was left of it
+    return rows()
+
+
+async def _send_alone(target: Target, load: Load) -> Sent:
+    """The first request by itself; under load it must be answered the same.
+
+    Raises:
+        EngineError: it is not answered.
+    """
+    sent = await send(target, load.draw(0)[0], perf_counter())
+    if not sent.is_complete:
+        raise EngineError(f"a single request fails with status {sent.status}: {sent.error}")
+    return sent
+
+
+def _row(server: _Server, runs: Sequence[Sequence[Sent]], users: int | None) -> dict[str, Any]:
+    complete = [served for served in map(as_served, runs) if served.served]
+    if not complete:
+        reasons = {one.error for run in runs for one in run}
+        raise EngineError(
+            f"{server.name} completed no request: {'; '.join(map(str, sorted(reasons, key=str)))}"
+        )
+    return row(server.name, server.kv, complete, users) | outcomes([one for run in runs for one in run])

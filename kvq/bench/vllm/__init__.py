@@ -1,0 +1,1 @@
+"""kvq inside vLLM beside vLLM's own cache."""

@@ -1,0 +1,156 @@
+"""What `kvq bench vllm` measures: a burst of requests, and decode steps at a depth; and the model for it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.bench.engine.load import LoadRequest, burst
+from kvq.bench.random_model import random_model
+from kvq.bench.vllm.engine import STEP_TOKENS
+from kvq.errors import ConfigError
+from kvq.models import Model
+from kvq.models.loading.prepared import prepare
+from kvq.models.model import load_prepared
+
+RANDOM: dict[str, Any] = {  # a Llama with heads of 128, few of them
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 16_384,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WARM_UP = 4  # steps
+CLOCKED = 8  # steps whose parts are timed, in a pass of their own
+_VLLM_BLOCK = 128  # tokens, on CPUs
+_FEW, _FEW_TOKENS = 4, 8  # requests and output tokens that are compared before anything is timed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Equal requests that all come at once.
+
+    With `steps`, prompts are computed first, and a sample is so many steps, each with a token for every
+    request; without, a sample is the whole load, prompts too.
+    """
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    steps: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As rows say it."""
+        if self.steps is None:
+            return f"{self.requests} x {self.prompt_tokens}/{self.output_tokens}"
+        return f"{self.requests} at depth {self.prompt_tokens}"
+
+    @property
+    def lasting_tokens(self) -> int:
+        """Output tokens of requests that are still there when all prompts are computed and steps measured.
+
+        While the last prompts are computed the first requests get tokens already.
+        """
+        computing = -(-self.requests * self.prompt_tokens // STEP_TOKENS) + self.requests
+        return computing + WARM_UP + CLOCKED + self.output_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Of a request in the end, at most."""
+        return self.prompt_tokens + self.lasting_tokens
+
+    @property
+    def sample_tokens(self) -> int:
+        """Output tokens of a sample."""
+        return self.requests * (self.output_tokens if self.steps is None else self.steps)
+
+    @property
+    def cache_tokens(self) -> int:
+        """What requests hold in the end, in whole blocks and one to spare for each."""
+        return self.requests * (-(-self.tokens // _VLLM_BLOCK) + 1) * _VLLM_BLOCK
+
+    def draw(self, model: Model, repeat: int = 0) -> list[LoadRequest]:
+        """The requests of a repeat.
+
+        Raises:
+            ConfigError: the model's context is too short.
+        """
+        prompt, output = (self.prompt_tokens,) * 2, (self.output_tokens,) * 2
+        return burst(model, self.requests, prompt, output).draw(repeat)
+
+    def lasting(self, model: Model) -> list[LoadRequest]:
+        """The same requests with so many output tokens that none ends while steps are measured."""
+        return [replace(one, output_tokens=self.lasting_tokens) for one in self.draw(model)]
+
+    def few(self, model: Model) -> list[LoadRequest]:
+        """Some requests to compare by, of about as many prompt tokens whatever the load."""
+        count = max(1, min(_FEW, self.requests, 4096 // self.prompt_tokens))
+        return [replace(one, output_tokens=_FEW_TOKENS) for one in self.draw(model)[:count]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Both loads, and how often each contender's turn comes."""
+
+    burst: Shape
+    deep: Shape
+    repeats: int
+
+    @classmethod
+    def of(cls, burst: tuple[int, int, int], deep: tuple[int, int, int], repeats: int) -> "Plan":
+        """`burst`: requests, tokens of prompts and of outputs; `deep`: requests, depth, steps of a sample.
+
+        Raises:
+            ConfigError: a load of nothing.
+        """
+        if min(burst) < 1 or burst[2] < 2:
+            raise ConfigError(f"--burst needs requests, prompts and 2 or more output tokens, got {burst}")
+        if min(deep) < 1:
+            raise ConfigError(f"--deep needs requests, a depth and steps, got {deep}")
+        requests, depth, steps = deep
+        return cls(
+            burst=Shape(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),
+            deep=Shape(requests=requests, prompt_tokens=depth, output_tokens=repeats * steps, steps=steps),
+            repeats=repeats,
+        )
+
+    def require_context(self, most: int) -> None:
+        """Raise ConfigError for requests that end with more than `most` tokens."""
+        for option, shape in (("--burst", self.burst), ("--deep", self.deep)):
+            if shape.tokens > most:
+                raise ConfigError(
+                    f"{option} {shape.name}: requests grow to {shape.tokens} tokens through all samples, the "
+                    f"model's context is {most}; give a smaller {option} or fewer --repeats"
+                )
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """The burst, then the depth."""
+        return self.burst, self.deep
+
+
+def make_model(folder: Path, dtype: str) -> Model:
+    """The random one, written to `folder`, where vLLM reads it."""
+    random_model(RANDOM, folder, torch.device("cpu"), stored=True)
+    return read_model(folder, dtype)
+
+
+def read_model(folder: str | Path, dtype: str) -> Model:
+    """A model from files, where vLLM reads them too.
+
+    Raises:
+        ModelError: missing, damaged or refused.
+        ConfigError: no such dtype.
+    """
+    prepared = prepare(folder, dtype=dtype)
+    return load_prepared(prepared, prepared.recipe("auto"))

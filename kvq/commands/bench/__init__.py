@@ -1,0 +1,1 @@
+"""`kvq bench`: its subcommands."""

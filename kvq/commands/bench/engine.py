@@ -1,0 +1,183 @@
+"""`kvq bench engine`: the engine as a service, beside transformers' own."""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.bench.options import LATENCIES, THROUGHPUT, LoadOptions
+from kvq.commands.shared.options import (
+    AT_LEAST_1,
+    POSITIVE,
+    TO_WRITE,
+    ModelOptions,
+    SectionedCommand,
+    Size,
+    Tokens,
+    gathered,
+    json_option,
+    kv_option,
+    model_options,
+    option,
+    picked,
+)
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.bench.engine.engine import Plan
+    from kvq.models.loading.prepared import PreparedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineBenchOptions:
+    """What is asked of the engine, as the command line says it."""
+
+    requests: int = option(32, type=click.IntRange(1, 100_000))
+    concurrency: str | None = option(
+        None, "So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more."
+    )
+    priority: str | None = option(
+        None,
+        "interactive keeps prefills from delaying the tokens of others.  [default: batch where all "
+        "requests arrive at once]",
+        type=click.Choice(["interactive", "batch"]),
+    )
+    kv_memory: str | None = option(
+        None, "Size of the KV pool, such as 512MiB.  [default: all that the load needs]", type=Size()
+    )
+    blocks: int | None = option(None, "Size of the KV pool in blocks per layer group.", type=AT_LEAST_1)
+    max_num_seqs: int = option(128, type=click.IntRange(1, 65_536))
+    max_num_batched_tokens: int = option(2048, type=Tokens(1, 1 << 20))
+    prefix_caching: bool = option(True)
+    rivals: str = option("none", "none, or of hf-static,hf-continuous.")
+    slo_ttft_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
+    slo_itl_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
+    repeats: int = option(3, type=click.IntRange(1, 1000))
+    step_costs: bool = option(False, "Also what the parts of steps take, for --calibrate of others.")
+
+
+@click.command(name="engine", cls=SectionedCommand)
+@kv_option("bf16,int4", many=True)
+@model_options
+@gathered(LoadOptions, "load_options")
+@gathered(EngineBenchOptions, "options")
+@json_option
+@click.option("--plot", "plot_path", type=TO_WRITE, help="Draw latency over throughput (.svg, .png).")
+def engine(
+    kv: list[str],
+    model_options: ModelOptions,
+    load_options: LoadOptions,
+    options: EngineBenchOptions,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """Serve random prompts: throughput, time to first token (TTFT), time between tokens (ITL).
+
+    Greedy tokens are checked first: batched against one by one, and rivals against kvq. Then formats
+    and rivals run in turn in every repeat. Rates are medians over repeats, latencies are over all
+    requests. Fill: tokens held by the slots of live blocks.
+    """
+    from kvq.bench.engine.engine import bench_engine
+    from kvq.bench.figures import engine_figure
+    from kvq.commands.shared.loading import check_for
+    from kvq.commands.shared.progress import progress_bar
+    from kvq.commands.shared.results import FinishedRows, begin, result_of
+    from kvq.evals.report.figure import write_figure
+
+    begin(json_path, plot=plot_path)
+    checked = check_for(model_options, kv)
+    plan = _plan(checked.prepared, load_options, options)
+    model = checked.load()
+    load = {
+        name: value for name, value in (asdict(load_options) | asdict(options)).items() if value is not None
+    }
+
+    more: dict[str, Any] = {"model": model.description, "load": load, "refused": checked.refused}
+    with FinishedRows(
+        json_path, partial(result_of, device=model.weights.device, facts=more), _print
+    ) as finished:
+        with progress_bar("serving") as progress:
+            rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
+        result = finished.end(rows)
+    if options.step_costs and any(row.get("step_costs", 0) is None for row in rows):
+        echo(
+            "kvq: no costs of steps: they take 32 steps at least, and a model of a known family without "
+            "sliding windows and experts",
+            err=True,
+        )
+    if plot_path is not None:
+        write_figure(plot_path, engine_figure, result)
+
+
+def _plan(model: "PreparedModel", load_options: LoadOptions, options: EngineBenchOptions) -> "Plan":
+    """Check the options and put them together."""
+    from kvq.bench.engine.engine import Plan
+    from kvq.bench.engine.server import Limits
+    from kvq.engine.build import check_cache
+    from kvq.engine.requests.request_options import as_priority
+
+    check_cache(model)
+    make = load_options.make(options.requests, options.concurrency)
+    try:
+        users = (
+            tuple(int(n) for n in options.concurrency.split(",")) if options.concurrency is not None else ()
+        )
+    except ValueError as error:
+        raise ConfigError(f"--concurrency takes whole numbers with commas between; {error}") from error
+    at_once = not users and load_options.rate == "inf"
+    limits = ("kv_memory", "max_num_seqs", "max_num_batched_tokens", "prefix_caching")
+    return Plan(
+        load=make(
+            vocab_size=model.geometry.vocab_size,
+            max_context=model.max_context,
+            priority=as_priority(options.priority or ("batch" if at_once else "interactive")),
+        ),
+        limits=Limits(num_blocks=options.blocks, **picked(options, *limits)),
+        users=users,
+        rivals=() if options.rivals == "none" else tuple(name.strip() for name in options.rivals.split(",")),
+        **picked(options, "repeats", "step_costs", "slo_ttft_ms", "slo_itl_ms"),
+    )
+
+
+_COLUMNS = {
+    **THROUGHPUT,
+    "total_tokens_per_s": ("total tok/s", ",.1f"),
+    **LATENCIES,
+    "preemptions": ("preempted", "g"),
+    "prefix_hit_rate": ("prefix hits", ".1%"),
+    "peak_blocks": ("peak blocks", ","),
+    "pool_utilization": ("fill", ".1%"),
+    "notes": ("", ""),
+}
+
+
+def _print(result: dict[str, Any]) -> None:
+    from kvq.commands.shared.tables import print_columns
+
+    echo(f"model   {result['model']}")
+    echo(f"device  {result['device']}")
+    print_columns([row | {"notes": _notes(row)} for row in result["rows"]], _COLUMNS, width=200)
+    for row in result["rows"]:
+        if "reason" in row:
+            echo(f"{row['name']} can't run here: {row['reason']}")
+    echo(_check_line(result["rows"]))
+
+
+def _notes(row: dict[str, Any]) -> str:
+    notes = [row["attention"]] if "attention" in row else []
+    notes += ["saturated"] if row.get("is_saturation") else []
+    notes += ["best within SLO"] if row.get("is_best_within_slo") else []
+    return ", ".join(notes)
+
+
+def _check_line(rows: list[dict[str, Any]]) -> str:
+    """What the check before timing found, in one line."""
+    checked = {(row["name"], row["kv"]): row for row in rows if "check_requests" in row}.values()
+    total, equal = (sum(row[key] for row in checked) for key in ("check_requests", "check_equal"))
+    line = f"checked {equal} of {total} requests give the tokens that kvq gives one by one"
+    if equal < total:
+        gap = max(row["check_largest_gap"] or 0.0 for row in checked)
+        line += f"; the others first differ between two tokens at most {gap:.2g} apart in log-probability"
+    return line

@@ -1,0 +1,107 @@
+"""`kvq bench linear`: Linear layers over quantized weights."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.bench.options import TIMES, KernelOptions, listed
+from kvq.commands.shared.options import gathered, json_option, option, picked
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError
+from kvq.sizes import speed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COLUMNS = {
+    "name": ("name", ""),
+    "weights": ("weights", ""),
+    "backend": ("backend", ""),
+    "rows": ("rows", ","),
+    "out_features": ("outputs", ","),
+    "in_features": ("inputs", ","),
+    **TIMES,
+    "fraction_of_limit": ("of limit", ".1%"),
+    "max_relative_error": ("error", ".1e"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearBenchOptions:
+    """Which layers are measured, and over which weights."""
+
+    weights: str = option("int8,int4,fp8", "Formats, with commas between.")
+    rows: str = option("1,4,16,256", "Rows of inputs, with commas between.")
+    shapes: tuple[str, ...] = option(
+        ("4096x4096",), "OUTPUTSxINPUTS; may be given several times.", names="--shape", multiple=True
+    )
+    rivals: bool = option(True, "Unquantized weights beside: kvq's product and torch's.")
+
+
+@click.command(name="linear")
+@gathered(LinearBenchOptions, "options")
+@gathered(KernelOptions, "how")
+@json_option
+def linear(options: LinearBenchOptions, how: KernelOptions, json_path: str | None) -> None:
+    """One Linear layer over quantized weights beside torch's over plain ones.
+
+    Every contender is checked against fp64 of the dequantized weight before any is timed. Weights are
+    rotated past the last-level cache; few rows are limited by reading them.
+    """
+    from kvq.bench.kernels.linear import LinearWorkload, bench_linear, parse_shape
+    from kvq.commands.shared.progress import counted, progress_bar
+    from kvq.commands.shared.results import FinishedRows, begin, result_of
+    from kvq.formats.weights import parse_weight_format
+
+    begin(json_path)
+    device, dtype = how.place()
+    formats = listed(options.weights, "--weights")
+    for name in formats:
+        parse_weight_format(name)
+    counts = [_count(text) for text in listed(options.rows, "--rows")]
+    workloads = [
+        LinearWorkload(
+            out_features=outputs,
+            in_features=inputs,
+            rows=count,
+            dtype=dtype,
+            device=device,
+            **picked(how, "backend", "seed"),
+        )
+        for outputs, inputs in map(parse_shape, options.shapes)
+        for count in counts
+    ]
+    found: list[dict[str, Any]] = []
+    bandwidths: list[float] = []
+
+    def result(rows: "Sequence[Any]") -> dict[str, Any]:
+        return result_of(rows, device, {"read_gb_per_s": max(bandwidths)})
+
+    with FinishedRows(json_path, result, _print) as finished:
+        with progress_bar("linear") as progress:
+            for number, workload in enumerate(workloads):
+                measured, bandwidth = bench_linear(
+                    workload,
+                    formats,
+                    rivals=options.rivals,
+                    repeats=how.repeats,
+                    progress=counted(progress, len(workloads) * how.repeats, done=number * how.repeats),
+                )
+                found.extend(measured)
+                bandwidths.append(bandwidth)
+                finished.keep(found.copy)
+        finished.end(found)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from kvq.commands.shared.tables import print_columns
+
+    echo(f"memory reads {speed(result['read_gb_per_s'])}")
+    print_columns(result["rows"], _COLUMNS)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 1 << 16:
+        raise ConfigError(f"--rows takes numbers from 1 to 65,536 with commas between, got {text!r}")
+    return int(text)

@@ -1,0 +1,116 @@
+"""What benchmarks share: how a load is asked for, where kernels run, and columns of figures."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from kvq.commands.shared.options import Finite, option, picked
+from kvq.errors import ConfigError
+from kvq.sizes import speed
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvq.bench.engine.load import Load
+
+THROUGHPUT = {
+    "name": ("name", ""),
+    "kv": ("kv", ""),
+    "concurrency": ("at a time", "g"),
+    "output_tokens_per_s": ("output tok/s", ",.1f"),
+    "output_tokens_per_s_p10": ("p10", ",.1f"),
+    "output_tokens_per_s_p90": ("p90", ",.1f"),
+}
+LATENCIES = {
+    "ttft_ms_p50": ("TTFT ms p50", ",.1f"),
+    "ttft_ms_p99": ("p99", ",.1f"),
+    "itl_ms_p50": ("ITL ms p50", ",.1f"),
+    "itl_ms_p99": ("p99", ",.1f"),
+}
+TIMES = {
+    "ms_median": ("ms median", ",.3f"),
+    "ms_p10": ("p10", ",.3f"),
+    "ms_p90": ("p90", ",.3f"),
+    "gb_per_s": ("read", speed),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """The load that is asked for, but of how many requests."""
+
+    input_len: str = option("128", "Tokens of prompts: 128, 16:512 (uniform), or lognormal:MEDIAN:SIGMA.")
+    output_len: str = option("64", "Tokens of outputs, likewise.")
+    rate: str = option("inf", "Requests per second, with random gaps.")
+    shared_prefix: float = option(0.0, "Share of each prompt that all have in common.", type=Finite(0, 1))
+    seed: int = option(0, "Of lengths, arrivals and token ids.")
+
+    def make(self, num_requests: int, concurrency: object) -> "Callable[..., Load]":
+        """A function that makes the load, given what the model takes; with `concurrency` there is no rate.
+
+        Raises:
+            ConfigError: options that can't be used as given.
+        """
+        from kvq.bench.engine.load import Load
+        from kvq.capacity.lengths import parse_lengths
+
+        if concurrency is not None and self.rate != "inf":
+            raise ConfigError("--rate and --concurrency both say when requests come; give one of them")
+        try:
+            per_second = float(self.rate)
+        except ValueError as error:
+            raise ConfigError(f"--rate takes requests per second or inf, got {self.rate!r}") from error
+        return partial(
+            Load,
+            num_requests=num_requests,
+            input_lengths=parse_lengths(self.input_len, "--input-len"),
+            output_lengths=parse_lengths(self.output_len, "--output-len"),
+            rate=per_second,
+            **picked(self, "shared_prefix", "seed"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelOptions:
+    """Where kernels are measured, and how often."""
+
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
+    backend: str = option(
+        "auto", "auto, triton, triton-8bit (8-bit products), cpu, cpu-fp32 (attention in fp32) or reference."
+    )
+    dtype: str = option("auto", "Of the inputs, such as Q: fp32, bf16, fp16.")
+    repeats: int = option(20, type=click.IntRange(1, 10_000))
+    seed: int = option(0)
+
+    def place(self) -> "tuple[torch.device, torch.dtype]":
+        """The device and the type of inputs.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        import torch
+
+        from kvq.models.parts.device import DTYPES, pick_device
+
+        device = pick_device(self.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # graphs and events are of the current device
+        dtype = ("bf16" if device.type == "cuda" else "fp32") if self.dtype == "auto" else self.dtype
+        if dtype not in DTYPES:
+            raise ConfigError(f"--dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+        return device, DTYPES[dtype]
+
+
+def listed(text: str, option: str) -> list[str]:
+    """Values with commas between.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"{option} takes values with commas between, got none")
+    return names

@@ -1,0 +1,109 @@
+"""`kvq bench vllm`: kvq's formats inside vLLM beside vLLM's own KV cache."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.bench.options import THROUGHPUT
+from kvq.commands.shared.options import gathered, json_option, kv_option, model_argument, option
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError
+from kvq.extras import VLLM, require, vllm_version
+from kvq.sizes import parse_tokens
+
+if TYPE_CHECKING:
+    from kvq.models import Model
+
+_RANDOM = "random"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmBenchOptions:
+    """Which model under which loads."""
+
+    model: str
+    dtype: str = option("auto", "Of the weights: auto (fp32), fp32, bf16, fp16.")
+    burst: str = option("16x128x64", "Requests x tokens of prompts x tokens of outputs.")
+    deep: str = option(
+        "8x4096x8",
+        "Requests x depth in tokens x decode steps of a sample; contexts grow through all samples.",
+    )
+    repeats: int = option(5, type=click.IntRange(1, 1000))
+
+
+@click.command(name="vllm")
+@kv_option("int8,int4,k8v4", many=True)
+@model_argument(_RANDOM, "Folder, hub name, or 'random', a Llama of 28 million; the same as MODEL.")
+@gathered(VllmBenchOptions, "options")
+@json_option
+def vllm(kv: list[str], options: VllmBenchOptions, json_path: str | None) -> None:
+    """vLLM on CPUs: kvq's formats in its pages beside its own KV cache, under two loads.
+
+    Greedy tokens are compared with those of kvq's own engine first. All engines run in this process and take
+    turns. Milliseconds are of one decode step: attention, writing KV, everything else.
+    """
+    require("kvq bench vllm", VLLM)
+    from kvq.bench.vllm.load import Plan
+    from kvq.bench.vllm.vllm import bench_vllm
+    from kvq.commands.shared.progress import progress_bar
+    from kvq.commands.shared.results import FinishedRows, begin, result_of
+
+    begin(json_path)
+    plan = Plan.of(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
+    with _loaded(options) as model:
+        facts: dict[str, Any] = {"model": model.description, "load": asdict(options), "vllm": vllm_version()}
+        facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # memory and OpenMP libraries that come first
+        with FinishedRows(json_path, partial(result_of, facts=facts), _print) as finished:
+            with progress_bar("vLLM") as progress:
+                rows = bench_vllm(model, kv, plan, progress=progress, keep=finished.keep)
+            finished.end(rows)
+
+
+@contextmanager
+def _loaded(options: VllmBenchOptions) -> "Iterator[Model]":
+    """The model, as kvq loads it; its files stay for as long as vLLM may read them."""
+    from kvq.bench.vllm.load import make_model, read_model
+
+    if options.model != _RANDOM:
+        yield read_model(options.model, options.dtype)
+        return
+    with TemporaryDirectory() as folder:
+        yield make_model(Path(folder) / _RANDOM, options.dtype)
+
+
+def _numbers(text: str, name: str) -> tuple[int, int, int]:
+    try:
+        first, second, third = map(parse_tokens, text.split("x"))
+        if min(first, second, third) >= 0:
+            return first, second, third
+    except ValueError:  # also of fewer or more, as ConfigError is
+        pass
+    raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
+
+
+_COLUMNS = {
+    "load": ("load", ""),
+    **{key: value for key, value in THROUGHPUT.items() if key != "concurrency"},
+    "times_own": ("x own", ".2f"),
+    "attention_ms": ("attention ms", ",.2f"),
+    "write_ms": ("write ms", ",.2f"),
+    "other_ms": ("other ms", ",.2f"),
+    "blocks": ("blocks", ","),
+}
+
+
+def _print(result: dict[str, Any]) -> None:
+    from kvq.commands.shared.tables import print_columns
+
+    rows = result["rows"]
+    echo(f"model   {result['model']}")
+    print_columns(rows, _COLUMNS, width=180)
+    total, equal = (sum(row[key] for row in rows) for key in ("check_requests", "check_equal"))
+    echo(f"checked {equal} of {total} requests give the tokens of kvq's own engine; others part at near ties")

@@ -1,0 +1,1 @@
+"""Commands that size: plan, simulate, cost, models, gpus."""

@@ -1,0 +1,41 @@
+"""`kvq gpus`: the GPUs that kvq plans with."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from kvq.commands.capacity.sizing import gpu_file_option, gpus_of
+from kvq.commands.shared.options import TO_WRITE
+
+_COLUMNS = {
+    "name": ("GPU", ""),
+    "memory_gb": ("GB", "g"),
+    "total_mib": ("GiB seen", lambda mib: f"{mib / 1024:.2f}"),
+    "bandwidth_tb_s": ("TB/s", "g"),
+    "usd_per_hour": ("$/hour", ".2f"),
+    "speeds": ("dense TFLOPS", ""),
+    "source": ("GiB seen at", ""),
+}
+
+
+@click.command(name="gpus")
+@gpu_file_option
+@click.option("--json", "json_path", type=TO_WRITE, help="Write them as JSON, in the form that --gpus reads.")
+def command(gpu_file: Path | None, json_path: str | None) -> None:
+    """List GPUs: memory by data sheet and as a process sees it, bandwidth, arithmetic, price an hour."""
+    import json
+
+    from kvq import fileio
+    from kvq.commands.shared.tables import print_columns
+
+    rows = [asdict(gpu) for gpu in gpus_of(gpu_file).values()]
+    for row in rows:
+        row["speeds"] = ", ".join(f"{kind} {value:,.0f}" for kind, value in row["tflops"].items())
+    print_columns(rows, _COLUMNS)
+    if json_path is not None:
+        facts = {
+            row["name"]: {k: v for k, v in row.items() if k not in ("name", "speeds") and v not in (None, "")}
+            for row in rows
+        }
+        fileio.write_text(json_path, json.dumps({"format_version": 1, "gpus": facts}, indent=1) + "\n")

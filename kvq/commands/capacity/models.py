@@ -1,0 +1,69 @@
+"""`kvq models`: the models that kvq can plan for without their files."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, in_words, layer_kinds
+from kvq.commands.shared.options import json_option
+from kvq.commands.shared.results import write_rows
+from kvq.sizes import binary, count
+
+if TYPE_CHECKING:
+    from kvq.capacity.plan.catalogue import KnownModel
+
+_COLUMNS = {
+    "model": ("model", ""),
+    "parameters": ("parameters", count),
+    "active_parameters": ("active", count),
+    "kinds": ("layers", ""),
+    "max_context": ("context", ",d"),
+    "kv_bytes_per_token": ("KV/token, fp16", binary),
+    "state_bytes": ("states", binary),
+    "hub": ("on the hub", ""),
+    "site": ("read from", ""),
+}
+_WIDTH = 260  # characters, in which no name is cut
+
+
+@click.command(name="models")
+@json_option
+def command(json_path: str | None) -> None:
+    """List models that `kvq plan` knows, with what decides about memory.
+
+    States: what recurrent layers keep of a sequence, however long it is. --json says of each model where its
+    facts were read, and of those that kvq doesn't run why.
+    """
+    from kvq.capacity.plan.catalogue import known_models
+    from kvq.commands.shared.tables import print_columns
+
+    rows = [_row(model) for model in known_models().values()]
+    print_columns(rows, _COLUMNS, width=_WIDTH)
+    write_rows(rows, json_path)
+
+
+def _row(model: "KnownModel") -> dict[str, Any]:
+    from kvq.sizing.memory import kv_layout
+
+    geometry, counted = model.geometry, model.parameters
+    return {
+        "model": model.name,
+        "hub": model.model,
+        "parameters": counted.total,
+        "active_parameters": counted.active,
+        "layers": geometry.last_layer + 1,
+        "q_heads": geometry.q_heads,
+        "kv_heads": geometry.layers[0].kv_heads,
+        "head_dim": geometry.layers[0].k_head_dim,
+        "windows": sorted({layer.window or 0 for layer in geometry.layers}),
+        "kinds": in_words(geometry),
+        "layer_kinds": layer_kinds(geometry),
+        "max_context": geometry.max_context,
+        "kv_bytes_per_token": kv_layout(geometry, "fp16").kv_bytes_per_token,
+        "state_bytes": geometry.state_bytes(COMPUTE_BYTES) or None,
+        "refused": model.refused,
+        "site": "/".join(model.source.split("/")[2:5]),
+        "source": model.source,
+        "read": model.read,
+        "note": model.note,
+    }

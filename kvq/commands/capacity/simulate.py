@@ -1,0 +1,133 @@
+"""`kvq simulate`: KV formats and policies under one load to come."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.capacity.simulate_options import SimulateOptions
+from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_options, target_options
+from kvq.commands.shared.options import (
+    gathered,
+    kv_option,
+)
+from kvq.commands.shared.results import FinishedRows, result_of
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError
+from kvq.sizes import dollars
+
+if TYPE_CHECKING:
+    from kvq.evals.report.columns import Columns
+
+_PROGRESS_EVERY = 100  # requests
+
+
+@click.command(name="simulate")
+@target_options
+@kv_option("auto,int4", many=True)
+@gathered(SimulateOptions, "options")
+@gathered(PriceOptions, "api")
+@sizing_options
+def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api: PriceOptions) -> None:
+    """Serve a load to come with the engine's own scheduler and block memory, without a GPU.
+
+    Steps take what a roofline (or --calibrate) says: latency, throughput, preemptions, cost, for every
+    KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the same digest.
+
+    With --faults clients leave in the middle of their answers, steps take 10 to 100 times as long, and
+    engines die and come back empty, at moments that the seed decides.
+    """
+    from kvq.commands.capacity.simulate_fleet import Study
+    from kvq.commands.shared.progress import progress_bar
+
+    sizing.check_paths()
+    study = Study(sizing, options, api.prices())
+    cases = study.cases(kv)
+    rows: list[dict[str, Any]] = []
+    refused: list[str] = []
+    with FinishedRows(sizing.json_path, result_of, lambda result: _show(result["rows"], options)) as finished:
+        with progress_bar("simulating") as bar:
+            for done, case in enumerate(cases):
+
+                def tell(come: int, before: int = done * study.num_requests) -> None:
+                    if come % _PROGRESS_EVERY == 0:
+                        bar(before + come, len(cases) * study.num_requests)
+
+                try:
+                    rows.append(study.row(case, tell))
+                except ConfigError as error:
+                    refused.append(str(error))
+                finished.keep(rows.copy)
+        if not rows:
+            raise ConfigError(refused[0])
+        note_winners(rows, finds_replicas=options.meet is not None)
+        result = finished.end(rows)
+    for reason in dict.fromkeys(refused):
+        echo(f"left out: {reason}", err=True)
+    if sizing.html_path is not None:
+        from kvq.commands.capacity.capacity_report import write_simulation
+
+        write_simulation(sizing.html_path, result, columns(rows))
+
+
+def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) -> None:
+    """Set `wins` of each row: is its routing the best of those that it is compared with?
+
+    The fewest replicas win, then the most requests that keep the goals, then the lowest median TTFT. None
+    where nothing else differs in its routing alone. `finds_replicas`: their number was looked for.
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        replicas = None if finds_replicas else row["replicas"]
+        groups.setdefault((row["kv"], row["max_num_batched_tokens"], replicas), []).append(row)
+    for group in groups.values():
+        best = min(group, key=lambda row: (row["replicas"], -(row["slo_met"] or 0), row["ttft_ms_p50"] or 0))
+        for row in group:
+            row["wins"] = row is best if len(group) > 1 else None
+
+
+def columns(rows: list[dict[str, Any]]) -> "Columns":
+    """What a table of simulations shows, by the keys of a row: what rows differ in, what happened at all."""
+    compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
+    drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
+    rare = {
+        "handover_ms_p99": ("handed over p99", ",.1f"),
+        **{name: (name, ",d") for name in ("refused", "failed", "overflowed", "cancelled", "cut")},
+        "slow_steps": ("slow steps", ",d"),
+        "restarts": ("restarts", ",d"),
+    }
+    return {
+        "kv": ("KV", ""),
+        "gpus": ("GPUs", ",d"),
+        **{key: one for key, one in compared.items() if len({row[key] for row in rows}) > 1},
+        "output_tokens_per_s": ("tokens/s", ",.0f"),
+        "ttft_ms_p50": ("TTFT p50", ",.0f"),
+        "ttft_ms_p99": ("p99, ms", ",.0f"),
+        "itl_ms_p50": ("ITL p50", ",.1f"),
+        "itl_ms_p99": ("p99, ms", ",.1f"),
+        "queue_ms_p99": ("queued p99", ",.0f"),
+        "preemptions": ("preempted", ",d"),
+        "prefix_hit_rate": ("hits", ".0%"),
+        "mean_batch": ("batch", ",.1f"),
+        **{key: one for key, one in drafted.items() if any(row["speculation"] for row in rows)},
+        "peak_pool": ("pool", ".0%"),
+        "slo_met": ("SLO met", ".1%"),
+        "goodput_requests_per_s": ("req/s in SLO", ",.2f"),
+        "usd_per_million_tokens": ("$ / million", dollars),
+        **{key: one for key, one in rare.items() if any(row[key] for row in rows)},
+    }
+
+
+def _show(rows: list[dict[str, Any]], options: SimulateOptions) -> None:
+    from kvq.commands.shared.tables import print_columns
+
+    first, shown = rows[0], dict(columns(rows))
+    if options.slo_ttft_ms is None and options.slo_itl_ms is None:
+        del shown["slo_met"], shown["goodput_requests_per_s"]
+    echo(f"{first['model']} on {first['gpu']}: {first['requests']:,} requests in {first['seconds']:,.0f} s")
+    print_columns(rows, shown)
+    for row in rows:
+        if row.get("wins"):
+            echo(f"{row['kv']}, {row['replicas']} replicas: {row['routing']} wins")
+    for row in rows:
+        told = [str(row[key]) for key in shown if key in ("kv", "gpus", "max_num_batched_tokens", "routing")]
+        echo(f"digest {row['digest']}  {', '.join(told)}")

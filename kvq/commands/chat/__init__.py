@@ -1,0 +1,1 @@
+"""`kvq chat`: a conversation in the terminal."""

@@ -1,0 +1,143 @@
+"""A chat partner elsewhere: a server that speaks OpenAI's protocol."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPException
+from time import monotonic
+from typing import IO, Any, NoReturn
+from urllib.error import HTTPError
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from kvq.answers import Event, Usage, read_address, read_event, read_model, read_refusal
+from kvq.commands.chat.partner import Answered, ContextFull, Sampling, Show, Turn
+from kvq.errors import ConfigError, EngineError, RequestError, first_lines
+
+_TIMEOUT_S = 600.0  # without a byte
+_MAX_BYTES = 1 << 20  # of an answer that is no stream, or of one event
+_MAX_STREAM = 256 << 20  # bytes; a million tokens, each an event
+_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # an answer, or a header that can't be sent
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class ServerPartner:
+    """A running server, by its base URL such as http://127.0.0.1:8000/v1; without a path, /v1 is meant."""
+
+    def __init__(self, url: str, key: str | None, model: str | None, sampling: Sampling) -> None:
+        """`model` None: the first that the server has.
+
+        Raises:
+            ConfigError: not an http address.
+            EngineError: nobody answers there.
+        """
+        address = read_address(url, ("http", "https"))
+        self._url = url.rstrip("/") + ("" if address.path.strip("/") else "/v1")
+        self._key = key
+        self._sampling = sampling
+        # Proxies of the environment are for other machines
+        direct = [ProxyHandler({})] if address.hostname in _LOOPBACK else []
+        self._opener = build_opener(_NoRedirects(), *direct)
+        self.name = model or self._first_model()
+
+    def answer(self, turns: list[Turn], show: Show) -> Answered:
+        """Answer the last turn; a KeyboardInterrupt closes the connection, on which servers cancel.
+
+        Raises:
+            ContextFull: the server says so.
+            RequestError: the server refuses the turns.
+            EngineError: it fails, or can't be reached.
+        """
+        body = self._sampling.body() | {
+            "model": self.name,
+            "messages": turns,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began, ttft_s = monotonic(), None
+        usage = Usage()
+        with self._open("/chat/completions", body) as answer:
+            for event in _events(answer):
+                usage = event.usage or usage
+                for text in filter(None, event.texts):
+                    ttft_s = ttft_s or monotonic() - began
+                    show(text)
+        total_s = monotonic() - began
+        return Answered(
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            generated_tokens=usage.generated,
+            ttft_s=total_s if ttft_s is None else ttft_s,
+            total_s=total_s,
+        )
+
+    def close(self) -> None:
+        """Nothing is held between answers."""
+
+    def _first_model(self) -> str:
+        with self._open("/models") as answer:
+            try:
+                return str(read_model(answer.read(_MAX_BYTES))["id"])
+            except (EngineError, *_BROKEN) as error:
+                raise ConfigError(
+                    f"{self._url} lists no models: {first_lines(error)}; is it an OpenAI base URL?"
+                ) from error
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> IO[bytes]:
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        raw = None if body is None else json.dumps(body).encode()
+        try:
+            answer: IO[bytes] = self._opener.open(Request(self._url + path, raw, headers), timeout=_TIMEOUT_S)
+        except HTTPError as error:
+            _refuse(error)
+        except _BROKEN as error:
+            reason = getattr(error, "reason", error)
+            raise EngineError(f"{self._url} can't be reached: {first_lines(reason)}") from error
+        return answer
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """The key is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _events(answer: IO[bytes]) -> Iterator[Event]:
+    """Server-sent events up to [DONE]; what comes behind it is not read.
+
+    Raises:
+        EngineError: the stream broke off, is something else, or too long.
+    """
+    num_bytes = 0
+    try:
+        while line := answer.readline(_MAX_BYTES):
+            num_bytes += len(line)
+            if len(line) == _MAX_BYTES or num_bytes > _MAX_STREAM:
+                raise EngineError(
+                    f"the server's stream is too long: a line may have {_MAX_BYTES} bytes, all {_MAX_STREAM}"
+                )
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            yield read_event(data)
+    except _BROKEN as error:
+        raise EngineError(f"the server's stream broke: {first_lines(error)}") from error
+    raise EngineError("the server ended the stream before the answer was complete")
+
+
+def _refuse(error: HTTPError) -> NoReturn:
+    raw = b""
+    with suppress(*_BROKEN), error:
+        raw = error.read(_MAX_BYTES)
+    message = read_refusal(raw, error.code)
+    if error.code < 400:
+        raise EngineError(f"the server redirects (HTTP status {error.code}); name the address it leads to")
+    if error.code == 400 and "context" in message:
+        raise ContextFull(message) from error
+    if error.code < 500:
+        raise RequestError(f"the server refused: {message}") from error
+    raise EngineError(f"the server failed: {message}") from error

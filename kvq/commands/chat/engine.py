@@ -1,0 +1,136 @@
+"""A chat partner in this process: the engine, with the model's own template."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from kvq.commands.chat.partner import Answered, ContextFull, Sampling, Show, Turn
+from kvq.commands.shared.loading import check_for, load_to_serve
+from kvq.commands.shared.options import ModelOptions
+from kvq.commands.shared.terminal import say_defaults
+from kvq.engine import AsyncLLM, SamplingParams
+from kvq.engine.build import check_cache
+from kvq.engine.requests.outputs import RequestOutput
+from kvq.errors import ConfigError
+from kvq.extras import SERVER, is_installed
+from kvq.models.loading.prepared import PreparedModel
+from kvq.models.run.prompts import PromptEncoder
+
+_LEAST_ROOM = 64  # tokens, for an answer
+_USUAL = {"temperature": 0.7, "max_tokens": None}
+_Result = TypeVar("_Result")
+
+
+class EnginePartner:
+    """A model that is loaded here. What earlier turns computed is found in its prefix index."""
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        kv: str,
+        sampling: Sampling,
+        *,
+        kv_memory: str | None = None,
+        accept_divergence: bool = False,
+        generation_config: str = "auto",
+    ) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError: it has no chat template, a broken one, or options that can't be used as given.
+            ModelError: missing, damaged or refused model.
+            BrokenFormat: the format breaks the model, and that was not accepted.
+        """
+        given = sampling.body()
+        SamplingParams(**given)  # refused before anything is read
+        checked = check_for(options, [kv])
+        check_cache(checked.prepared)
+        _check_template(checked.prepared)
+        self.name = checked.prepared.source.name
+        defaults = say_defaults(checked.prepared.source, generation_config)
+        self._params = SamplingParams(**defaults.fill(_USUAL | given, given))
+        with ExitStack() as held:
+            # Its loop outlives an answer: the engine may still have a word
+            self._loop = held.enter_context(asyncio.Runner()).get_loop()
+            self._read = held.enter_context(_reading(checked.prepared, self._loop))
+            model = load_to_serve(checked, kv, accept_divergence=accept_divergence)
+            self._engine = AsyncLLM(model, max_num_seqs=1, kv_memory=kv_memory)
+            held.callback(self._engine.close)
+            self._held = held.pop_all()
+        self._max_context = self._engine.core.max_context
+
+    def answer(self, turns: list[Turn], show: Show) -> Answered:
+        """Answer the last turn; a KeyboardInterrupt on the way cancels it.
+
+        Raises:
+            ContextFull: no room for an answer.
+            RequestError: the template or the engine refuses the turns.
+            EngineError: the engine broke down, or what reads prompts.
+        """
+        tokens = self._read(turns)
+        room = self._max_context - len(tokens)
+        wanted = self._params.max_tokens or self._params.most_tokens
+        if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
+            raise ContextFull(f"{len(tokens):,} of {self._max_context:,} tokens are taken")
+        max_tokens = None if wanted is None else min(wanted, room)
+        output = self._run(self._stream(tokens, max_tokens, show))
+        timing, receipt = output.timing, output.receipt
+        return Answered(
+            prompt_tokens=receipt.prompt_tokens,
+            cached_tokens=receipt.cached_tokens,
+            generated_tokens=receipt.generated_tokens,
+            ttft_s=timing.ttft_s or 0.0,
+            total_s=timing.e2e_s or 0.0,
+            kv_bytes=receipt.peak_bytes,
+            fills_context=output.outputs[0].finish_reason == "length" and (wanted is None or wanted > room),
+        )
+
+    def close(self) -> None:
+        """End the engine, and what reads prompts."""
+        self._held.close()
+
+    def _run(self, work: Coroutine[None, None, _Result]) -> _Result:
+        """Its result; a KeyboardInterrupt, also while an answer is being printed, cancels it."""
+        task = self._loop.create_task(work)
+        try:
+            return self._loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            if task.cancel():
+                with suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(task)
+            raise
+
+    async def _stream(self, tokens: list[int], max_tokens: int | None, show: Show) -> RequestOutput:
+        params = replace(self._params, max_tokens=max_tokens)
+        output: RequestOutput | None = None
+        async for piece in self._engine.stream(tokens, params):
+            show(piece.text)
+            output = piece.output
+        assert output is not None, "a stream ends with the output"
+        return output
+
+
+@contextmanager
+def _reading(
+    prepared: PreparedModel, loop: asyncio.AbstractEventLoop
+) -> Iterator[Callable[[list[Turn]], list[int]]]:
+    """Yield a function that makes token ids of turns, with what begins an answer."""
+    if all(map(is_installed, SERVER)):
+        from kvq.commands.chat.reader import reading_aside
+
+        with reading_aside(prepared, loop) as read:
+            yield read
+    else:  # in this process: a template has all the time until Ctrl-C
+        encoder = PromptEncoder(prepared.tokenizer)
+        yield lambda turns: encoder.encode_chat(turns, {"add_generation_prompt": True})
+
+
+def _check_template(prepared: PreparedModel) -> None:
+    """Before the weights are loaded, which may take long."""
+    if not getattr(prepared.tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"{prepared.source} has no chat template, so it is a base model: "
+            f'use kvq generate --model {prepared.folder} "PROMPT"'
+        )

@@ -1,0 +1,131 @@
+"""The conversation: what was said, and what people may ask for besides."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kvq import fileio
+from kvq.commands.chat.partner import Answered, ContextFull, Partner, Turn
+from kvq.commands.shared.terminal import echo, stream
+from kvq.errors import ConfigError, KVQError, nearest
+
+HELP = """\
+/reset         begin anew, with the same system message
+/system TEXT   set the system message, or drop it with no TEXT
+/save FILE     write the conversation as JSON
+/stats         what the last answer took
+/exit          end, as Ctrl-D does
+Ctrl-C stops an answer. A message that begins with / needs a blank before it."""
+
+
+class Session:
+    """Takes lines, one message or command each."""
+
+    def __init__(
+        self, partner: Partner, *, system: str | None = None, trim: bool = False, is_terminal: bool = False
+    ) -> None:
+        """`trim`: drop the oldest turns when the context is full."""
+        self.num_failed = 0
+        self._partner = partner
+        self._system = system
+        self._trim = trim
+        self._is_terminal = is_terminal
+        self._turns: list[Turn] = []
+        self._last: Answered | None = None
+        self._saved: set[Path] = set()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: echo(HELP),
+            "/reset": lambda _: self._turns.clear(),
+            "/system": self._set_system,
+            "/save": self._save,
+            "/stats": lambda _: echo(self._stats()),
+        }
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Take lines until they end or one is /exit."""
+        for line in lines:
+            name, _, rest = line.strip().partition(" ")
+            if line.startswith("/") and name in ("/exit", "/quit"):
+                return
+            try:
+                if line.startswith("/"):
+                    self._command(name, rest.strip())
+                elif line.strip():
+                    self._say(line.strip())
+            except KVQError as error:
+                self.num_failed += 1
+                echo(f"kvq: {error}", err=True)
+
+    def _command(self, name: str, rest: str) -> None:
+        if name not in self._commands:
+            hint = nearest(name, list(self._commands)) or ";"
+            raise ConfigError(f"there is no {name}{hint} /help lists what there is")
+        self._commands[name](rest)
+
+    def _say(self, message: str) -> None:
+        """One turn and its answer; what failed is as if it had not been said."""
+        self._turns.append({"role": "user", "content": message})
+        shown: list[str] = []
+        self._last = None
+        try:
+            self._last = self._answer(shown)
+        except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
+            echo(" [stopped]", nl=False)
+        except KVQError:
+            if shown:
+                echo()
+            self._turns.pop()
+            raise
+        if shown:
+            self._turns.append({"role": "assistant", "content": "".join(shown)})
+        else:
+            self._turns.pop()
+        echo()
+        if self._last is not None and self._last.fills_context:
+            echo("kvq: the context is full: this answer was cut; /reset begins anew", err=True)
+
+    def _answer(self, shown: list[str]) -> Answered:
+        while True:
+            try:
+                return self._partner.answer(self._all_turns(), lambda text: self._show(text, shown))
+            except ContextFull as error:
+                if not self._trim or len(self._turns) < 3 or shown:
+                    remedy = "/reset begins anew" + ("" if self._trim else "; --trim drops the oldest turns")
+                    raise ContextFull(f"the context is full: {error}; {remedy}") from error
+                del self._turns[:2]
+                echo("kvq: the context is full; the oldest turn was dropped", err=True)
+
+    def _show(self, text: str, shown: list[str]) -> None:
+        if text:
+            shown.append(text)
+            stream(text)
+
+    def _all_turns(self) -> list[Turn]:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self._turns]
+
+    def _set_system(self, text: str) -> None:
+        self._system = text or None
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise ConfigError("/save needs a file's name")
+        path = fileio.check_writable(name)
+        if path.exists() and path not in self._saved:
+            raise ConfigError(f"{name} is there already; name another file")
+        content = {"format_version": 1, "model": self._partner.name, "messages": self._all_turns()}
+        fileio.write_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        self._saved.add(path)
+
+    def _stats(self) -> str:
+        last = self._last
+        if last is None:
+            return "the last answer was not completed"
+        kv = "" if last.kv_bytes is None else f", {last.kv_bytes:,} bytes of KV"
+        return (
+            f"{last.prompt_tokens:,} prompt tokens ({last.cached_tokens:,} cached), "
+            f"{last.generated_tokens:,} generated{kv}; first token after {last.ttft_s * 1000:,.0f} ms, "
+            f"then {last.tokens_per_s:,.1f} tokens/s"
+        )

@@ -1,0 +1,1 @@
+"""Commands that measure and improve quality: perplexity, eval, tune, quantize and others."""

@@ -1,0 +1,194 @@
+"""`kvq calibrate`: static scales and centers from a model's own K and V, written to kvq.json."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.shared.options import (
+    TO_READ,
+    TO_WRITE,
+    TOKENS,
+    gathered,
+    kv_option,
+    model_argument,
+    option,
+    path_option,
+    picked,
+    text_options,
+)
+from kvq.commands.shared.terminal import echo, warn
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.calib import Observations
+    from kvq.calib.domain import DomainCheck
+    from kvq.calib.observe import HeadSummary
+    from kvq.formats import KVRecipe
+    from kvq.models import Model
+
+_FEW_TOKENS = 256  # below them single tokens make maxima and means
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrateOptions:
+    """What is observed and written, and how the model is loaded."""
+
+    text: str | None
+    text_field: str | None
+    out: str = option("kvq.json", "Where to write the recipe.", type=TO_WRITE)
+    centered: bool = option(
+        False,
+        "Store formats in groups, as V in int4, without the means of their rows, which cost no bytes then.",
+    )
+    context: int | None = option(
+        None, "Tokens per window.  [default: 1024, or what the model takes]", type=TOKENS
+    )
+    max_windows: int = option(32, "Windows taken, spread over the text.")
+    check: str | None = path_option(
+        "--check", "Another text: are the scales fit for it? Exit 1 if they are not.", type=TO_READ
+    )
+    fp8_out: str | None = path_option(
+        "--fp8-out", "FP8 scales per tensor for other engines: .safetensors or .json."
+    )
+    json_path: str | None = path_option("--json", "Write what was seen of every head as JSON.")
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option("auto", "Of the weights: auto, fp32, bf16 or fp16.")
+    max_model_len: int | None = option(
+        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=TOKENS
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
+
+
+@click.command(name="calibrate")
+@model_argument(None)
+@text_options("help topics of CPython that are not held out")
+@kv_option("fp8_per_head", many=False)
+@gathered(CalibrateOptions, "options")
+def command(model: str, kv: list[str], options: CalibrateOptions) -> None:
+    """Observe MODEL and write what static formats need to a kvq.json.
+
+    The scales serve fp8_per_head and int8_per_head alike, rotated or not. The file is also a recipe:
+    `--kv kvq.json` uses the formats it names, `--scales kvq.json` its scales under other formats.
+    """
+    from kvq.calib import observe
+    from kvq.calib.domain import check_length
+    from kvq.calib.export import check_export_path, write_fp8_scales
+    from kvq.calib.observe import spread_windows, summarize
+    from kvq.commands.shared.loading import load_checked
+    from kvq.commands.shared.progress import progress_bar
+    from kvq.commands.shared.results import begin, write_rows
+    from kvq.evals import calibration_text, read_text
+    from kvq.models.loading.prepared import prepare
+    from kvq.weights.manifest import relist
+
+    source = calibration_text() if options.text is None else read_text(options.text, options.text_field)
+    other = None if options.check is None else read_text(options.check, options.text_field)
+    begin(options.out, options.json_path)
+    if options.fp8_out is not None:
+        check_export_path(options.fp8_out)
+    how = picked(options, "device", "dtype", "revision", "token")
+    prepared = prepare(model, max_context=options.max_model_len, **how)
+    recipe = prepared.recipe(kv[0])
+    recipe.check_stored("calibrate")
+    if options.centered and not any(map(any, _is_grouped(recipe))):
+        raise ConfigError(
+            f"--centered is for formats in groups, such as int4_g32_s8_rot, got --kv {recipe.name}; "
+            f"leave it out"
+        )
+    spread_windows(prepared, source.text, context=options.context, max_windows=options.max_windows)
+    if other is not None:
+        check_length(prepared, other, options.context)
+    loaded = load_checked(prepared, None)
+    with progress_bar("calibrating") as progress:
+        seen = observe(
+            loaded, source, context=options.context, max_windows=options.max_windows, progress=progress
+        )
+    recipe = dataclasses.replace(
+        recipe,
+        centers=seen.centers().some(_is_grouped(recipe)) if options.centered else recipe.centers,
+        static_scales=seen.scales(),
+        model_digest=loaded.weights.digest,
+    )
+    recipe.save(options.out)
+    relist(options.out)
+    heads = summarize(seen)
+    found = None if other is None else _check(loaded, recipe, seen, other, options.context)
+    if options.fp8_out is not None:
+        write_fp8_scales(options.fp8_out, seen, loaded.geometry)
+    facts = {
+        "model_digest": loaded.weights.digest,
+        "text": seen.text.name,
+        "text_digest": seen.text.digest,
+        "tokens": seen.tokens,
+    }
+    checked = {} if found is None else {"check": dataclasses.asdict(found)}
+    write_rows(heads, options.json_path, loaded.weights.device, facts | checked)
+    echo(
+        f"wrote {options.out}: {recipe.name}{', centered' if options.centered else ''}, static scales of "
+        f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
+    )
+    if options.centered and any(one.k.is_per_channel for one in recipe.layers):
+        echo(
+            f"only V has centers: K of {recipe.name} has scales per channel, which take in what centers take "
+            f"out; for centers of both name groups, such as --kv int4_g32_s8_rot"
+        )
+    if seen.tokens < _FEW_TOKENS:
+        warn(
+            f"{seen.tokens:,} tokens say little of the largest values and of means; give a --text of some "
+            f"thousand tokens"
+        )
+    for line in _notes(heads, centered=options.centered):
+        echo(line)
+    if found is not None:
+        echo(found.line())
+        if found.is_fit is False:
+            sys.exit(1)
+
+
+def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
+    """K and V of every layer: whether centers serve its format."""
+    from kvq.formats import Grouped
+
+    return [(isinstance(one.k.scale, Grouped), isinstance(one.v.scale, Grouped)) for one in recipe.layers]
+
+
+def _check(
+    model: "Model", recipe: "KVRecipe", seen: "Observations", other: Any, context: int | None
+) -> "DomainCheck":
+    """Try what the recipe has calibrated; where that is nothing, the scales, which others will use."""
+    from kvq.calib.domain import check_domain
+    from kvq.commands.shared.progress import progress_bar
+
+    if not recipe.is_static and recipe.centers is None:
+        recipe = model.prepared.recipe("fp8_per_head", seen.scales())
+    with progress_bar("checking on the other text") as progress:
+        return check_domain(model, recipe, seen, other, context=context, progress=progress)
+
+
+def _notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
+    """What stands out, a line each."""
+    notes, taken = [], "taken out" if centered else "--centered, or K per channel as in int4, takes them out"
+    for what, channels, size, why in (
+        (
+            "outlier channels",
+            "outlier_channels",
+            "largest_outlier",
+            "rotated formats spread them over the row",
+        ),
+        ("huge biases", "biased_channels", "largest_bias", taken),
+    ):
+        if not (found := [row for row in heads if getattr(row, channels)]):
+            continue
+        most = max(found, key=attrgetter(size))
+        count = sum(len(getattr(row, channels)) for row in found)
+        layers = sorted({f"{row.part.upper()}{row.layer}" for row in found}, key=lambda x: (x[0], int(x[1:])))
+        notes.append(
+            f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most.part.upper()} of layer "
+            f"{most.layer}, head {most.head}, is {getattr(most, size):.1f} times the median channel ({why})"
+        )
+    return notes

@@ -1,0 +1,219 @@
+"""`kvq eval`: what KV formats cost in quality, by several measures, with error bars and gates."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.quality.eval_options import EvalOptions, TaskOptions
+from kvq.commands.shared.options import (
+    ModelOptions,
+    WindowOptions,
+    gathered,
+    kv_option,
+    model_options,
+    text_options,
+)
+from kvq.commands.shared.terminal import echo, warn
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.commands.quality.eval_tasks import Chosen, EvalPlan
+    from kvq.commands.shared.loading import CheckedModel
+    from kvq.evals.divergence import Keep
+    from kvq.evals.report.gates import Gate
+    from kvq.formats import KVRecipe
+    from kvq.models import Model
+
+_JSON = ("cautions", "look")  # of what tasks find: no rows
+
+
+@click.command(name="eval")
+@kv_option("fp32,fp8,int8,k8v4,int4", many=True)
+@text_options("held-out help topics of CPython")
+@gathered(EvalOptions, "options")
+@gathered(WindowOptions, "windows")
+@gathered(TaskOptions, "of_tasks")
+@model_options
+def command(
+    kv: list[str],
+    model_options: ModelOptions,
+    options: EvalOptions,
+    windows: WindowOptions,
+    of_tasks: TaskOptions,
+) -> None:
+    """Measure what KV formats cost in quality on MODEL, a folder, a hub name, or 'tiny'.
+
+    Everything is against the first unquantized format listed, over tokens that go through kvq's own
+    write-then-read path. Intervals are at 95%, from resampling documents.
+    """
+    from kvq.commands.quality.eval_tasks import EvalPlan, choose_tasks
+    from kvq.commands.shared.loading import check_for
+    from kvq.commands.shared.results import begin, json_beside
+    from kvq.commands.shared.tables import print_check
+    from kvq.evals import default_text, read_text
+    from kvq.evals.divergence import TokenPlan
+    from kvq.evals.report.bootstrap import Bootstrap
+    from kvq.evals.report.gates import parse_gate
+    from kvq.evals.report.report import write_report
+    from kvq.evals.simulated import simulated
+
+    json_path = json_beside(options.html_path, options.json_path)
+    begin(json_path, html=options.html_path)
+    chosen = choose_tasks(options.tasks)
+    limits = [parse_gate(gate) for gate in options.gates]
+    if windows.instrument and not any(one.task.key == "rows" for one in chosen):
+        raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
+    source = default_text() if options.text is None else read_text(options.text, options.text_field)
+    checked = check_for(model_options, kv)
+    if options.simulate and (served := {"attention", "lm_eval"} & {one.task.key for one in chosen}):
+        raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
+    if options.simulate and checked.prepared.cache != "kvq":
+        raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
+    dims = checked.prepared.geometry.head_dims
+    plan = EvalPlan(
+        prepared=checked.prepared,
+        recipes=[*recipes_of(checked), *(simulated(name, dims) for name in options.simulate)],
+        text=source,
+        tokens=TokenPlan(**asdict(windows)),
+        attention_windows=options.attention_windows,
+        bootstrap=Bootstrap(resamples=options.resamples, seed=options.seed),
+        generation=of_tasks.generation_plan(),
+        needle=of_tasks.needle_plan(options.seed, windows.chunk),
+        lm_eval=of_tasks.lm_eval_plan(),
+        kv_memory=of_tasks.kv_memory,
+    )
+    result = _measure(checked, plan, chosen, limits, json_path)
+    if options.html_path:
+        write_report(options.html_path, result)
+    if not print_check(result):
+        sys.exit(1)
+
+
+def _measure(
+    checked: "CheckedModel",
+    plan: "EvalPlan",
+    chosen: "list[Chosen]",
+    limits: "list[Gate]",
+    json_path: str | None,
+) -> dict[str, Any]:
+    """Check everything, run the tasks one after another: the JSON envelope, written and shown."""
+    from kvq.commands.quality.eval_tasks import TASKS, gate_figures
+    from kvq.commands.shared.results import FinishedRows
+    from kvq.commands.shared.tables import print_eval
+    from kvq.evals.report.gates import check_gate
+
+    formats = {recipe.name: recipe.is_quantized for recipe in plan.recipes}
+    if len(formats) < len(plan.recipes):
+        raise ConfigError(f"--kv names a format twice: {', '.join(recipe.name for recipe in plan.recipes)}")
+    prepared = [(one, one.task.prepare(plan, one.arguments)) for one in chosen]
+    for warning in dict.fromkeys(w for one, given in prepared for w in one.task.check_exact(plan, given)):
+        warn(warning)
+    figures = gate_figures(prepared)
+    about = [check_gate(gate, figures=figures, all_tasks=list(TASKS), formats=formats) for gate in limits]
+    model, plan = load_for_plan(checked, plan)
+
+    drawn = {"resamples": plan.bootstrap.resamples, "seed": plan.bootstrap.seed}
+
+    def result(found: "Sequence[dict[str, Any]]") -> dict[str, Any]:
+        return plan_result(model, plan, checked.refused, {"gates": [], **drawn, **found[0]})
+
+    with FinishedRows(json_path, result, print_eval) as finished:
+        found = _run_all(prepared, plan, model, lambda make: finished.keep(lambda: [make()]))
+        gates = [_outcome(*one, found, formats) for one in zip(limits, about, strict=True)]
+        return finished.end([{**found, "gates": gates}])
+
+
+def recipes_of(checked: "CheckedModel") -> "list[KVRecipe]":
+    """Those of the formats that fit, the baseline first."""
+    from kvq.evals.divergence import baseline_first
+
+    return baseline_first([checked.recipe(name) for name in checked.kv], checked.prepared)
+
+
+def load_for_plan(checked: "CheckedModel", plan: "EvalPlan") -> "tuple[Model, EvalPlan]":
+    """The model, and the plan with the scales that loading may have calibrated."""
+    model = checked.load()
+    if checked.calibrates:
+        recipes = [model.prepared.recipe(recipe, model.static_scales) for recipe in plan.recipes]
+        plan = replace(plan, recipes=recipes)
+    return model, plan
+
+
+def plan_result(
+    model: "Model", plan: "EvalPlan", refused: dict[str, str], found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The JSON envelope of what was found."""
+    from kvq.commands.shared.results import result_of
+    from kvq.evals.perplexity import size_figures
+
+    more = dict(found)
+    rows = more.pop("rows", None) or [
+        {"kv": recipe.name, **size_figures(model.with_kv(recipe), plan.tokens.context)}
+        for recipe in plan.recipes
+    ]
+    about = {
+        "model": model.title,
+        "model_digest": model.weights.digest,
+        "text": plan.text.name,
+        "text_digest": plan.text.digest,
+        "context": plan.tokens.context,
+        "refused": refused,
+    }
+    return result_of(rows, model.weights.device, {"cautions": [], **about} | more)
+
+
+def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[str, bool]) -> dict[str, Any]:
+    """How a gate ended, as JSON; a task that is void breaks all of its gates."""
+    from kvq.commands.quality.eval_tasks import TASKS
+    from kvq.evals.report.gates import failures, missing
+
+    broken = [
+        missing(gate, f"{name} is void: {reason}")
+        for name, reason in found.get("void", {}).items()
+        if name == task or name.startswith(f"{task}:")
+    ][:1] or failures(gate, TASKS[task.partition(":")[0]].gate_rows(found, gate), formats)
+    return {
+        "gate": gate.text,
+        "figure": gate.figure,
+        "limit": gate.limit,
+        "unit": gate.unit,
+        "passed": not broken,
+        "failures": [asdict(one) | {"told": one.told(gate)} for one in broken],
+    }
+
+
+def _run_all(
+    prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
+) -> dict[str, Any]:
+    """What all tasks measured, as JSON by key, and under `tasks` what each of them took."""
+    from kvq.commands.quality.eval_tasks import Running
+    from kvq.commands.shared.progress import progress_bar
+    from kvq.commands.shared.resources import measured
+    from kvq.evals.divergence import Watch
+
+    found: dict[str, Any] = {"tasks": []}
+    for one, given in prepared:
+        names = ",".join(one.names)
+        task = {"names": one.names, "key": one.task.key}
+        joined = partial(_joined, found, task)
+        with progress_bar(names) as progress, measured(model.weights.device) as used:
+            watch = Watch(progress, keep).through(joined)
+            got = one.task.run(Running(plan=plan, model=model, watch=watch), given)
+        found = _joined(found, task | asdict(used), got)
+        keep(found.copy)
+        echo(f"{names}: {used.line()}")
+    return found
+
+
+def _joined(found: dict[str, Any], task: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found, and what a further task found as JSON."""
+    rows = {
+        key: [asdict(row) for row in value] if isinstance(value, list) and key not in _JSON else value
+        for key, value in more.items()
+    }
+    void = found.get("void", {}) | rows.pop("void", {})
+    return found | rows | {"tasks": [*found["tasks"], task]} | ({"void": void} if void else {})

@@ -1,0 +1,121 @@
+"""Options of `kvq eval`, by what they are of."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from kvq.commands.shared.options import (
+    AT_LEAST_1,
+    TO_READ,
+    TOKENS,
+    Finite,
+    Several,
+    Size,
+    option,
+    path_option,
+)
+
+if TYPE_CHECKING:
+    from kvq.evals.generation import GenerationPlan
+    from kvq.evals.lm_eval.loading import LMEvalPlan
+    from kvq.evals.needle.needle import NeedlePlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalOptions:
+    """What is measured, which limits it must keep, and where results go."""
+
+    text: str | None
+    text_field: str | None
+    tasks: str = option(
+        "perplexity,kl",
+        "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
+        "a pattern or a YAML file of lm-eval.",
+    )
+    simulate: tuple[str, ...] = option(
+        (),
+        "Methods of others to measure beside, simulated, such as kivi-k2v2+recent=128,kvarn-k4v2; they "
+        "can't be served.",
+        type=Several(click.STRING, "name,..."),
+    )
+    gates: tuple[str, ...] = option(
+        (),
+        "Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
+        "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', "
+        "'lm_eval.acc_change>=-1%' against the baseline. May be repeated.",
+        names="--gate",
+        multiple=True,
+    )
+    attention_windows: int = option(8, "Windows for the attention error.", type=AT_LEAST_1)
+    resamples: int = option(2000, "Of documents, for 95% intervals.")
+    seed: int = option(0, "Of resampling and of needles.", type=click.IntRange(min=0))
+    json_path: str | None = path_option("--json", "Write everything as JSON.")
+    html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOptions:
+    """Of single tasks; those of lm_eval are called as lm-eval calls them."""
+
+    prompts: int = option(32, "Of generation.", type=AT_LEAST_1)
+    prompt_tokens: int = option(128, "Per prompt.", type=TOKENS)
+    new_tokens: int = option(64, "Generated after each.", type=TOKENS)
+    needle_lengths: tuple[int, ...] | None = option(
+        None,
+        "Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
+        type=Several(TOKENS, "n,..."),
+    )
+    needle_depths: tuple[float, ...] = option(
+        "0,0.25,0.5,0.75,1", "Shares of the text before the needle.", type=Several(Finite(0, 1), "x,...")
+    )
+    needle_trials: int = option(10, "Prompts per length and depth.", type=AT_LEAST_1)
+    needle: str | None = option(
+        None,
+        "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
+        "{key} is {value}.]",
+    )
+    needle_distractors: int = option(0, "Needles with other keys.", type=click.IntRange(min=0))
+    include_path: str | None = path_option(
+        "--include-path", "Folder with more task files for lm_eval.", type=TO_READ
+    )
+    limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=AT_LEAST_1)
+    num_fewshot: int | None = option(
+        None, "Examples before each question of lm_eval.  [default: the task's]", type=click.IntRange(min=0)
+    )
+    apply_chat_template: bool = option(False, "Ask lm_eval's questions as a chat.")
+    kv_memory: str | None = option(
+        None,
+        "KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
+        type=Size(),
+    )
+
+    def generation_plan(self) -> "GenerationPlan":
+        """What the task generation does."""
+        from kvq.evals.generation import GenerationPlan
+
+        return GenerationPlan(
+            prompts=self.prompts, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
+        )
+
+    def needle_plan(self, seed: int, chunk: int | None) -> "NeedlePlan":
+        """What the task needle asks, in chunks of its own size for None."""
+        from kvq.evals.needle.needle import NeedlePlan
+        from kvq.evals.needle.prompts import SENTENCE
+
+        return NeedlePlan(
+            lengths=self.needle_lengths,
+            depths=self.needle_depths,
+            trials=self.needle_trials,
+            needle=self.needle or SENTENCE,
+            distractors=self.needle_distractors,
+            seed=seed,
+            **({} if chunk is None else {"chunk": chunk}),
+        )
+
+    def lm_eval_plan(self) -> "LMEvalPlan":
+        """How tasks of lm-eval are run."""
+        from kvq.evals.lm_eval.loading import LMEvalPlan
+
+        names = ("include_path", "limit", "num_fewshot", "apply_chat_template")
+        return LMEvalPlan(**{name: getattr(self, name) for name in names})

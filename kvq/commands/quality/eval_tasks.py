@@ -1,0 +1,275 @@
+"""The evaluations of `kvq eval` by name. A new one is an entry of `TASKS`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from kvq.engine.build import check_cache
+from kvq.errors import ConfigError, nearest
+from kvq.evals import EvalText
+from kvq.evals.attention_error import AttentionRow, measure_attention
+from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan, Watch
+from kvq.evals.exact_tail import check_exact
+from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
+from kvq.evals.lm_eval.loading import LMEvalPlan, load_tasks, task_metrics
+from kvq.evals.needle.needle import (
+    NeedlePlan,
+    NeedleRow,
+    NeedleSummary,
+    measure_needle,
+    needle_prompts,
+    summarize_needle,
+    void_reason,
+)
+from kvq.evals.needle.prompts import NeedlePrompts
+from kvq.evals.perplexity import instrument_facts, look
+from kvq.evals.quality import QualityRow, measure_quality
+from kvq.evals.report.bootstrap import Bootstrap
+from kvq.evals.report.gates import Gate, metric_figures, metric_rows
+from kvq.extras import LM_EVAL, require
+from kvq.formats import KVRecipe
+from kvq.models import Model
+from kvq.models.loading.prepared import PreparedModel
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalPlan:
+    """What every evaluation of a run is given."""
+
+    prepared: PreparedModel
+    recipes: list[KVRecipe]  # the baseline first: the first unquantized one, or the weights' own type
+    text: EvalText
+    tokens: TokenPlan = field(default_factory=TokenPlan)
+    attention_windows: int = 8  # of the text, for the attention error
+    bootstrap: Bootstrap = field(default_factory=Bootstrap)
+    generation: GenerationPlan = field(default_factory=GenerationPlan)
+    needle: NeedlePlan = field(default_factory=NeedlePlan)
+    lm_eval: LMEvalPlan = field(default_factory=LMEvalPlan)
+    kv_memory: str | None = None  # of the engines' pools
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Task:
+    """One evaluation. Several names may share one: what they measure comes from one run."""
+
+    key: str  # of its rows in the JSON
+    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` gets what it returns
+    run: Callable[["Running", Any], dict[str, Any]]  # keys of the JSON -> rows, JSON
+    figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> what gates may name
+    gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
+    # Warnings of what `prepare` returned; raises for formats of which nothing quantized would be seen.
+    check_exact: Callable[[EvalPlan, Any], list[str]] = lambda plan, prepared: []
+    takes_argument: bool = False  # NAME:ARGUMENT; the arguments come together
+    modules: tuple[str, ...] = ()  # of an extra, which it needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Chosen:
+    """A task that will run, by the names it was asked for, with their arguments."""
+
+    names: list[str]
+    task: Task
+    arguments: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Running:
+    """What a task runs with."""
+
+    plan: EvalPlan
+    model: Model
+    watch: Watch  # told how to make what is finished of the task's result
+
+    def measured(
+        self, measure: Callable[..., list[Any]], result: Callable[[list[Any]], dict[str, Any]], *plans: object
+    ) -> dict[str, Any]:
+        """The result of the rows that a function of `kvq.evals` measures in every format by the plans."""
+        plan = self.plan
+        rows = measure(self.model, plan.recipes, plan.text.text, *plans, watch=self.watch.through(result))
+        return result(rows)
+
+
+def check_windows(plan: EvalPlan, _: object = None) -> None:
+    """Raise RequestError or ConfigError for windows, or a check of the instrument, that can't be had."""
+    plan.tokens.windows(plan.prepared, plan.text.text)
+    if plan.tokens.instrument:
+        plan.prepared.recipe(INSTRUMENT_FORMAT)
+
+
+def _exact_in_windows(plan: EvalPlan, _: object) -> list[str]:
+    return plan.tokens.check_exact(plan.prepared, plan.recipes)
+
+
+def _exact_in_generation(plan: EvalPlan, _: object) -> list[str]:
+    options = plan.generation
+    queries = range(options.prompt_tokens - 1, options.prompt_tokens + options.new_tokens - 1)
+    advice = "give more --prompt-tokens, or fewer in +recent and +sinks"
+    return check_exact(plan.prepared, plan.recipes, [queries], advice=advice)
+
+
+def _exact_in_needles(plan: EvalPlan, found: tuple[NeedlePrompts, list[int]]) -> list[str]:
+    queries = [range(length - 1, length) for length in found[1]]
+    advice = "give longer --needle-lengths, or fewer tokens in +recent and +sinks"
+    return check_exact(plan.prepared, plan.recipes, queries, advice=advice)
+
+
+def _quality(running: Running, _: object) -> dict[str, Any]:
+    plan = running.plan
+    named = {recipe.name for recipe in plan.recipes}
+    seen = look(running.model, plan.recipes[0], plan.text.text, plan.tokens)
+
+    def result(rows: list[QualityRow]) -> dict[str, Any]:
+        # The rows that were added to check the instrument say nothing about a format that was asked for.
+        kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
+        return {"rows": kept, **instrument_facts(rows, seen)}
+
+    return running.measured(measure_quality, result, plan.tokens, plan.bootstrap)
+
+
+def _generation(running: Running, _: object) -> dict[str, Any]:
+    plan = running.plan
+    return running.measured(
+        measure_generation, lambda rows: {"generation": rows}, plan.generation, plan.bootstrap
+    )
+
+
+def _attention(running: Running, _: object) -> dict[str, Any]:
+    tokens, most = running.plan.tokens, running.plan.attention_windows
+    tokens = replace(tokens, max_windows=min(most, tokens.max_windows or most))
+    return running.measured(measure_attention, lambda rows: {"attention": rows}, tokens)
+
+
+def _needle(running: Running, _: object) -> dict[str, Any]:
+    plan = running.plan.needle
+
+    def result(rows: list[NeedleRow]) -> dict[str, Any]:
+        reason = void_reason(rows)
+        return {
+            "needle_summary": summarize_needle(rows),
+            "needle": rows,
+            "needle_plan": asdict(plan),
+            "void": {} if reason is None else {"needle": reason},
+        }
+
+    return running.measured(measure_needle, result, plan)
+
+
+def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
+    check_cache(plan.prepared)
+    if plan.lm_eval.apply_chat_template and not plan.prepared.tokenizer.chat_template:
+        raise ConfigError("the model has no chat template; leave --apply-chat-template out")
+    return load_tasks(names, include_path=plan.lm_eval.include_path)
+
+
+def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
+    from kvq.evals.lm_eval.tasks import measure_tasks, void_tasks
+
+    plan = running.plan.lm_eval
+    told = {name: value for name, value in asdict(plan).items() if name != "include_path"}
+
+    def result(rows: list[Any]) -> dict[str, Any]:
+        return {"lm_eval": rows, "lm_eval_plan": told, "void": void_tasks(rows)}
+
+    rows = measure_tasks(
+        [running.model.with_kv(recipe) for recipe in running.plan.recipes],
+        loaded,
+        plan,
+        kv_memory=running.plan.kv_memory,
+        watch=running.watch.through(result),
+    )
+    return result(rows)
+
+
+def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
+    """Metrics of all tasks under the name, and those of each; with filters, and against the baseline."""
+    found = {f"{name}:{task}": metric_figures(names) for task, names in task_metrics(loaded).items()}
+    every = dict.fromkeys(figure for figures in found.values() for figure in figures)
+    return {name: list(every), **found}
+
+
+def _of_rows(key: str, row: type) -> dict[str, Any]:
+    """What gates need of a task whose rows hold their figures by name."""
+    return {"figures": lambda name, _: {name: _numbers(row)}, "gate_rows": lambda found, _: found[key]}
+
+
+_WINDOWS: dict[str, Any] = {"prepare": check_windows, "check_exact": _exact_in_windows}
+_QUALITY = Task(key="rows", run=_quality, **_WINDOWS, **_of_rows("rows", QualityRow))
+
+TASKS: dict[str, Task] = {
+    "perplexity": _QUALITY,
+    "kl": _QUALITY,
+    "generation": Task(
+        key="generation",
+        prepare=lambda plan, _: cut_prompts(plan.prepared, plan.text.text, plan.generation),
+        check_exact=_exact_in_generation,
+        run=_generation,
+        **_of_rows("generation", GenerationRow),
+    ),
+    "attention": Task(key="attention", run=_attention, **_WINDOWS, **_of_rows("attention", AttentionRow)),
+    "needle": Task(
+        key="needle",
+        prepare=lambda plan, _: needle_prompts(plan.prepared, plan.text.text, plan.needle),
+        check_exact=_exact_in_needles,
+        run=_needle,
+        **_of_rows("needle_summary", NeedleSummary),
+    ),
+    "lm_eval": Task(
+        key="lm_eval",
+        prepare=_load_lm_eval,
+        run=_lm_eval,
+        figures=_lm_eval_figures,
+        gate_rows=lambda found, gate: metric_rows(found["lm_eval"], gate),
+        takes_argument=True,
+        modules=LM_EVAL,
+    ),
+}
+
+
+def choose_tasks(names: str) -> list[Chosen]:
+    """Tasks from a list such as `perplexity,kl,lm_eval:TASK`, each to be run once.
+
+    Raises:
+        ConfigError: no such task, an argument missing or too many, or packages that it needs.
+    """
+    chosen: dict[int, Chosen] = {}
+    for full in filter(None, map(str.strip, names.split(","))):
+        name, colon, argument = full.partition(":")
+        if name not in TASKS:
+            hint = nearest(name, list(TASKS)) or ";"
+            raise ConfigError(f"there is no task {name!r}{hint} tasks are {', '.join(TASKS)}")
+        task = TASKS[name]
+        if task.takes_argument and not argument:
+            raise ConfigError(f"the task {name} needs to be told what, such as {name}:NAME")
+        if colon and not task.takes_argument:
+            raise ConfigError(f"the task {name} takes nothing after a colon, got {full!r}")
+        require(full, task.modules)
+        one = chosen.setdefault(id(task), Chosen(names=[], task=task, arguments=[]))
+        if full not in one.names:
+            one.names.append(full)
+            one.arguments.extend(filter(None, [argument]))
+    if not chosen:
+        raise ConfigError(f"no task was named; tasks are {', '.join(TASKS)}")
+    return list(chosen.values())
+
+
+def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequence[str]]:
+    """What gates may name, per name of a task that will run. `prepared`: with what its task prepared."""
+    found: dict[str, Sequence[str]] = {}
+    for name, task in TASKS.items():
+        for one, given in prepared:
+            if task is one.task:
+                found |= task.figures(name, given)
+    return found
+
+
+def _numbers(row: type) -> list[str]:
+    """The numeric fields of a row, and the bounds of its intervals."""
+    found = []
+    for one in fields(row):
+        if one.type in (int, float):
+            found.append(one.name)
+        elif one.name == "intervals" and isinstance(one.type, type) and is_dataclass(one.type):
+            found += [f"{inner.name}_{end}" for inner in fields(one.type) for end in ("low", "high")]
+    return found

@@ -1,0 +1,90 @@
+"""A model's layers by kind: what of each grows with every token, and what is one size for a sequence."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvq.geometry import LayerGeometry, ModelGeometry
+
+COMPUTE_BYTES = 2  # of states in the type that a model computes in
+_PIECES = 5  # of the numbers of layers of a kind, that are shown
+_COLUMNS = {
+    "kind": ("kind", ""),
+    "layers": ("layers", "d"),
+    "kv_heads": ("KV heads", "d"),
+    "head_dim": ("head_dim", "d"),
+    "v_head_dim": ("of V", "d"),
+    "elements_per_token": ("elements/token", ",d"),
+    "state_bytes": ("state", "{:,} B".format),
+    "which": ("which", ""),
+}
+
+
+def kind_of(layer: "LayerGeometry") -> str:
+    """`full`, `latent`, `sliding-4096`."""
+    return f"{layer.kind}-{layer.window}" if layer.window else layer.kind
+
+
+def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
+    """A row for each kind: layers that store K and V, those that read another's, those with states."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, row in _rows(geometry):
+        key = tuple(row.items())
+        found.setdefault(key, {**row, "layers": 0, "numbers": []})
+        found[key]["layers"] += 1
+        found[key]["numbers"].append(number)
+    return list(found.values())
+
+
+def print_kinds(rows: list[dict[str, Any]]) -> None:
+    """Them as a table."""
+    from kvq.commands.shared.tables import print_columns
+
+    print_columns([_shown(row) for row in rows], _COLUMNS)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row in words; a layer that shares K and V reads another's."""
+    kept = {key: row.get(key) for key in _COLUMNS}
+    kind = f"shared, reads {row['reads']}" if "reads" in row else row["kind"]
+    return kept | {"kind": kind, "which": _ranges(row["numbers"])}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-2, 4-6`; of many pieces the first ones and the last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(texts if len(texts) <= _PIECES else [*texts[: _PIECES - 1], "..", texts[-1]])
+
+
+def in_words(geometry: "ModelGeometry") -> str:
+    """`15 full + 45 Qwen3_5MoeGatedDeltaNet`."""
+    counts: dict[str, int] = {}
+    for row in layer_kinds(geometry):
+        counts[row["kind"]] = counts.get(row["kind"], 0) + row["layers"]
+    return " + ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def _rows(geometry: "ModelGeometry") -> Iterator[tuple[int, dict[str, Any]]]:
+    for layer in geometry.layers:
+        yield (
+            layer.number,
+            {
+                "kind": kind_of(layer),
+                "kv_heads": layer.kv_heads,
+                "head_dim": layer.k_head_dim,
+                "v_head_dim": layer.v_head_dim,
+                "elements_per_token": layer.elements_per_token,
+            },
+        )
+    for layer in geometry.layers:
+        for number in layer.readers:
+            yield number, {"kind": "shared", "reads": layer.number}
+    for state in geometry.states:
+        nbytes = sum(tensor.nbytes(COMPUTE_BYTES) for tensor in state.tensors)
+        yield state.number, {"kind": state.kind, "state_bytes": nbytes}

@@ -1,0 +1,264 @@
+"""`kvq quantize`: a checkpoint of quantized weights, and what they cost."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.shared.options import (
+    AT_LEAST_1,
+    TOKENS,
+    Finite,
+    gathered,
+    given_options,
+    model_argument,
+    option,
+    path_option,
+    picked,
+    text_options,
+)
+from kvq.commands.shared.terminal import echo, say_model
+from kvq.errors import ConfigError
+from kvq.extras import BITSANDBYTES, require
+
+if TYPE_CHECKING:
+    from kvq.calib.quantize import QuantizeSettings, Quantizing
+    from kvq.evals import EvalText
+
+_METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8", "nf4", "int8-bnb")
+_EVAL_CONTEXT = 1024  # tokens
+_HELD_OUT = "held-out help topics of CPython"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """What is made of the weights: fields of `QuantizeSettings`."""
+
+    method: str = option("gptq", "How.", type=click.Choice(_METHODS))
+    bits: str | None = option(
+        None, "Per weight.  [default: 4; 8 where fixed]", type=click.Choice(["8", "4", "3"])
+    )
+    group_size: int | None = option(
+        None, "Inputs that share a scale; -1: the whole row.  [default: 128; -1 for 8 bits]", type=int
+    )
+    symmetric: bool = option(True, "Without or with zero points.", names="--symmetric/--asymmetric")
+    activations: str | None = option(
+        None,
+        "Round inputs too, token by token.  [default: int8 for smoothquant, else none]",
+        type=click.Choice(["none", "int8", "fp8"]),
+    )
+    act_order: str
+    damp: float = option(0.01, "gptq: added to the Hessian's diagonal.", type=Finite(0, 1))
+    scale_search: str = option(
+        "weighted",
+        "gptq: search the range of every group.",
+        type=click.Choice(["off", "squares", "weighted"]),
+    )
+    alpha: float | None = option(
+        None, "smoothquant: how much goes into weights.  [default: searched]", type=Finite(0, 1)
+    )
+    samples: int = option(128, "To calibrate on.", type=click.IntRange(8, 1024))
+    context: int | None = option(
+        None, "Tokens of a sample.  [default: 2048, or what the model takes]", type=TOKENS
+    )
+    seed: int = option(0, "Of the choice of samples.")
+
+    def settings(self) -> "QuantizeSettings":
+        """What kvq takes of it."""
+        from kvq.calib.quantize import Method, QuantizeSettings
+
+        bits = None if self.bits is None else int(self.bits)
+        return QuantizeSettings(**asdict(self) | {"method": Method.named(self.method), "bits": bits})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizeOptions:
+    """Where the checkpoint goes, what is measured, and how the model is loaded."""
+
+    text: str | None
+    text_field: str | None
+    file_format: str = option(
+        "compressed-tensors",
+        "Of the folder.",
+        names="--format",
+        type=click.Choice(["compressed-tensors", "autogptq", "autoawq"]),
+    )
+    out: str
+    kv_scales: bool = option(False, "Add static FP8 scales of K and V, and a kvq.json beside.")
+    eval_text: str | None
+    eval_windows: int | None = option(None, "Windows of it.  [default: all]", type=AT_LEAST_1)
+    overwrite: bool = option(False, "Replace a folder that kvq wrote.")
+    resume: bool = option(
+        True, "Go on after an interruption, or throw away what is finished.", names="--resume/--restart"
+    )
+    json_path: str | None = path_option("--json", "Write the report as JSON.")
+    device: str = option("auto", "That computes: auto, cpu or cuda.")
+    dtype: str = option("auto", "Of what stays: auto, fp32, bf16 or fp16.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
+
+    def work(self, model: str) -> "Quantizing":
+        """Where it comes from and goes to; the text is read, so that a wrong name fails before the work."""
+        from kvq.calib.quantize import Quantizing
+        from kvq.evals import read_text
+
+        names = ("file_format", "device", "dtype", "kv_scales", "overwrite", "revision", "token")
+        return Quantizing(
+            model=model,
+            out=Path(self.out),
+            text=None if self.text is None else read_text(self.text, self.text_field),
+            restart=not self.resume,
+            **picked(self, *names),
+        )
+
+
+@click.command(name="quantize")
+@model_argument(None)
+@gathered(Method, "method")
+@click.option(
+    "--act-order",
+    is_flag=False,
+    flag_value="static",
+    default="none",
+    show_default=True,
+    type=click.Choice(["none", "static", "group"]),
+    help="gptq: most active inputs first; group: groups in that order too, for --format autogptq.",
+)
+@click.option("--out", required=True, type=click.Path(), help="Folder to write; a new one.")
+@text_options("help topics of CPython that are not held out")
+@gathered(QuantizeOptions, "options")
+@click.option(
+    "--eval",
+    "eval_text",
+    is_flag=False,
+    flag_value=_HELD_OUT,
+    type=click.Path(),
+    help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
+)
+def command(model: str, method: Method, options: QuantizeOptions) -> None:
+    """Quantize the weights of MODEL into a folder that kvq, vLLM and transformers load.
+
+    Layer by layer: what was quantized before is what the next layer is calibrated on. Finished layers
+    are kept in OUT.partial until the folder is whole; the same command goes on after an interruption.
+    """
+    from kvq.commands.shared.results import begin
+
+    begin(options.json_path)
+    if method.method in ("nf4", "int8-bnb"):
+        _by_package(model, method.method, options)
+        return
+    settings = method.settings()
+    if options.text is not None and not (settings.method.needs_text or options.kv_scales):
+        raise ConfigError(f"method {method.method} looks at no text, but --text names one; drop it")
+    _quantize(options.work(model), settings, _held_out(options.eval_text), options)
+
+
+def _held_out(text: str | None) -> "EvalText | None":
+    """What to measure perplexity on, if anything."""
+    from kvq.evals import default_text, read_text
+
+    if text is None:
+        return None
+    return default_text() if text == _HELD_OUT else read_text(text, None)
+
+
+def _quantize(
+    work: "Quantizing", settings: "QuantizeSettings", held_out: "EvalText | None", options: QuantizeOptions
+) -> None:
+    from kvq.calib.quantize import quantize_model
+    from kvq.calib.quantize.output import check_output
+    from kvq.commands.quality.quantize_report import print_report, report
+    from kvq.commands.shared.progress import named_progress
+    from kvq.commands.shared.resources import measured
+    from kvq.commands.shared.results import write_rows
+    from kvq.evals.divergence import TokenPlan
+    from kvq.evals.windows import token_windows
+
+    check_output(work, settings)
+    model = work.prepared()
+    tokens = TokenPlan(
+        context=min(_EVAL_CONTEXT, model.geometry.max_context), max_windows=options.eval_windows
+    )
+    if held_out is not None:
+        token_windows(model.tokenizer, held_out.text, context=tokens.context)  # refused before the work
+    say_model(model.source, model.digest)
+    work = replace(work, model=model)
+    with _goes_on(work), named_progress() as progress, measured(model.device) as used:
+        work = replace(work, progress=lambda what: partial(progress, what), on_resumed=_say_resumed)
+        done = quantize_model(work, settings)
+    quality = None
+    if held_out is not None:
+        quality = _perplexities([model.source, work.out], held_out, tokens, options.device)
+    facts = {"model": model.source.name, "settings": settings.described()}
+    facts |= report(done, used, quality, work.file_format)
+    write_rows(done.rows, options.json_path, model.device, facts)
+    print_report(done, used, quality, work.file_format)
+
+
+@contextmanager
+def _goes_on(work: "Quantizing") -> Iterator[None]:
+    """Say what an interruption leaves."""
+    from kvq.calib.quantize.partial import count_finished, partial_folder
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        folder = partial_folder(work.out)
+        if layers := count_finished(folder):
+            again = "the same command without --restart" if work.restart else "the same command"
+            echo(f"kvq: finished layers in {folder}: {layers}; {again} goes on from there", err=True)
+        raise
+
+
+def _say_resumed(layers: int) -> None:
+    echo(f"kvq: finished layers of an earlier run: {layers}", err=True)
+
+
+def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -> dict[str, Any]:
+    """Perplexity before and after, as served, over unquantized KV."""
+    from kvq.commands.shared.loading import load_checked
+    from kvq.commands.shared.progress import progress_bar
+    from kvq.evals import measure_perplexity
+    from kvq.evals.divergence import Watch
+    from kvq.models.check.verdict import cautions
+    from kvq.models.loading.prepared import prepare
+
+    found = []
+    for model, when in zip(models, ("before", "after"), strict=True):
+        loaded = load_checked(prepare(model, device=device, max_context=plan.context), None)
+        with progress_bar(f"perplexity {when}") as progress:
+            found += measure_perplexity(loaded, ["fp32"], text.text, plan, Watch(progress))
+    before, after = found
+    return {
+        "cautions": list(cautions(before.perplexity, before.chance_perplexity)),
+        "text": text.name,
+        "tokens": after.tokens,
+        "perplexity_before": before.perplexity,
+        "perplexity_after": after.perplexity,
+        "perplexity_change": after.perplexity / before.perplexity - 1,
+    }
+
+
+def _by_package(model: str, method: str, options: QuantizeOptions) -> None:
+    """bitsandbytes' own formats."""
+    from kvq.calib.quantize.bnb import write_bitsandbytes
+    from kvq.commands.shared.progress import status
+
+    require(f"--method {method}", BITSANDBYTES)
+    own = {one.name for one in fields(Method)} - {"method"}
+    own |= {"file_format", "text", "kv_scales", "eval_text", "json_path"}
+    if given := [spelled for name, spelled in given_options().items() if name in own]:
+        raise ConfigError(
+            f"method {method} is bitsandbytes' own and takes none of kvq's options; leave out "
+            f"{', '.join(given)}"
+        )
+    with status(f"quantizing {model} with bitsandbytes"):
+        write_bitsandbytes(options.work(model), method)
+    echo(
+        f"wrote {options.out}, which kvq and transformers load where bitsandbytes and accelerate are "
+        f"installed (pip install bitsandbytes accelerate)"
+    )

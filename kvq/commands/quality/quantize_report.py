@@ -1,0 +1,82 @@
+"""The report of `kvq quantize`: for people, and as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from kvq.calib.quantize import Quantized
+from kvq.commands.shared.options import picked
+from kvq.commands.shared.resources import Used
+from kvq.commands.shared.tables import print_cautions, print_columns
+from kvq.commands.shared.terminal import echo
+from kvq.sizes import binary
+from kvq.weights.files import TRANSFORMERS_NEEDS
+
+_SHOWN = 12  # modules in the table for people
+_COLUMNS = {
+    "module": ("module", ""),
+    "format": ("format", ""),
+    "relative_error": ("error", ".4f"),
+    "bytes_after": ("size", binary),
+    "bytes_before": ("from", binary),
+    "alpha": ("alpha", ".2f"),
+    "seconds": ("seconds", ".2f"),
+}
+
+
+def report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> dict[str, Any]:
+    """What is said beside the rows, one for each module."""
+    return {
+        "out": str(done.out),
+        **picked(done, "samples", "tokens", "bytes_before", "bytes_after"),
+        **picked(used, "seconds", "peak_bytes", "device_peak_bytes"),
+        "ignored": done.ignored,
+        "not_scaled": done.skipped,
+        "notes": list(done.notes),
+        "file_format": file_format,
+        "transformers_needs": list(TRANSFORMERS_NEEDS[file_format]),
+        "perplexity": quality,
+    }
+
+
+def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> None:
+    """The worst modules, the totals, and what stayed as it was."""
+    worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
+    prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
+    which = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
+    echo(f"{which} (relative error of {worst[0].error_of})")
+    print_columns([asdict(row) | {"module": row.module.removeprefix(prefix)} for row in worst], _COLUMNS)
+    saved = 1 - done.bytes_after / done.bytes_before
+    echo(
+        f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "
+        f"{binary(done.bytes_after)} ({saved:.0%} less); {used.line()}"
+    )
+    needed = TRANSFORMERS_NEEDS[file_format]
+    echo(
+        f"kvq loads it as it is, and vLLM does; transformers needs {' and '.join(needed)} for it "
+        f"(pip install {' '.join(needed)})"
+    )
+    if done.samples:
+        echo(f"calibrated on {done.samples} samples, {done.tokens:,} tokens")
+    for note in done.notes:
+        echo(f"note: {note}")
+    for what, found in (("kept as they were", done.ignored), ("inputs not scaled", done.skipped)):
+        if found:
+            echo(f"{what}: {_summary(found)}")
+    if quality is not None:
+        print_cautions(quality)
+        echo(
+            f"perplexity on {quality['text']}, {quality['tokens']:,} tokens: "
+            f"{quality['perplexity_before']:.4f} before, {quality['perplexity_after']:.4f} after "
+            f"({quality['perplexity_change']:+.2%})"
+        )
+
+
+def _summary(found: dict[str, str]) -> str:
+    """Names by reason, few of many."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.items():
+        by_reason.setdefault(why, []).append(name)
+    return "; ".join(
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} ({why})"
+        for why, names in by_reason.items()
+    )

@@ -1,0 +1,98 @@
+"""Options of vLLM, llama.cpp's server, SGLang and LMDeploy: taken as kvq's own, or answered by name.
+
+foreign.json has an entry for each, by its `names`. `takes`: how many values: none by default, 1, "many"
+(up to an option or a path), or a list of those that may follow. `values`: kvq's words for single values; none
+where that is what kvq does anyway. `as`: for any other, in place of `{}`; `commas`: one value is several;
+`beside`: what to know of it. `always`: what kvq does anyway. `instead`: what to do where none of these is
+there. `secret`: values are not shown. An option of kvq's own has an entry for values that only others know,
+or if it takes several in others.
+"""
+
+import json
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError
+
+_Entry = dict[str, Any]
+_TABLE = Path(__file__).with_name("foreign.json")
+
+
+def translated(command: click.Command, words: list[str]) -> list[str]:
+    """A command line in the command's own options; says on standard error what became of others.
+
+    Raises:
+        ConfigError: there are some that it can't do; each is named with what to do instead. Or two stand for
+            one option.
+    """
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    own = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
+    entries: list[_Entry] = json.loads(_TABLE.read_text(encoding="utf-8"))
+    table = {name: entry for entry in entries for name in entry["names"]}
+    found: list[str] = []
+    refused: list[str] = []
+    spelled: dict[str | None, str] = {}  # how each option was given
+    rest = list(words)
+    while rest and rest[0] != "--":
+        name, equals, value = (word := rest.pop(0)).partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        option, entry = own.get(name), table.get(name.partition(".")[0])
+        if not word.startswith("-") or (option is None and entry is None):
+            found.append(word)
+            continue
+        takes = entry.get("takes", 0) if entry is not None else int(option is None or not option.is_flag)
+        count = 0 if equals else _num_values(takes, rest)
+        values, rest = [value] if equals else rest[:count], rest[count:]
+        typed = [f"{name}={value}"] if equals else [name, *values]
+        is_known = entry is not None and "".join(values[:1]).lower() in entry.get("values", {})
+        if entry is None or (option is not None and count < 2 and not is_known):
+            _check_once(spelled, option, name)
+            found += typed
+            continue
+        shown = name if entry.get("secret") else " ".join(typed)
+        if (became := _became(entry, values)) is None or (became and became[0] not in own):
+            refused.append(f"{shown}: {entry.get('instead', 'it is for kvq serve')}")
+            continue
+        found += became
+        _check_once(spelled, own[became[0]] if became else None, name)
+        if became != typed:
+            taken = f"taken as {became[0] if entry.get('secret') else ' '.join(became)}"
+            told = [taken, entry.get("beside", "")] if became else [entry.get("always", "")]
+            echo(f"kvq: {shown}: {'; '.join(filter(None, told))}", err=True)
+    if refused:
+        raise ConfigError("options that kvq does not have:\n  " + "\n  ".join(refused))
+    return found + rest
+
+
+def _check_once(spelled: dict[str | None, str], option: click.Option | None, name: str) -> None:
+    """Raise ConfigError if an option that takes one value was given by another name before."""
+    if option is None or option.multiple:
+        return
+    before = spelled.setdefault(option.name, name)
+    if before != name and not {before, name} <= {*option.opts, *option.secondary_opts}:
+        raise ConfigError(f"{before} and {name} are one option; give it once")
+
+
+def _num_values(takes: int | str | list[str], rest: list[str]) -> int:
+    """How many of the words behind an option are its values."""
+    if isinstance(takes, list):
+        return int(bool(rest) and rest[0].lower() in takes)
+    if takes != "many":
+        return int(takes)
+    more = takewhile(lambda word: word[:1] != "-" and "/" not in word and not Path(word).exists(), rest[1:])
+    return 1 + len(list(more))
+
+
+def _became(entry: _Entry, values: list[str]) -> list[str] | None:
+    """The same in kvq's words; none for what kvq does anyway, None for what it can't do."""
+    single = entry.get("values", {}).get(values[0].lower()) if values else None
+    if single is not None:
+        return list(single.split())
+    if "as" in entry:
+        values = values[0].split(",") if entry.get("commas") else values or [""]
+        return [word.replace("{}", value) for value in values for word in entry["as"].split()]
+    return None if "instead" in entry else []

@@ -1,0 +1,121 @@
+"""Checking and loading a model as the shared options ask: what can't work is said before weights load."""
+
+from dataclasses import dataclass
+
+from kvq.api import with_fresh_scales
+from kvq.commands.shared.options import ModelOptions
+from kvq.commands.shared.progress import progress_bar, status
+from kvq.commands.shared.terminal import echo, say_model
+from kvq.errors import ConfigError, UnfitFormat
+from kvq.formats import KVRecipe, StaticScales
+from kvq.models import Model
+from kvq.models.check.load_check import check_on_load, refuse_known
+from kvq.models.loading.prepared import PreparedModel, find_scales, prepare
+from kvq.models.loading.tokenizer import check_knows_text
+from kvq.models.model import load_prepared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedModel:
+    """A model that can be loaded, and the formats that fit it."""
+
+    prepared: PreparedModel
+    kv: list[str]  # those that fit, in the order given
+    refused: dict[str, str]  # the others -> why
+    scales: StaticScales | None
+    calibrates: bool
+
+    def recipe(self, name: str) -> KVRecipe:
+        """Of one of the formats that fit."""
+        return self.prepared.recipe(name, self.scales)
+
+    def load(self) -> Model:
+        """Load the weights, and say what was loaded.
+
+        Raises:
+            ModelError: damaged weights, or a model that would be run wrongly.
+        """
+        model = load_checked(self.prepared, self.scales)
+        if self.calibrates:
+            with progress_bar("calibrating") as progress:
+                model = with_fresh_scales(model, progress=progress)
+        return model
+
+
+def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) -> Model:
+    """Load the weights, and check what the format costs the model; see `kvq.models.check.load_check`.
+
+    Raises:
+        ModelError: damaged weights, or a model that would be run wrongly.
+        BrokenFormat: the format breaks the model, and that was not accepted.
+    """
+    refuse_known(checked.prepared, checked.recipe(kv), accept_divergence=accept_divergence)
+    model = checked.load().with_kv(kv)
+    with status(f"checking {kv} on {checked.prepared.source}"):
+        check_on_load(model, accept_divergence=accept_divergence)
+    return model
+
+
+def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
+    """Check the model, its options and every format; loads no weights.
+
+    Of several formats, those that the head dimensions don't fit are named and left out.
+
+    Raises:
+        ModelError: missing, damaged or refused model.
+        ConfigError: an option, a format or scales that can't be used; no format that fits.
+        UnsupportedKernel: the backend that was named has no kernel for a format.
+    """
+    with status(f"checking {options.model}"):
+        prepared = prepare(options.model, **options.load_options())
+        check_knows_text(prepared.tokenizer, prepared.folder)
+        if options.scales and options.calibrate_on_load:
+            raise ConfigError(
+                "--calibrate-on-load makes static scales and --scales names some; give one of them"
+            )
+        scales = find_scales(prepared, options.scales)
+        recipes: list[tuple[str, KVRecipe]] = []
+        refused: dict[str, UnfitFormat] = {}
+        for name in kv:
+            try:
+                recipes.append((name, prepared.recipe(name, scales)))
+            except UnfitFormat as unfit:
+                refused[name] = unfit
+        if not recipes:
+            raise next(iter(refused.values()))
+        _check_scales_are_used(options, recipes)
+        for _, recipe in recipes:
+            if options.calibrate_on_load and recipe.is_static:
+                continue  # its scales are yet to be observed
+            prepared.check_scales(recipe)
+            prepared.check_kernels(recipe)
+    for name, error in refused.items():
+        echo(f"kvq: left out: {name} does not fit this model: {error}", err=True)
+    return CheckedModel(
+        prepared=prepared,
+        kv=[name for name, _ in recipes],
+        refused={name: str(error) for name, error in refused.items()},
+        scales=scales,
+        calibrates=options.calibrate_on_load,
+    )
+
+
+def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
+    """Load the weights of a model that was checked, and say what was loaded.
+
+    Raises:
+        ModelError: damaged weights, or a model that would be run wrongly.
+    """
+    with status(f"loading {prepared.source}"):
+        model = load_prepared(prepared, prepared.recipe("auto"), scales)
+        digest = model.weights.digest
+    say_model(prepared.source, digest)
+    return model
+
+
+def _check_scales_are_used(options: ModelOptions, recipes: list[tuple[str, KVRecipe]]) -> None:
+    given = "--calibrate-on-load" if options.calibrate_on_load else f"--scales {options.scales}"
+    wanted = options.calibrate_on_load or options.scales
+    if wanted and not any(recipe.is_static for _, recipe in recipes):
+        names = ", ".join(name for name, _ in recipes)
+        raise ConfigError(f"{given} was given, but {names} use no static scales; drop it")

@@ -1,0 +1,394 @@
+"""Options that several commands share, with the spellings people know from other engines."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+from click.types import StringParamType
+
+from kvq.commands.shared.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT, PLANNED_MODEL, Names
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError
+from kvq.formats import split_exact, split_pair
+from kvq.layout import BLOCK_SIZE, MAX_BLOCK_SIZE
+from kvq.sizes import parse_bytes, parse_tokens
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Finite(click.FloatRange):
+    """A number with bounds; NaN and infinity, which pass comparisons, are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class Tokens(click.IntRange):
+    """A number of tokens, such as 8192, 8k or 1M."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(parse_tokens(value) if isinstance(value, str) else value, param, ctx)
+        except ConfigError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
+class _CheckedPath(click.Path):
+    """A path at which a function has looked before anything large is imported."""
+
+    def __init__(self, check: Callable[[Any], object], path_type: type[Path] | None = None) -> None:
+        super().__init__(path_type=path_type)
+        self._check = check
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        self._check(value)
+        return super().convert(value, param, ctx)
+
+
+def check_readable(path: str | Path) -> None:
+    """Raise ConfigError unless something is there, or it is no path: hf:NAME, or a template."""
+    try:
+        if not str(path).startswith(("hf:", "{")):
+            os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+class TextOrMapping(StringParamType):
+    """A text; in a file of options also a mapping, which is handed on as JSON."""
+
+
+AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
+AT_LEAST_1, TOKENS = click.IntRange(min=1), Tokens(min=1)
+SPECULATION = (
+    "How tokens are drafted: ngram, self, heads, or draft,model=FOLDER; ,k=4 for the most of a step."
+)
+ACCEPT = "Use a KV format even if the load check finds that it breaks the model."
+GENERATION_CONFIG = (
+    "Whose generation_config.json fills what is left out of sampling: auto (the model's), none, or a folder."
+)
+PATH = click.Path(path_type=Path)
+TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
+TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
+BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
+
+
+def option(
+    default: Any = None, help: str | None = None, *, type: Any = None, names: str = "", multiple: bool = False
+) -> Any:
+    """A field of a frozen dataclass that is an option of the commands which take one, by `gathered`.
+
+    It is called as the field is, unless `names` has spellings with blanks between. False as the default
+    makes a flag, True one with a --no- beside it. Defaults are shown, but for flags that are off.
+    """
+    attributes = {
+        "default": default,
+        "help": help,
+        "type": type,
+        "multiple": multiple,
+        "is_flag": isinstance(default, bool),
+        "show_default": default is not None and default is not False and default != (),
+    }
+    return dataclasses.field(default=default, metadata={"names": names.split(), "attributes": attributes})
+
+
+def path_option(names: str, help: str, *, type: click.Path = TO_WRITE) -> Any:
+    """A field that is an `option` whose value is a path, to write to by default, and None unless given."""
+    return option(None, help, names=names, type=type)
+
+
+def picked(options: object, *names: str) -> dict[str, Any]:
+    """Some fields of an options' dataclass, as keyword arguments of what calls them the same."""
+    return {name: getattr(options, name) for name in names}
+
+
+def given_options() -> dict[str, str]:
+    """The options that somebody typed: name and longest spelling."""
+    context = click.get_current_context()
+    return {
+        one.name: max(one.opts, key=len)
+        for one in context.command.params
+        if one.name and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
+    }
+
+
+def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
+    """Give a command one value of a frozen dataclass, called `name`.
+
+    Its fields that are an `option` are added; others are of options above, and called as these are.
+    """
+
+    def gather(command: _Command) -> _Command:
+        def change(values: dict[str, Any]) -> dict[str, Any]:
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
+            return values | {name: kind(**own)}
+
+        command = adapted(command, change)
+        for field in reversed(dataclasses.fields(kind)):
+            if field.metadata:
+                own = field.name.replace("_", "-")
+                names = field.metadata["names"] or [
+                    f"--{own}/--no-{own}" if field.default is True else f"--{own}"
+                ]
+                click.option(*names, field.name, **field.metadata["attributes"])(command)
+        return command
+
+    return gather
+
+
+class SectionedCommand(click.Command):
+    """One with many options, which knows those of other engines, too.
+
+    `--help` shows them in `sections`: titles by the first option of each.
+    """
+
+    sections: Mapping[str, str] = MappingProxyType({})
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            from kvq.commands.shared.foreign import translated
+
+            args = translated(self, args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        title, shown = "Options", dict[str, list[tuple[str, str]]]()
+        for param in (one for one in self.get_params(ctx) if isinstance(one, click.Option)):
+            title = "Options" if param.name == "help" else self.sections.get(str(param.name), title)
+            if (record := param.get_help_record(ctx)) is not None:
+                shown.setdefault(title, []).append(record)
+        for title, records in shown.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Command:
+    """The command, given other values than those of its options."""
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        return command(**change(values))
+
+    return wrapped  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """How a command was told to load its model."""
+
+    model: str
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option(
+        "auto",
+        "Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
+        type=click.Choice(("auto", "fp32", "bf16", "fp16")),
+    )
+    max_context: int | None = option(
+        None,
+        "Longest context in tokens; pins longrope and dynamic RoPE.",
+        names="--max-model-len",
+        type=TOKENS,
+    )
+    weights: str = option(
+        "auto",
+        "Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
+        names="--weights --quantization",
+    )
+    block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
+    backend: str = option(
+        "auto", "Kernels: auto, triton, triton-8bit, cpu, cpu-fp32 or reference; see `kvq doctor`."
+    )
+    cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
+    scales: str | None = path_option(
+        "--scales", "A kvq.json with static scales, for the per-head formats.", type=TO_READ
+    )
+    calibrate_on_load: bool = option(False, "Make static scales now, from CPython's help topics.")
+
+    def load_options(self) -> dict[str, Any]:
+        """Keyword arguments of `kvq.models.loading.prepared.prepare`."""
+        apart = ("model", "scales", "calibrate_on_load")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in apart}
+
+
+json_option = click.option("--json", "json_path", type=TO_WRITE, help="Write the rows as JSON.")
+
+
+def text_options(default: str) -> Callable[[_Command], _Command]:
+    """Add --text, and --text-field: which field of a JSON line or of a dataset's row is the text."""
+    text = click.option(
+        "--text",
+        type=TO_READ,
+        help=f"Text file, .jsonl, .json, .parquet, or hf:NAME[:CONFIG[:SPLIT]].  [default: {default}]",
+    )
+    field = click.option(
+        "--text-field",
+        help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
+    )
+    return lambda command: text(field(command))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowOptions:
+    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
+
+    context: int = option(1024, "Tokens per window; windows are documents.", type=Tokens())
+    max_windows: int | None = option(
+        None, "Stop after this many windows.  [default: the whole text]", type=AT_LEAST_1
+    )
+    chunk: int | None = option(None, "Prefill tokens per step.  [default: as many as fit]", type=TOKENS)
+    instrument: bool = option(False, "Check that model and all of the text can show damage; exit 1 if not.")
+
+
+def model_argument(
+    default: str | None = "tiny",
+    help: str = "Folder, hub name, or 'tiny', the embedded model; the same as MODEL.",
+    *,
+    kind: Names = MODEL,
+) -> Callable[[_Command], _Command]:
+    """Let a model be named as the first argument, or by --model; the command gets a text `model`.
+
+    Arguments of the command's own go below it. They come first where too few words are there for all.
+    """
+
+    def add(command: _Command) -> _Command:
+        def change(values: dict[str, Any]) -> dict[str, Any]:
+            if (model := _one_model(values.pop("words"), values["model"])) is None:
+                raise click.UsageError(kind.missing)
+            # Of `kvq chat --url` it is a name that the server knows, of `kvq plan` one of kvq's
+            if model != default and kind is not PLANNED_MODEL and not values.get("url"):
+                _check_model(model)
+            return values | {"model": model}
+
+        option = click.option("--model", "-m", type=kind, default=default, show_default=True, help=help)
+        words = click.argument("words", metavar="[MODEL]", nargs=-1, type=kind)
+        return words(option(adapted(command, change)))
+
+    return add
+
+
+def _one_model(words: tuple[str, ...], option: str | None) -> str | None:
+    if len(words) > 1:
+        raise ConfigError(f"one MODEL is taken, got {', '.join(words)}; quotes keep a text of words together")
+    source = click.get_current_context().get_parameter_source("model")
+    if words and source is ParameterSource.COMMANDLINE and Path(words[0]) != Path(option or ""):
+        raise ConfigError(f"two models were named, {words[0]!r} and --model {option!r}; name one")
+    return words[0] if words else option
+
+
+def _check_model(model: str) -> None:
+    """Raise ModelError for what can't be a model, before torch is imported to load one."""
+    from kvq.models.describe.checkpoint import read_json
+    from kvq.models.describe.resolve import EMBEDDED, find_here
+
+    if model not in EMBEDDED and (found := find_here(model)) is not None:
+        read_json(found.folder / "config.json")
+
+
+def model_options(command: _Command) -> _Command:
+    """Add MODEL and how it is loaded; the command gets `ModelOptions` as `model_options`."""
+    return model_argument()(gathered(ModelOptions, "model_options")(command))
+
+
+class Several(StringParamType):
+    """Values with commas between; a tuple of them, each once."""
+
+    def __init__(self, of: Any, name: str = "text") -> None:
+        self._of, self.name = of, name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(dict.fromkeys(self._of.convert(one.strip(), param, ctx) for one in value.split(",")))
+        except click.BadParameter as error:
+            self.fail(f"{error.message} Several have commas between.", param, ctx)
+
+
+class OneNumber(click.IntRange):
+    """A whole number where another command takes several, with commas between."""
+
+    def __init__(self, low: int, high: int, instead: str) -> None:
+        super().__init__(low, high)
+        self._instead = instead
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and "," in value:
+            self.fail(f"one number is taken here, got {value!r}; {self._instead}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Size(StringParamType):
+    """Bytes of memory, such as 2GiB or 512M; stays the text that it is."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            parse_bytes(value, "it")
+        except ConfigError as error:
+            self.fail(f"{error}.", param, ctx)
+        return value
+
+
+def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
+    """Add --kv and its aliases --kv-cache-dtype, -ctk and -ctv; the command gets a list `kv`."""
+    what = "KV formats, separated by commas" if many else "KV format"
+
+    def add(command: _Command) -> _Command:
+        def change(values: dict[str, Any]) -> dict[str, Any]:
+            kv, k, v = (values.pop(name) for name in ("kv", "cache_type_k", "cache_type_v"))
+            return values | {"kv": _named(kv, k, v, default, many)}
+
+        command = adapted(command, change)
+        for option in (
+            click.option("-ctv", "--cache-type-v", type=HALF_FORMAT, help="Format of V alone, with -ctk."),
+            click.option("-ctk", "--cache-type-k", type=HALF_FORMAT, help="Format of K alone, with -ctv."),
+            click.option(
+                "--kv",
+                "--kv-cache-dtype",
+                type=FORMATS if many else ONE_FORMAT,
+                help=f"{what}: a name, a pair K/V, or a kvq.json.  [default: {default}]",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+def _named(kv: str | None, k: str | None, v: str | None, default: str, many: bool) -> list[str]:
+    if kv is not None and (k is not None or v is not None):
+        raise ConfigError("--kv and -ctk/-ctv both name the KV format; give one of them")
+    if (k is None) != (v is None):
+        echo(f"kvq: {'-ctv' if v is None else '-ctk'} is not given and f16, as llama.cpp has it", err=True)
+        k, v = k or "f16", v or "f16"
+    if k is not None:
+        kv = "auto" if (k, v) == ("auto", "auto") else f"{k}/{v}"
+    names = [name.strip() for name in (default if kv is None else kv).split(",")]
+    if not many and len(names) > 1:
+        raise ConfigError(f"one KV format is needed, got {len(names)}: {', '.join(names)}")
+    notes = []
+    for name in names:
+        if name.endswith(".json"):
+            check_readable(name)
+        elif name != "auto":
+            notes.append(split_pair(split_exact(name)[0]).note)
+    for note in dict.fromkeys(filter(None, notes)):
+        echo(f"kvq: {note}", err=True)
+    return names

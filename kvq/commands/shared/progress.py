@@ -1,0 +1,138 @@
+"""What long work says on standard error, so that results on standard output can be piped.
+
+A terminal gets a bar. A pipe or a log gets a plain line now and then: what goes on, the share that is done
+and the time that is left.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvq.commands.shared.consoles import PlainConsole
+from kvq.commands.shared.terminal import echo, hear_stages
+
+Update = Callable[[int, int | None], None]  # (done, total, if it is known yet)
+
+FIRST_S = 5.0  # before the first plain line: what is over sooner says nothing
+EVERY_S = 30.0  # between the next ones; later a tenth of the time that has passed
+
+
+class PlainLines:
+    """Says what goes on, now and then, from a thread of its own: also while nothing moves."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._stage = ""
+        self._done = 0
+        self._total: int | None = None
+        self._began = time.monotonic()
+        self._has_spoken = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvq-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._has_spoken and kind is None:
+            echo(f"kvq: {self._what}: done in {_span(self._elapsed_s)}", err=True)
+
+    def update(self, done: int, total: int | None) -> None:
+        """So much is done."""
+        self._done, self._total = done, total
+
+    def stage(self, name: str) -> None:
+        """What of the work goes on now."""
+        self._stage = f": {name}"
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def _run(self) -> None:
+        wait_s = FIRST_S
+        while not self._ended.wait(wait_s):
+            self._has_spoken = True
+            echo(f"kvq: {self._line()}", err=True)
+            wait_s = max(EVERY_S, self._elapsed_s / 10)
+
+    def _line(self) -> str:
+        what, elapsed_s = self._what + self._stage, self._elapsed_s
+        done, total = self._done, self._total
+        if not total:
+            counted = f", {done:,} done" if done else ""
+            return f"{what}{counted}, {_span(elapsed_s)} so far"
+        left = f"about {_span(elapsed_s * (total - done) / done)} left" if done else "no telling how long yet"
+        return f"{what}: {done / total:.0%} done ({done:,} of {total:,}) in {_span(elapsed_s)}, {left}"
+
+
+def _span(seconds: float) -> str:
+    """A time in words, to two units."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Update]:
+    """Yield a function (done, total, if it is known yet) that shows how far the work is."""
+    console = PlainConsole(stderr=True)
+    if not console.is_terminal:
+        with PlainLines(what) as lines:
+            yield lines.update
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def counted(progress: Update, total: int, *, done: int = 0) -> Callable[[], None]:
+    """A callback that moves a progress bar on by one of `total`."""
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    return step
+
+
+@contextmanager
+def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Yield a function (what, done, total) for work of several steps: each new `what` begins one."""
+    with ExitStack() as stack:
+        current: str | None = None
+        update: Update = lambda done, total: None  # noqa: E731 - before any step has begun
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            nonlocal current, update
+            if what != current:
+                stack.close()
+                current, update = what, stack.enter_context(progress_bar(what))
+            update(done, total)
+
+        yield progress
+
+
+@contextmanager
+def status(what: str) -> Iterator[None]:
+    """Say that something goes on whose length nobody knows, and the stages that kvq's log tells of it."""
+    console = PlainConsole(stderr=True)
+    with ExitStack() as stack:
+        if console.is_terminal:
+            spinner = stack.enter_context(console.status(what))
+            stack.enter_context(hear_stages(lambda stage: spinner.update(f"{what}: {stage}")))
+        else:
+            lines = stack.enter_context(PlainLines(what))
+            stack.enter_context(hear_stages(lines.stage))
+        yield

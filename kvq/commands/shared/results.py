@@ -1,0 +1,149 @@
+"""Results of commands: what is checked before they measure, rows that are kept as they come, and the JSON."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from kvq.commands.shared.terminal import echo
+from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
+
+if TYPE_CHECKING:
+    import torch
+
+
+def begin(*paths: str | Path | None, plot: str | Path | None = None, html: str | Path | None = None) -> None:
+    """Check where results go, and note which commit measures, before anything is measured.
+
+    Raises:
+        ConfigError: a path that can't be written, two that are one file, a `plot` whose name is none of a
+            picture, or a page and no packages to draw on it.
+    """
+    from kvq import fileio
+    from kvq.evals.report.figure import check_plot_path
+    from kvq.evals.report.results import source_commit
+
+    if html is not None:
+        require("--html", PLOTS)
+    if plot is not None:
+        check_plot_path(plot)
+    named = [path for path in (*paths, html, plot) if path is not None]
+    if len({fileio.check_writable(path).resolve() for path in named}) < len(named):
+        raise ConfigError(
+            f"two results would go into one file: {', '.join(map(str, named))}; give each a name of its own"
+        )
+    source_commit()
+
+
+def json_beside(html_path: str | None, json_path: str | None) -> str | None:
+    """Where the JSON goes: if only a page is named, beside that."""
+    if html_path is None or json_path is not None:
+        return json_path
+    return str(Path(html_path).with_suffix(".json"))
+
+
+def result_of(
+    rows: Sequence[Any], device: "torch.device | None" = None, facts: Mapping[str, object] | None = None
+) -> dict[str, Any]:
+    """The JSON envelope of rows that this command measured on a device, or counted without one, and facts."""
+    import torch
+
+    from kvq.evals.report.results import envelope
+
+    return envelope(["kvq", *sys.argv[1:]], device or torch.device("cpu"), rows, facts)
+
+
+def write_rows(
+    rows: Sequence[Any],
+    path: str | None,
+    device: "torch.device | None" = None,
+    facts: Mapping[str, object] | None = None,
+) -> None:
+    """Write the rows as JSON, where that was asked for."""
+    if path is not None:
+        _write_json(path, result_of(rows, device, facts))
+
+
+Make = Callable[[], Sequence[Any]]  # the rows that are finished now
+_EVERY_S = 10.0  # between two writes, at least
+_SHARE = 50  # of the time, one part in so many is spent on them at most
+
+
+class FinishedRows:
+    """Keeps what is finished in a file beside the result's, until the result is whole.
+
+    `with FinishedRows(path, result, show) as finished:` measures with `keep=finished.keep`. When that is
+    ended early, by an interruption or an error, the rows so far are shown, and lie in NAME.partial.json.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        result: Callable[[Sequence[Any]], dict[str, Any]],
+        show: Callable[[dict[str, Any]], object],
+    ) -> None:
+        """`path`: of the whole result, None to write nothing. `result`: the JSON envelope of rows."""
+        self._path = None if path is None else Path(path)
+        self._partial: Path | None = None
+        if self._path is not None:
+            name = f"{self._path.stem}.partial{self._path.suffix or '.json'}"
+            self._partial = self._path.with_name(name)
+        self._result = result
+        self._show = show
+        self._make: Make | None = None
+        self._next_s = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None or self._make is None:
+            return
+        rows = self._make()
+        if not rows:
+            return
+        echo("not complete; finished so far:")
+        self._show(self._unfinished(rows))
+        where = "above" if self._partial is None else f"in {self._partial}, and above"
+        self._write(rows)
+        echo(f"kvq: not complete: what was finished is {where}", err=True)
+
+    def keep(self, make: Make) -> None:
+        """Take note of the rows that `make` returns; they are made when they are written or shown."""
+        self._make = make
+        began = time.monotonic()
+        if self._partial is not None and began >= self._next_s:
+            self._write(make())
+            now = time.monotonic()
+            self._next_s = now + max(_EVERY_S, _SHARE * (now - began))
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write the whole result; what was kept is no longer needed."""
+        self._make = None
+        if self._path is not None and self._partial is not None:
+            _write_json(self._path, result)
+            with suppress(FileNotFoundError):
+                self._partial.unlink()
+
+    def end(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """The whole result, of all rows: written, shown and returned."""
+        result = self._result(rows)
+        self.finish(result)
+        self._show(result)
+        return result
+
+    def _write(self, rows: Sequence[Any]) -> None:
+        if self._partial is not None and rows:
+            _write_json(self._partial, self._unfinished(rows))
+
+    def _unfinished(self, rows: Sequence[Any]) -> dict[str, Any]:
+        return {**self._result(rows), "complete": False}
+
+
+def _write_json(path: str | Path, result: dict[str, Any]) -> None:
+    from kvq.evals.report.results import write_json
+
+    write_json(path, result)

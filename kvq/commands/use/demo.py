@@ -1,0 +1,79 @@
+"""`kvq demo`: every format on the embedded model, text beside text, and a report."""
+
+from itertools import takewhile
+from pathlib import Path
+
+import click
+
+from kvq.commands.shared.terminal import echo
+
+KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
+PROMPT = "The history of the city of"
+SHOWN = ("fp32", "int4")
+PARTED = ">>>"
+
+
+def parted(one: str, other: str) -> tuple[str, str]:
+    """Two texts with a mark before the first word that they don't share, if there is one."""
+    words, others = one.split(" "), other.split(" ")
+    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(words, others, strict=False))])
+    if one == other:
+        return one, other
+    return " ".join([*words[:same], PARTED, *words[same:]]), " ".join(
+        [*others[:same], PARTED, *others[same:]]
+    )
+
+
+@click.command(name="demo")
+@click.option(
+    "--out",
+    default="kvq-demo",
+    show_default=True,
+    type=click.Path(),
+    help="Folder for report.html, results.json and plot.svg.",
+)
+@click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
+def command(out: str, max_windows: int | None) -> None:
+    """Measure every format on the embedded model and write a report."""
+    from kvq.commands.quality.eval_tasks import EvalPlan
+    from kvq.commands.quality.perplexity import measure
+    from kvq.commands.shared.progress import status
+    from kvq.commands.shared.tables import print_check
+    from kvq.engine import LLM, SamplingParams
+    from kvq.errors import ConfigError
+    from kvq.evals import default_text
+    from kvq.evals.divergence import TokenPlan
+    from kvq.evals.report.figure import check_plot_path, write_figure
+    from kvq.evals.report.plot import perplexity_figure
+    from kvq.evals.report.report import write_report
+    from kvq.models.model import load
+
+    folder = Path(out)
+    check_plot_path(folder / "plot.svg")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"can't make folder {out}: {error.strerror}") from error
+    with status("loading the embedded model"):
+        model = load("tiny")
+    plan = EvalPlan(
+        prepared=model.prepared,
+        recipes=[model.prepared.recipe(kv, model.static_scales) for kv in KV.split(",")],
+        text=default_text(),
+        tokens=TokenPlan(max_windows=max_windows, instrument=True),
+    )
+    result = measure(model, plan, json_path=str(folder / "results.json"))
+    print_check(result)
+    echo(f"\nThe likeliest tokens; texts part at {PARTED}. A very small model: compare, don't expect sense.")
+    texts = []
+    for kv in SHOWN:
+        with LLM(model, kv, max_num_seqs=1) as llm:
+            (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))
+            texts.append(PROMPT + output.outputs[0].text)
+    samples = dict(zip(SHOWN, parted(*texts), strict=True))
+    for kv, text in samples.items():
+        echo(f"\n--- {kv} ---\n{text}")
+    write_report(folder / "report.html", result, samples)
+    write_figure(folder / "plot.svg", perplexity_figure, result)
+    echo(f"\nwrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
+    echo("next: kvq serve tiny; kvq perplexity FOLDER measures a model of yours")

@@ -1,0 +1,139 @@
+"""`kvq generate`: text from a prompt, streamed, over quantized KV."""
+
+from dataclasses import asdict, dataclass
+from os.path import isfile, join
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.shared.options import (
+    ACCEPT,
+    GENERATION_CONFIG,
+    SPECULATION,
+    TO_READ,
+    ModelOptions,
+    SectionedCommand,
+    Tokens,
+    gathered,
+    kv_option,
+    model_options,
+    option,
+    path_option,
+)
+from kvq.commands.shared.terminal import echo, say_defaults, stream
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.engine import SamplingParams
+    from kvq.engine.requests.defaults import SamplingDefaults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the text is chosen, as the command line says it."""
+
+    max_tokens: int | None = option(
+        None, "Tokens to generate at most.  [default: 64]", names="--max-tokens -n", type=Tokens()
+    )
+    temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0]", type=float)
+    top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
+    top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
+    min_p: float | None = option(None, "Least share of the likeliest's.  [default: 0]", type=float)
+    repetition_penalty: float | None = option(None, "Above 1 discourages it.  [default: 1]", type=float)
+    seed: int | None = option(None, "Makes sampling repeatable.", type=int)
+    stop: tuple[str, ...] = option((), "End before this text; may be given several times.", multiple=True)
+    ignore_eos: bool = option(False, "Go on past the end-of-text token.")
+    json_schema: str | None = option(None, "The text must be JSON of this schema.")
+    regex: str | None = option(None, "The text must match this regular expression.")
+
+    def params(self, defaults: "SamplingDefaults | None" = None) -> "SamplingParams":
+        """As the engine takes it; `defaults`: the model's, for what is left out."""
+        from kvq.engine import SamplingParams, StructuredOutput
+
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        grammar = {name: given.pop(name) for name in ("json_schema", "regex") if name in given}
+        if grammar:
+            given["structured"] = StructuredOutput(**grammar)
+        return SamplingParams(**(given if defaults is None else defaults.fill(given, given)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marked:
+    """Whether the text gets a watermark."""
+
+    watermark_key_file: str | None = path_option(
+        "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark.", type=TO_READ
+    )
+    watermark_scheme: str = option("green", "green or tournament, and numbers that differ: green,delta=3.")
+
+    def options(self) -> dict[str, Any]:
+        """Of the engine."""
+        from kvq.watermark import parse_scheme, read_key
+
+        parse_scheme(self.watermark_scheme)
+        if self.watermark_key_file is None:
+            return {}
+        read_key(self.watermark_key_file)
+        return {"watermark": "always", **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """How the model runs."""
+
+    speculation: str | None = option(None, SPECULATION)
+    accept_divergence: bool = option(False, ACCEPT)
+    generation_config: str = option("auto", GENERATION_CONFIG)
+
+
+@click.command(name="generate", cls=SectionedCommand)
+@kv_option("auto", many=False)
+@model_options
+@gathered(Sampling, "sampling")
+@gathered(Marked, "marked")
+@gathered(Served, "served")
+@click.argument("prompt")
+def command(
+    prompt: str,
+    kv: list[str],
+    model_options: ModelOptions,
+    sampling: Sampling,
+    marked: Marked,
+    served: Served,
+) -> None:
+    """Go on from PROMPT, streamed to standard output. One argument alone is the prompt, of the embedded model
+    unless --model names another.
+    """
+    from kvq.commands.shared.loading import check_for, load_to_serve
+    from kvq.engine import LLM
+    from kvq.engine.build import check_cache
+    from kvq.engine.grammar.compiler import check_structured
+    from kvq.engine.requests.prompts import prompt_tokens
+    from kvq.engine.speculation.make import check_speculation
+    from kvq.engine.speculation_config import parse_speculation
+    from kvq.models.run.prompts import check_length, longest_token
+    from kvq.scheduler.fit import check_room
+
+    if isfile(join(prompt, "config.json")):
+        raise ConfigError(f"{prompt} is a model's folder and no prompt: kvq generate {prompt} PROMPT")
+    params, marks = sampling.params(), marked.options()
+    if params.structured is not None:
+        check_structured(params.structured)
+    checked = check_for(model_options, kv)
+    known = checked.prepared
+    check_cache(known)
+    drafting = parse_speculation(served.speculation)
+    check_speculation(drafting, known)
+    check_length(prompt, known.max_context, longest_token(known.tokenizer))
+    length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
+    params = sampling.params(say_defaults(known.source, served.generation_config))
+    room = check_room(length, params.max_tokens, known.max_context)
+    model = load_to_serve(checked, kv[0], accept_divergence=served.accept_divergence)
+    longest = length + min(room, params.max_tokens or params.most_tokens or room)
+    with LLM(model, max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
+        pieces = llm.stream(prompt, params)
+        shown = prompt
+        for piece in pieces:
+            stream(shown + piece.text)
+            shown = ""
+    echo()

@@ -1,0 +1,102 @@
+"""`kvq run-batch`: a file of requests, answered into another."""
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvq.commands.shared.options import FILE, PATH, SectionedCommand, gathered, option
+from kvq.commands.shared.terminal import echo, say_defaults, say_model
+from kvq.commands.use.engine_options import Service, service_options
+from kvq.extras import SERVER, require
+from kvq.printable import one_line
+
+if TYPE_CHECKING:
+    from kvq.models.describe.resolve import ModelSource
+    from kvq.server.batch.run import Summary
+
+
+_REASONS = 3  # of failures that are shown
+
+
+class _Stopped(Exception):
+    """A signal ended the run early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchOptions:
+    """Which file is answered, and how."""
+
+    source: Path
+    target: Path
+    max_in_flight: int | None = option(
+        None,
+        "Lines that are held and answered at a time.  [default: twice --max-num-seqs]",
+        type=click.IntRange(1, 65536),
+    )
+    retry_failed: bool = option(False, "Also run again what failed by the engine or for too much load.")
+
+
+@click.command(name="run-batch", cls=SectionedCommand)
+@service_options
+@gathered(BatchOptions, "options")
+@click.argument("source", metavar="IN.jsonl", type=FILE)
+@click.argument("target", metavar="OUT.jsonl", type=PATH)
+def command(service: Service, options: BatchOptions) -> None:
+    """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
+
+    Results are in the order in which they were ready. Run the same command again to go on after an
+    interruption: what has a result in OUT.jsonl is not run again. Exit code 1 if a line has no answer.
+    """
+    require("kvq run-batch", SERVER)
+    from kvq.commands.shared.progress import named_progress
+    from kvq.server.admission.config import ServerConfig
+    from kvq.server.batch.run import BatchConfig, run_batch
+
+    config = BatchConfig(
+        source=options.source,
+        target=options.target,
+        max_in_flight=options.max_in_flight or 2 * service.engine.max_num_seqs,
+        retry_failed=options.retry_failed,
+        serving=ServerConfig(**service.fields()),
+    )
+    with suppress(_Stopped), named_progress() as progress:
+        progress("starting the engine", 0, None)
+
+        def on_model(source: "ModelSource", digest: str) -> None:
+            say_model(source, digest)
+            say_defaults(source, config.serving.generation_config)
+            progress("answering", 0, None)
+
+        summary = run_batch(config, partial(progress, "answering"), on_model)
+        if not summary.is_complete:
+            raise _Stopped  # nothing says "done" then
+    _print(summary, options.target, is_strict=service.requests.strict_requests)
+    if not summary.is_complete:
+        echo("kvq: stopped; run the same command again to go on", err=True)
+        raise click.Abort
+    sys.exit(1 if summary.num_failed else 0)
+
+
+def _print(summary: "Summary", target: Path, *, is_strict: bool) -> None:
+    rate = summary.generated_tokens / summary.seconds if summary.seconds else 0.0
+    echo(f"requests  {summary.num_new:,} answered now, {summary.num_skipped:,} before")
+    echo(f"failed    {summary.num_failed:,} of all in {target}")
+    for reason, count in summary.reasons.most_common(_REASONS):
+        echo(f"          {count:,} x {one_line(reason)}")
+    if summary.num_failed > summary.reasons.total() and not summary.num_new:
+        echo(f"note      what failed before stays so; name another file than {target} to try it again")
+    echo(
+        f"tokens    {summary.prompt_tokens:,} of prompts ({summary.cached_tokens:,} cached), "
+        f"{summary.generated_tokens:,} generated, {rate:,.1f} per second in {summary.seconds:,.1f} s"
+    )
+    if summary.num_ignoring:
+        hint = "" if is_strict else "; --strict-requests refuses unknown ones"
+        names = ", ".join(summary.ignored)
+        echo(f"ignored   fields in {summary.num_ignoring:,} of these: {names}{hint}")
+    if summary.num_strangers:
+        echo(f"note      {target} also has results of {summary.num_strangers:,} custom_ids not in the input")

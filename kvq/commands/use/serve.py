@@ -1,0 +1,216 @@
+"""`kvq serve`: an OpenAI-compatible server."""
+
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from kvq.commands.shared.config_file import config_option
+from kvq.commands.shared.interrupts import nothing_begun
+from kvq.commands.shared.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FILE,
+    POSITIVE,
+    TOKENS,
+    Finite,
+    SectionedCommand,
+    gathered,
+    option,
+    picked,
+)
+from kvq.commands.shared.terminal import echo
+from kvq.commands.use.engine_options import Service, service_options
+from kvq.errors import ConfigError
+from kvq.extras import EVENTS, SERVER, require
+
+if TYPE_CHECKING:
+    from kvq.server.admission.config import ServerConfig
+    from kvq.server.http.credentials import Access
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """How the server was told to serve."""
+
+    check: bool = option(False, "Only look whether this configuration can work, and end.")
+    control_tokens_in: str = option(
+        "completions",
+        "Where control tokens that clients' texts spell count as such, and not as plain text.",
+        type=click.Choice(["completions", "chats", "both", "none"]),
+    )
+    grace: float = option(30.0, "Seconds that running requests get at the end.", type=AT_LEAST_0)
+    max_restarts: int = option(5, "Of the engine, within ten minutes.", type=click.IntRange(min=0))
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, type=click.IntRange(0, 65535))
+    api_key_file: Path | None = option(
+        None, "Keys, one a line; these or --api-key are needed beyond loopback.", type=FILE
+    )
+    api_key: tuple[str, ...] = ()
+    metrics_key_file: Path | None = option(None, "Keys for /metrics and /health alone.", type=FILE)
+    allowed_host: tuple[str, ...] = option(
+        (), "Host header to answer; default: any beyond loopback.", multiple=True
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "Web page that may call, such as https://a.org.", multiple=True
+    )
+    ssl_certfile: Path | None = option(None, "Certificate for HTTPS, PEM.", type=FILE)
+    ssl_keyfile: Path | None = option(
+        None, "Its key, readable by its owner only; default: in the certificate's file.", type=FILE
+    )
+    log_format: str = option("text", type=click.Choice(["text", "json"]))
+    log_level: str = option(
+        "info",
+        "The least that is logged; probes such as /health/ready at debug only.",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+    )
+    metrics_names: tuple[str, ...] = option(
+        ("kvq",),
+        "Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
+        multiple=True,
+    )
+    kv_events: str | None = option(
+        None, "Publish block events, for routers: a port of loopback, or tcp://HOST:PORT to listen on."
+    )
+    kv_events_topic: str = option("", "Topic of their messages, such as kv@HOST@MODEL for llm-d.")
+    kv_events_form: Literal["maps", "arrays"] = option(
+        "maps",
+        "How an event is written: maps as by vLLM 0.32, arrays as before it.",
+        type=click.Choice(["maps", "arrays"]),
+    )
+    kv_events_replay: str | None = option(None, "Where missed ones can be asked for: as --kv-events.")
+    request_timeout: float = option(600.0, "Seconds for a request; 0: any.", type=AT_LEAST_0)
+    max_connections: int = option(
+        4096, "At once, as far as the limit of open files (ulimit -n) allows.", type=AT_LEAST_1
+    )
+    max_connections_per_address: int | None = option(
+        None,
+        "Of one client address; default: half of all. Behind a proxy all come from one.",
+        type=AT_LEAST_1,
+    )
+    max_queue: int = option(1024, "Requests that may wait for a seat.", type=AT_LEAST_1)
+    max_queued_tokens: int = option(1 << 20, "Prompt tokens that may wait.", type=TOKENS)
+    max_wait: float = option(30.0, "Seconds to a first token that are borne.", type=POSITIVE)
+    max_kv_pressure: float = option(
+        0.95, "Share of live blocks that is borne.", type=Finite(0, 1, min_open=True)
+    )
+    max_concurrency_per_key: int | None = option(
+        None, "Sequences of one API key: prompts times results.", type=AT_LEAST_1
+    )
+    requests_per_minute: int | None = option(None, "Of one API key.", type=AT_LEAST_1)
+    tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=TOKENS)
+
+
+@click.command(name="serve", cls=SectionedCommand)
+@config_option
+@service_options
+@click.option(
+    "--api-key",
+    multiple=True,
+    help="A key, or several with commas. Lists of processes show it: better a file or KVQ_API_KEY.",
+)
+@gathered(ServeOptions, "options")
+def command(service: Service, options: ServeOptions) -> None:
+    """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
+    require("kvq serve", SERVER)
+    with nothing_begun():  # until the event loop takes the signals
+        config = _config(service, options)
+        if not options.check:
+            from kvq.server.run import serve
+
+            serve(config)
+            return
+        from kvq.server.check import check_config  # with torch, which this process needs to check only
+
+        findings = check_config(config)
+    for finding in findings:
+        echo(finding)
+    if any(finding.is_error for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+command.sections = {
+    "device": "Model",
+    "served_model_name": "Requests and answers",
+    "max_num_seqs": "Memory and steps",
+    "check": "Server",
+    **dict.fromkeys(("api_key", "host"), "Address and access"),
+    "log_format": "Logs, metrics and block events",
+    "request_timeout": "Limits",
+}
+
+
+def _config(service: Service, options: ServeOptions) -> "ServerConfig":
+    from kvq.server.admission.admission import AdmissionConfig
+    from kvq.server.admission.config import ServerConfig
+    from kvq.server.admission.metric_names import parse_names
+    from kvq.server.admission.rate_limits import TenantLimits
+    from kvq.server.http.logs import LogConfig
+
+    return ServerConfig(
+        **service.fields(),
+        **picked(options, "host", "port", "max_connections", "max_connections_per_address", "max_restarts"),
+        access=_access(options),
+        read_access=partial(_access, options) if options.api_key_file or options.ssl_certfile else None,
+        tls=_tls(options.ssl_certfile, options.ssl_keyfile),
+        admission=AdmissionConfig(
+            max_wait_s=options.max_wait,
+            **picked(options, "max_queue", "max_queued_tokens", "max_kv_pressure"),
+        ),
+        tenants=TenantLimits(
+            max_concurrency=options.max_concurrency_per_key,
+            **picked(options, "requests_per_minute", "tokens_per_minute"),
+        ),
+        log=LogConfig(format=options.log_format, level=options.log_level),
+        kv_events=_events(options),
+        metrics_names=parse_names(options.metrics_names),
+        trusts_chats=options.control_tokens_in in ("chats", "both"),
+        trusts_completions=options.control_tokens_in in ("completions", "both"),
+        grace_s=options.grace,
+        timeout_s=options.request_timeout or None,
+    )
+
+
+def _access(options: ServeOptions) -> "Access":
+    from kvq.server.admission.config import allowed_hosts, read_keys
+    from kvq.server.http.credentials import Access
+
+    keys = read_keys(options.api_key_file) if options.api_key_file is not None else ()
+    beside = re.split(r"[,\s]+", ",".join([*options.api_key, os.environ.get("KVQ_API_KEY", "")]))
+    return Access(
+        api_keys=tuple(dict.fromkeys([*keys, *filter(None, beside)])),
+        metrics_keys=read_keys(options.metrics_key_file) if options.metrics_key_file is not None else (),
+        hosts=allowed_hosts(options.host, options.allowed_host),
+        origins=frozenset(options.allow_origin),
+    )
+
+
+def _events(options: ServeOptions) -> Any:
+    from kvq.server.kv_events.config import EventsConfig, listening
+
+    if options.kv_events is None:
+        if options.kv_events_replay is not None or options.kv_events_topic:
+            raise ConfigError("--kv-events-replay and --kv-events-topic need --kv-events, such as 5557")
+        return None
+    require("--kv-events", EVENTS)
+    replay = options.kv_events_replay
+    return EventsConfig(
+        address=listening(options.kv_events, "--kv-events"),
+        topic=options.kv_events_topic,
+        form=options.kv_events_form,
+        replay=None if replay is None else listening(replay, "--kv-events-replay"),
+    )
+
+
+def _tls(certificate: Path | None, key: Path | None) -> Any:
+    from kvq.server.http.credentials import Tls
+
+    if certificate is None:
+        if key is not None:
+            raise ConfigError(f"--ssl-keyfile {key} needs its certificate; give --ssl-certfile, too")
+        return None
+    return Tls(certificate=certificate, key=key or certificate)

@@ -1,0 +1,122 @@
+"""What a step of full size needs beside weights and pools: tried once, before the pools are sized."""
+
+import gc
+from array import array
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from kvq.blockmgr import HOLE, BlockId, StateMove
+from kvq.engine.device.runner import Runner
+from kvq.models import Model
+from kvq.scheduler import Branch, Request, StepPlan
+
+_CPU_TOKENS = 256  # on a CPU a full step of a large model takes long; memory grows with the tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DryRun:
+    """What was measured."""
+
+    activation_bytes: int  # of a step with all its tokens
+    token_s: float  # seconds per prefill token
+
+
+def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _DryRun:
+    """Run a prefill step over a small pool of its own, and look at the most memory it takes.
+
+    Raises:
+        OutOfMemory: not even this step fits.
+    """
+    device = model.weights.device
+    tokens = max_num_batched_tokens if device.type == "cuda" else min(max_num_batched_tokens, _CPU_TOKENS)
+    plan, blocks = _plan(tokens, min(tokens, max_context), model.layout.block_size)
+    layout = model.layout
+    num_blocks = [blocks] * len(layout.attended) + ([len(plan.branches)] if layout.states else [])
+    runner = Runner(
+        model,
+        num_blocks=num_blocks,
+        host_slots=None,
+        max_num_seqs=len(plan.branches),
+        max_context=max_context,
+        uses_graphs=False,
+    )
+    failed = runner.prepare(plan)
+    before = _reset_peak(device)
+    runner.forward(plan, failed)  # with what is loaded, compiled or cached once
+    began = perf_counter()
+    output = runner.forward(plan, failed)
+    output.logits.cpu()
+    seconds = perf_counter() - began
+    peak = _peak_bytes(device) - before
+    runner.close()
+    # Memory that the process had at hand already does not show: eight fp32 rows per token at least.
+    least = 32 * model.geometry.hidden_size * tokens
+    activation_bytes = max(least, peak) * max_num_batched_tokens // tokens
+    return _DryRun(activation_bytes=activation_bytes, token_s=seconds / tokens)
+
+
+def _plan(tokens: int, longest: int, block_size: int) -> tuple[StepPlan, int]:
+    """A prefill of so many tokens in sequences up to `longest`, and the blocks it takes."""
+    counts = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
+    request = Request(id="dry-run", tokens=array("I", (0,)), max_tokens=1)
+    branches = [Branch(request=request, tokens=request.tokens, row=row) for row in range(len(counts))]
+    blocks = [-(-count // block_size) for count in counts]
+    starts = [sum(blocks[:i]) for i in range(len(blocks))]
+    changes = [
+        (row, 0, 0, list(range(first, first + count)))
+        for row, (first, count) in enumerate(zip(starts, blocks, strict=True))
+    ]
+    plan = StepPlan(
+        number=0,
+        branches=branches,
+        num_decodes=0,
+        counts=counts,
+        ends=counts,
+        samples=[True] * len(counts),
+        token_ids=[0] * tokens,
+        moves=[
+            StateMove(start=0, source=HOLE, pieces=[(count, BlockId(row))])
+            for row, count in enumerate(counts)
+        ],
+        orders=[],
+        table_changes=changes,  # type: ignore[arg-type]
+        restored=[],
+    )
+    return plan, sum(blocks)
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Start measuring; returns the bytes in use now."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # the peak begins anew
+    except OSError:
+        return 0
+    return _status_bytes("VmRSS")
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most bytes in use since the last reset; 0 where nobody counts them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            for line in file:
+                if line.startswith(name):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

@@ -1,0 +1,205 @@
+"""Pure-decode steps on a GPU as CUDA graphs: one replay instead of a thousand launches."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.engine.device.transfers import send
+from kvq.errors import first_lines
+from kvq.kernels import SequenceBatch
+from kvq.models import Model
+from kvq.models.parts.hidden import kept_hidden
+from kvq.models.parts.step import PackedStep
+from kvq.scheduler import StepPlan
+
+_log = logging.getLogger("kvq")
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # work -> what repeats it
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Block ids per layer group, [rows, blocks] each: on the device, and the same for the host."""
+
+    there: list[Tensor]  # int32
+    here: list[npt.NDArray[np.int32]]
+
+
+class DecodeGraphs:
+    """One graph per batch size: 1, 2, 4, 8, and every 16 up to the largest.
+
+    A graph repeats the same launches on the same memory, so all that changes from step to step lies in
+    one small buffer, and the grids are those of the longest context. Rows that a batch leaves empty
+    compute a token in a block that belongs to nobody.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        tables: Tables,
+        *,
+        max_num_seqs: int,
+        max_context: int,
+        keeps_hidden: bool = False,
+        capture: Capture | None = None,
+    ) -> None:
+        """Capture all sizes, largest first, so that they share one memory pool.
+
+        `keeps_hidden`: `hidden` holds the hidden states of the last run's branches.
+
+        The tables' last row, of max_num_seqs + 1, names the spare block.
+        """
+        self._model = model
+        self._cache = cache
+        self._tables = tables
+        self._spare_row = max_num_seqs
+        self._max_context = max_context
+        sizes = {n for n in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if n < max_num_seqs} | {max_num_seqs}
+        self._size_of = [min(n for n in sizes if n >= count) for count in range(max_num_seqs + 1)]
+        self._device = model.weights.device
+        self._block_size = model.layout.block_size
+        self._rows = 3 + len(tables.there)  # token ids, positions, rows of the tables; slots by layer group
+        # These, int64 [rows, size], then `lens` of a batch, from the start: what graphs read.
+        self._inputs = torch.zeros(self._words(max_num_seqs), dtype=torch.int64, device=self._device)
+        self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=self._device)
+        self._keep = torch.arange(max_num_seqs, device=self._device)  # a graph reads it where it lies
+        # Of all sizes: a graph that kept its own could not share that memory with the others.
+        self._logits = torch.empty(
+            max_num_seqs, model.geometry.vocab_size, dtype=model.prepared.dtype, device=self._device
+        )
+        shape = (max_num_seqs, model.geometry.hidden_size)
+        self.hidden = (
+            torch.empty(shape, dtype=model.prepared.dtype, device=self._device) if keeps_hidden else None
+        )
+        self._replay: dict[int, Callable[[], None]] = {}
+        record = capture or cuda_capture(self._device)
+        for size in sorted(sizes, reverse=True):
+            self._fill((), (), (), size)
+            self._replay[size] = record(self._work(size))
+
+    def takes(self, plan: StepPlan) -> bool:
+        """True for steps in which every branch computes one token and wants the next."""
+        if plan.num_tokens != len(plan.branches):  # drafts, too
+            return False
+        return 0 < plan.num_decodes == len(plan.branches) < len(self._size_of) and all(plan.samples)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [branches, vocab] and bool [branches], True where K or V was not finite.
+
+        `tokens`: int64 [branches] on the device, in place of the plan's.
+        Valid until the next run. Nothing here waits for the device.
+        """
+        count = len(plan.branches)
+        size = self._size_of[count]
+        rows = [self._spare_row if branch.row is None else branch.row for branch in plan.branches]
+        self._fill(plan.token_ids if tokens is None else (), plan.ends, rows, size)
+        if tokens is not None:
+            self._inputs[:count].copy_(tokens)
+        self._replay[size]()
+        return self._logits[:count], self._bad[:count]
+
+    def _fill(self, ids: Sequence[int], ends: Sequence[int], rows: Sequence[int], size: int) -> None:
+        """Copy a step's inputs to the device; what is not given is padding, of one token each."""
+        words, block_size = np.zeros(self._words(size), np.int64), self._block_size
+        lens = words[self._rows * size :].view(np.int32)[: 3 * size].reshape(3, size)
+        lens[0], lens[1:] = np.arange(size), 1
+        lens[2, : len(ends)] = ends
+        own_ids, positions, own_rows, *slots = words[: self._rows * size].reshape(self._rows, size)
+        own_ids[: len(ids)] = ids
+        positions[:] = lens[2] - 1
+        own_rows[: len(rows)], own_rows[len(rows) :] = rows, self._spare_row
+        index, offset = np.divmod(positions, block_size)
+        for own, entries in zip(slots, self._tables.here, strict=True):
+            np.multiply(entries[own_rows, index], block_size, out=own)
+            own += offset
+        send(words, self._inputs[: len(words)])
+
+    def _words(self, size: int) -> int:
+        """Of the inputs of a step: `lens` are three half words a branch."""
+        return self._rows * size + -(-3 * size // 2)
+
+    def _work(self, size: int) -> Callable[[], None]:
+        """A decode step of that size, from the input buffer to logits and flags.
+
+        What it reads and doesn't make is this object's, the model's or the cache's: it is captured and gone.
+        """
+        inputs = self._inputs[: self._words(size)]
+        lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
+
+        @torch.inference_mode()
+        def work() -> None:
+            ids, positions, rows, *slots = inputs[: self._rows * size].view(self._rows, size)
+            bad = self._bad[:size].zero_()
+            step = PackedStep(
+                cache=self._cache,
+                geometry=self._model.geometry,
+                batches=tuple(
+                    SequenceBatch(
+                        query_lens=(1,) * size,
+                        context_lens=(self._max_context,) * size,
+                        tables=table[rows],
+                        slots=own,
+                        lens=lens,
+                        is_captured=True,
+                    )
+                    for table, own in zip(self._tables.there, slots, strict=True)
+                ),
+                bad_tokens=bad,
+                keeps_hidden=self.hidden is not None,
+            )
+            with kept_hidden(self._model.weights.model, step):
+                output = self._model.weights.model(
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=self._keep[:size],
+                    kvq_step=step,
+                )
+            self._logits[:size].copy_(output.logits[0])
+            if self.hidden is not None and step.hidden is not None:
+                self.hidden[:size].copy_(step.hidden)
+
+        return work
+
+
+def cuda_capture(device: torch.device) -> Capture:
+    """Record work as CUDA graphs of that device; all share their memory.
+
+    Where a capture fails, the streams are what they were before.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        try:
+            # The stream is entered here too: torch.cuda.graph stays on it if a capture can't be ended.
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                work()  # compiles kernels and fills allocators' caches
+                work()
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    work()
+        finally:
+            current.wait_stream(stream)
+        return graph.replay
+
+    return capture
+
+
+def decode_graphs(device: torch.device, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
+    """Graphs on a CUDA device; None elsewhere, or, with a warning, where a model can't be captured."""
+    if device.type != "cuda":
+        return None
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001 - whatever a model's code does that a graph can't hold
+        _log.warning("decode steps run without CUDA graphs: %s", first_lines(error))
+        return None

@@ -1,0 +1,363 @@
+"""The runner: carries out a step's plan with one packed forward pass."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvq.blockmgr import SwapIn
+from kvq.cache import KVCache
+from kvq.cache.memory import check_room
+from kvq.engine.device.graphs import DecodeGraphs, Tables, decode_graphs
+from kvq.engine.device.transfers import prepare_transfers, upload_all
+from kvq.kernels import SequenceBatch
+from kvq.kernels.decoder.whole import ReadyPass
+from kvq.layout import KVLayout
+from kvq.models import Model
+from kvq.models.loading.weights import LoadedWeights
+from kvq.models.parts.states import StepStates
+from kvq.models.parts.step import Observer, PackedStep
+from kvq.models.run.packing import Integers, are_decodes, positions_of, ready_pass, run_packed
+from kvq.scheduler import StepPlan
+
+_NONE: Mapping[int, int] = MappingProxyType({})
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StepOutput:
+    """What came of a step's forward pass; of one that runs aside, what comes of it."""
+
+    logits: Tensor  # [wanted rows, vocab] of the model's dtype, packed in the plan's order
+    starts: list[int]  # per branch, its first row of the logits
+    bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
+    failed_swaps: list[SwapIn]
+    attention_s: float  # time in write and attend; on a GPU the time to launch them
+    states: tuple[StepStates | None, ...] = ()  # of all branches, or of each, in a model that keeps states
+    hidden: Tensor | None = None  # [new tokens, hidden_size], behind the last norm; if the runner keeps it
+    aside: ReadyPass | None = None  # until it was waited for
+    aside_s: float = 0.0  # that it took
+
+    @torch.inference_mode()
+    def begin(self, tokens: Tensor) -> bool:
+        """Let a pass that was made ready run aside, with its token ids, int64 [new tokens].
+
+        False if there are no threads for it, and it has ended.
+        """
+        assert self.aside is not None, "made ready"
+        self.aside.tokens.copy_(tokens)
+        return self.aside.begin()
+
+    def wait(self) -> None:
+        """Return when all of it is there.
+
+        Raises:
+            Exception: the pass raised it; it may be run again.
+        """
+        if self.aside is not None:
+            self.aside.wait()
+            self.attention_s += self.aside.seconds
+            self.aside_s = self.aside.took_s
+            self.aside = None
+
+    def keep_states(self, index: int) -> None:
+        """Store the state behind a branch's drafts, all of which were right."""
+        states = self.states[index if len(self.states) > 1 else 0] if self.states else None
+        if states is not None:
+            states.keep(index if len(self.states) == 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a forward pass takes, on a GPU all of it there."""
+
+    tokens: Sequence[int] | Tensor
+    positions: Integers | Tensor
+    wanted: Sequence[int] | Tensor
+    batches: tuple[SequenceBatch, ...]
+
+
+class Runner:
+    """A model over its own block pools. Everything it needs between steps is allocated at the start."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: list[int],
+        host_slots: list[int] | None,
+        swap_folder: str | Path | None = None,
+        max_num_seqs: int,
+        max_context: int,
+        uses_graphs: bool = True,
+        keeps_hidden: bool = False,
+    ) -> None:
+        """Allocate pools of `num_blocks` blocks, and `host_slots`, per layer group.
+
+        `uses_graphs`: on a GPU, capture decode steps as graphs.
+        `keeps_hidden`: outputs bring hidden states, valid until the next step.
+
+        Raises:
+            OutOfMemory: the pools or the host slots don't fit.
+        """
+        weights, layout = model.weights, model.layout
+        spare = int(weights.device.type == "cuda")  # a block and a table row for the padding of graphs
+        self.model = model
+        self.cache = KVCache(
+            layout,
+            num_blocks=[count + spare for count in num_blocks],
+            device=weights.device,
+            backend=model.prepared.backend,
+            host_slots=host_slots,
+            swap_folder=swap_folder,
+        )
+        self.observer: Observer | None = None  # sees K and V of every layer before they are written
+        self.keeps_hidden = keeps_hidden
+        self._device = weights.device
+        prepare_transfers(self._device)
+        self._block_size = layout.block_size
+        longest = longest_context(layout, num_blocks, max_context)
+        self._width = -(-longest // layout.block_size)
+        shape = (max_num_seqs + spare, self._width)
+        groups = layout.attended
+        check_room(4 * prod(shape) * len(groups), self._device, purpose="the block tables")
+        tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in groups]
+        for table, count in zip(tables, num_blocks, strict=False):
+            table[max_num_seqs:] = count
+        # What the host finds in its own, no kernels have to be launched for; on a CPU both are one.
+        self._tables = Tables(tables, [table.cpu().numpy() for table in tables])
+        capture = partial(
+            DecodeGraphs,
+            *(model, self.cache, self._tables),
+            max_num_seqs=max_num_seqs,
+            max_context=longest,
+            keeps_hidden=keeps_hidden,
+        )
+        self._graphs = decode_graphs(self._device, capture) if uses_graphs else None
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> list[SwapIn]:
+        """Carry out a plan's orders and bring the tables up to date; once, before `forward`.
+
+        Returns the orders to swap in whose bytes were damaged.
+        """
+        failed = self.cache.carry_out(plan.orders)
+        self._update_tables(plan)
+        return failed
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        plan: StepPlan,
+        failed: list[SwapIn],
+        *,
+        last_rows: Mapping[int, int] = _NONE,
+        tokens: Tensor | None = None,
+        weights: LoadedWeights | None = None,
+    ) -> StepOutput:
+        """Layer by layer write, then attend; then the logits that are wanted.
+
+        `weights`: of the same model in another form, which drafts with them.
+        `tokens`: int64 [new tokens] on the device, in place of the plan's, where only the device knows them.
+        Wanted are the last row of branches that sample, and more of the last rows of those in `last_rows`.
+        Nothing is committed: a plan that raised may be run again, whole or in parts.
+        """
+        if not plan.branches:
+            return self.nothing(plan, failed)
+        plainly = self.observer is None and not last_rows and weights is None
+        if self._graphs is not None and plainly and self._graphs.takes(plan):
+            logits, bad = self._graphs.run(plan, tokens)
+            hidden = self._graphs.hidden
+            return StepOutput(
+                logits=logits,
+                starts=list(range(len(plan.branches))),
+                bad_tokens=bad,
+                failed_swaps=failed,
+                attention_s=0.0,
+                hidden=None if hidden is None else hidden[: len(plan.branches)],
+            )
+        starts, wanted = _wanted(plan, last_rows)
+        find = self._inputs_on_cpu if self._device.type == "cpu" else self._inputs_on_gpu
+        found = find(plan, wanted, tokens)
+        step = self._packed(plan, found)
+        logits = run_packed(weights or self.model.weights, step, found.tokens, found.positions, found.wanted)
+        return StepOutput(
+            logits=logits,
+            starts=starts,
+            bad_tokens=step.bad_tokens,
+            failed_swaps=failed,
+            attention_s=step.attention_s,
+            states=() if step.states is None else (step.states,),
+            hidden=None if step.hidden is None else step.hidden[: plan.num_tokens],
+        )
+
+    @property
+    def runs_aside(self) -> bool:
+        """True if passes may run while Python goes on: on a GPU, or in kernels' threads of a CPU."""
+        if self._graphs is not None or self._device.type != "cpu":
+            return True
+        short = self.model.weights.fused_pass
+        is_plain = self.observer is None and not self.keeps_hidden and self.cache.states is None
+        return is_plain and short is not None and short.is_whole and torch.get_num_threads() > 1
+
+    @torch.inference_mode()
+    def get_ready(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput | None:
+        """All of a decode's forward pass on a CPU but for its tokens, to `begin` with those; None elsewhere.
+
+        Another one may run meanwhile; it has to end before this one begins.
+        """
+        if self._graphs is not None or self._device.type != "cpu" or not self.runs_aside:
+            return None
+        starts, wanted = _wanted(plan, _NONE)
+        found = self._inputs_on_cpu(plan, wanted, None)
+        step = self._packed(plan, found)
+        aside = ready_pass(self.model.weights, step, plan.token_ids, found.positions, wanted)
+        if aside is None:
+            return None
+        return StepOutput(
+            logits=aside.logits[: len(wanted)],
+            starts=starts,
+            bad_tokens=step.bad_tokens,
+            failed_swaps=failed,
+            attention_s=0.0,
+            aside=aside,
+        )
+
+    def _packed(self, plan: StepPlan, found: _Inputs) -> PackedStep:
+        slots = self.cache.states
+        return PackedStep(
+            cache=self.cache,
+            geometry=self.model.geometry,
+            batches=found.batches,
+            bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
+            observer=self.observer,
+            states=None if slots is None else StepStates.of(slots, plan.moves, self._device, plan.drafts),
+            keeps_hidden=self.keeps_hidden,
+        )
+
+    def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:
+        """The output of a plan that computed nothing."""
+        logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
+        starts = [0] * len(plan.branches)
+        fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
+        return StepOutput(logits=logits, starts=starts, bad_tokens=fine, failed_swaps=failed, attention_s=0.0)
+
+    def close(self) -> None:
+        """Give back what lies outside the device."""
+        self.cache.close()
+
+    def _inputs_on_gpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
+        """All whole numbers of the step in one copy, but for the tables, which are there."""
+        counts, rows = np.array(plan.counts), _rows(plan)
+        positions = positions_of(plan.counts, plan.ends)
+        told = () if tokens is not None else plan.token_ids
+        numbers = (told, positions, wanted, rows, *self._slots(plan, rows, positions))
+        arrays = [np.asarray(values, np.int64) for values in numbers]
+        arrays.append(np.array((np.cumsum(counts) - counts, counts, plan.ends), np.int32))
+        ids, where, keep, sequences, *slots, lens = upload_all(arrays, self._device)
+        width = self._blocks_of(plan)
+        tables = [table[sequences, :width] for table in self._tables.there]
+        return _Inputs(ids if tokens is None else tokens, where, keep, _batches(plan, tables, slots, lens))
+
+    def _inputs_on_cpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
+        """The same by numpy, which takes a tenth of torch's time for so few numbers."""
+        rows, positions = _rows(plan), positions_of(plan.counts, plan.ends)
+        width = self._blocks_of(plan)
+        slots = [torch.from_numpy(own) for own in self._slots(plan, rows, positions)]
+        tables = [torch.from_numpy(own[rows, :width]) for own in self._tables.here]
+        ids = plan.token_ids if tokens is None else tokens
+        return _Inputs(ids, positions, wanted, _batches(plan, tables, slots, None))
+
+    def _slots(self, plan: StepPlan, rows: list[int], positions: Integers) -> list[Integers]:
+        """Per layer group, int64 [new tokens]: block * block_size + offset."""
+        size = self._block_size
+        owners = rows if are_decodes(plan.counts) else np.repeat(rows, plan.counts)
+        index, offset = np.divmod(positions, size)
+        return [own[owners, index].astype(np.int64) * size + offset for own in self._tables.here]
+
+    def _blocks_of(self, plan: StepPlan) -> int:
+        """Blocks of the step's longest sequence."""
+        return -(-max(plan.ends) // self._block_size)
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        """Write what changed into the persistent rows, in one copy."""
+        places: list[list[int]] = [[] for _ in self._tables.here]
+        blocks: list[list[int]] = [[] for _ in self._tables.here]
+        for row, group, first, entries in plan.table_changes:
+            at = row * self._width + first
+            places[group].extend(range(at, at + len(entries)))
+            blocks[group].extend(entries)
+        changed = [group for group, where in enumerate(places) if where]
+        for group in changed:
+            self._tables.here[group].reshape(-1)[places[group]] = blocks[group]
+        if not changed or self._device.type == "cpu":
+            return
+        arrays = [
+            np.asarray(values[group], kind)
+            for group in changed
+            for values, kind in ((places, np.int64), (blocks, np.int32))
+        ]
+        moved = upload_all(arrays, self._device)
+        for group, where, what in zip(changed, moved[::2], moved[1::2], strict=True):
+            self._tables.there[group].view(-1)[where] = what
+
+
+def _rows(plan: StepPlan) -> list[int]:
+    """Of the tables; those that a branch without one has are nobody's."""
+    return [-1 if branch.row is None else branch.row for branch in plan.branches]
+
+
+def _batches(
+    plan: StepPlan, tables: Sequence[Tensor], slots: Sequence[Tensor], lens: Tensor | None
+) -> tuple[SequenceBatch, ...]:
+    """Per layer group the sequences, with their tables and slots."""
+    counts, ends = tuple(plan.counts), tuple(plan.ends)
+    return tuple(
+        SequenceBatch(query_lens=counts, context_lens=ends, tables=table, slots=own, lens=lens)
+        for table, own in zip(tables, slots, strict=True)
+    )
+
+
+def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:
+    """Tokens of the longest sequence that its pools can hold: windows and staging areas keep only some."""
+    full = [
+        count * layout.block_size
+        for count, group in zip(num_blocks, layout.groups, strict=True)
+        if group.holds_all
+    ]
+    return min(max_context, *full) if full else max_context
+
+
+def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
+    """The output of a step whose branches were run one by one."""
+    starts, at = [], 0
+    for part in parts:
+        starts.append(at)
+        at += len(part.logits)
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    return StepOutput(
+        logits=torch.cat([part.logits for part in parts]),
+        starts=starts,
+        bad_tokens=torch.cat([part.bad_tokens for part in parts]),
+        failed_swaps=failed,
+        attention_s=sum(part.attention_s for part in parts),
+        states=tuple(part.states[0] if part.states else None for part in parts),
+        hidden=torch.cat(hidden) if len(hidden) == len(parts) else None,  # one that raised has none
+    )
+
+
+def _wanted(plan: StepPlan, last_rows: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """Per branch its first row among the wanted logits; and the packed rows that are wanted."""
+    starts: list[int] = []
+    keep: list[int] = []
+    at = 0
+    for i, (count, samples) in enumerate(zip(plan.counts, plan.samples, strict=True)):
+        starts.append(len(keep))
+        at += count
+        keep.extend(range(at - last_rows.get(i, int(samples)), at))
+    return starts, keep

@@ -1,0 +1,1 @@
+"""Requests: parameters, their checks, state, texts and outputs."""

@@ -1,0 +1,92 @@
+"""Which texts of an engine get a watermark: what its operator says, and what a request may ask."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvq.engine.params import SamplingParams
+from kvq.errors import ConfigError, RequestError, nearest
+from kvq.watermark.key import Key, read_key
+from kvq.watermark.schemes import MODES, Scheme, Tournament, parse_scheme
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marking:
+    """Of an engine that marks some texts."""
+
+    mode: str  # one of MODES, but "off"
+    scheme: Scheme
+    key: Key
+
+    def is_due(self, params: SamplingParams) -> bool:
+        """True if a request's text is to be marked.
+
+        Raises:
+            RequestError: it declines what is not its to decline, or its text can't be marked.
+        """
+        asks = params.watermark
+        if self.mode == "always" and asks is False:
+            raise RequestError("watermark can't be false: this engine marks every text; leave the field out")
+        if asks is False or (asks is None and self.mode == "asked"):
+            return False
+        hindrance = self._hindrance(params)
+        if hindrance and (asks or self.mode == "always"):
+            raise RequestError(hindrance)
+        return not hindrance
+
+    def _hindrance(self, params: SamplingParams) -> str:
+        """Why a text can't be marked."""
+        if params.beam_width is not None:
+            return f"beam search can't be watermarked, got beam_width={params.beam_width}; leave it out"
+        if isinstance(self.scheme, Tournament) and params.is_greedy:
+            return (
+                "a text can't be watermarked by a tournament at temperature 0, which draws nothing; "
+                "give a temperature above 0"
+            )
+        return ""
+
+
+def check_marking(mode: str, scheme: str, key_file: str | Path | None) -> None:
+    """Raise ConfigError unless an engine can be told this."""
+    if mode not in MODES:
+        hint = nearest(str(mode), [*MODES]) or ";"
+        raise ConfigError(f"watermark must be one of {', '.join(MODES)}, got {mode!r}{hint}")
+    parse_scheme(scheme)
+    if mode == "off" and key_file is not None:
+        raise ConfigError(
+            "watermark_key_file (--watermark-key-file) is for watermark (--watermark) asked, "
+            "unless-declined or always, got off; give one of these, or no key"
+        )
+    if mode != "off" and key_file is None:
+        raise ConfigError(
+            f"watermark {mode} (--watermark) needs watermark_key_file (--watermark-key-file), a secret key: "
+            f"make one with kvq detect-watermark --new-key FILE"
+        )
+
+
+def read_marking(mode: str, scheme: str, key_file: str | Path | None) -> Marking | None:
+    """Return the texts that an engine marks, with its key; None for nothing.
+
+    Raises:
+        ConfigError: the key can't be read, is too short, or others may read it.
+    """
+    if key_file is None:
+        return None
+    return Marking(mode=mode, scheme=parse_scheme(scheme), key=read_key(key_file))
+
+
+def marked(params: SamplingParams, marking: Marking | None) -> SamplingParams:
+    """Parameters whose `watermark` is True if the text is to be marked; untouched if not.
+
+    Raises:
+        RequestError: it asks for what this engine doesn't do.
+    """
+    if marking is None:
+        if params.watermark:
+            raise RequestError(
+                "watermark can't be true: this engine has no key for one; leave the field out, or start it "
+                "with --watermark asked and --watermark-key-file"
+            )
+        return params
+    if marking.is_due(params):
+        return params if params.watermark else replace(params, watermark=True)
+    return params

@@ -1,0 +1,55 @@
+"""Pins that requests ask for: prefixes of their prompts that stay cached whoever needs memory."""
+
+from kvq.blockmgr import BlockManager
+from kvq.engine.params import PrefixPin
+from kvq.engine.requests.request_state import Job
+from kvq.errors import OutOfBlocks
+from kvq.scheduler.request import RequestState
+
+
+class Pinning:
+    """Pins prefixes as soon as they are computed.
+
+    A pin that would take more than pins may hold is left out: its request is served all the same.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._waiting: list[Job] = []  # with pins to come
+        self.num_refused = 0  # pins, since the start
+
+    def add(self, job: Job) -> None:
+        """Take in a job that was queued."""
+        if job.pins:
+            self._waiting.append(job)
+
+    def apply(self, now: float) -> None:
+        """Pin what a step computed of the prefixes."""
+        for job in tuple(self._waiting):
+            if job.request.state is not RequestState.ENDED:
+                self._pin_computed(job, now)
+            if not job.pins or job.request.state is RequestState.ENDED:
+                self._waiting.remove(job)
+
+    def _pin_computed(self, job: Job, now: float) -> None:
+        sequence = job.request.branches[0].sequence  # the first branch computes the prompt
+        if sequence is None or not sequence.ready:
+            return
+        computed = sequence.committed // self._manager.block_size
+        while job.pins and job.pins[0].length // self._manager.block_size <= computed:
+            self._pin(job, job.pins.pop(0), now)
+
+    def _pin(self, job: Job, pin: PrefixPin, now: float) -> None:
+        request = job.request
+        prompt = self._manager.prompt(
+            request.tokens[: pin.length],
+            tenant=request.tenant,
+            shared_salt=request.shared_salt,
+            cache_salt=request.cache_salt,
+        )
+        try:
+            pinned = self._manager.pin(prompt, now + pin.seconds)
+        except OutOfBlocks:
+            self.num_refused += 1
+        else:
+            job.pinned_tokens = max(job.pinned_tokens, pinned)

@@ -1,0 +1,1 @@
+"""Steps of the engine: planned, launched, sampled and settled."""

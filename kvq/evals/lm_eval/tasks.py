@@ -1,0 +1,213 @@
+"""lm-eval's tasks for several KV formats of one model, side by side.
+
+    from kvq.evals.lm_eval.tasks import LMEvalPlan, run_tasks
+
+    model = kvq.load("Qwen/Qwen3-0.6B")
+    engines = {kv: kvq.LLM(model, kv, kv_memory="2GiB") for kv in ("bf16", "int8", "int4")}
+    for row in run_tasks(engines, ["hellaswag", "./my_task.yaml"], LMEvalPlan(limit=200)):
+        print(row.kv, row.task, row.metric, row.value, row.stderr)
+
+A task is a name that lm-eval knows, a pattern such as `mmlu_*`, the path of a YAML file, or a name from a
+folder given as `include_path`. Those with `dataset_path: json` and `data_files` of their own need no
+network; as in lm-eval, relative data_files start at the current folder, not at the YAML file. A YAML file
+may name Python functions (`!function`): they run, so name only files you trust. What datasets bring along
+as code never runs, nor do tasks that run what the model wrote. Needs the extra `eval`.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from kvq.engine import LLM
+from kvq.errors import KVQError, RequestError, first_lines
+from kvq.evals.divergence import UNWATCHED, Progress, Watch
+from kvq.evals.lm_eval.loading import LMEvalPlan, Loaded, load_tasks, quiet_bars
+from kvq.evals.lm_eval.model import KvqLM
+from kvq.models import Model
+
+_BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRow:
+    """One metric of one task over one KV format. Fields are the JSON keys of `kvq eval`."""
+
+    kv: str
+    task: str  # lm-eval's name; of a group, or of one of its tasks
+    metric: str
+    filter: str  # what was done to answers before they were judged; "none" for nothing
+    value: float | None  # None: it is not a finite number
+    stderr: float | None  # standard error, where there is one
+    higher_is_better: bool | None
+    samples: int
+    seconds: float  # of all that was run for the task that was asked for
+
+
+def run_tasks(
+    models: Mapping[str, LLM | KvqLM],
+    tasks: Sequence[str],
+    plan: LMEvalPlan | None = None,
+    *,
+    progress: Callable[[str, str, int, int], None] = lambda kv, task, done, total: None,
+) -> list[TaskRow]:
+    """Rows for every KV format, task and metric, in the order of tasks, then formats.
+
+    `models`: engines by the name of their format, or `KvqLM`s with options of their own. All tasks are loaded
+    before any is run. `progress` hears of format, task, requests done and requests in all.
+
+    Raises:
+        RequestError: a task that is unknown, broken, out of reach, or fails.
+        ConfigError: an engine's option that can't be used as given, or libraries too old.
+    """
+    if not models:
+        raise RequestError("no KV format was named; try fp32,int8,int4")
+    plan = plan or LMEvalPlan()
+    lms = {kv: one if isinstance(one, KvqLM) else KvqLM(one, seed=plan.seed) for kv, one in models.items()}
+    loaded = load_tasks(tasks, include_path=plan.include_path)
+    return [
+        row
+        for one in loaded
+        for kv, lm in lms.items()
+        for row in run_loaded(lm, kv, one, plan, partial(progress, kv, one[0]))
+    ]
+
+
+def measure_tasks(
+    models: Sequence[Model],
+    loaded: Sequence[Loaded],
+    plan: LMEvalPlan,
+    *,
+    kv_memory: int | str | None = None,
+    watch: Watch = UNWATCHED,
+) -> list[TaskRow]:
+    """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
+
+    Engines are built and closed one after another, so that each has the memory to itself. `models`: one
+    per format. `kv_memory`: of each pool; what is free if None. A task of which the first format, if it is
+    unquantized, gets nothing right is void, and not run for the others.
+
+    Raises:
+        RequestError: the tokenizer has no chat template, or a task fails.
+        OutOfMemory: a pool doesn't fit.
+    """
+    rows: list[TaskRow] = []
+    void: set[str] = set()  # names of tasks
+    for model in models:
+        with LLM(model, kv_memory=kv_memory) as llm:
+            lm = KvqLM(llm, seed=plan.seed)
+            for one in loaded:
+                if one[0] in void:
+                    continue
+                found = run_loaded(lm, model.recipe.name, one, plan, watch.progress)
+                if model is models[0] and not model.recipe.is_quantized and _found_nothing(found):
+                    void.add(one[0])
+                rows += found
+                watch.keep(rows.copy)
+    return rows
+
+
+def void_tasks(rows: Sequence[TaskRow]) -> dict[str, str]:
+    """Tasks of `measure_tasks` that say nothing about formats, `lm_eval:NAME` -> why."""
+    by_task: dict[str, list[TaskRow]] = {}
+    for row in rows:
+        by_task.setdefault(row.task, []).append(row)
+    first = rows[0].kv if rows else ""
+    return {
+        f"lm_eval:{task}": f"{first} got nothing right in {own[0].samples} samples"
+        for task, own in by_task.items()
+        if {row.kv for row in own} == {first} and _found_nothing(own)
+    }
+
+
+def _found_nothing(rows: Sequence[TaskRow]) -> bool:
+    """True if there are figures of which more is better, and all of them are 0."""
+    values = [row.value for row in rows if row.higher_is_better]
+    return bool(values) and not any(values)
+
+
+def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[TaskRow]:
+    """Rows of one task, or group, over one format. Examples are drawn anew, the same for every format."""
+    _set_fewshot(loaded[1], plan)
+    lm.progress = progress
+    began = time.perf_counter()
+    results = _evaluate(lm, loaded, plan)
+    return _rows(kv, results, time.perf_counter() - began)
+
+
+def _set_fewshot(loaded: Mapping[str, Any], plan: LMEvalPlan) -> None:
+    """Set the examples before each question, as lm-eval's command does: a task's own 0 stays."""
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if own is None or (plan.num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
+        task.set_fewshot_seed(seed=plan.seed)
+
+
+def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
+    """lm-eval's results of one task or group.
+
+    Raises:
+        RequestError: the model can't serve a request of it, or its own code fails.
+    """
+    from lm_eval import evaluate
+
+    name, spec = loaded
+    try:  # lm-eval would fork this process to resample
+        with quiet_bars(), patch.dict(os.environ, DISABLE_MULTIPROC="1"):
+            results: dict[str, Any] = evaluate(
+                lm,
+                spec,
+                limit=plan.limit,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+                apply_chat_template=plan.apply_chat_template,
+                fewshot_as_multiturn=plan.apply_chat_template,
+            )
+    except KVQError as error:
+        raise RequestError(f"the task {name}: {error}") from error
+    except Exception as error:  # a task's functions and metrics are others' work
+        raise RequestError(f"the task {name} failed: {type(error).__name__}: {first_lines(error)}") from error
+    return results
+
+
+def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[TaskRow]:
+    """One row per task and metric of lm-eval's results, whose keys are "metric,filter"."""
+    rows = []
+    for task, values in results["results"].items():
+        better = results.get("higher_is_better", {}).get(task, {})
+        for key, value in values.items():
+            metric, comma, kind = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = values.get(f"{metric}_stderr,{kind}")
+            rows.append(
+                TaskRow(
+                    kv=kv,
+                    task=task,
+                    metric=metric,
+                    filter=kind,
+                    value=_finite(value),
+                    stderr=_finite(error),
+                    higher_is_better=better.get(metric),
+                    samples=_samples(task, results),
+                    seconds=seconds,
+                )
+            )
+    return rows
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _samples(task: str, results: dict[str, Any]) -> int:
+    """Samples of a task, or of all tasks in a group."""
+    counts = results["n-samples"]
+    if task in counts:
+        return int(counts[task]["effective"])
+    return sum(_samples(child, results) for child in results.get("group_subtasks", {}).get(task, []))

@@ -1,0 +1,1 @@
+"""Retrieval: needles hidden in long texts, and questions about them."""

@@ -1,0 +1,222 @@
+"""Retrieval over long contexts: a needle at every depth of a haystack, asked for at the end.
+
+Every prompt's tokens go through the session's own write-then-read path, in chunks, and the answer is
+decoded greedily, one token a step: quantized into blocks first, attended from there. All formats
+answer the same prompts. Source: Kamradt, "Needle in a haystack", 2023; keys and values, and needles
+beside the one asked for, as in Hsieh et al., "RULER", 2024.
+"""
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvq.errors import RequestError
+from kvq.evals.divergence import UNWATCHED, Watch
+from kvq.evals.needle.prompts import SENTENCE, NeedlePrompt, NeedlePrompts
+from kvq.evals.report.bootstrap import wilson_interval
+from kvq.formats import KVRecipe
+from kvq.models import Model, Session
+from kvq.models.loading.prepared import PreparedModel
+
+LENGTHS = (512, 1024, 2048, 4096)  # tokens
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+VOID_AFTER = 50  # prompts; whoever answers a tenth of them is called void once in two hundred tests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedlePlan:
+    """What is asked: every length and depth, so many times."""
+
+    lengths: Sequence[int] | None = None  # tokens, answer included; None: those of LENGTHS that have room
+    depths: Sequence[float] = DEPTHS  # shares of the haystack before the needle
+    trials: int = 10
+    needle: str = SENTENCE  # with {key} and {value}; "tokens": random ids, for models that never learnt words
+    distractors: int = 0  # needles with other keys, and other values, anywhere
+    chunk: int = 512  # tokens per prefill step
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.lengths is not None and not len(self.lengths)) or not len(self.depths):
+            raise RequestError("a needle grid needs at least one length and one depth")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:  # NaN too
+                raise RequestError(f"a depth must be a share of the haystack, 0 to 1, got {depth}")
+        for name in ("trials", "chunk"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedleRow:
+    """What one format retrieves from one length and depth."""
+
+    kv: str
+    length: int  # tokens of the prompt and its answer
+    depth: float  # 0: the needle comes first; 1: it comes last, before the question
+    trials: int
+    hits: int  # answers with every token right
+    retrieved: float  # hits / trials
+    token_accuracy: float  # share of the answers' tokens that were right in their place
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedleSummary:
+    """What one format retrieves from all lengths and depths."""
+
+    kv: str
+    trials: int
+    retrieved: float
+    retrieved_low: float  # Wilson's 95% interval
+    retrieved_high: float
+    token_accuracy: float
+    seconds: float
+
+
+class _Answer(NamedTuple):
+    """How one prompt was answered."""
+
+    right: int  # of its tokens, in their places
+    tokens: int
+    seconds: float
+
+
+def _row(kv: str, length: int, depth: float, answers: list[_Answer]) -> NeedleRow:
+    hits = sum(one.right == one.tokens for one in answers)
+    return NeedleRow(
+        kv=kv,
+        length=length,
+        depth=depth,
+        trials=len(answers),
+        hits=hits,
+        retrieved=hits / len(answers),
+        token_accuracy=sum(one.right for one in answers) / sum(one.tokens for one in answers),
+        seconds=sum(one.seconds for one in answers),
+    )
+
+
+def measure_needle(
+    model: Model,
+    kv: str | Sequence[str | KVRecipe],
+    text: str,
+    plan: NeedlePlan = NeedlePlan(),
+    watch: Watch = UNWATCHED,
+) -> list[NeedleRow]:
+    """Measure how often formats find a needle, for every format, length and depth in this order.
+
+    `watch` hears of prompts answered, every format counted. The first format is asked first. Where it is
+    unquantized and finds nothing in `VOID_AFTER` prompts, all over the grid, the test is void: no more is
+    asked, and its rows alone come back.
+
+    Raises:
+        RequestError: a text too short, a length that the needle or the model's context doesn't
+            allow, a depth outside 0 to 1, or a count that makes no sense.
+        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+    """
+    names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
+    if not names:
+        raise RequestError("no KV format was named; try fp32,int8,int4")
+    prompts, sizes = needle_prompts(model.prepared, text, plan)
+    models = [model.with_kv(name) for name in names]
+    sessions = [one.session(max_tokens=max(sizes)) for one in models]
+    grid = list(itertools.product(range(plan.trials), sizes, dict.fromkeys(plan.depths)))
+    asked = [(0, *place) for place in grid]
+    asked += [(which, *place) for place in grid for which in range(1, len(models))]
+    cells: dict[tuple[int, int, float], list[_Answer]] = defaultdict(list)
+
+    def rows() -> list[NeedleRow]:
+        ordered = sorted(cells.items(), key=lambda item: item[0][0])
+        return [_row(models[which].recipe.name, n, depth, found) for (which, n, depth), found in ordered]
+
+    for done, (which, trial, length, depth) in enumerate(asked, start=1):
+        prompt = prompts.make(length=length, depth=depth, trial=trial)
+        began = time.perf_counter()
+        given = _answer(sessions[which], prompt, plan.chunk)
+        right = sum(a == b for a, b in zip(given, prompt.answer, strict=True))
+        answer = _Answer(right, len(prompt.answer), time.perf_counter() - began)
+        cells[which, length, depth].append(answer)
+        watch.progress(done, len(asked))
+        watch.keep(rows)
+        may_be_void = done in (VOID_AFTER, len(grid)) and not models[0].recipe.is_quantized
+        if may_be_void and not any(one.right == one.tokens for one in itertools.chain(*cells.values())):
+            break
+    return rows()
+
+
+def void_reason(rows: Sequence[NeedleRow]) -> str | None:
+    """Why rows of `measure_needle` say nothing about formats; None if they do."""
+    asked = sum(row.trials for row in rows)
+    if len({row.kv for row in rows}) > 1 or any(row.hits for row in rows) or not asked:
+        return None
+    return f"{rows[0].kv} found nothing in {asked} prompts, so other formats have nothing to lose"
+
+
+def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
+    """What makes the prompts of a plan, and its lengths.
+
+    Raises:
+        RequestError: as `measure_needle` does.
+    """
+    limit = model.max_context
+    for length in plan.lengths or ():
+        if not 1 <= length <= limit:
+            raise RequestError(
+                f"a length of {length} tokens was asked for; this model takes 1 to {limit}, answer included"
+            )
+    prompts = NeedlePrompts(
+        model.tokenizer,
+        text,
+        vocab_size=model.geometry.vocab_size,
+        needle=plan.needle,
+        distractors=plan.distractors,
+        seed=plan.seed,
+    )
+    if plan.lengths is None:
+        taken = [n for n in LENGTHS if n <= limit] or [limit]
+        sizes = [n for n in taken if n <= prompts.text_tokens] or taken[:1]
+    else:
+        sizes = list(dict.fromkeys(plan.lengths))
+    for length, depth in itertools.product(sizes, plan.depths):
+        prompts.make(length=length, depth=depth, trial=0)  # refuses before any work
+    return prompts, sizes
+
+
+def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
+    """All cells of each format together, in the order in which formats first come."""
+    groups: dict[str, list[NeedleRow]] = {}
+    for row in rows:
+        groups.setdefault(row.kv, []).append(row)
+    summaries = []
+    for kv, cells in groups.items():
+        trials, hits = sum(r.trials for r in cells), sum(r.hits for r in cells)
+        low, high = wilson_interval(hits, trials)
+        summaries.append(
+            NeedleSummary(
+                kv=kv,
+                trials=trials,
+                retrieved=hits / trials,
+                retrieved_low=low,
+                retrieved_high=high,
+                token_accuracy=sum(r.token_accuracy * r.trials for r in cells) / trials,
+                seconds=sum(r.seconds for r in cells),
+            )
+        )
+    return summaries
+
+
+def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:
+    """As many tokens as the answer has, the likeliest one at each step."""
+    sequence = session.new_sequence()
+    try:
+        for at in range(0, len(prompt.ids), chunk):
+            result = session.forward([(sequence, prompt.ids[at : at + chunk])])[0]
+        given = [int(result.trusted_logits()[-1].argmax())]
+        while len(given) < len(prompt.answer):
+            result = session.forward([(sequence, given[-1:])])[0]
+            given.append(int(result.trusted_logits()[-1].argmax()))
+    finally:
+        session.free(sequence)
+    return given

@@ -1,0 +1,1 @@
+"""Reports of results: intervals, gates, comparisons, tables, plots and pages."""

@@ -1,0 +1,136 @@
+"""What `kvq eval` and `kvq perplexity` measured, as a single HTML page that needs no other file."""
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kvq import fileio
+from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
+from kvq.evals.report.columns import Columns, table
+from kvq.evals.report.figure import drawing
+from kvq.evals.report.page import html_table, origin, page
+from kvq.evals.report.plot import (
+    attention_plot,
+    difficulty_plot,
+    divergence_plot,
+    generation_plot,
+    needle_plot,
+    perplexity_figure,
+)
+from kvq.evals.report.sections import outcomes, sections
+from kvq.models.check.verdict import HARMLESS_CHANGE, HARMLESS_KL, verdict
+from kvq.sizes import binary
+
+_PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its plot, drawn above the table
+    "kl": divergence_plot,
+    "by_difficulty": difficulty_plot,
+    "attention": attention_plot,
+    "generation": generation_plot,
+    "needle": needle_plot,
+}
+
+
+_HOW_TO_READ = (
+    "<h2>How to read this</h2><p>Bits per element count codes and scales; bytes per token are what the pool "
+    "allocates, padding included. The change in perplexity, the KL divergence (nats per token) and the share "
+    "of tokens with the same likeliest successor are against the first unquantized format of the table. "
+    "Other models lose more or less: measure your own with <code>kvq perplexity --model PATH</code>.</p>"
+)
+_TOOK: Columns = {
+    "names": ("evaluation", ", ".join),
+    "seconds": ("seconds", ",.1f"),
+    "peak_bytes": ("peak memory", binary),
+    "grown_bytes": ("grown by", binary),
+    "device_peak_bytes": ("on the GPU", binary),
+}
+
+
+def write_report(path: str | Path, result: dict[str, Any], samples: dict[str, str] | None = None) -> None:
+    """Write the page. `samples` maps KV format names to texts generated from one prompt."""
+    fileio.write_text(path, render(result, samples or {}))
+
+
+def render(result: dict[str, Any], samples: dict[str, str]) -> str:
+    """Return the page's HTML. `result`: the JSON of either command; only that of `kvq eval` has tasks."""
+    rows = result["rows"]
+    is_eval = "tasks" in result
+    cautions = result.get("cautions", [])
+    ended = [(ok, line) for ok, line in outcomes(result) if line not in cautions]
+    first = rows[0]
+    measured = f", {first['tokens']:,} predicted tokens" if "tokens" in first else ""
+    documents = f", {first['documents']} documents" if "documents" in first else ""
+    drawn = ""
+    if "resamples" in result:
+        drawn = f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
+    parts = [
+        f"<h1>What KV formats save and cost: {escape(result['model'])}</h1>",
+        *(f'<p class="bad"><b>Mind: {escape(line)}.</b></p>' for line in cautions),
+        "" if cautions else _verdicts(rows) if is_eval else f"<p>{_summary(rows, result['context'])}</p>",
+        f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
+        f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
+        f"every token went through kvq's own write-then-read path: quantized into "
+        f"blocks first, attended from there.{drawn}</p>",
+        *(f'<p class="{"good" if ok else "bad"}">{escape(line)}</p>' for ok, line in ended),
+        "" if is_eval else drawing(perplexity_figure, result),
+        *_sections(result),
+        _samples(samples),
+        "<h2>What it took</h2>" + html_table(*table(result["tasks"], _TOOK)) if is_eval else _HOW_TO_READ,
+        origin(result),
+        f'<p class="small">Text SHA-256 {escape(result["text_digest"])}. Model digest '
+        f"{escape(result['model_digest'])}.</p>",
+    ]
+    return page(f"kvq: {result['model']}", parts)
+
+
+def _sections(result: dict[str, Any]) -> list[str]:
+    """The tables, some of them under a plot."""
+    parts = []
+    for section in sections(result):
+        parts.append(f"<h2>{escape(section.title)}</h2>")
+        if section.key in _PLOTS:
+            parts.append(drawing(_PLOTS[section.key], result.get(section.key, result["rows"])))
+        parts.append(html_table(section.heads, section.cells))
+        parts.append(f'<p class="small">{escape(section.note)}</p>' if section.note else "")
+    return parts
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory: "
+        f"{escape(row['verdict'])}</li>"
+        for row in rows
+        if row.get("verdict", "baseline") != "baseline"
+    ]
+    return f"<ul>{''.join(lines)}</ul>" if lines else ""
+
+
+def _summary(rows: list[dict[str, Any]], context: int) -> str:
+    """The harmless format that saves most, in a sentence."""
+    measured = [r for r in rows if r["instrument"] != "window"]
+    harmless = [r for r in measured if verdict(r["kl_mean"], r["perplexity_change"]) == "harmless"]
+    best = min(harmless, key=lambda r: (r["kv_bytes_per_token"], r["kl_mean"]))  # the baseline is one
+    means = f"is harmless: mean KL below {HARMLESS_KL:g} and perplexity up by less than {HARMLESS_CHANGE:.0%}"
+    windows = rows[0]["tokens"] // (context - 1)
+    few = f" Windows: {windows}, too few to be sure." if windows < FEWEST_DOCUMENTS else ""
+    if best is rows[0]:
+        return f"Of the formats measured, none smaller than {escape(best['kv'])} {means}.{few}"
+    return (
+        f"Of the formats measured, <b>{escape(best['kv'])}</b> is the smallest that {means}. "
+        f"{best['compression']:.2f} times as many tokens fit into the same memory as with bf16; mean KL "
+        f"{best['kl_mean']:.3g}, {best['top1_agreement']:.1%} the same top token, perplexity "
+        f"{best['perplexity_change']:+.2%}.{few}"
+    )
+
+
+def _samples(samples: dict[str, str]) -> str:
+    if not samples:
+        return ""
+    boxes = "".join(
+        f"<div><b>{escape(kv)}</b><pre>{escape(text)}</pre></div>" for kv, text in samples.items()
+    )
+    return (
+        "<h2>The same prompt, two caches</h2><p>Sampled with the same random numbers. This is a very small "
+        f"model: read for differences between the columns, not for sense.</p>"
+        f'<div class="pair">{boxes}</div>'
+    )

@@ -1,0 +1,260 @@
+"""The tables of an evaluation, as text cells: the same for the terminal and for the page."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import Any
+
+from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
+from kvq.evals.report.columns import Columns, sizes, span, table
+from kvq.evals.report.gates import changes
+from kvq.models.check.verdict import told_check
+
+Row = dict[str, Any]
+_KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one
+MOST = 0.5  # of the keys; where more are exact, a format is measured less than what it leaves alone
+_RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
+_KV: Columns = {"kv": ("kv", "")}
+_SECONDS: Columns = {"seconds": ("seconds", ".1f")}
+_PERPLEXITY: Columns = {"perplexity": ("perplexity", ".3f"), "perplexity_change": ("change", "+.3%")}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One table under a title."""
+
+    key: str
+    title: str
+    heads: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def sections(result: dict[str, Any]) -> Iterator[Section]:
+    """Every table that a result of `kvq eval` has figures for; the one of `kvq perplexity`."""
+    rows: list[Row] = result["rows"]
+    if "tasks" not in result:
+        yield _plain_perplexity(rows)
+        return
+    if "perplexity" in rows[0]:
+        yield _perplexity(rows, has_verdict=not result.get("cautions"))
+        yield _divergence(rows)
+        yield _by_depth(rows)
+        if rows[0]["by_difficulty"]:
+            yield _by_difficulty(rows)
+    else:
+        yield _section("sizes", "What is stored", rows, {**_KV, **sizes(rows)})
+    for key in row_keys(result):
+        if key in _SECTIONS:
+            yield _SECTIONS[key](result[key])
+        elif key != "rows":
+            yield _other(key, result[key])
+
+
+def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """How the check of the instrument, the tasks and the gates ended, and what is mostly exact: whether well,
+    and in words."""
+    for name, reason in result.get("void", {}).items():
+        yield False, f"{name} is VOID: {reason}"
+    if check := result.get("instrument"):
+        yield check["passed"], told_check(check)
+    for row in result["rows"]:
+        if row.get("exact_keys", 0) > MOST:
+            yield False, f"mind: {told(row['kv'], row['exact_keys'], result['context'])}"
+    for gate in result.get("gates", []):
+        if gate["passed"]:
+            yield True, f"gate {gate['gate']}: passed"
+        for failure in gate["failures"]:
+            yield False, f"gate {gate['gate']}: FAILED by {failure['told']}"
+
+
+def told(kv: str, share: float, tokens: int) -> str:
+    """In words, that a share of the keys was exact in sequences of so many tokens."""
+    percent = f"{floor(1000 * share) / 10:g}%"  # 100% is all
+    return (
+        f"with {kv}, {percent} of the keys that queries see in {tokens:,} tokens are exact: its figures are "
+        f"more of those than of its formats"
+    )
+
+
+def row_keys(result: Mapping[str, Any]) -> list[str]:
+    """The keys of a result under which its tasks have put their rows."""
+    keys = [str(task["key"]) for task in result.get("tasks", [])]
+    return [part for key in keys for part in _KEYS.get(key, (key,))]
+
+
+def depth_name(row: Row) -> str:
+    """A bucket of context depth."""
+    return f"{row['first_depth']}-{row['last_depth']}"
+
+
+def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: str = "") -> Section:
+    return Section(key, title, *table(rows, columns), note)
+
+
+def _plain_perplexity(rows: list[Row]) -> Section:
+    cut = "{kv}, {attention_window}-token window"
+    named = [row | {"kv": cut.format_map(row)} if row["attention_window"] else row for row in rows]
+    columns = {
+        **_KV,
+        **sizes(rows),
+        **_PERPLEXITY,
+        "kl_mean": ("KL mean", ".6f"),
+        "kl_p999": ("KL 99.9%", ".4f"),
+        "top1_agreement": ("top-1", ".2%"),
+        **_SECONDS,
+    }
+    return _section("perplexity", "All figures", named, columns)
+
+
+def _perplexity(rows: list[Row], *, has_verdict: bool) -> Section:
+    says: Columns = {"verdict": ("what that says", "")} if has_verdict else {}
+    columns = {**_KV, **sizes(rows), **_PERPLEXITY, **says, **_SECONDS}
+    return _section("perplexity", "Perplexity", rows, columns)
+
+
+def _divergence(rows: list[Row]) -> Section:
+    columns = {
+        **_KV,
+        "kl_mean": ("KL mean", ".6f"),
+        "intervals.kl_mean": ("95%", span(".6f")),
+        "kl_median": ("median", ".6f"),
+        "kl_p99": ("99%", ".4f"),
+        "kl_p999": ("99.9%", ".4f"),
+        "top1_agreement": ("top-1", ".2%"),
+        "intervals.top1_agreement": ("95%", span(".2%")),
+        "top5_agreement": ("top-5", ".2%"),
+    }
+    note = (
+        "KL divergence in nats per token. Top-1: share of tokens with the same likeliest successor; "
+        "top-5: share of the five likeliest that are among this format's five."
+    )
+    return _section("kl", f"Divergence from {rows[0]['kv']}", rows, columns, note)
+
+
+def _by_depth(rows: list[Row]) -> Section:
+    cell = "{0[kl_mean]:.5f}, {0[top1_agreement]:.1%}".format
+    buckets = {f"by_depth.{i}": (depth_name(one), cell) for i, one in enumerate(rows[0]["by_depth"])}
+    note = "Mean KL and top-1 agreement of tokens that were predicted from so many tokens."
+    return _section("by_depth", "By context depth", rows, {**_KV, **buckets}, note)
+
+
+def _by_difficulty(rows: list[Row]) -> Section:
+    parts = rows[0]["by_difficulty"]
+    columns = dict(_KV)
+    for i, part in enumerate(parts):
+        name = {1: "easiest quarter", 4: "hardest quarter"}.get(part["quarter"], f"quarter {part['quarter']}")
+        columns[f"by_difficulty.{i}"] = (f"{name}, {part['documents']} documents", _quarter)
+    few = (
+        f"; a quarter of fewer than {FEWEST_DOCUMENTS} documents has none: give more text, or a shorter "
+        f"--context."
+    )
+    note = (
+        "Change of perplexity, with its 95% interval, over quarters of the documents by the baseline's "
+        "loss on them" + ("." if parts[0]["intervals"]["kl_mean"] else few)
+    )
+    return _section("by_difficulty", "By difficulty", rows, columns, note)
+
+
+def _quarter(part: Row) -> str:
+    bounds = part["intervals"]["perplexity_change"]
+    return f"{part['perplexity_change']:+.2%} ({span('+.2%')(bounds) if bounds else '-'})"
+
+
+def _generation(rows: list[Row]) -> Section:
+    columns = {
+        **_KV,
+        "same_tokens_mean": ("same tokens, mean", ".1f"),
+        "intervals.same_tokens_mean": ("95%", span(".1f")),
+        "same_tokens_median": ("median", ".0f"),
+        "identical": ("identical", ".1%"),
+        "intervals.identical": ("95%", span(".1%")),
+        **_SECONDS,
+    }
+    first = rows[0]
+    note = (
+        f"Tokens until the first that differs from {first['kv']}, of {first['new_tokens']} after each "
+        f"of {first['prompts']} prompts."
+    )
+    return _section("generation", "Greedy generation", rows, columns, note)
+
+
+def _attention(rows: list[Row]) -> Section:
+    cell = "{error_mean:.4f} ({k_error_mean:.4f}, {v_error_mean:.4f})".format_map
+    heads, cells = _crossed(rows, lambda row: (str(row["layer"]),), "kv", cell)
+    note = "Mean |a - b| / |b| against unquantized KV on the same inputs (K alone quantized, V alone)."
+    return Section("attention", "Error of the attention output, by layer", ("layer", *heads), cells, note)
+
+
+def _needle_summary(rows: list[Row]) -> Section:
+    columns = {
+        **_KV,
+        "retrieved": ("retrieved", ".1%"),
+        "bounds": ("95%", span(".1%")),
+        "token_accuracy": ("tokens right", ".1%"),
+        "trials": ("trials", ",d"),
+        **_SECONDS,
+    }
+    bounded = [row | {"bounds": (row["retrieved_low"], row["retrieved_high"])} for row in rows]
+    note = "Answers with every token right, over all lengths and depths; Wilson's interval."
+    return _section("needle_summary", "Needle in a haystack", bounded, columns, note)
+
+
+def _needle(rows: list[Row]) -> Section:
+    rows = sorted(rows, key=lambda row: row["depth"])  # stable
+    heads, cells = _crossed(
+        rows, lambda row: (row["kv"], f"{row['length']:,}"), "depth", "{retrieved:.0%}".format_map
+    )
+    heads = ["kv", "length", *(f"{depth:.0%}" for depth in heads)]
+    note = "Length in tokens, answer included. Depth: share of the text that stands before the needle."
+    return Section("needle", "Retrieved, by length and depth", heads, cells, note)
+
+
+def _lm_eval(rows: list[Row]) -> Section:
+    first = rows[0]["kv"]
+
+    def line(row: Row) -> tuple[str, ...]:
+        sign = {True: " \u2191", False: " \u2193"}.get(row["higher_is_better"], "")
+        return row["task"], row["metric"] + sign, row["filter"], f"{row['samples']:,}"
+
+    def cell(row: Row) -> str:
+        if row["value"] is None:
+            return "not a number"
+        error = "" if row["stderr"] is None else f" \u00b1 {row['stderr']:.4f}"
+        change = "" if row["change"] is None or row["kv"] == first else f" ({row['change']:+.4f})"
+        return f"{row['value']:.4f}{error}{change}"
+
+    changed = [row | {"change": change} for row, change in zip(rows, changes(rows), strict=True)]
+    heads, cells = _crossed(changed, line, "kv", cell)
+    note = f"Value, its standard error, and the change from {first}. An arrow says where better is."
+    return Section("lm_eval", "lm-eval", ("task", "metric", "filter", "samples", *heads), cells, note)
+
+
+def _crossed(
+    rows: list[Row], line: Callable[[Row], tuple[str, ...]], across: str, cell: Callable[[Row], str]
+) -> tuple[list[Any], list[list[str]]]:
+    """The values of a key as columns, and lines of cells by what tells them apart; a dash for no row."""
+    heads = list(dict.fromkeys(row[across] for row in rows))
+    lines: dict[tuple[str, ...], dict[Any, str]] = {}
+    for row in rows:
+        lines.setdefault(line(row), {})[row[across]] = cell(row)
+    return heads, [[*names, *(cells.get(head, "-") for head in heads)] for names, cells in lines.items()]
+
+
+def _other(key: str, rows: list[Row]) -> Section:
+    """A table of whatever the rows of a task hold."""
+    columns = {name: (name, _plain) for name in rows[0] if name not in _RUN_KEYS}
+    return _section(key, key.replace("_", "-"), rows, columns)
+
+
+def _plain(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_SECTIONS: dict[str, Callable[[list[Row]], Section]] = {
+    "generation": _generation,
+    "attention": _attention,
+    "needle_summary": _needle_summary,
+    "needle": _needle,
+    "lm_eval": _lm_eval,
+}

@@ -1,0 +1,1 @@
+"""Admission: bodies and prompts of requests, limits of rate and concurrency, and metrics."""

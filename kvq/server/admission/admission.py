@@ -1,0 +1,268 @@
+"""Who is let in: what the pools and the queue can bear, decided before any work is done."""
+
+import random
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import ceil
+from time import monotonic
+
+from kvq.engine import SamplingParams
+from kvq.errors import RequestError
+from kvq.scheduler import Request, resolve_max_tokens, worst_case
+from kvq.server.admission.concurrency import FirstTokens, Seating, Seats
+from kvq.server.admission.prompts import Prompts
+from kvq.server.admission.rate_limits import Tenant, TenantLimits
+from kvq.server.engine.messages import Ready
+from kvq.server.engine.remote import Remote
+from kvq.server.http.problems import Problem, unavailable
+
+_MAX_RETRY_S = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionConfig:
+    """How much may wait. Load is the largest of the four shares of what waits in what may."""
+
+    max_queue: int = 1024  # requests without a seat at the engine
+    max_queued_tokens: int = 1 << 20  # of prompts without their first token
+    max_wait_s: float = 30.0  # for the first token, as lately observed
+    max_overcommit: float = 16.0  # worst-case blocks of all requests / blocks of the pool
+    # Of any share but the first, which is no estimate: from here on some requests are refused, at random,
+    # that would have to wait for a seat.
+    shed_above: float = 0.8
+    max_kv_pressure: float = 0.95  # live blocks / blocks
+
+
+@dataclass(slots=True, eq=False)
+class Queued:
+    """One prompt at the engine, and what it may need in the end."""
+
+    prompt_tokens: int
+    share: float  # worst-case blocks / blocks of the pool
+    seats: Seats  # of its request
+    left: int  # of its sequences, those that have not ended
+    tells: bool  # of its first token as it comes; of several results the best are known at the end
+    has_started: bool = False
+
+
+class Admission:
+    """Counts what waits and what runs, and refuses what is too much.
+
+    400: can never fit. 429: the tenant's own limit. 503: the server's, with the seconds to wait.
+    """
+
+    def __init__(
+        self,
+        config: AdmissionConfig | None = None,
+        limits: TenantLimits | None = None,
+        *,
+        engine: Remote,
+        prompts: Prompts,
+        clock: Callable[[], float] = monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.config = config or AdmissionConfig()
+        self._limits = limits or TenantLimits()
+        self._clock = clock
+        self._chance = chance
+        self._first_tokens = FirstTokens(clock)
+        self._tenants: defaultdict[str, Tenant] = defaultdict(lambda: Tenant(self._limits, clock))
+        self._seating = Seating(lambda: engine.num_seats)
+        self._queued: set[Queued] = set()
+        self._waiting_tokens = 0
+        self._overcommit = 0.0
+        self._engine = engine
+        self._prompts = prompts
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat at the engine; without blocks, if those are what is short."""
+        gauges = self._engine.gauges
+        return max(self._seating.num_waiting, 0 if gauges is None else gauges.held_up)
+
+    @property
+    def expected_wait_s(self) -> float:
+        """What a new request would wait for its first token; 0 where too little is known."""
+        per_s = self._first_tokens.per_s()
+        return 0.0 if per_s is None else (self._prompts.num_waiting + self._first_tokens.num_awaited) / per_s
+
+    @property
+    def kv_pressure(self) -> float:
+        """Live blocks / blocks of the fullest pool; staging areas, which have room for who runs, aside."""
+        gauges, info = self._engine.gauges, self._engine.info
+        pools = [] if gauges is None else gauges.pools
+        staging = [] if info is None else info.is_staging
+        counted = (pool for pool, aside in zip_longest(pools, staging) if not aside)
+        return max((pool.live / pool.total for pool in counted), default=0.0)
+
+    @property
+    def load(self) -> float:
+        """0 idle, 1 full."""
+        return max(self.num_waiting / self.config.max_queue, *self._estimates())
+
+    def check(self, tenant: str) -> None:
+        """Whether a request of a tenant is refused in any case; asked before its body is read.
+
+        Raises:
+            Problem: 429 or 503, with the seconds after which another try may succeed.
+        """
+        self._tenants[tenant].check()
+        self._check_bounds()
+
+    def check_aside(self, tenant: str) -> None:
+        """Raise Problem, with 429, if a tenant has sent too much; asked before a body is read."""
+        self._tenants[tenant].check_rates()
+
+    def charge_refused(self, tenant: str) -> None:
+        """Count a request that was refused for what it is, and so was never admitted."""
+        self._tenants[tenant].charge_request()
+
+    @contextmanager
+    def enter(self, tenant: str, seats: Seats) -> Iterator[None]:
+        """One request of a tenant and the seats that it needs, from its arrival to its end.
+
+        Raises:
+            Problem: 400 if the tenant may never have so many, 429 or 503, with the seconds to wait.
+        """
+        who, sequences = self._tenants[tenant], seats.coming
+        who.check(sequences)
+        self._check_bounds()
+        if not self._seating.has_room(seats):
+            self._shed()
+        self._seating.enter(seats)
+        try:
+            with who.active(sequences):
+                yield
+        finally:
+            self._seating.leave(seats)
+
+    @contextmanager
+    def enter_aside(self, tenant: str) -> Iterator[None]:
+        """One request of a tenant that the engine does not see.
+
+        Raises:
+            Problem: 429, with the seconds to wait.
+        """
+        who = self._tenants[tenant]
+        who.check()
+        with who.active():
+            yield
+
+    @contextmanager
+    def queue(self, tokens: list[int], params: SamplingParams, info: Ready, seats: Seats) -> Iterator[Queued]:
+        """One prompt of a request at the engine, from now to its end.
+
+        Raises:
+            Problem: 400 if it can never fit, 503 if too much waits already.
+        """
+        entry = Queued(
+            prompt_tokens=len(tokens),
+            share=check_fits(tokens, params, info),
+            seats=seats,
+            left=params.num_sequences,
+            tells=params.best_of is None,
+        )
+        self._check_room(entry.prompt_tokens, entry.share)
+        self._queued.add(entry)
+        self._waiting_tokens += entry.prompt_tokens
+        self._overcommit += entry.share
+        if entry.tells:
+            self._first_tokens.await_one()
+        try:
+            yield entry
+        finally:
+            self.ended(entry)
+
+    def started(self, entry: Queued) -> None:
+        """It has its first token."""
+        if not entry.has_started:
+            self._seating.begin(entry.seats, entry.left)
+            self._wait_no_more(entry, started=True)
+
+    def ended_one(self, entry: Queued) -> None:
+        """One of its sequences ended."""
+        self._end(entry, min(1, entry.left))
+
+    def ended(self, entry: Queued) -> None:
+        """All of it ended, maybe before its reader knows; told again, nothing happens."""
+        self._end(entry, entry.left)
+        if not entry.has_started:
+            self._wait_no_more(entry, started=False)
+        if entry in self._queued:
+            self._queued.remove(entry)
+            self._overcommit = self._overcommit - entry.share if self._queued else 0.0
+
+    def _wait_no_more(self, entry: Queued, *, started: bool) -> None:
+        entry.has_started = True
+        self._waiting_tokens -= entry.prompt_tokens
+        if entry.tells:
+            self._first_tokens.leave(started=started)
+
+    def _end(self, entry: Queued, count: int) -> None:
+        entry.left -= count
+        self._seating.end(entry.seats, count, begun=entry.has_started)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count what a tenant's request used."""
+        if tenant in self._tenants:
+            self._tenants[tenant].charge(tokens)
+
+    def _estimates(self) -> list[float]:
+        """What those at hand may still take, as shares of what they may."""
+        config = self.config
+        shares = [self._waiting_tokens / config.max_queued_tokens, self.expected_wait_s / config.max_wait_s]
+        return [*shares, self._overcommit / config.max_overcommit] if self.num_waiting else shares
+
+    def _check_bounds(self) -> None:
+        pressure, waiting, config = self.kv_pressure, self.num_waiting, self.config
+        if pressure > config.max_kv_pressure:
+            raise self._overloaded(f"{pressure:.0%} of the KV pool are in use")
+        if waiting >= config.max_queue:
+            raise self._overloaded(f"{waiting} requests wait already")
+        if (wait_s := self.expected_wait_s) >= config.max_wait_s:
+            raise self._overloaded(f"a first token takes about {wait_s:.0f} s now")
+        self._check_room(0, 0.0)
+
+    def _check_room(self, tokens: int, share: float) -> None:
+        """Whether so many prompt tokens more may wait, and a pool's share be promised."""
+        if not self._queued:  # alone, whatever fits is served
+            return
+        if self._waiting_tokens + tokens > self.config.max_queued_tokens:
+            raise self._overloaded(f"{self._waiting_tokens} prompt tokens wait already")
+        if self._overcommit + share > self.config.max_overcommit:
+            raise self._overloaded("the requests at hand may need all that the pool can promise")
+
+    def _shed(self) -> None:
+        load, start = max(self._estimates()), self.config.shed_above
+        if load > start and self._chance() < (load - start) / (1 - start):
+            raise self._overloaded(f"what waits is {load:.0%} of what may")
+
+    def _overloaded(self, message: str) -> Problem:
+        wait_s = min(max(1, ceil(self.expected_wait_s)), _MAX_RETRY_S)
+        return unavailable(f"the server is overloaded: {message}; try again later", retry_after_s=wait_s)
+
+
+def check_fits(tokens: list[int], params: SamplingParams, info: Ready) -> float:
+    """The worst-case blocks of a prompt / blocks of the pool where they are scarcest.
+
+    Raises:
+        Problem: with 400, it can never fit.
+    """
+    request = Request(
+        id="",
+        tokens=array("I", tokens),
+        max_tokens=params.max_tokens,
+        most_tokens=params.most_tokens,
+        num_branches=params.num_sequences,
+    )
+    try:
+        most = resolve_max_tokens(request, info.shape, info.scheduler)
+    except RequestError as error:
+        is_long = len(tokens) + (params.max_tokens or 1) > info.max_context
+        raise Problem(400, str(error), code="context_length_exceeded" if is_long else None) from error
+    need = worst_case(request, most, info.shape, info.scheduler.max_num_batched_tokens)
+    return max(blocks / total for blocks, total in zip(need, info.shape.num_blocks, strict=True))

@@ -1,0 +1,355 @@
+"""What clients send, as OpenAI and the field's servers define it; every field has its bounds.
+
+Fields that nobody here knows are ignored, as other servers do, and named in the answer's head. `LABELS` and
+`USUAL` are others' fields that ask for nothing.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from kvq.engine.params import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_SALT,
+    MAX_SAMPLES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+)
+from kvq.server.http.body_errors import content_of
+from kvq.server.http.ignored import Body, check_usual
+from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
+from kvq.strict_json import check_value
+
+MAX_PROMPTS = 64  # of one completions request
+MAX_MESSAGES = 2048
+MAX_TOOLS = 128
+_MAX_CALLS = 128  # of one message
+_CallId = Annotated[str, Field(max_length=256)]
+_FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # many: no call of Python for each
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
+_Name = Annotated[str, Field(max_length=1024)]
+_Penalty = Annotated[Real, Field(ge=-100, le=100)]
+_Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
+_TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as elsewhere
+_Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
+_Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
+# Prefixes are shared only with requests of the same key that name the same.
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Biased = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a token id, in one spelling only
+# Of `apply_chat_template`: what would replace the template or the messages, or change what comes back.
+_RESERVED = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "self"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "continue_final_message", "conversations"),
+    )
+)
+
+
+_NULL = {"type": "null"}
+
+
+def _few(given: Any) -> Any:
+    """Before each of a million entries is found wrong."""
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens can be biased")
+    return given
+
+
+_Choices = Annotated[list[LongText], Field(min_length=1, max_length=1024)]
+_Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
+
+
+class StreamOptions(Body):
+    """Of a streamed answer."""
+
+    USUAL: ClassVar = {"include_obfuscation": False}
+    include_usage: Flag = False
+    _is_usual = model_validator(mode="before")(check_usual)
+
+
+class JsonSchema(Body):
+    """A named schema; the name is for the reader only."""
+
+    LABELS: ClassVar = frozenset(("description",))
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: _Name = ""
+    definition: JsonObject = Field(alias="schema")
+    strict: Flag | None = None  # it always is
+
+
+class ResponseFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema")
+        return self
+
+
+class StructuredOutputs(Body):
+    """The same constraints as the `guided_*` fields, as vLLM has them now."""
+
+    model_config = ConfigDict(extra="forbid")  # a constraint that is passed over is none
+
+    definition: JsonObject | LongText | None = Field(default=None, alias="json")
+    regex: LongText | None = None
+    choice: _Choices | None = None
+    grammar: LongText | None = None
+    json_object: Flag | None = None
+
+
+def _says_null(schema: dict[str, Any]) -> None:
+    """Let the document tell that a field which may be left out may be null."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            if "anyOf" not in field:
+                field["anyOf"] = [
+                    {key: field.pop(key) for key in [*field] if key not in ("title", "default")}
+                ]
+            if _NULL not in field["anyOf"]:
+                field["anyOf"].append(_NULL)
+
+
+class Common(Body):
+    """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
+
+    model_config = ConfigDict(json_schema_extra=_says_null)
+
+    LABELS: ClassVar = frozenset(
+        (
+            *("user", "metadata", "store", "safety_identifier"),
+            # Prefixes are cached anyway
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        )
+    )
+    model: _Name | None = None
+    temperature: Annotated[Real, Field(ge=0, le=10)] = 1.0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    n: _Samples = 1
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: _Biases | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
+    response_format: ResponseFormat | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    priority: Literal["interactive", "batch"] | None = None
+    cache_salt: CacheSalt | None = None
+    # The engine's own
+    top_k: _TopK | None = None
+    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
+    min_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] = 0
+    ignore_eos: Flag = False
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = Field([])
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
+    guided_json: JsonObject | LongText | None = None  # or its text
+    guided_regex: LongText | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: LongText | None = None
+    structured_outputs: StructuredOutputs | None = None
+    watermark: Flag | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+def _kind_of_prompt(given: Any) -> str | None:
+    """By the first item, so that others than it are wrong, and not the list."""
+    if isinstance(given, list):
+        first = given[0] if given else None
+        return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+    return "text" if isinstance(given, str) else None
+
+
+_Prompts = Annotated[
+    Annotated[LongText, Tag("text")]
+    | Annotated[_TokenIds, Tag("ids")]
+    | Annotated[list[LongText], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a text, token ids, or a list of these",
+    ),
+]
+
+
+class CompletionBody(Common):
+    """`POST /v1/completions`."""
+
+    prompt: _Prompts
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = 16
+    best_of: _Samples | None = None
+    logprobs: _Logprobs | None = None
+    echo: Flag = False
+    suffix: LongText | None = None
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
+    type: Literal["text"]
+    text: LongText
+
+
+_Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
+
+
+class FunctionBody(Body):
+    """A function that the model may call."""
+
+    name: _FunctionName
+    description: Annotated[str, Field(max_length=1 << 16)] | None = None
+    parameters: Annotated[JsonObject, Field(max_length=256)] | None = None  # JSON schema
+    strict: Flag | None = Field(default=None, exclude=True)  # forced calls always are; no template asks
+
+    @field_validator("parameters")
+    @classmethod
+    def _are_of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and schema.get("type", "object") != "object":
+            raise ValueError('arguments are an object: the schema\'s type has to be "object"')
+        return schema
+
+
+class ToolBody(Body):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class _ChosenFunction(Body):
+    """Its name."""
+
+    name: _FunctionName
+
+
+class ToolChoiceBody(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: _ChosenFunction
+
+
+class CalledFunction(Body):
+    """What was called, with the arguments' JSON text."""
+
+    LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
+    name: _CallId
+    arguments: LongText = ""
+
+
+class ToolCallBody(Body):
+    """A call that an assistant's message made."""
+
+    LABELS: ClassVar = frozenset(("index",))  # of its place in the stream that it was read from
+    id: _CallId | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+_Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)]
+_ToolCalls = Annotated[list[ToolCallBody], Field(max_length=_MAX_CALLS)]
+_ToolChoices = Literal["none", "auto", "required"] | ToolChoiceBody
+
+
+class ChatMessage(Body):
+    """One turn; whatever else it holds is for the model's template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    content: Annotated[LongText | _Parts | None, BeforeValidator(content_of("part", ("text",)))] = None
+    tool_calls: _ToolCalls | None = None
+    tool_call_id: _CallId | None = None
+
+    @model_validator(mode="after")
+    def _holds_what_can_be_passed_on(self) -> "ChatMessage":
+        extra = self.model_extra or {}
+        check_value(extra)
+        if extra.get("function_call") is not None:
+            raise ValueError("function_call is not supported; use tool_calls")
+        refusal = extra.get("refusal")  # in place of a content, as OpenAI has it
+        if self.role == "assistant" and self.content is None and isinstance(refusal, str):
+            self.content = refusal
+        return self
+
+
+def plain_text(message: ChatMessage) -> str:
+    """A turn's content as one text."""
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ChatBody(Common):
+    """`POST /v1/chat/completions`."""
+
+    LABELS: ClassVar = Common.LABELS | {"prediction"}  # which would make the same answer come sooner
+    USUAL: ClassVar = {"modalities": ["text"], "verbosity": "medium"}
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    logprobs: Flag = False
+    top_logprobs: _Logprobs | None = None
+    tools: _Tools | None = None
+    tool_choice: _ToolChoices | None = None
+    parallel_tool_calls: Flag = True
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
+    reasoning_effort: _Name | None = None  # for the chat template, if it reads it
+
+    _is_usual = model_validator(mode="before")(check_usual)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _uses_tools(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (data.get("functions") or data.get("function_call")):
+            raise ValueError("functions are not supported; use tools")
+        return data
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_the_templates_own(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if reserved := sorted(_RESERVED & (given or {}).keys()):
+            raise ValueError(f"{', '.join(reserved)} can't be given here; see the request's own fields")
+        return given
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a prompt, or a chat."""
+
+    model: _Name | None = None
+    prompt: LongText | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: Flag = True
+    add_generation_prompt: Flag = True
+
+    @model_validator(mode="after")
+    def _has_one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: _Name | None = None
+    tokens: Annotated[list[_TokenId], Field(max_length=1 << 20, fail_fast=True)]

@@ -1,0 +1,92 @@
+"""How a server is reached, what it serves, and what it bears."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError
+from kvq.fileio import check_secret
+from kvq.server.admission.admission import AdmissionConfig
+from kvq.server.admission.rate_limits import TenantLimits
+from kvq.server.http.credentials import Access, Tls
+from kvq.server.http.guard import LOOPBACK
+from kvq.server.http.logs import LogConfig
+from kvq.server.kv_events.config import EventsConfig
+from kvq.server.tools.registry import find_format
+from kvq.server.tools.thoughts import check_name
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """Everything `kvq serve` is told; bounds of single numbers are checked there."""
+
+    model: str | Path = "tiny"
+    kv: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | tuple[str, ...] | None = None  # the first of several is that of answers
+    access: Access = field(default_factory=Access)
+    read_access: Callable[[], Access] | None = None  # the same by what its files hold then
+    tls: Tls | None = None
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    tenants: TenantLimits = field(default_factory=TenantLimits)
+    log: LogConfig = field(default_factory=LogConfig)
+    max_connections: int = 4096  # as far as the limit of open files allows
+    max_connections_per_address: int | None = None  # None: half of all
+    max_restarts: int = 5  # of the engine within ten minutes
+    kv_events: EventsConfig | None = None
+    metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
+    grace_s: float = 30.0  # for running requests after SIGTERM
+    timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
+    chat_template: str | None = None  # its text, instead of the model's
+    tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
+    reasoning_parser: str = "auto"  # by the chat template or the tokenizer; "none"; or the name of markers
+    strict_requests: bool = False  # refuse unknown fields instead of ignoring them
+    generation_config: str = "auto"  # whose sampling fills what requests leave out; see `read_defaults`
+    # Where control tokens count as such that clients spell; in chats those of users, tools and documents
+    trusts_chats: bool = False
+    trusts_completions: bool = True
+    engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
+
+    def __post_init__(self) -> None:
+        if self.host not in LOCAL and not self.access.api_keys:
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines: give --api-key-file or "
+                f"KVQ_API_KEY, or stay on 127.0.0.1"
+            )
+        if self.served_model_name == "" or "" in tuple(self.served_model_name or ()):
+            raise ConfigError(
+                "--served-model-name is empty; leave it out for the last part of the model's path"
+            )
+        find_format(self.tool_call_parser, "")
+        check_name(self.reasoning_parser)
+
+
+def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
+    """Host headers that are answered: those given and loopback's; any, if none is given beyond loopback.
+
+    On loopback a web page could otherwise reach the server under a name of its own.
+    """
+    if not given and host not in LOCAL:
+        return None
+    return frozenset({name.lower() for name in given} | set(LOOPBACK))
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """API keys from a file, one a line, in its order; what begins with # is a comment.
+
+    Raises:
+        ConfigError: no such file, no key in it, or others may read it (`check_secret`).
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
+        keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    if not keys:
+        raise ConfigError(f"{path} holds no API key; write one a line")
+    check_secret(path)
+    return keys

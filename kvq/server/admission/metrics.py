@@ -1,0 +1,223 @@
+"""What Prometheus scrapes at `/metrics`, and where its values come from when somebody asks."""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvq.server.admission.metric_names import ALL_NAMES, Names
+from kvq.server.engine.messages import Ended, Gauges, Ready, Stepped
+from kvq.server.engine.remote import Remote, State
+from kvq.server.engine.residency import BOUNDS_S, BlockTimes
+from kvq.version import __version__
+
+Value = float | Mapping[tuple[str, ...], float]  # one, or by the values of labels
+_OF_GAUGES = (
+    *("preemptions", "prompt_tokens", "cached_tokens"),
+    *("generated_tokens", "evictions", "refused_pins"),
+    *("drafts", "drafted_tokens", "accepted_tokens"),
+    *("kv_events", "dropped_kv_events"),
+)
+_OF_RECEIPTS = ("recomputed_tokens", "swapped_blocks")
+_OF_POOLS = ("free", "cached", "live")
+_IGNORED = ("refused", "unknown", "label")  # there from the start, so that rates are too
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Source:
+    """The engine as its last step left it, and totals since the server's start: those never fall."""
+
+    def __init__(self, model: str, remote: Remote) -> None:
+        """`model`: as clients name it."""
+        self.model = model
+        self.block_times = BlockTimes()
+        self._remote = remote
+        # Of the engine's lives that ended; of receipts, all
+        self._before: collections.Counter[str] = collections.Counter()
+        self._now: dict[str, int] = {}  # of its present one
+        self._life = 0
+
+    def take(self, stepped: Stepped) -> None:
+        """Add what a step counted."""
+        if self._life != self._remote.num_restarts:
+            self._before.update(self._now)
+            self._life = self._remote.num_restarts
+        self._now = {name: getattr(stepped.gauges, name) for name in _OF_GAUGES}
+        for ended in stepped.ended:
+            if ended.receipt is not None:
+                for name in _OF_RECEIPTS:
+                    self._before[name] += getattr(ended.receipt, name)
+        if stepped.block_times is not None:
+            self.block_times.add(stepped.block_times)
+
+    def total(self, name: str) -> int:
+        """The engine's `restarts`, or of what is counted in gauges and receipts."""
+        if name == "restarts":
+            return self._remote.num_restarts
+        return self._before[name] + self._now.get(name, 0)
+
+    def read(self) -> dict[str, Value]:
+        """What is known now of the server and its engine."""
+        info, is_ready = self._remote.info, self._remote.state is State.READY
+        found: dict[str, Value] = {"version": {(__version__,): 1}, "is_ready": is_ready}
+        if info is not None:
+            numbers = (info.shape.block_size, info.max_context, info.scheduler.max_num_seqs)
+            found["cache"] = {(str(info.shape.block_size), str(info.shape.num_blocks[0])): 1}
+            found["engine"] = {(self.model, ",".join(dict.fromkeys(info.kv)), *map(str, numbers)): 1}
+            if is_ready and self._remote.gauges is not None:
+                found |= _of_gauges(self._remote.gauges, info)
+        return found
+
+
+def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
+    groups = [str(group) for group in range(len(gauges.pools))]
+    pools = list(zip(groups, gauges.pools, info.kv, info.block_bytes, strict=True))
+    kv_bytes: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for _, pool, kv, size in pools:
+        for state in _OF_POOLS:
+            kv_bytes[kv, state] += getattr(pool, state) * size
+    live_bytes = sum(held for (_, state), held in kv_bytes.items() if state == "live")
+    gpus = {
+        name.removeprefix("cuda:"): held for name, held in gauges.memory.items() if name.startswith("cuda:")
+    }
+    return {
+        "running": gauges.running,
+        "depth": gauges.waiting + gauges.preempted,  # without blocks
+        "queued_tokens": gauges.queued_tokens,
+        "requests": {(state,): getattr(gauges, state) for state in ("running", "waiting", "preempted")},
+        "blocks": {(group, state): getattr(pool, state) for group, pool, *_ in pools for state in _OF_POOLS},
+        "pinned": {(group,): count for group, count in zip(groups, gauges.pinned, strict=True)},
+        "pool_bytes": {(group, kv): pool.total * size for group, pool, kv, size in pools},
+        "kv_bytes": kv_bytes,
+        "kv_use": live_bytes / sum(pool.total * size for _, pool, _, size in pools),
+        "memory": {(device,): held for device, held in gauges.memory.items()},
+        "gpu_memory": {(gpu,): held for gpu, held in gpus.items()},
+    }
+
+
+class Metrics:
+    """Counts what happens, under every kind of names that was asked for."""
+
+    def __init__(self, remote: Remote, model: str, kinds: Iterable[str] = ("kvq",)) -> None:
+        """`model`: its name for clients; `kinds`: as `parse_names` gives them."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each that nobody draws
+        self._registry = CollectorRegistry()
+        self._source = Source(model, remote)
+        self._named = [_Named(ALL_NAMES[kind], self._source, self._registry) for kind in kinds]
+        self.cuts = Counter(
+            "kvq_slow_readers_cut", "Streams whose readers fell too far behind.", registry=self._registry
+        )
+        self.ignored = Counter(
+            "kvq_requests_with_ignored_fields",
+            "Requests with unknown fields: refused, answered without them, or answered and nothing is lost.",
+            ["kind"],
+            registry=self._registry,
+        )
+        for kind in _IGNORED:
+            self.ignored.labels(kind)
+        remote.on_stepped = self._stepped
+
+    def ended(self, ended: Ended) -> None:
+        """A request ended at the engine."""
+        failed = {"request": "invalid", "busy": "refused"}.get(ended.kind or "", "error")
+        self.count("success" if ended.error is None else failed)
+        for key, value in _values_of(ended).items():
+            self._observe(key, value)
+
+    def count(self, ending: str) -> None:
+        """How a request ended: success, error, cancelled, timeout, or invalid, limited, refused before."""
+        for named in self._named:
+            named.count(ending)
+
+    def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
+        """A gauge of the HTTP process, read at every scrape."""
+        Gauge(name, what, registry=self._registry).set_function(read)
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self._registry)
+
+    def _observe(self, key: str, value: float) -> None:
+        for named in self._named:
+            named.observe(key, value)
+
+    def _stepped(self, stepped: Stepped) -> None:
+        self._source.take(stepped)
+        for gap in stepped.itl_s:
+            self._observe("itl", gap)
+        for piece in stepped.pieces:
+            if piece.finish_reason in ("stop", "length"):
+                self.count(piece.finish_reason)
+
+
+class _Named(Collector):
+    """The metrics under one kind of names: some count as things happen, others are read at every scrape."""
+
+    def __init__(self, names: Names, source: Source, registry: CollectorRegistry) -> None:
+        self._names = names
+        self._source = source
+        self._labels = {key: source.model if value is None else value for key, value in names.labels.items()}
+        fixed = [*self._labels.values(), *[source.model] * (len(names.ends.labels) - 1)]
+        ends = Counter(
+            names.ends.name, names.ends.text, [*self._labels, *names.ends.labels], registry=registry
+        )
+        self._ends = {ending: ends.labels(*fixed, told) for ending, told in names.endings.items()}
+        self._observed: dict[str, Histogram] = {}
+        for key, (name, text, buckets) in names.observed.items():
+            made = Histogram(name, text, [*self._labels], buckets=tuple(buckets), registry=registry)
+            self._observed[key] = made.labels(**self._labels) if self._labels else made
+        registry.register(self)
+
+    def count(self, ending: str) -> None:
+        if ending in self._ends:
+            self._ends[ending].inc()
+
+    def observe(self, key: str, value: float) -> None:
+        if key in self._observed:
+            self._observed[key].observe(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """What is read when somebody asks."""
+        names, labels, fixed = self._names, [*self._labels], [*self._labels.values()]
+        for key, (name, text, _) in names.totals:
+            counter = CounterMetricFamily(name, text, labels=labels)
+            counter.add_metric(fixed, self._source.total(key))
+            yield counter
+        for key, (name, text, _) in names.block_times.items():
+            spread = getattr(self._source.block_times, key)
+            counts = zip(map(str, (*map(float, BOUNDS_S), "+Inf")), accumulate(spread.counts), strict=True)
+            histogram = HistogramMetricFamily(name, text, labels=labels)
+            histogram.add_metric(fixed, [(le, float(count)) for le, count in counts], spread.total_s)
+            yield histogram
+        values = self._source.read()
+        for key, (name, text, own) in names.gauges.items():
+            if (value := values.get(key)) is not None:
+                gauge = GaugeMetricFamily(name, text, labels=[*labels, *own])
+                for told, one in ({(): value} if isinstance(value, int | float) else value).items():
+                    gauge.add_metric([*fixed, *told], one)
+                yield gauge
+
+
+def _values_of(ended: Ended) -> dict[str, float]:
+    """Durations in seconds and sizes in tokens of a request that ended; of a failed one only its `ttft`."""
+    times = {key: getattr(ended.timing, f"{key}_s", None) for key in ("ttft", "queue", "prefill", "e2e")}
+    found = {key: value for key, value in times.items() if value is not None}
+    if ended.error is not None or ended.receipt is None:
+        return {"ttft": found["ttft"]} if "ttft" in found else {}
+    receipt = ended.receipt
+    if "e2e" in found and "ttft" in found:
+        found["decode"] = found["e2e"] - found["ttft"]
+    found["prompt_tokens"] = receipt.prompt_tokens
+    found["generated_tokens"] = receipt.generated_tokens
+    found["hit_ratio"] = receipt.cached_tokens / max(1, receipt.prompt_tokens)
+    return found

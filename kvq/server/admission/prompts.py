@@ -1,0 +1,292 @@
+"""Text to token ids and back, aside from the HTTP process and without the model."""
+
+import asyncio
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from kvq.errors import KVQError
+from kvq.models.templates.forms import Forms
+from kvq.server.admission.bodies import ChatMessage
+from kvq.server.engine.token_texts import TokenTexts
+from kvq.server.http.json_bounds import MAX_TOKEN_IDS
+from kvq.server.http.problems import Problem, failed, unavailable
+from kvq.server.reading import Lane, Overran, Readers
+from kvq.server.reading.jobs import (
+    Chat,
+    Decode,
+    Found,
+    FromReader,
+    Job,
+    Numbers,
+    Refusal,
+    Said,
+    Shared,
+    Text,
+    Trial,
+    pack,
+    unpack,
+)
+
+_log = logging.getLogger("kvq")
+_DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
+_MAX_ASIDE = 64  # texts that may wait in line beside those to be generated from
+_WIDTH = 2  # prompts of a kind read side by side
+_A_FEW = 128  # messages made ready at a stretch
+PROBE = "\0probe"  # a tenant of its own, so that it waits for one job of each other at most
+_FRESH_S = 5.0  # for so long what a probe found holds
+_BROKEN_S = 60.0  # and that a template is broken
+_PING = [ChatMessage(role="user", content="ping")]
+
+
+_BROKEN = "the model's chat template is broken: for one short message"
+
+
+class _TemplateFails(Problem):
+    """By an error that it did not mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What a chat template is given."""
+
+    messages: Sequence[ChatMessage]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Prompts:
+    """A model's tokenizer and its chat template, under bounds and deadlines, fair by tenant.
+
+    Texts and conversations have readers of their own: a template that never ends holds up no completion.
+    """
+
+    def __init__(
+        self,
+        readers: Readers,
+        tokenizer: Any,
+        *,
+        plain_texts: bool = False,
+        deadline_s: float = _DEADLINE_S,
+        max_tokens: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`tokenizer`: the readers' own, for what is quick whoever asks. `plain_texts`: texts that are no
+        conversations hold no control tokens, whatever they spell. `deadline_s`: for one prompt, the wait
+        for a free reader included. `max_tokens` tells what fits the model: a text that has more tokens
+        however it is cut is refused by its length.
+        """
+        self.texts = TokenTexts(tokenizer)
+        self.why_broken: str | None = None  # why no conversation can be read, as far as that is known
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._readers = readers
+        self._plain_texts = plain_texts
+        self._deadline_s = deadline_s
+        self._max_tokens = max_tokens
+        self._bounds: dict[str, Any] = {}  # of token ids that one text may become, but for a prompt's
+        self._for_texts, self._for_chats = Lane(readers, width=_WIDTH), Lane(readers, width=_WIDTH)
+        self._probing: asyncio.Task[None] | None = None
+        self._probed_s = -_BROKEN_S
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts and conversations that are not token ids yet."""
+        return sum(lane.num_waiting for lane in {self._for_texts, self._for_chats})
+
+    async def start(self) -> None:
+        """Load what the readers need and try the chat template, which is done at first use otherwise.
+
+        Raises:
+            KVQError: there can be none.
+        """
+        await self._readers.start()
+        with contextlib.suppress(Problem):  # then it is tried again
+            if why := await self.try_one():
+                _log.error("chat template: no conversation can be read: %s", why)
+            elif lacking := (await self.forms()).lacking:
+                _log.info("chat template: no place for %s; the model can't be told of such", lacking)
+
+    async def forms(self) -> Forms:
+        """What the chat template shows, and in which form, as a trial found that may have taken too long.
+
+        Raises:
+            Problem: nobody can try it now.
+        """
+        readers = self._readers
+        if not self._has_template:
+            return Forms()
+        async with readers.trying:
+            if readers.forms is None:
+                try:
+                    found = await self._do(self._for_chats, Trial(), PROBE, 0)
+                except Overran:
+                    found = Found()
+                assert isinstance(found, Found), "a trial was asked for"
+                readers.forms = found.forms
+            return readers.forms
+
+    def aside(self) -> "Prompts":
+        """The same, of any length, for who only wants to know: a line and a reader of its own."""
+        other = copy.copy(self)
+        other._max_tokens = lambda: None
+        other._bounds = {"most_told": MAX_TOKEN_IDS}
+        other._for_texts = other._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_ASIDE)
+        return other
+
+    async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            Problem: it is no valid text, or takes too long.
+        """
+        job = Text(
+            text=text, special=special, plain=self._plain_texts, max_tokens=self._max_tokens(), **self._bounds
+        )
+        return _numbers(await self._do(self._for_texts, job, tenant, len(text)))
+
+    async def chat(self, conversation: Conversation, *, tenant: str = "") -> list[int]:
+        """Token ids of a conversation in the model's own format.
+
+        Raises:
+            Problem: the model has no template, or it refuses the messages, or takes too long.
+        """
+        if not self._has_template:
+            raise Problem(400, "this model has no chat template; use /v1/completions", param="messages")
+        if self.why_broken is not None:
+            self._look_again()
+            raise failed(self.why_broken)
+        turns, options, forms = await _turns(conversation.messages), conversation.options, await self.forms()
+        most: dict[str, Any] = {"max_tokens": self._max_tokens(), **self._bounds}
+        job = Chat(turns=turns, options=options, forms=forms, **most)
+        try:
+            return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
+        except (Overran, _TemplateFails) as error:
+            raise await self._problem_of(error) from error
+
+    async def shared_lengths(
+        self, tokens: list[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
+    ) -> list[int]:
+        """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
+
+        `tokens`: what `chat` made of the whole one.
+
+        Raises:
+            Problem: the template refuses one of the others, or it takes too long.
+        """
+        given = [(await _turns(one.messages), one.options) for one in (whole, *others)]
+        job = Shared(tokens=pack(tokens), whole=given[0], others=given[1:], forms=await self.forms())
+        num_bytes = sum(_num_bytes(turns) for turns, _ in given)
+        return _numbers(await self._do(self._for_chats, job, tenant, num_bytes))
+
+    async def detokenize(self, tokens: list[int], *, tenant: str = "") -> str:
+        """The text of token ids, special tokens included."""
+        answer = await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))
+        assert isinstance(answer, Said), "a text was asked for"
+        return answer.text
+
+    async def probe(self) -> str | None:
+        """Why prompts can't be read, if so, as lately tried with a small one of each kind."""
+        self._look_again()
+        if self._probing is not None:
+            await asyncio.wait((self._probing,))
+        return self.why_broken
+
+    async def try_one(self) -> str | None:
+        """Why prompts can't be read, if so, tried now with a small one of each kind.
+
+        Raises:
+            Problem: nobody can say now.
+        """
+        try:
+            await self.tokenize("ping", tenant=PROBE)
+            if self._has_template:
+                options, forms = {"add_generation_prompt": True}, await self.forms()
+                job = Chat(turns=await _turns(_PING), options=options, forms=forms, max_tokens=None)
+                await self._do(self._for_chats, job, PROBE, 0)
+        except Overran as error:
+            return f"{_BROKEN} it takes {error}"
+        except _TemplateFails as error:
+            told = error.message.rpartition("template fails for this: ")[2]
+            return f"{_BROKEN} {told}; --chat-template FILE takes another"
+        except Problem as problem:
+            if problem.status > 500:
+                raise
+            return problem.message if problem.status == 500 else None  # it may refuse such a conversation
+        return None
+
+    def close(self) -> None:
+        """End the readers, whatever they do."""
+        if self._probing is not None:
+            self._probing.cancel()
+        self._for_texts.close()
+        self._for_chats.close()
+        self._readers.close()
+
+    def _look_again(self) -> None:
+        fresh_s = _FRESH_S if self.why_broken is None else _BROKEN_S
+        if self._probing is None and monotonic() - self._probed_s > fresh_s:
+            self._probing = asyncio.create_task(self._probe())
+
+    async def _probe(self) -> None:
+        try:
+            with contextlib.suppress(Problem):
+                self.why_broken = await self.try_one()
+        finally:
+            self._probed_s = monotonic()
+            self._probing = None
+
+    async def _problem_of(self, error: "Overran | _TemplateFails") -> Problem:
+        """Whose fault it is: the conversation's, or any conversation would do the same."""
+        if await self.probe() is not None:
+            return failed(str(self.why_broken))
+        if isinstance(error, Problem):
+            return error
+        return Problem(400, f"the model's chat template takes {error} for this", param="messages")
+
+    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> FromReader:
+        try:
+            deadline_s = _DEADLINE_S if isinstance(job, Trial) else self._deadline_s
+            answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=deadline_s)
+        except Overran as error:
+            if isinstance(job, Chat | Trial):
+                raise
+            raise Problem(400, f"the prompt takes {error} to be tokenized; send a shorter one") from error
+        except UnicodeEncodeError as error:
+            raise Problem(400, f"the prompt is not valid Unicode: {error.reason}") from error
+        except TimeoutError as error:
+            raise unavailable(f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
+        except KVQError as error:
+            raise unavailable(str(error)) from error
+        if isinstance(answer, Refusal):
+            if answer.has_failed:
+                raise failed(answer.reason)
+            if answer.template_fails:
+                raise _TemplateFails(400, answer.reason, param="messages")
+            raise Problem(400, answer.reason, code="context_length_exceeded" if answer.is_too_long else None)
+        return answer
+
+
+async def _turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as plain values; many of them in several stretches."""
+    turns: list[dict[str, Any]] = []
+    for at in range(0, len(messages), _A_FEW):
+        if at:
+            await asyncio.sleep(0)
+        turns += [message.model_dump(exclude_none=True) for message in messages[at : at + _A_FEW]]
+    return turns
+
+
+def _num_bytes(turns: Sequence[dict[str, Any]]) -> int:
+    """About how much there is to read."""
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+        for turn in turns
+        if (content := turn.get("content"))
+    )
+
+
+def _numbers(answer: FromReader) -> list[int]:
+    assert isinstance(answer, Numbers), "numbers were asked for"
+    return unpack(answer.packed)

@@ -1,0 +1,280 @@
+"""What the routes share: the engine, the tokenizer, and everybody who is being served."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from kvq.engine import SamplingParams
+from kvq.engine.requests.defaults import SamplingDefaults
+from kvq.engine.requests.outputs import Piece
+from kvq.engine.requests.prompts import check_known
+from kvq.engine.requests.request_options import Terms
+from kvq.errors import EngineError, RequestError
+from kvq.server.admission.admission import Admission, Queued, check_fits
+from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.config import ServerConfig
+from kvq.server.admission.metrics import Metrics
+from kvq.server.admission.prompts import Prompts
+from kvq.server.engine.messages import Ended, ErrorKind, Ready
+from kvq.server.engine.remote import Remote, State
+from kvq.server.http.ignored import Body, Ignored, find_ignored
+from kvq.server.http.logs import log_event
+from kvq.server.http.loop_budget import Turns
+from kvq.server.http.problems import Problem, failed, timed_out, unavailable
+from kvq.server.tools.calling import ToolCalling
+
+# Of requests that the engine ended
+_PROBLEMS: dict[ErrorKind | None, Callable[[str], Problem]] = {
+    "request": partial(Problem, 400),
+    "busy": unavailable,
+    "engine": failed,
+    None: failed,
+}
+
+
+class Service:
+    """Requests in, the engine's messages out, while there is an engine and the server is not ending."""
+
+    def __init__(
+        self,
+        names: str | tuple[str, ...],
+        remote: Remote,
+        prompts: Prompts,
+        config: ServerConfig | None = None,
+        *,
+        tools: ToolCalling | None = None,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
+        """`names`: of the model, as clients see it, first that of answers; `tools`: how it calls them, if
+        that is known; `defaults`: of what requests leave out.
+        """
+        config = config or ServerConfig()
+        self.names = (names,) if isinstance(names, str) else names
+        self.name = self.names[0]
+        self.remote = remote
+        self.prompts = prompts
+        self.counting = prompts.aside()  # for requests that the engine does not see
+        self.tools = tools or ToolCalling()
+        self.defaults = defaults or SamplingDefaults()
+        self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
+        self.metrics = Metrics(remote, self.name, config.metrics_names)
+        self.turns = Turns()
+        self.num_active = 0
+        self.is_strict = config.strict_requests
+        self._watch()
+        self._timeout_s = config.timeout_s
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """Why no request can be taken now."""
+        if self._draining:
+            return "the server is shutting down"
+        if self.remote.state is not State.READY:
+            return f"the engine is {self.remote.state.value}"
+        return None
+
+    def check_ready(self) -> None:
+        """Raise Problem while no request can be taken."""
+        if (reason := self.why_not_ready) is not None:
+            raise unavailable(reason)
+
+    def check_model(self, asked: str | None) -> None:
+        """Raise Problem if a request is for another model."""
+        if asked is not None and asked not in self.names:
+            raise Problem(
+                404,
+                f"no model {asked!r} here; this server has {', '.join(map(repr, self.names))}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def check_fields(self, given: Any, body: Body) -> Ignored:
+        """What of a decoded body was ignored, counted.
+
+        Raises:
+            Problem: this server is strict, and there is something that may be missed.
+        """
+        is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
+        ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
+        unknown = ignored.first_unknown
+        if unknown is not None and self.is_strict:
+            self.metrics.ignored.labels("refused").inc()
+            raise unknown.refusal()
+        if ignored.fields:
+            self.metrics.ignored.labels("label" if unknown is None else "unknown").inc()
+        return ignored
+
+    def check_arrival(self, tenant: str) -> None:
+        """Raise Problem if a request of a tenant can't be taken, whatever it asks for."""
+        with self._counting_refusals():
+            self.check_ready()
+            self.admission.check(tenant)
+
+    def check_prompt(self, tokens: list[int], params: SamplingParams, where: str) -> None:
+        """Raise Problem if the engine would refuse a prompt: of several, before any is begun."""
+        info = self._info()
+        with self._counting_refusals():
+            try:
+                check_known(tokens, info.vocab_size)
+            except RequestError as error:
+                raise Problem(400, str(error), param=where) from error
+            check_fits(tokens, params, info)
+
+    def thinks(
+        self, params: SamplingParams, tokens: list[int], begun: str | None = None
+    ) -> tuple[bool | None, SamplingParams]:
+        """Whether an answer begins with thoughts, see `Thinking.is_open`, and parameters that let it.
+
+        `begun`: how the answer begins that is continued.
+        """
+        if (thinking := self.tools.thinking) is None:
+            return False, params
+        before = "".join(map(self.prompts.texts.text, tokens[-16:])) if begun is None else begun
+        is_open = thinking.is_open(before, is_continued=begun is not None)
+        return is_open, thinking.params(params, is_open)
+
+    @contextmanager
+    def aside(self, tenant: str) -> Iterator[None]:
+        """A request that the engine does not see.
+
+        Raises:
+            Problem: the server is shutting down, or the tenant has sent too many.
+        """
+        if self._draining:
+            raise unavailable("the server is shutting down")
+        with self.admission.enter_aside(tenant):
+            yield
+
+    @contextmanager
+    def enter(self, tenant: str, seats: Seats) -> Iterator[None]:
+        """A request and the seats that it needs, until it is answered, if there is room for it.
+
+        Raises:
+            Problem: the server can't take it now, or the tenant has sent too many.
+        """
+        with contextlib.ExitStack() as stack:
+            with self._counting_refusals():
+                self.check_ready()
+                stack.enter_context(self.admission.enter(tenant, seats))
+            self.num_active += 1
+            self._idle.clear()
+            stack.callback(self._leave)
+            yield
+
+    async def stream(self, tokens: list[int], terms: Terms, seats: Seats) -> AsyncGenerator[Piece | Ended]:
+        """A prompt's messages up to its `Ended`, which has no error. `seats`: of its request.
+
+        Raises:
+            Problem: it can't be served now, never, or failed.
+        """
+        info = self._info()
+        with contextlib.ExitStack() as stack:
+            with self._counting_refusals():
+                entry = stack.enter_context(self.admission.queue(tokens, terms.params, info, seats))
+            messages = self.remote.stream(
+                tokens, terms, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
+            )
+            status = "cancelled"  # unless something else happens
+            try:
+                async for message in messages:
+                    if isinstance(message, Ended):
+                        status = ""  # counted by what it says
+                        self._count(message, terms.origin.tenant)
+                        if message.error is not None:
+                            raise _PROBLEMS[message.kind](message.error).counted()
+                    yield message
+            except TimeoutError as error:
+                status = "timeout"
+                words = f"the request did not end within {self._timeout_s:g} s"
+                raise timed_out(words).counted() from error
+            except EngineError as error:
+                status = "error"
+                raise unavailable(str(error)).counted() from error
+            finally:
+                if status:
+                    self.metrics.count(status)
+                await messages.aclose()
+
+    def _info(self) -> Ready:
+        """What the engine is. Raises Problem: there is none now."""
+        self.check_ready()
+        assert self.remote.info is not None, "a ready engine said what it is"
+        return self.remote.info
+
+    def _note(self, entry: Queued, message: Piece | Ended | EngineError) -> None:
+        """Tell admission what became of a prompt, however far behind its reader is."""
+        if not isinstance(message, Piece):
+            self.admission.ended(entry)
+            return
+        self.admission.started(entry)
+        if message.finish_reason is not None:
+            self.admission.ended_one(entry)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new requests; return when the running ones ended, after `grace_s` at the latest."""
+        self._draining = True
+        self.turns.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+
+    def hurry(self) -> None:
+        """Let a drain end now."""
+        self._idle.set()
+
+    async def close(self) -> None:
+        """End the engine; who still waits gets an error object."""
+        await self.remote.close()
+        self.counting.close()
+        self.prompts.close()
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except Problem as problem:
+            self.metrics.count(problem.counted().ending)
+            raise
+
+    def _count(self, ended: Ended, tenant: str) -> None:
+        self.metrics.ended(ended)
+        if (used := ended.receipt) is not None:
+            counts = ("prompt_tokens", "cached_tokens", "generated_tokens")
+            times: dict[str, Any] = {
+                name: getattr(ended.timing, name, None) for name in ("queue_s", "ttft_s", "e2e_s")
+            }
+            log_event(
+                "generated",
+                **{name: getattr(used, name) for name in counts},
+                preemptions=used.preemptions or None,
+                **times,
+                tenant=tenant or None,
+                failed=None if ended.error is None else ended.kind,
+            )
+            self.admission.charge(tenant, used.prompt_tokens - used.cached_tokens + used.generated_tokens)
+
+    def _watch(self) -> None:
+        watch, admission = self.metrics.watch, self.admission
+        watch(
+            "kvq_active_requests", "Requests between their arrival and their answer.", lambda: self.num_active
+        )
+        watch("kvq_requests_waiting", "Of these, without a seat.", lambda: admission.num_waiting)
+        watch("kvq_load", "What waits / what may wait.", lambda: admission.load)
+        watch("kvq_http_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
+
+    def _leave(self) -> None:
+        self.num_active -= 1
+        if not self.num_active:
+            self._idle.set()
+
+
+def describe(service: Service, created: int, name: str) -> dict[str, Any]:
+    """The model by one of its names, as `/v1/models` lists it."""
+    info = service.remote.info
+    limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit

@@ -1,0 +1,1 @@
+"""Engine process, and the client of it in the HTTP process."""

@@ -1,0 +1,110 @@
+"""Messages on a stream of bytes: four bytes of length, little-endian, then MessagePack."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from kvq.errors import EngineError
+from kvq.server.engine.messages import FromEngine, ToEngine
+
+T = TypeVar("T")
+MAX_FRAME = 64 << 20  # bytes
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message with its length.
+
+    Raises:
+        EngineError: it is longer than a frame may be.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME:
+        raise EngineError(f"a message of {len(payload)} bytes; {MAX_FRAME} are allowed")
+    return len(payload).to_bytes(4, "little") + payload
+
+
+class Decoder(Generic[T]):
+    """Reads messages of one side."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def read(self, sock: socket.socket) -> T | None:
+        """The next message of a blocking socket; None at its end.
+
+        Raises:
+            EngineError: not a message of this side, too long, or cut off.
+        """
+        head = _receive(sock, 4)
+        if not head:
+            return None
+        payload = _receive(sock, _length(head))
+        if payload is None:
+            raise EngineError("the other process ended within a message")
+        return self.decode(payload)
+
+    async def read_async(self, receive: Callable[[int], Awaitable[bytes]]) -> T | None:
+        """The next message; None at the end of the stream, also within a message.
+
+        `receive`: reads so many bytes, or raises IncompleteReadError, as asyncio's `readexactly` does.
+
+        Raises:
+            EngineError: not a message of this side, or too long.
+        """
+        try:
+            payload = await receive(_length(await receive(4)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return self.decode(payload)
+
+    def decode(self, payload: bytes) -> T:
+        """One message, without its length.
+
+        Raises:
+            EngineError: not a message of this side.
+        """
+        try:
+            return self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"not a message of the other process: {error}") from error
+
+
+to_engine: Decoder[ToEngine] = Decoder(ToEngine)  # type: ignore[arg-type]
+from_engine: Decoder[FromEngine] = Decoder(FromEngine)  # type: ignore[arg-type]
+
+
+async def receive(sock: socket.socket, count: int) -> bytes:
+    """That many bytes of a non-blocking socket.
+
+    Raises:
+        IncompleteReadError: the stream ends before.
+    """
+    loop, parts = asyncio.get_running_loop(), bytearray()
+    while len(parts) < count:
+        part = await loop.sock_recv(sock, min(count - len(parts), 1 << 20))
+        if not part:
+            raise asyncio.IncompleteReadError(bytes(parts), count)
+        parts += part
+    return bytes(parts)
+
+
+def _length(head: bytes) -> int:
+    length = int.from_bytes(head, "little")
+    if length > MAX_FRAME:
+        raise EngineError(f"a message of {length} bytes; {MAX_FRAME} are allowed")
+    return length
+
+
+def _receive(sock: socket.socket, count: int) -> bytes | None:
+    """That many bytes; empty at the end of the stream, None if it ends within them."""
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            return None if parts else b""
+        parts += part
+    return bytes(parts)

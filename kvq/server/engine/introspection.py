@@ -1,0 +1,176 @@
+"""The engine's side of the page: remembers who ended lately, and takes pictures when asked."""
+
+from collections import deque
+from collections.abc import Iterable
+from math import ceil
+from statistics import median
+from time import perf_counter
+
+from kvq.blockmgr.census import MAX_OWNERS, take_census
+from kvq.engine.requests.outputs import RequestOutput
+from kvq.engine.requests.request_state import Job
+from kvq.engine.steps.core import EngineCore
+from kvq.layout import GroupLayout
+from kvq.scheduler.request import RequestState
+from kvq.server.engine.messages import (
+    Latency,
+    LiveRequest,
+    Part,
+    PastRequest,
+    Picture,
+    PoolPicture,
+    TenantPicture,
+)
+
+_MAX_CELLS = 1 << 17  # blocks of a pool that are looked at
+_MAX_REQUESTS = 32  # of a tenant, living and ended
+_MAX_GAPS = 4096  # between tokens, of a tenant
+_MAX_TENANTS = MAX_OWNERS + 1  # with a memory of their own; the last one's is everybody else's
+
+
+class _Memory:
+    """What lately ended of one tenant's requests."""
+
+    def __init__(self) -> None:
+        self.past: deque[PastRequest] = deque(maxlen=_MAX_REQUESTS)
+        self.ttft_s: deque[float] = deque(maxlen=8 * _MAX_REQUESTS)
+        self.itl_s: deque[float] = deque(maxlen=_MAX_GAPS)
+
+    def latency(self) -> Latency:
+        """Percentiles of what is remembered."""
+        ttft, itl = sorted(self.ttft_s), sorted(self.itl_s)
+        of_ttft = {f"ttft_p{percent}": _percentile(ttft, percent) for percent in (50, 95)}
+        of_itl = {f"itl_p{percent}": _percentile(itl, percent) for percent in (50, 95, 99)}
+        return Latency(requests=len(ttft), **of_ttft, **of_itl)
+
+
+class Lookout:
+    """One life of the engine, as people see it."""
+
+    def __init__(self) -> None:
+        self._memories: dict[str, _Memory] = {}
+
+    def meet(self, tenant: str) -> None:
+        """A request of this tenant came; its blocks are known from here on."""
+        if tenant not in self._memories and len(self._memories) < _MAX_TENANTS:
+            self._memories[tenant] = _Memory()
+
+    def ended(self, number: int, tenant: str, output: RequestOutput) -> None:
+        memory = self._memories.get(tenant)
+        if memory is None:
+            return
+        timing = output.timing
+        memory.itl_s.extend(timing.itl_s)
+        if timing.ttft_s is not None:
+            memory.ttft_s.append(timing.ttft_s)
+        memory.past.appendleft(
+            PastRequest(
+                number=number,
+                tenant=tenant,
+                finish_reason="error" if output.error is not None else output.outputs[0].finish_reason,
+                receipt=output.receipt,
+                queue_s=timing.queue_s,
+                ttft_s=timing.ttft_s,
+                itl_s=median(timing.itl_s) if timing.itl_s else None,
+                e2e_s=timing.e2e_s,
+            )
+        )
+
+    def look(self, core: EngineCore, jobs: dict[int, Job]) -> Picture:
+        """A picture of the engine now. O(blocks), of large pools of some of them."""
+        began = perf_counter()
+        pools = self._pools(core)
+        tenants = self._tenants(jobs.values())
+        live = [_live(number, job, began) for number, job in self._oldest(jobs)]
+        past = [request for memory in self._memories.values() for request in memory.past]
+        return Picture(
+            cost_s=perf_counter() - began,
+            kv=core.model.recipe.name,
+            block_size=core.model.layout.block_size,
+            pools=pools,
+            tenants=tenants,
+            live=live,
+            past=past,
+        )
+
+    def _pools(self, core: EngineCore) -> list[PoolPicture]:
+        manager, names = core.scheduler.manager, list(self._memories)
+        stride = ceil(max(pool.num_blocks for pool in manager.pools) / _MAX_CELLS)
+        return [
+            PoolPicture(
+                cells=cells,
+                stride=stride,
+                usage=pool.usage(),
+                window=layout.group.window,
+                block_bytes=layout.block_bytes,
+                parts=_parts(layout),
+            )
+            for cells, pool, layout in zip(
+                take_census(manager, names, stride=stride),
+                manager.pools,
+                core.model.layout.groups,
+                strict=True,
+            )
+        ]
+
+    def _tenants(self, jobs: Iterable[Job]) -> list[TenantPicture]:
+        counts = {tenant: [0, 0] for tenant in self._memories}
+        for job in jobs:
+            if job.request.tenant in counts:
+                counts[job.request.tenant][job.request.state is not RequestState.RUNNING] += 1
+        return [
+            TenantPicture(name=name, running=running, waiting=waiting, latency=self._memories[name].latency())
+            for name, (running, waiting) in counts.items()
+        ]
+
+    def _oldest(self, jobs: dict[int, Job]) -> Iterable[tuple[int, Job]]:
+        shown = dict.fromkeys(self._memories, 0)
+        for number, job in jobs.items():
+            tenant = job.request.tenant
+            if shown.get(tenant, _MAX_REQUESTS) < _MAX_REQUESTS:
+                shown[tenant] += 1
+                yield number, job
+
+
+def _live(number: int, job: Job, now: float) -> LiveRequest:
+    request = job.request
+    live = request.live
+    return LiveRequest(
+        number=number,
+        tenant=request.tenant,
+        state=request.state,
+        branches=len(live) or job.params.num_sequences,
+        prompt_tokens=request.prompt_length,
+        cached_tokens=request.cached_tokens,
+        generated_tokens=sum(len(result.output.token_ids) for result in job.results),
+        blocks=sum(branch.sequence.num_held for branch in live if branch.sequence is not None),
+        preemptions=request.preemptions,
+        seconds=now - job.timing.arrival_s,
+        ttft_s=job.timing.ttft_s,
+    )
+
+
+def _parts(layout: GroupLayout) -> list[Part]:
+    """The formats in a group's blocks, largest first."""
+    found: dict[str, tuple[set[str], set[int], int]] = {}
+    for layer in layout.layers:
+        k_bytes = layer.k_codes.nbytes + layer.k_scales.nbytes
+        v_bytes = layer.v_codes.nbytes + layer.v_scales.nbytes
+        for side, form, nbytes in (("K", layer.formats.k, k_bytes), ("V", layer.formats.v, v_bytes)):
+            sides, layers, total = found.get(form.name, (set(), set(), 0))
+            found[form.name] = (sides | {side}, layers | {layer.geometry.index}, total + nbytes)
+    parts = [
+        Part(
+            kv=name,
+            side="K and V" if len(sides) == 2 else "K" if "K" in sides else "V",
+            layers=len(layers),
+            block_bytes=total,
+        )
+        for name, (sides, layers, total) in found.items()
+    ]
+    return sorted(parts, key=lambda part: -part.block_bytes)
+
+
+def _percentile(values: list[float], percent: int) -> float | None:
+    """The nearest-rank percentile of sorted values."""
+    return values[ceil(percent * len(values) / 100) - 1] if values else None

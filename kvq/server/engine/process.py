@@ -1,0 +1,87 @@
+"""The engine's process and the socket to it, for one life."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Self
+
+from kvq.server.engine.frames import encode
+from kvq.server.engine.messages import Message
+
+_END_S = 0.4  # for the process to end by itself: all that it holds ends with it
+
+
+def start_module(name: str, end: socket.socket, *, is_quiet: bool = False) -> subprocess.Popen[bytes]:
+    """A process of its own for a module of this library, which is told its end of a socket pair.
+
+    `is_quiet`: it writes nothing; a crash would quote a prompt. Raises OSError: no memory, no descriptors.
+    """
+    output = subprocess.DEVNULL if is_quiet else None
+    return subprocess.Popen(
+        # -P: no module of the working directory, which may be a model's, goes before the library's
+        [sys.executable, "-P", "-m", name, str(end.fileno())],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        process_group=0,  # an interrupt at the terminal is this process's to handle
+    )
+
+
+@dataclass(slots=True, eq=False)
+class EngineProcess:
+    """A process of `kvq.server.engine.worker`."""
+
+    popen: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    answered_s: float = field(default_factory=monotonic)  # when it last said anything
+    is_ready: bool = False  # it was, once
+
+    @classmethod
+    async def spawn(cls) -> Self:
+        """Start one.
+
+        Raises:
+            OSError: no memory, no descriptors.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            popen = start_module("kvq.server.engine.worker", theirs)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # whoever is to end it doesn't know it yet
+            popen.kill()
+            popen.wait()
+            raise
+        return cls(popen, reader, writer)
+
+    def say(self, message: Message) -> None:
+        """Write a message; nothing happens once the socket is closed."""
+        if not self.writer.is_closing():
+            self.writer.write(encode(message))
+
+    async def send(self, message: Message) -> None:
+        """Write, and wait while the engine has much to read."""
+        self.say(message)
+        with contextlib.suppress(ConnectionError):  # whoever reads notices the end
+            await self.writer.drain()
+
+    async def end(self) -> None:
+        """Close the socket, on which the process ends; kill it if it does not."""
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+        waiting = asyncio.create_task(asyncio.to_thread(self.popen.wait, _END_S))
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            self.popen.kill()
+            raise
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            await asyncio.to_thread(self.popen.wait)

@@ -1,0 +1,329 @@
+"""The engine process as the HTTP process sees it: started, watched, ended and started again."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from time import monotonic
+
+from kvq.engine import Piece
+from kvq.engine.requests.request_options import Terms
+from kvq.errors import BrokenFormat, ConfigError, EngineError, KVQError
+from kvq.server.engine.frames import from_engine
+from kvq.server.engine.messages import (
+    Cancel,
+    Ended,
+    Gauges,
+    Look,
+    Picture,
+    Ping,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    Submit,
+)
+from kvq.server.engine.process import EngineProcess
+
+_log = logging.getLogger("kvq")
+_RESTART_WINDOW_S = 600.0
+_FIRST_DELAY_S = 0.5  # before a restart of an engine that never was ready; doubled each time
+
+
+class State(Enum):
+    """What the engine process can do now."""
+
+    STARTING = "starting"  # the first time
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # refused to start, or its restarts are used up
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """When the engine process is given up, and how often."""
+
+    start_s: float = 1800.0  # to load the model and be ready
+    ping_s: float = 0.5
+    stall_s: float = 4.0  # without an answer to a ping
+    max_restarts: int = 5  # within ten minutes
+
+
+_Heard = Piece | Ended | EngineError
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What comes of a request: for its reader, who may be slow, and at once for whoever counts."""
+
+    on_message: Callable[[_Heard], object]
+    queue: asyncio.Queue[_Heard | TimeoutError] = field(default_factory=asyncio.Queue)
+
+    def put(self, message: _Heard) -> None:
+        self.on_message(message)
+        self.queue.put_nowait(message)
+
+
+class Remote:
+    """One engine in a process of its own.
+
+        remote = Remote(Start(folder="/models/llama", kv="int4", options={}))
+        await remote.start()
+        async for message in remote.stream([1, 2, 3], Terms()): ...
+        await remote.close()
+
+    When the process ends, or stops answering, everybody who waits gets an `EngineError` at once, and it
+    is started again, so many times in ten minutes as `watch` allows. All calls come from one event loop.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        watch: Watch | None = None,
+        on_failed: Callable[[KVQError], object] | None = None,
+    ) -> None:
+        """`on_failed` is told why there will be no engine any more."""
+        self.state = State.STARTING
+        self.info: Ready | None = None  # what the engine said of itself when it was ready
+        self.gauges: Gauges | None = None  # of this life of the process
+        self.num_restarts = 0
+        self.on_stepped: Callable[[Stepped], object] | None = None  # told of every step
+        self._start = start
+        self._watch = watch or Watch()
+        self._on_failed = on_failed
+        self._numbers = itertools.count()
+        self._streams: dict[int, _Stream] = {}
+        self._looking: asyncio.Future[Picture] | None = None  # of everybody who asked for a picture
+        self._process: EngineProcess | None = None
+        self._restarts: deque[float] = deque()
+        self._delay_s = 0.0  # before the next life begins
+        self._life: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return None if self._process is None else self._process.popen.pid
+
+    @property
+    def num_seats(self) -> int | None:
+        """Sequences that the engine runs side by side, once it said so."""
+        return None if self.info is None else self.info.scheduler.max_num_seqs
+
+    async def start(self) -> Ready:
+        """Start the process and wait until its engine is ready.
+
+        Raises:
+            ConfigError: the engine can't be built, with its reason.
+            EngineError: the process ended, or took too long, more often than it may.
+        """
+        self._life = asyncio.create_task(self._live())
+        while self.state in (State.STARTING, State.RESTARTING):
+            self._changed.clear()
+            await self._changed.wait()
+        if self.state is not State.READY:
+            await asyncio.gather(self._life)
+        assert self.info is not None, "a ready engine said what it is"
+        return self.info
+
+    async def stream(
+        self,
+        prompt: list[int],
+        terms: Terms,
+        *,
+        timeout_s: float | None = None,
+        on_message: Callable[[Piece | Ended | EngineError], object] = lambda message: None,
+    ) -> AsyncGenerator[Piece | Ended]:
+        """What comes of a request, up to its `Ended`. Leaving early cancels it.
+
+        `on_message` is told of everything when it comes, also while nobody reads on.
+
+        Raises:
+            EngineError: no engine is ready, or it ended before the request did.
+            TimeoutError: the request did not end in time; it is cancelled.
+        """
+        process = self._ready_process()
+        number = next(self._numbers)
+        stream = self._streams[number] = _Stream(on_message)
+        timer = None
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(timeout_s, stream.queue.put_nowait, TimeoutError())
+        ended = False
+        try:
+            await process.send(Submit(number=number, prompt=prompt, terms=terms))
+            while not ended:
+                message = await stream.queue.get()
+                if isinstance(message, EngineError | TimeoutError):
+                    raise message
+                ended = isinstance(message, Ended)
+                yield message
+        finally:
+            if timer is not None:
+                timer.cancel()
+            del self._streams[number]
+            if not ended and process is self._process:
+                process.say(Cancel(number=number))
+
+    async def look(self) -> Picture:
+        """A picture of the engine after the step that it is in.
+
+        Raises:
+            EngineError: no engine is ready, or it ended before it answered.
+        """
+        process = self._ready_process()
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_future()
+            process.say(Look())
+        return await asyncio.shield(self._looking)
+
+    def _ready_process(self) -> EngineProcess:
+        if self.state is not State.READY or self._process is None:
+            raise EngineError(f"no engine is ready, it is {self.state.value}")
+        return self._process
+
+    async def close(self) -> None:
+        """End the process; who still waits gets an `EngineError`."""
+        self._set(State.CLOSED)
+        if self._life is not None:
+            self._life.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EngineError, ConfigError):
+                await self._life
+
+    # The process
+
+    async def _live(self) -> None:
+        """One life after the other."""
+        while True:
+            await self._live_once()
+            self._restart_or_raise()
+            await asyncio.sleep(self._delay_s)
+
+    async def _live_once(self) -> None:
+        self._delay_s = max(2 * self._delay_s, _FIRST_DELAY_S)  # unless it becomes ready
+        try:
+            process = self._process = await EngineProcess.spawn()
+        except OSError as error:  # no memory, no descriptors
+            _log.error("no engine process can be started: %s", error)
+            return
+        why = ""
+        try:
+            await self._serve(process)
+        except (EngineError, TimeoutError) as error:
+            why = f": {error or 'it took too long to start'}"
+        finally:
+            self._process = None
+            self.gauges = None
+            is_closing = self.state is State.CLOSED
+            what = "the server is shutting down" if is_closing else "the engine ended; send the request again"
+            ended = EngineError(what)
+            for stream in self._streams.values():
+                stream.put(ended)
+            self._show(ended)
+            if is_closing and not process.is_ready:
+                process.popen.kill()  # it may load for minutes before it looks at its socket
+            await process.end()
+            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has said why
+                _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
+
+    async def _serve(self, process: EngineProcess) -> None:
+        """Read what the engine says until it ends."""
+        receive = process.reader.readexactly
+        await process.send(self._start)
+        async with asyncio.timeout(self._watch.start_s):
+            first = await from_engine.read_async(receive)
+        if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
+            raise EngineError(first.reason)
+        if isinstance(first, Refused):
+            raise self._failed((BrokenFormat if first.breaks_model else ConfigError)(first.reason))
+        if not isinstance(first, Ready):
+            return
+        if self.info is not None and first.model_digest != self.info.model_digest:
+            raise self._failed(
+                ConfigError(
+                    f"the model's files changed while they were served, from digest {self.info.model_digest} "
+                    f"to {first.model_digest}; start the server again"
+                )
+            )
+        self.info = first
+        self._delay_s = 0.0
+        if self.state is State.RESTARTING:
+            _log.warning("the engine is ready again; restart %d since the server began", self.num_restarts)
+        process.is_ready = True
+        self._set(State.READY)
+        process.answered_s = monotonic()
+        pinging = asyncio.create_task(self._ping(process))
+        try:
+            while (message := await from_engine.read_async(receive)) is not None:
+                process.answered_s = monotonic()
+                if isinstance(message, Stepped):
+                    self._take(message)
+                elif isinstance(message, Picture):
+                    self._show(message)
+                elif not isinstance(message, Ping):
+                    raise EngineError(f"the engine sent {type(message).__name__} while it runs")
+        finally:
+            pinging.cancel()
+            if self.state is State.READY:
+                self._set(State.RESTARTING)
+
+    async def _ping(self, process: EngineProcess) -> None:
+        """Kill a process that does not answer: it is stopped, or something holds its interpreter."""
+        while True:
+            process.say(Ping())
+            said = monotonic()
+            await asyncio.sleep(self._watch.ping_s)
+            if monotonic() - said > self._watch.ping_s + 1.0:  # it was we who stood still
+                process.answered_s = monotonic()
+            if monotonic() - process.answered_s > self._watch.stall_s:
+                _log.error("the engine has not answered for %.1f s and is killed", self._watch.stall_s)
+                process.popen.kill()
+                return
+
+    def _take(self, message: Stepped) -> None:
+        items: list[tuple[int, Piece | Ended]] = [(int(piece.request_id), piece) for piece in message.pieces]
+        items += [(ended.number, ended) for ended in message.ended]
+        for number, item in items:
+            if number in self._streams:  # else nobody waits for it any more
+                self._streams[number].put(item)
+        self.gauges = message.gauges
+        if self.on_stepped is not None:
+            self.on_stepped(message)
+
+    def _restart_or_raise(self) -> None:
+        now = monotonic()
+        while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._watch.max_restarts:
+            times = len(self._restarts) + 1
+            raise self._failed(EngineError(f"the engine ended {times} times within ten minutes"))
+        self._restarts.append(now)
+        self.num_restarts += 1
+        self._set(State.RESTARTING)
+
+    def _failed(self, error: KVQError) -> KVQError:
+        """There will be no engine any more; returns why."""
+        self._set(State.FAILED)
+        if self._on_failed is not None:
+            self._on_failed(error)
+        return error
+
+    def _show(self, found: Picture | EngineError) -> None:
+        looking, self._looking = self._looking, None
+        if looking is None or looking.done():
+            return
+        if isinstance(found, EngineError):
+            looking.set_exception(found)
+            looking.exception()  # seen, even if nobody waits any more
+        else:
+            looking.set_result(found)
+
+    def _set(self, state: State) -> None:
+        self.state = state
+        self._changed.set()

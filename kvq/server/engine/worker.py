@@ -1,0 +1,274 @@
+"""The engine process: `python -m kvq.server.engine.worker FD`, FD being its end of a socket pair."""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+
+from kvq.engine import Piece
+from kvq.engine.build import build
+from kvq.engine.loop import EngineLoop
+from kvq.engine.requests.outputs import Event
+from kvq.engine.requests.request_state import Job
+from kvq.engine.steps.core import EngineCore
+from kvq.errors import (
+    BrokenFormat,
+    ConfigError,
+    EngineError,
+    KVQError,
+    OutOfMemory,
+    RequestError,
+    first_lines,
+)
+from kvq.layout import GroupLayout
+from kvq.lazy import unseen
+from kvq.server.engine.frames import encode, to_engine
+from kvq.server.engine.introspection import Lookout
+from kvq.server.engine.messages import (
+    Cancel,
+    Ended,
+    Gauges,
+    Look,
+    Ping,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    Submit,
+)
+from kvq.server.engine.process_stats import Gaps, Heap, Memory
+from kvq.server.engine.residency import Residency
+from kvq.server.http.logs import configure
+from kvq.server.kv_events.config import EventsConfig
+from kvq.server.kv_events.stream import EventStream
+
+_log = logging.getLogger("kvq")
+_SWITCH_S = 5e-4  # that a step waits at most for Python code of other threads; Python's own is 5 ms
+STUCK = 70  # exit status after a step that never ended
+
+
+class Worker:
+    """Steps the engine and passes on what comes of it; ends when the HTTP process does."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._jobs: dict[int, Job] = {}
+        self._pieces: list[Piece] = []
+        self._ended: list[Ended] = []
+        self._generated = 0
+        self._gaps = Gaps()
+        self._residency = Residency()
+        self._lookout = Lookout()
+        self._heap = Heap()
+        self._is_looked_at = False  # somebody asked for a picture since the last one
+        self._events: EventStream | None = None  # for routers
+
+    def run(self) -> None:
+        """Build the engine, serve, and end."""
+        start = to_engine.read(self._sock)
+        if not isinstance(start, Start):
+            return
+        logs = configure(start.log)
+        try:
+            self._run(start)
+        finally:
+            logs.stop()
+
+    def _run(self, start: Start) -> None:
+        try:
+            with unseen("scipy"):  # which transformers would import for losses: half a second and 40 MB
+                import transformers  # noqa: F401
+            model, config = build(Path(start.folder), start.kv, start.options)
+            core = EngineCore(model, config)
+        except Exception as error:  # noqa: BLE001 - whatever it is, another try would find the same
+            if isinstance(error, KVQError):
+                reason = str(error)
+            else:
+                reason = f"the engine can't be built: {type(error).__name__}: {first_lines(error)}"
+                _log.error("the engine can't be built", exc_info=error)
+            may_pass = isinstance(error, OutOfMemory | MemoryError | OSError)
+            breaks = isinstance(error, BrokenFormat)
+            self._send(Refused(reason=reason, may_pass=may_pass, breaks_model=breaks))
+            return
+        loop = EngineLoop(core, on_stuck=lambda _: os._exit(STUCK))
+        core.scheduler.manager.subscribe(self._residency)
+        if start.kv_events is not None:
+            try:
+                self._publish(loop, start.kv_events)
+            except ConfigError as error:
+                self._send(Refused(reason=str(error), may_pass=True))
+                core.close()
+                return
+        memory = Memory(model.weights.device)
+        gc.collect()
+        gc.freeze()  # else what requests leave in circles waits for a look through all the libraries' objects
+        threading.Thread(target=self._listen, args=(loop,), name="kvq-listen", daemon=True).start()
+        layout = model.layout
+        self._send(
+            Ready(
+                model_digest=model.weights.digest,
+                vocab_size=model.geometry.vocab_size,
+                block_bytes=[group.block_bytes for group in layout.groups],
+                kv=[_formats(group) for group in layout.groups],
+                shape=core.scheduler.shape,
+                scheduler=core.scheduler.config,
+                is_staging=[group.is_staging for group in layout.groups],
+            )
+        )
+        try:
+            self._serve(loop, memory)
+        finally:
+            if self._events is not None:
+                self._events.close()
+            core.close()
+            loop.watchdog.close()
+
+    def _serve(self, loop: EngineLoop, memory: Memory) -> None:
+        core = loop.core
+        self._tell(core, memory)
+        while loop.obey(timeout_s=self._heap.left_s):  # by then the heap is to be tended
+            ran = core.has_work and loop.step()
+            if self._events is not None:
+                self._events.flush()
+            if ran or self._pieces or self._ended:
+                self._tell(core, memory)
+            if self._is_looked_at:
+                self._is_looked_at = False
+                self._send(self._lookout.look(core, self._jobs))
+            self._heap.tend()
+
+    def _publish(self, loop: EngineLoop, config: EventsConfig) -> None:
+        """Tell routers of blocks from now on, and of all that are there whenever somebody new listens."""
+        from kvq.server.kv_events.publisher import Publisher  # with pyzmq, which nothing else needs
+
+        manager = loop.core.scheduler.manager
+
+        def joined() -> None:
+            if self._events is not None:
+                loop.ask(self._events.tell_all)
+
+        publisher = Publisher(config, block_size=manager.block_size, on_join=joined)
+        self._events = EventStream(manager, publisher)
+        self._events.flush()
+
+    def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:
+        """What the HTTP process asked for, between two steps."""
+        if isinstance(message, Submit):
+            self._submit(core, message, came_s)
+        elif isinstance(message, Look):
+            self._is_looked_at = True
+        elif message.number in self._jobs:
+            core.cancel(self._jobs[message.number])
+
+    def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
+        number, terms = command.number, command.terms
+        try:
+            terms = replace(terms, origin=replace(terms.origin, request_id=str(number)))
+            job = core.intake.new_job(command.prompt, terms, listener=partial(self._take, number))
+            self._jobs[number] = job
+            self._lookout.meet(terms.origin.tenant)
+            if self._events is not None:
+                self._events.followed.include(terms.origin.tenant)
+            core.submit(job, arrival_s=came_s)
+        except KVQError as error:
+            self._jobs.pop(number, None)
+            self._ended.append(Ended(number=number).failed(error))
+
+    def _take(self, number: int, event: Event) -> None:
+        if isinstance(event, Piece):
+            self._generated += len(event.token_ids)
+            self._pieces.append(event)
+            return
+        job = self._jobs.pop(number, None)
+        self._gaps.end(number, event.timing)
+        if job is not None:
+            self._lookout.ended(number, job.request.tenant, event)
+        ended = Ended(
+            number=number,
+            receipt=event.receipt,
+            timing=replace(event.timing, itl_s=[]),
+            prompt_logprobs=event.prompt_logprobs,
+        )
+        self._ended.append(ended if event.error is None else ended.failed(event.error))
+
+    def _tell(self, core: EngineCore, memory: Memory) -> None:
+        """Tell what came of a step, in one message."""
+        manager = core.scheduler.manager
+        gauges = Gauges(
+            **core.scheduler.snapshot().known(),
+            generated_tokens=self._generated,
+            evictions=self._residency.evictions,
+            pinned=[manager.pins.num_pinned(group) for group in range(len(manager.pools))],
+            refused_pins=core.pinning.num_refused,
+            kv_events=0 if self._events is None else self._events.sent,
+            dropped_kv_events=0 if self._events is None else self._events.dropped,
+            memory=memory.look(),
+        )
+        stepped = Stepped(
+            pieces=self._pieces,
+            ended=self._ended,
+            gauges=gauges,
+            itl_s=self._gaps.take(self._jobs.items()),
+            block_times=self._residency.take(),
+        )
+        self._pieces, self._ended = [], []
+        try:
+            self._send(stepped)
+        except EngineError as error:  # a frame too large, which only a long prompt's log-probabilities make
+            wrong = RequestError(f"the prompt's log-probabilities can't be sent: {error}")
+            ended = [
+                one if one.prompt_logprobs is None else Ended(number=one.number).failed(wrong)
+                for one in stepped.ended
+            ]
+            self._send(msgspec.structs.replace(stepped, ended=ended))
+
+    def _listen(self, loop: EngineLoop) -> None:
+        """Read what the HTTP process says, in a thread of its own: pings are answered during steps too."""
+        try:
+            while (message := to_engine.read(self._sock)) is not None:
+                if isinstance(message, Ping):
+                    self._send(message)
+                elif isinstance(message, Submit | Cancel | Look):
+                    loop.ask(partial(self._do, loop.core, message, perf_counter()))
+        except ConnectionError:  # it is gone
+            pass
+        except (OSError, KVQError):
+            _log.exception("the HTTP process can't be understood")
+        loop.ask(None)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        with self._sending:
+            self._sock.sendall(encode(message))
+
+
+def _formats(group: GroupLayout) -> str:
+    """The full names of a layer group's formats; several where its layers differ."""
+    pairs = [(layer.formats.k.name, layer.formats.v.name) for layer in group.layers]
+    return "+".join(dict.fromkeys(k if k == v else f"{k}/{v}" for k, v in pairs))
+
+
+def main() -> None:
+    """Serve until the other end of the socket is closed."""
+    sys.setswitchinterval(_SWITCH_S)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its log may go to a terminal that is not its own
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        try:
+            Worker(sock).run()
+        except BrokenPipeError:
+            _log.warning("the HTTP process is gone")
+    os._exit(0)  # its things are put away; taking torch's modules apart takes a second of processor time
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What is said against a body, in the words of who sent it, and against content that is no text."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+from kvq.errors import nearest
+from kvq.server.http.problems import Problem
+
+_MAX_KEY = 60  # characters of one that is told
+_VALID = "Input should be a valid "
+_OF_TYPE, _OF_WORDS = "_type", "literal_error"
+_Placed = tuple[list[str], Any]  # a complaint behind its path in the body
+# Ends of complaints that something else may have been meant.
+_ELSE = (_OF_TYPE, _OF_WORDS, "missing")
+_MAX_KIND = 20  # characters of one that is compared with those that are known
+_ALIKE = 0.5  # as input_text and text are, and image and text are not
+_JSON: dict[type, str] = {
+    str: "a text",
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    dict: "an object",
+    list: "a list",
+    type(None): "null",
+}
+
+
+def of_body(complaints: Sequence[Any], body: Any) -> Problem:
+    """One of pydantic's complaints against a body: of the first field, the one that got deepest into it.
+
+    Where a field may be one of several things, pydantic complains once for each.
+    """
+    field = _path(complaints[0], body)[:1]
+    placed = ((_path(one, body), one) for one in complaints)
+    of_field = list(takewhile(lambda pair: pair[0][:1] == field, placed))
+    # The one whose value fits best what it was taken for: first by its own type, then by how deep it is right
+    path, found = max(
+        _firsts(of_field), key=lambda at: (not at[1]["type"].endswith(_ELSE), len(at[1]["loc"]))
+    )
+    where, message = ".".join(path), _message(found, [one for at, one in of_field if at == path])
+    said = f"{where or 'body'}: {message}{'' if ' got ' in message else _got(found)}"
+    return Problem(400, said, code=found.get("ctx", {}).get("code"), param=where or None)
+
+
+def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Before content is looked at: it is a text, or a list of `noun`s of these kinds.
+
+    `others` are kinds of no content that could be described; they are only said to be of no use.
+
+    The check raises PydanticCustomError: it is something else; `at` in its context is the place in the list.
+    """
+    known = " or ".join(map(repr, kinds))
+
+    def check(given: Any) -> Any:
+        if isinstance(given, list):
+            for at, part in enumerate(given):  # there may be a quarter of a million
+                if not (isinstance(part, dict) and part.get("type") in kinds):
+                    _refuse(part, at)
+        elif given is not None and not isinstance(given, str):
+            words = "this server reads text only; give a text or a list of {noun}s, got {got}"
+            raise PydanticCustomError("content", words, {"noun": noun, "got": json_kind(given)})
+        return given
+
+    def _refuse(part: Any, at: int) -> None:
+        kind, hint = part.get("type") if isinstance(part, dict) else None, ""
+        if not isinstance(kind, str):
+            words = "{noun} is an object whose type is {known}, got {got}"
+            got = json_kind(part)
+            if isinstance(part, dict):
+                got = "an object without a type" if kind is None else f"{json_kind(kind)} for the type"
+        else:
+            got = f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind!r:.50} {noun}"
+            words = "this server reads text only, got {got}; leave it out or describe it in words"
+            if hint := nearest(kind[:_MAX_KIND], list(kinds), cutoff=_ALIKE):
+                words = "{got} is not known{hint}"
+            if kind in others:
+                words = "{got} is of no use here, only {known}; leave it out"
+        context = {"noun": f"a {noun}", "known": known, "got": got, "at": at, "hint": hint}
+        raise PydanticCustomError("content", words, context)
+
+    return check
+
+
+def json_kind(value: Any) -> str:
+    """What a decoded value is, in words."""
+    return _JSON.get(type(value), "something else")
+
+
+def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
+    """The first one against each thing that the field may be: a place without a path's parts names it."""
+    firsts: dict[tuple[Any, ...], _Placed] = {}
+    for path, one in placed:
+        place = one["loc"]
+        taken_for = [part for part in place if isinstance(part, str) and part[:_MAX_KEY] not in path]
+        firsts.setdefault((len(place), *taken_for), (path, one))
+    return firsts.values()
+
+
+def _message(found: Any, there: Sequence[Any]) -> str:
+    """`there`: all complaints against the same value."""
+    message: str = found["msg"].removeprefix("Value error, ")
+    kinds = dict.fromkeys(one["msg"].removeprefix(_VALID) for one in there if one["msg"].startswith(_VALID))
+    if not message.startswith(_VALID):
+        return message
+    *others, last = kinds
+    return f"{_VALID}{', '.join(others)}{' or ' if others else ''}{last}"
+
+
+def _got(complaint: Any) -> str:
+    given, kind = complaint.get("input"), complaint["type"]
+    if isinstance(given, bool):
+        return f", got {given!s}".lower()
+    if isinstance(given, int | float) or (kind == _OF_WORDS and isinstance(given, str)):
+        return f", got {given!r:.50}"
+    return f", got {json_kind(given)}" if kind.endswith((_OF_TYPE, _OF_WORDS)) else ""
+
+
+def _path(complaint: Any, body: Any) -> list[str]:
+    """Where in the body it is: the other parts of its place name what a value was taken for."""
+    path, value, parts = [], body, complaint["loc"]
+    own = complaint.get("ctx", {}).get("at")  # further in than pydantic knows
+    parts = (*parts[parts[:1] == ("body",) :], *(() if own is None else (own,)))
+    for i, part in enumerate(parts, 1):
+        is_missing = complaint["type"] == "missing" and i == len(parts)
+        if isinstance(value, dict) and (part in value or is_missing):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        path.append(f"{part!s:.{_MAX_KEY}}")
+    return path

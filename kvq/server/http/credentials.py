@@ -1,0 +1,114 @@
+"""Who may ask: the keys and the certificate as their files said when they were read last."""
+
+import logging
+import re
+import secrets
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvq.errors import ConfigError
+from kvq.fileio import check_secret
+from kvq.server.http.logs import log_event
+
+_log = logging.getLogger("kvq")
+WATCHER = "metrics"  # the tenant of keys for metrics alone
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Who may ask, and from where."""
+
+    api_keys: tuple[str, ...] = ()  # the tenants, by their place
+    metrics_keys: tuple[str, ...] = ()  # may read metrics and health, and nothing else
+    hosts: frozenset[str] | None = None  # names this server is called by, without ports; None: any
+    origins: frozenset[str] = frozenset()  # of pages that may call it, such as https://a.org; * for all
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"{origin!r} is no origin; write it as https://a.org or https://a.org:8443")
+        if self.metrics_keys and not self.api_keys:
+            raise ConfigError(
+                "--metrics-key-file needs --api-key-file, --api-key or KVQ_API_KEY: without one anybody "
+                "may ask anything"
+            )
+        if set(self.metrics_keys) & set(self.api_keys):
+            raise ConfigError(
+                "a key of --metrics-key-file may ask for everything: it is among the clients' keys, too"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tls:
+    """A certificate and its key, as PEM files; both may be in one."""
+
+    certificate: Path
+    key: Path
+
+    def __post_init__(self) -> None:
+        self.context()
+
+    def context(self) -> ssl.SSLContext:
+        """For handshakes, with what the files hold now.
+
+        Raises:
+            ConfigError: no certificate and its open key, or others may read the key.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+            holds_key = b"PRIVATE KEY-----" in self.certificate.read_bytes()
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            is_one = self.certificate == self.key
+            files = f"{self.certificate} is" if is_one else f"{self.certificate} and {self.key} are"
+            advice = "; name a key that has a file of its own with --ssl-keyfile" if is_one else ""
+            raise ConfigError(f"{files} no PEM certificate and its open key: {error}{advice}") from error
+        check_secret(self.key)
+        if holds_key:
+            check_secret(self.certificate)
+        return context
+
+
+class Credentials:
+    """What counts now. A key keeps its tenant while it is in the file, and no other key ever gets that."""
+
+    def __init__(
+        self, access: Access, tls: Tls | None = None, read: Callable[[], Access] | None = None
+    ) -> None:
+        """`read`: what is in the files by then."""
+        self.context = None if tls is None else tls.context()  # of handshakes that begin from now on
+        self._tls, self._read = tls, read
+        self._tenants: dict[bytes, str] = {}
+        self._num_tenants = 0
+        self._take(access)
+
+    def read_again(self) -> None:
+        """Take what the files hold; if one of them can't be used all stays as it was, which is logged."""
+        try:
+            access = None if self._read is None else self._read()
+            context = None if self._tls is None else self._tls.context()
+        except ConfigError as error:
+            _log.error("keys and certificate stay as they were: %s", error)
+            return
+        self.context = context
+        if access is not None:
+            self._take(access)
+        log_event("reread", keys=len(self._tenants), certificate=context is not None)
+
+    def tenant(self, given: bytes) -> str | None:
+        """Who asks with a key: empty where none is needed, `WATCHER`, or None for one that is unknown."""
+        if not self._tenants:
+            return ""
+        found = [who for key, who in self._tenants.items() if secrets.compare_digest(given, key)]
+        return found[0] if found else None
+
+    def _take(self, access: Access) -> None:
+        before, self._tenants = self._tenants, {key.encode(): WATCHER for key in access.metrics_keys}
+        for key in map(str.encode, access.api_keys):
+            if before.get(key, WATCHER) == WATCHER:
+                before[key] = f"key-{self._num_tenants}"
+                self._num_tenants += 1
+            self._tenants[key] = before[key]

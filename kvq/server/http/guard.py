@@ -1,0 +1,214 @@
+"""What every request passes before anything reads it: host, origin, key, size, time."""
+
+import base64
+import binascii
+import logging
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvq.server.http.credentials import WATCHER, Access, Credentials
+from kvq.server.http.ignored import HEADER, IGNORED
+from kvq.server.http.incoming import FREE, MAX_BODY, Incoming, skip, too_large
+from kvq.server.http.logs import Sparse, log_event, request_id
+from kvq.server.http.problems import Problem, dialect_of
+
+MAX_HEADERS = 64 << 10  # bytes, of their names and values together
+OPEN = ("/health/live",)  # need no key
+_WATCHED = ("/metrics", "/health", "/version")  # and below; all that a key for metrics may read
+DOCS, DOCUMENT = "/docs", "/openapi.json"
+POLLED = "/pool"  # by every open page, four times a second
+CHALLENGE = 'Basic realm="kvq: any name, an API key as the password", charset="UTF-8"'
+# Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine,
+# but not that one does not generate.
+_QUIET = {
+    **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
+    "/health/deep": (200,),
+}
+ADMITTED = "kvq_admitted"  # in its scope: it was, and counts among its tenant's
+REASON = "kvq_reason"  # in a request's scope: the code or type of the problem that it got for an answer
+# Refusals for what a request is, which take as much to find as a request may.
+_COSTLY = frozenset((400, 403, 404, 405, 408, 411, 413, 415, 422, 431))
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
+
+
+class Guard:
+    """Refuses, counts, names and logs requests."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        credentials: Credentials | None = None,
+        check: Callable[[str, str], object] = lambda path, tenant: None,
+        charge: Callable[[str], object] = lambda tenant: None,
+        count: Callable[[str, Problem], object] = lambda path, problem: None,
+    ) -> None:
+        """`credentials`: the keys that count now, if not those of `access`. `check` raises Problem if it is
+        plain, before its body is read, that a request can't be served. `charge` is told the tenant of each
+        one that was refused for what it is, `count` path and problem of each POST that is refused here.
+        """
+        self._app = app
+        self._access = access
+        self._check_arrival = check
+        self._charge = charge
+        self._count = count
+        self._credentials = credentials or Credentials(access)
+        self._incoming = Incoming()
+        self._refused = Sparse()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, answer, body = perf_counter(), _Answer(scope, send), self._incoming.body()
+        token = request_id.set(answer.request_id)
+        try:
+            try:
+                self._check(scope)
+                whole = await body.read(receive, scope["kvq_tenant"], _most_bytes(scope))
+            except Problem as problem:
+                scope[REASON] = problem.code or problem.type
+                if scope["method"] == "POST":
+                    self._count(scope["path"], problem)
+                body.release()
+                await skip(receive)
+                response = as_response(problem, scope["path"])
+                response.headers["Connection"] = "close"
+                if problem.status == 401 and is_browsed(scope["path"]):
+                    response.headers["WWW-Authenticate"] = CHALLENGE
+                await response(scope, receive, answer.send)
+                return
+            if whole is not None:
+                # HEAD is GET whose body the connection leaves out
+                asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self._app(asked, whole, answer.send)
+        finally:
+            body.release()
+            if answer.status in _COSTLY and ADMITTED not in scope and "kvq_tenant" in scope:
+                self._charge(scope["kvq_tenant"])
+            self._log(scope, answer.status, perf_counter() - began)
+            request_id.reset(token)
+
+    def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", None)
+        is_quiet = route is not None and status in _QUIET.get(route, ())
+        left_out = 0 if is_quiet or status is None or status < 400 else self._refused.take()
+        log_event(
+            "request",
+            level=logging.DEBUG if is_quiet or left_out is None else logging.INFO,
+            method=scope["method"] if route or scope["method"] in _METHODS else None,
+            route=route or "unknown",
+            status=status,
+            reason=scope.get(REASON),
+            seconds=seconds,
+            tenant=scope.get("kvq_tenant") or None,
+            refusals_left_out=left_out or None,
+        )
+
+    def _check(self, scope: Scope) -> None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
+            raise Problem(431, f"the headers of a request may have {MAX_HEADERS} bytes together")
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._access.hosts is not None and _name(host) not in self._access.hosts:
+            raise Problem(
+                400, "this server has no such host name; see --allowed-host", code="host_not_allowed"
+            )
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        origins = self._access.origins
+        if origin and "*" not in origins and origin not in origins and _netloc(origin) != host:
+            raise Problem(403, "pages of other origins may not call this server; see --allow-origin")
+        scope["kvq_tenant"] = self._tenant(scope["path"], headers)
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            raise Problem(400, "Content-Length and Transfer-Encoding exclude each other")
+        length = headers.get(b"content-length", b"0")
+        if len(length) > 16 or int(length) > _most_bytes(scope):  # h11 has checked that it is a number
+            raise too_large(_most_bytes(scope))
+        self._check_arrival(scope["path"], scope["kvq_tenant"])
+
+    def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """Who asks, by the number of the key."""
+        if path in OPEN:
+            return ""
+        authorization = headers.get(b"authorization", b"")
+        scheme, _, token = authorization.partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        if is_browsed(path):
+            given = basic_password(authorization) or given
+        who = self._credentials.tenant(given)
+        if who == WATCHER and not path.startswith(_WATCHED):
+            raise Problem(403, f"this key is for {', '.join(_WATCHED)} alone", code="metrics_key")
+        if who is None:
+            raise Problem(
+                401,
+                "this server needs an API key: Authorization: Bearer KEY, or x-api-key: KEY",
+                code="invalid_api_key",
+            )
+        return who
+
+
+def is_browsed(path: str) -> bool:
+    """True for what a browser asks for by itself, where a key may come as a Basic password."""
+    return path in ("/", POLLED, DOCS, DOCUMENT) or path.startswith("/page/")
+
+
+def basic_password(authorization: bytes) -> bytes:
+    """The password of a `Basic` authorization header; empty if it is none."""
+    scheme, _, credentials = authorization.partition(b" ")
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+class _Answer:
+    """Sees the status of an answer, and adds the request's id and the names of ignored fields to it."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.status: int | None = None
+        self.request_id = f"req-{uuid4().hex}"
+        self._scope = scope
+        self._send = send
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own = [(b"x-request-id", self.request_id.encode())]
+            if (ignored := self._scope.get(IGNORED)) is not None:
+                own.append((HEADER.encode(), ignored.encode()))
+            message["headers"] = [*message.get("headers", ()), *own]
+        await self._send(message)
+
+
+def _most_bytes(scope: Scope) -> int:
+    """That the body of a request may have; where nobody reads one, those that nobody else has to wait for."""
+    is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
+    return MAX_BODY if is_read else FREE
+
+
+def as_response(problem: Problem, path: str) -> JSONResponse:
+    """A problem as an answer, as those who ask at `path` expect it."""
+    return JSONResponse(dialect_of(path).error(problem), problem.status, problem.headers())
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None

@@ -1,0 +1,115 @@
+"""Bodies of requests: how large, how slow, how many bytes of them at once."""
+
+import asyncio
+import contextlib
+from collections import Counter
+
+from starlette.types import Message, Receive
+
+from kvq.cache.heap import give_back
+from kvq.server.http.problems import Problem, unavailable
+
+MAX_BODY = 8 << 20  # bytes
+MAX_BODIES = 256 << 20  # bytes, of all requests that are not yet answered
+FREE = 64 << 10  # bytes of each body that don't count: nobody's large ones shut out small ones
+BODY_S = 30.0  # for a body to arrive
+_SKIP_S = 1.0
+_TRIM_S = 0.5  # after a large body's end
+
+
+class Incoming:
+    """Bytes that the bodies of the requests at hand take; one tenant's may be three quarters of them."""
+
+    def __init__(self, most: int = MAX_BODIES) -> None:
+        self.num_bytes = 0
+        self._of: Counter[str] = Counter()  # by tenant
+        self._most = most
+        self._is_trimming = False
+
+    def body(self) -> "Body":
+        """Of a new request; to be released when it is answered."""
+        return Body(self)
+
+    def take(self, tenant: str, count: int) -> None:
+        """Raise Problem if so many bytes more are too many."""
+        if self.num_bytes + count > self._most:
+            raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
+        if self._of[tenant] + count > self._most * 3 // 4:
+            raise unavailable(f"your requests at hand have {self._of[tenant]} bytes; try again later")
+        self.num_bytes += count
+        self._of[tenant] += count
+
+    def give(self, tenant: str, count: int) -> None:
+        """So many are free again; the C library, which would keep them, gives them back to the system."""
+        self.num_bytes -= count
+        self._of[tenant] -= count
+        if not self._of[tenant]:
+            del self._of[tenant]
+        if count and not self._is_trimming:
+            self._is_trimming = True
+            asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
+
+    def _trim(self) -> None:
+        self._is_trimming = False
+        asyncio.get_running_loop().run_in_executor(None, give_back)
+
+
+class Body:
+    """One request's."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self._incoming = incoming
+        self._tenant = ""
+        self._num_bytes = 0  # that count
+
+    async def read(self, receive: Receive, tenant: str = "", most: int = MAX_BODY) -> Receive | None:
+        """Read `most` bytes at most; returns what reads it again, and then the connection's end;
+        None if that came first.
+
+        Raises:
+            Problem: it is too large, takes too long, or there is no room for it.
+        """
+        self._tenant = tenant
+        body, more = bytearray(), True  # grows as it comes: joined in the end, several may end at once
+        try:
+            async with asyncio.timeout(BODY_S):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most:
+                        raise too_large(most)
+                    counted = max(0, len(body) - FREE)
+                    self._incoming.take(tenant, counted - self._num_bytes)
+                    self._num_bytes = counted
+        except TimeoutError as error:
+            raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        del body
+
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return again
+
+    def release(self) -> None:
+        """Nobody holds it any more."""
+        self._incoming.give(self._tenant, self._num_bytes)
+        self._num_bytes = 0
+
+
+async def skip(receive: Receive) -> None:
+    """Pass over what is left of a refused body for a moment: closed at once, a client that is still
+    sending would see a reset and never the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SKIP_S):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+def too_large(most: int) -> Problem:
+    """A body is."""
+    return Problem(413, f"a request may have {most} bytes here", code="request_too_large")

@@ -1,0 +1,178 @@
+"""How much a body of JSON holds, counted in slices before anything of it is built; and no name twice.
+
+Four million values take seconds to be built and checked, and nothing else runs meanwhile. What is no JSON
+is left to the decoder, which stops at the first error; up to there both see the same.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import msgspec
+
+from kvq.server.http.loop_budget import Again
+
+MAX_VALUES = 1 << 15  # of one body, names of fields included
+MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which don't count among the values
+IDS_IN = (b"prompt", b"tokens")
+MAX_KEYS = 4096  # of one object
+MAX_NAME = 1 << 20  # bytes
+MAX_NESTING = 72  # strict_json.MAX_DEPTH of a value that may be anything, and what it stands in
+MAX_DIGITS = 64
+MAX_EXPONENTS = 1024  # numbers with one: those near a float's bounds take 8 us each
+_LEAST, _LARGEST = "-1.79e308", "1.79e308"  # a float's
+_SLICE_S = 0.0005
+_SHOWN = 40  # characters of a name in an error
+_STEPS = 6  # of the way to what is refused
+_TOKENS = 64  # between two looks at the clock
+# Each of these ends after some ten thousand bytes, however long what it matches goes on.
+_TOKEN = re.compile(rb'[\s,:]{0,4096}("[^"\\]{0,1024}"|[\[\]{}"]|[^"\[\]{},:\s]{1,%d})' % (MAX_DIGITS + 1))
+_BETWEEN = re.compile(rb"[\s,:]{1,4096}")
+_IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
+_ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
+
+
+def scan(
+    body: bytes | bytearray, *, inside: int = 0, long: list[tuple[int, int]] | None = None
+) -> Iterator[Again]:
+    """Count what a body holds, in slices of half a millisecond.
+
+    `inside`: how many objects the body stands in, as it does in a batch's line. `long`: to be told where the
+    values lie that are texts of more than a MiB, without their quotes.
+
+    Raises:
+        ValueError: it holds too much.
+    """
+    began = perf_counter()
+    for _ in _Scan(body, inside, [] if long is None else long).steps():
+        if perf_counter() - began > _SLICE_S:
+            yield Again.IN_TURN
+            began = perf_counter()
+
+
+@dataclass(slots=True)
+class _Scan:
+    body: bytes | bytearray
+    inside: int
+    long: list[tuple[int, int]]
+    pos: int = 0
+    num_values: int = 0
+    num_ids: int = 0
+    num_exponents: int = 0
+    escape: int = 0  # the next one, or one before `pos`; -1: there is none
+    has_ids: bool = False  # the field of the body that is being read
+    entries: list[int] = field(default_factory=list)  # of all that is open; an object's names and values
+    names: list[set[bytes] | None] = field(default_factory=list)  # of objects; of a list None
+    way: list[bytes] = field(default_factory=list)  # the name that was last read in each of these, quoted
+
+    def steps(self) -> Iterator[None]:
+        """Go on, a little at a time."""
+        body, num_tokens = self.body, 0
+        while self.pos < len(body):
+            num_tokens += 1
+            if num_tokens % _TOKENS == 0:
+                yield
+            if (found := _TOKEN.match(body, self.pos)) is None:
+                if (between := _BETWEEN.match(body, self.pos)) is None:
+                    return  # not JSON
+                self.pos = between.end()
+                yield
+                continue
+            self.pos = found.end()
+            if (kind := body[self.pos - 1]) in b"]}":
+                if self.entries:
+                    self.entries.pop()
+                    self.names.pop()
+                    self.way.pop()
+                continue
+            self._count_value()
+            if kind in b"[{":
+                self._open(kind)
+                if kind == ord("[") and self.has_ids:
+                    yield from self._skip_ids()
+            elif kind != ord('"'):
+                self._count_number(found[1])
+                continue
+            elif found[1] == b'"':  # and no more: it is long, or has escapes
+                yield from self._skip_string()
+            if self.entries and self.entries[-1] % 2 == 1 and (names := self.names[-1]) is not None:
+                self._take_name(bytes(memoryview(body)[found.start(1) : self.pos]), names)
+
+    def _count_value(self) -> None:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise ValueError(f"it may have {MAX_VALUES} values")
+        if self.entries:
+            self.entries[-1] += 1
+            if self.entries[-1] > 2 * MAX_KEYS and self.names[-1] is not None:
+                raise ValueError(f"an object may have {MAX_KEYS} fields")
+
+    def _open(self, kind: int) -> None:
+        if len(self.entries) == MAX_NESTING + self.inside:
+            raise ValueError(f"it may be nested {MAX_NESTING} levels deep")
+        self.entries.append(0)
+        self.names.append(set() if kind == ord("{") else None)
+        self.way.append(b"")
+
+    def _take_name(self, name: bytes, names: set[bytes]) -> None:
+        """`name`: in its quotes, as it is written."""
+        if len(name) > MAX_NAME:
+            raise ValueError(f"the name of a field may have {MAX_NAME} bytes")
+        if b"\\" in name:
+            with contextlib.suppress(msgspec.MsgspecError):  # the decoder will say what is wrong with it
+                name = msgspec.json.encode(msgspec.json.decode(name, type=str))
+        if name in names:
+            raise ValueError(f"the name {_shown(name)} is twice in one object")
+        names.add(name)
+        self.way[-1] = name
+        if len(self.entries) == 1 + self.inside:
+            self.has_ids = name[1:-1] in IDS_IN
+
+    def _count_number(self, number: bytes | bytearray) -> None:
+        if len(number) > MAX_DIGITS:
+            raise ValueError(f"a number may have {MAX_DIGITS} digits")
+        if number[:1] not in b"-0123456789" or b"e" not in number.lower():
+            return
+        self.num_exponents += 1
+        if self.num_exponents > MAX_EXPONENTS:
+            raise ValueError(f"it may have {MAX_EXPONENTS} numbers with exponents")
+        try:
+            value = float(number)
+        except ValueError:
+            return  # the decoder will say what is wrong with it
+        if math.isinf(value):
+            where = ".".join(_shown(name) for name in [name for name in self.way if name][:_STEPS])
+            raise ValueError(
+                f"{where or 'a value'} is {number.decode()}; numbers may be {_LEAST} to {_LARGEST}"
+            )
+
+    def _skip_ids(self) -> Iterator[None]:
+        while (ids := _IDS.match(self.body, self.pos)) is not None:
+            self.num_ids += self.body.count(b",", self.pos, ids.end())
+            self.pos = ids.end()
+            if self.num_ids > MAX_TOKEN_IDS:
+                raise ValueError(f"it may have {MAX_TOKEN_IDS} token ids; give the text instead")
+            yield
+
+    def _skip_string(self) -> Iterator[None]:
+        body, start, end = self.body, self.pos, self.body.find(b'"', self.pos)
+        while end >= 0:
+            if 0 <= self.escape < self.pos:
+                self.escape = body.find(b"\\", self.pos)
+            if not 0 <= self.escape < end or (found := _ESCAPES.match(body, self.escape)) is None:
+                break
+            self.pos = found.end()
+            if end < self.pos:
+                end = body.find(b'"', self.pos)
+            yield
+        self.pos = end + 1 if end >= 0 else len(body)
+        if end - start > MAX_NAME:
+            self.long.append((start, end))
+
+
+def _shown(name: bytes) -> str:
+    """`name`: in its quotes."""
+    return f"{name[1:-1].decode(errors='replace'):.{_SHOWN}}"

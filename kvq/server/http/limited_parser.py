@@ -1,0 +1,89 @@
+"""Parsing HTTP in small slices: no client's bytes keep the event loop from everybody else's.
+
+h11 takes about 30 microseconds for an event, and one read of a socket may hold ten thousand one-byte chunks.
+"""
+
+from typing import Any, NoReturn
+
+import h11
+from h11._receivebuffer import ReceiveBuffer, blank_line_regex
+
+from kvq.server.http.problems import Problem
+
+SLICE_EVENTS = 32  # parsed at once, about 1 ms
+MAX_LINES = 128  # of a head, or of what follows the last chunk
+MAX_HEAD = 64 << 10  # bytes of a head, or of a chunk's
+_FREE_CHUNKS = 1024  # of a body, however small
+_LEAST_CHUNK = 128  # bytes, on the average of more than those
+_INSTEAD = "send larger ones, or Content-Length"
+_FREE_WIRE = 1 << 20  # bytes of a body that are none of its content
+
+
+class MeteredParser(h11.Connection):
+    """h11's connection, which stops after so many events and takes no bodies of crumbs."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD)
+        self._receive_buffer = _Lines()
+        self.allowance = SLICE_EVENTS  # events before it pretends to need more data
+        self.ran_out = False  # it did
+        self.refusal: Problem | None = None  # why this client is not listened to any more
+        self._num_chunks = 0
+        self._num_bytes = 0
+        self._num_wire = 0
+
+    def receive_data(self, data: bytes) -> None:
+        self._num_wire += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> Any:
+        """The next event, or h11.NEED_DATA at the end of the allowance.
+
+        Raises:
+            h11.RemoteProtocolError: what came is no HTTP, or a body of crumbs.
+        """
+        if self.allowance <= 0:
+            self.ran_out = True
+            return h11.NEED_DATA
+        try:
+            event = super().next_event()
+        except _TooManyLines as error:
+            self.refusal = Problem(431, str(error))
+            raise
+        self.allowance -= 1
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = self._num_wire = 0
+        elif isinstance(event, h11.Data):
+            self._count(event)
+        return event
+
+    def _count(self, data: h11.Data) -> None:
+        self._num_chunks += data.chunk_start
+        self._num_bytes += len(data.data)
+        if self._num_chunks > _FREE_CHUNKS and self._num_bytes < (self._num_chunks - 1) * _LEAST_CHUNK:
+            self._refuse(400, f"a body in chunks of less than {_LEAST_CHUNK} bytes; {_INSTEAD}")
+        elif self._num_wire > 2 * self._num_bytes + _FREE_WIRE:
+            self._refuse(400, f"chunks with more around them than in them; {_INSTEAD}")
+
+    def _refuse(self, status: int, why: str) -> NoReturn:
+        self.refusal = Problem(status, why)
+        raise h11.RemoteProtocolError(why)
+
+
+class _TooManyLines(h11.RemoteProtocolError):
+    """In a head, or behind the last chunk."""
+
+
+class _Lines(ReceiveBuffer):
+    """What came and is not parsed yet. A head or trailers of any number of lines are one event of h11.
+
+    It knows nothing of its parser: such a circle would stay, since nobody looks for garbage.
+    """
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """All lines up to an empty one, once it is there; so many at most, counted as they come."""
+        if len(self._data) > MAX_LINES:
+            end = blank_line_regex.search(self._data, self._multiple_lines_search)
+            if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # and two ends
+                raise _TooManyLines(f"a request may have {MAX_LINES} lines of headers")
+        return super().maybe_extract_lines()

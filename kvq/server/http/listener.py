@@ -1,0 +1,372 @@
+"""Connections, counted from the moment they are accepted: in all, by address, TLS handshakes included."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+import ssl
+from asyncio import sslproto
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from kvq.errors import ConfigError
+from kvq.server.http.loop_budget import Again, Turns
+
+_log = logging.getLogger("kvq")
+_HANDSHAKE_S = 10.0  # to begin it, and again for all of it
+_MAX_HANDSHAKES = 256  # at once; who has not said a word is in none, and costs a descriptor only
+_SHARE = 0.5  # of the loop's time, for handshakes and parsing
+_AT_A_TIME = 8  # accepted before others have their turn
+_FOR_OTHERS = 32  # descriptors left for all that is no connection
+_AGAIN_S = 1.0  # after the system had none
+_TO_SPEAK_S = 0.1  # that a connection has, at least, before it gives way as silent
+_REST_S = 0.05  # before another look at a greeting that is there in part
+_HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's head, and of a whole one
+_QUIET_S = 60.0  # without trouble, before the next one is told of
+_READ = 32 << 10  # bytes at once; asyncio would take 256 KB from each of those who send
+_TLS_BUFFER = 16 << 10  # bytes a connection, a TLS record; asyncio would take 256 KB
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Stage(Enum):
+    """What a connection is doing; those that do least give way first."""
+
+    SILENT = "silent"  # before or in its handshake, or it has never asked for anything
+    IDLE = "idle"  # between two requests
+    BUSY = "busy"
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One connection, from accept to close."""
+
+    door: "Door"
+    address: str
+    sock: socket.socket | None  # until its handshake begins
+    since_s: float  # when it was accepted, or its handshake began
+    stage: Stage = Stage.SILENT
+    timer: asyncio.TimerHandle | None = None  # until it says its first word
+    rest: asyncio.TimerHandle | None = None  # between two looks at a word that is not whole
+    task: asyncio.Task[None] | None = None  # its handshake
+    transport: asyncio.Transport | None = None  # since that ended
+
+    def enter(self, stage: Stage) -> None:
+        """It goes on to another stage."""
+        self.door._move(self, stage)
+
+    def leave(self) -> None:
+        """It is closed; told again, nothing happens."""
+        self.door._leave(self)
+
+    def drop(self) -> None:
+        """Close it at once."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.task is not None:
+            self.task.cancel()
+        if self.sock is not None:
+            self.listen_no_more()
+            self.sock.close()
+        self.leave()
+
+    def listen_no_more(self) -> None:
+        """To its first word."""
+        if self.timer is not None and self.sock is not None:
+            self.timer.cancel()
+            self.timer = None
+            if self.rest is not None:
+                self.rest.cancel()
+            asyncio.get_running_loop().remove_reader(self.sock)
+
+
+@dataclass(slots=True)
+class _Address:
+    """One client address's connections, by stage, the longest in it first."""
+
+    slots: dict[Stage, OrderedDict[Slot, None]] = field(
+        default_factory=lambda: {stage: OrderedDict() for stage in Stage}
+    )
+
+    def __len__(self) -> int:
+        return sum(map(len, self.slots.values()))
+
+
+class Door:
+    """Accepts connections while there is room, and makes room where somebody only occupies it.
+
+    When all places are taken, the connection that has been silent for longest is closed, of the address with
+    the most of them; then an idle one. When all are busy nothing is accepted until one ends: clients wait in
+    the system's own line. An address that has its share makes room among its own, or is turned away.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        tls: Callable[[], ssl.SSLContext | None] | None,
+        max_connections: int,
+        max_per_address: int,
+    ) -> None:
+        """`tls`: tells by what a handshake goes, when it begins. `max_connections`: lowered to what the
+        system's limit of descriptors leaves.
+
+        Raises:
+            ConfigError: that is none.
+        """
+        self.turns = Turns(_SHARE)  # of handshakes and heads
+        self.body_turns = Turns(_SHARE)  # for which no head waits
+        self.max_connections = min(max_connections, _room(max_connections))
+        self._max_per_address = min(max_per_address, self.max_connections)
+        self._listener = listener
+        self._tls = tls
+        self._addresses: dict[str, _Address] = {}
+        self._num = dict.fromkeys(Stage, 0)
+        self._handshakes: OrderedDict[Slot, None] = OrderedDict()
+        self._spoken: OrderedDict[Slot, None] = OrderedDict()  # who waits for a handshake
+        self._is_admitting = False  # by a timer
+        self._num_owed = 0  # handshakes that found no room when it was their turn
+        self._make: Callable[[Slot], asyncio.Protocol] | None = None
+        self._is_accepting = False
+        self._troubled_s = -_QUIET_S
+        if self.max_connections < max_connections:
+            _log.info("%d connections at once, by the limit of open files (ulimit -n)", self.max_connections)
+
+    @property
+    def num_connections(self) -> int:
+        """Open ones, those in their handshake included."""
+        return sum(self._num.values())
+
+    def open(self, make: Callable[[Slot], asyncio.Protocol]) -> None:
+        """Accept from here on; `make` a protocol for each connection, which tells its slot how it goes."""
+        if self._tls is not None:
+            sslproto.SSLProtocol.max_size = _TLS_BUFFER
+        self._make = make
+        self._listener.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more, and end what has not begun."""
+        self._pause()
+        self._make = None
+        self._listener.close()
+        for slot in self._slots():
+            if slot.stage is Stage.SILENT and slot.transport is None:
+                slot.drop()
+
+    def drop_all(self) -> None:
+        """Close every connection, whatever it does."""
+        for slot in self._slots():
+            slot.drop()
+
+    def _slots(self) -> list[Slot]:
+        return [slot for one in self._addresses.values() for stage in Stage for slot in one.slots[stage]]
+
+    def _resume(self) -> None:
+        if self._make is not None and not self._is_accepting:
+            self._is_accepting = True
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _pause(self, duration_s: float | None = None) -> None:
+        """Accept nothing until a connection ends or becomes idle, or for so long at most."""
+        if self._is_accepting:
+            self._is_accepting = False
+            asyncio.get_running_loop().remove_reader(self._listener)
+        if duration_s is not None:
+            asyncio.get_running_loop().call_later(duration_s, self._resume)
+
+    def _accept(self) -> None:
+        for _ in range(_AT_A_TIME):
+            if not self._make_room():
+                return
+            try:
+                sock, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _SHORT:
+                    raise
+                self._pause(_AGAIN_S)
+                self._tell(f"no connection can be accepted: {error.strerror}")
+                return
+            self._enter(sock, str(address[0]))
+
+    def _make_room(self) -> bool:
+        """Whether one more can be taken now; if not, accepting goes on when it can."""
+        if self.num_connections < self.max_connections:
+            return True
+        for stage in (Stage.SILENT, Stage.IDLE):
+            if self._num[stage]:
+                most = max(self._addresses.values(), key=lambda one: len(one.slots[stage]))
+                slot = next(iter(most.slots[stage]))  # it is the longest in this stage
+                if (left_s := self._left_to_speak(slot)) > 0:
+                    self._pause(left_s)
+                    return False
+                slot.drop()
+                return True
+        self._pause()
+        self._tell(f"all {self.max_connections} connections are busy; new ones wait")
+        return False
+
+    def _left_to_speak(self, slot: Slot) -> float:
+        if slot.stage is not Stage.SILENT:
+            return 0
+        return slot.since_s + _TO_SPEAK_S - asyncio.get_running_loop().time()
+
+    def _enter(self, sock: socket.socket, address: str) -> None:
+        loop = asyncio.get_running_loop()
+        known = self._addresses.get(address)
+        if known is not None and len(known) >= self._max_per_address:
+            slot = next(iter(known.slots[Stage.SILENT] or known.slots[Stage.IDLE]), None)
+            if slot is None or self._left_to_speak(slot) > 0:
+                sock.close()
+                return
+            slot.drop()
+        slot = Slot(self, address, sock, loop.time())
+        self._put(slot, Stage.SILENT)
+        if self._tls is None:
+            slot.task = loop.create_task(self._begin(slot))
+            return
+        sock.setblocking(False)
+        slot.timer = loop.call_later(_HANDSHAKE_S, slot.drop)
+        loop.add_reader(sock, self._speaks, slot)
+
+    def _speaks(self, slot: Slot) -> None:
+        """Its first bytes have come, or its end."""
+        assert slot.sock is not None, "it is listened to"
+        loop = asyncio.get_running_loop()
+        if not _has_hello(slot.sock):  # what takes long begins with its last byte, and would not be in turn
+            loop.remove_reader(slot.sock)
+            slot.rest = loop.call_later(_REST_S, loop.add_reader, slot.sock, self._speaks, slot)
+            return
+        slot.listen_no_more()
+        self._spoken[slot] = None
+        self.turns.soon(slot.address, self._admit)
+
+    def _admit(self) -> Again:
+        """Begin a handshake; of those that take long the longest gives way if it had its time."""
+        loop = asyncio.get_running_loop()
+        if not self._spoken:  # who spoke was dropped since
+            return Again.NO
+        if len(self._handshakes) >= _MAX_HANDSHAKES:
+            oldest = next(iter(self._handshakes))
+            if (left_s := self._left_to_speak(oldest)) > 0:
+                self._num_owed += 1
+                if not self._is_admitting:
+                    self._is_admitting = True
+                    loop.call_later(left_s, self._admit_on)
+                return Again.NO
+            oldest.drop()
+        slot, _ = self._spoken.popitem(last=False)
+        self._move(slot, Stage.SILENT)  # the last of them now
+        self._handshakes[slot] = None
+        slot.since_s = loop.time()
+        slot.task = loop.create_task(self._begin(slot))
+        return Again.NO
+
+    def _admit_on(self) -> None:
+        self._is_admitting = False
+        owed, self._num_owed = self._num_owed, 0
+        for slot in list(self._spoken)[:owed]:
+            self.turns.soon(slot.address, self._admit)
+
+    async def _begin(self, slot: Slot) -> None:
+        """Make the connection, after its handshake."""
+        make, (sock, slot.sock) = self._make, (slot.sock, None)
+        assert make is not None, "a closed door ends what has not begun"
+        assert sock is not None, "it begins once"
+        try:
+            slot.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: make(slot),
+                sock,  # is closed by the loop from here on
+                ssl=None if self._tls is None else self._tls(),
+                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+            )
+            if self._tls is None:
+                slot.transport.max_size = _READ  # type: ignore[attr-defined]
+        except (OSError, TimeoutError):
+            slot.leave()
+        finally:
+            slot.task = None
+            self._handshakes.pop(slot, None)
+            if self._num_owed:
+                self._num_owed -= 1
+                self.turns.soon(slot.address, self._admit)
+
+    def _move(self, slot: Slot, stage: Stage) -> None:
+        if self._take(slot):
+            self._put(slot, stage)
+            if stage is not Stage.BUSY:
+                self._resume()
+
+    def _leave(self, slot: Slot) -> None:
+        if self._take(slot):
+            if not self._addresses[slot.address]:
+                del self._addresses[slot.address]
+            self._handshakes.pop(slot, None)
+            self._spoken.pop(slot, None)
+            self._resume()
+
+    def _put(self, slot: Slot, stage: Stage) -> None:
+        slot.stage = stage
+        self._addresses.setdefault(slot.address, _Address()).slots[stage][slot] = None
+        self._num[stage] += 1
+
+    def _take(self, slot: Slot) -> bool:
+        """Take a connection from where it is counted; False: it has left."""
+        theirs = self._addresses.get(slot.address)
+        if theirs is None or slot not in theirs.slots[slot.stage]:
+            return False
+        del theirs.slots[slot.stage][slot]
+        self._num[slot.stage] -= 1
+        return True
+
+    def _tell(self, trouble: str) -> None:
+        """Once, until it has been quiet for a while."""
+        now = asyncio.get_running_loop().time()
+        if now - self._troubled_s >= _QUIET_S:
+            _log.warning("%s", trouble)
+        self._troubled_s = now
+
+
+def _has_hello(sock: socket.socket) -> bool:
+    """False while the first record of a TLS handshake is there in part."""
+    try:
+        begun = sock.recv(_RECORD, socket.MSG_PEEK)
+    except OSError:  # it is found again, and told, by whoever reads it
+        return True
+    is_handshake = begun[:1] == b"\x16"
+    return not is_handshake or (len(begun) >= _HEAD and len(begun) >= _HEAD + int.from_bytes(begun[3:_HEAD]))
+
+
+def _room(wanted: int) -> int:
+    """Connections that the limit of descriptors leaves, raised as far as it may be.
+
+    Raises:
+        ConfigError: none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = _num_open() + _FOR_OTHERS
+    most = wanted + taken
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    left = wanted if soft == resource.RLIM_INFINITY else soft - taken
+    if left < 1:
+        raise ConfigError(
+            f"{soft} files may be open, which leaves none for connections; raise it to {taken + 64} "
+            "at least (ulimit -n)"
+        )
+    return left
+
+
+def _num_open() -> int:
+    with contextlib.suppress(OSError):
+        return len(list(Path("/proc/self/fd").iterdir()))
+    return 32

@@ -1,0 +1,225 @@
+"""HTTP/1.1 connections: bounds on how slowly they begin, what parsing takes and how much they buffer."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from kvq.server.http.limited_parser import SLICE_EVENTS, MeteredParser
+from kvq.server.http.listener import Slot, Stage
+from kvq.server.http.loop_budget import Again, Turns
+from kvq.server.http.problems import Problem, unavailable
+
+HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
+_SMALL_READ = 1 << 10  # bytes
+_SMALL_READS = 64  # a second, of a connection, that bring no request further
+_WRITE_BUFFER = 8 << 10  # bytes
+_KERNEL_BUFFER = 64 << 10  # bytes, of what is sent; the kernel would take megabytes for who does not read
+_UNREAD_S = 60  # until the kernel gives up a connection whose reader takes nothing
+
+
+class _Flow(FlowControl):
+    """Reading, paused by the application or by us; only both let it go on."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_asked = False
+        self._is_held = False
+
+    def pause_reading(self) -> None:
+        """The application has enough for now."""
+        self._is_asked = True
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        """The application wants more."""
+        self._is_asked = False
+        if not self._is_held:
+            super().resume_reading()
+
+    def hold(self, is_held: bool) -> None:
+        """Read nothing, whatever the application wants, until told otherwise."""
+        self._is_held = is_held
+        if is_held:
+            super().pause_reading()
+        elif not self._is_asked:
+            super().resume_reading()
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, whose refusals are error objects.
+
+    What it parses is metered: so much at once, the rest in turn with others. So are small reads that bring
+    no request further, which cost the same as large ones.
+    """
+
+    flow: _Flow
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        slot: Slot | None = None,
+    ) -> None:
+        """`slot`: its place at the door, to be told of what it does."""
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn: MeteredParser = MeteredParser()
+        self._slot = slot
+        self._turns = Turns() if slot is None else slot.door.turns
+        self._body_turns = self._turns if slot is None else slot.door.body_turns
+        self._is_in_line = False  # to parse on
+        self._stage = Stage.SILENT  # before it was
+        self._is_resting = False  # from small reads
+        self._num_small = 0
+        self._counted_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport)
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER)
+        self.app_state = {**self.app_state, "kvq_transport": transport}
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, while the head of a request comes in time."""
+        before = self.cycle, self.conn.their_state
+        super().data_received(data)
+        is_parsed = not self._is_in_line
+        if is_parsed and len(data) < _SMALL_READ and before == (self.cycle, self.conn.their_state):
+            self._count_small()
+        self._watch_head()
+
+    def handle_events(self) -> None:
+        """Parse a little, in turn where many others do; what is left, in turn with others."""
+        if self._is_in_line:
+            return
+        self._is_in_line = True
+        turns = self._body_turns if self.conn.their_state is h11.SEND_BODY else self._turns
+        turns.soon("" if self._slot is None else self._slot.address, self._parse_on)
+        if self._is_in_line:
+            self._hold()
+            if self._slot is not None and self._slot.stage is not Stage.BUSY:
+                self._stage = self._slot.stage
+                self._slot.enter(Stage.BUSY)  # it has asked for something, as far as anybody knows yet
+
+    def on_response_complete(self) -> None:
+        if self._slot is not None:
+            self._slot.enter(Stage.IDLE)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is there any more."""
+        self._unwatch_head()
+        super().connection_lost(exc)
+        if self._slot is not None:
+            self._slot.leave()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or too little of it in too many pieces."""
+        self._refuse(self.conn.refusal or Problem(400, msg))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Tell whoever reads the body that no more of it comes."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        """The server ends: what was answered in part is finished, what was asked in part is refused."""
+        is_asking = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
+        if is_asking and self.cycle is not None:
+            self._refuse(unavailable("the server is shutting down"))
+            self._hang_up()
+        else:
+            super().shutdown()
+
+    def _parse(self) -> bool:
+        """Parse a slice; True if there is more."""
+        self.conn.allowance, self.conn.ran_out = SLICE_EVENTS, False
+        if not self.transport.is_closing():
+            super().handle_events()
+        if self._slot is not None:
+            is_asking = self.cycle is not None and not self.cycle.response_complete
+            if is_asking:
+                self._slot.enter(Stage.BUSY)
+            elif self._slot.stage is Stage.BUSY:
+                self._slot.enter(self._stage)
+        return self.conn.ran_out and not self.transport.is_closing()
+
+    def _parse_on(self) -> Again:
+        """Parse the next slice, and ask for another one if there is more."""
+        self._is_in_line = self._parse()
+        if not self._is_in_line:
+            self._hold()
+            self._watch_head()
+        return Again.IN_TURN if self._is_in_line else Again.NO
+
+    def _count_small(self) -> None:
+        now = self.loop.time()
+        if now - self._counted_s >= 1:
+            self._num_small, self._counted_s = 0, now
+        self._num_small += 1
+        if self._num_small > _SMALL_READS and not self._is_resting:
+            self._is_resting = True
+            self._hold()
+            self.loop.call_at(self._counted_s + 1, self._rest_no_more)
+
+    def _rest_no_more(self) -> None:
+        self._is_resting = False
+        self._hold()
+
+    def _hold(self) -> None:
+        if not self.transport.is_closing():  # TLS has nothing to hold then
+            self.flow.hold(self._is_in_line or self._is_resting)
+
+    def _watch_head(self) -> None:
+        is_idle = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+        if not is_idle:
+            self._unwatch_head()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _unwatch_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if self.conn.their_state is h11.IDLE:
+            self._refuse(Problem(408, f"no request came within {HEAD_S:g} s"))
+
+    def _refuse(self, problem: Problem) -> None:
+        """Answer with an error object and close, whatever state the connection is in."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(problem.body()).encode()
+            headers = [("content-type", "application/json"), ("connection", "close")]
+            headers += [("content-length", str(len(body))), *problem.headers().items()]
+            events: list[Any] = [h11.Response(status_code=problem.status, headers=headers)]
+            if self.conn.our_state is h11.IDLE or self.scope["method"] != "HEAD":  # whose answer has none
+                events.append(h11.Data(data=body))
+            events.append(h11.EndOfMessage())
+            for event in events:
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def prepare(listener: socket.socket) -> None:
+    """Set on a listening socket what its connections inherit."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
+    # asyncio sets this only where it knows the protocol, which create_server leaves open. Without it an
+    # answer's body waits until the client's kernel, in no hurry (40 ms), has acknowledged the head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)

@@ -1,0 +1,154 @@
+"""Answers to one reader, who may be slow, stop reading, or go: whole, or as server-sent events."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvq.server.http.problems import OPENAI, Dialect, Problem, failed
+
+_log = logging.getLogger("kvq")
+MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB
+_PATIENCE_S = 2.0  # for a reader who is so far behind
+_PIECE = 64 << 10  # bytes of a whole answer
+_PIECE_S = 10.0  # for a reader to take one
+
+
+class WholeAnswer(Response):
+    """JSON, sent as fast as it is taken. Who takes no piece for ten seconds is cut off."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, *, on_cut: Callable[[], object], on_end: Callable[[], object]) -> None:
+        """`on_cut` is called if the reader is too slow, `on_end` when nothing is left to send."""
+        super().__init__(content)
+        self._on_cut = on_cut
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, or as much as the reader takes."""
+        content = bytes(self.body)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for start in range(0, len(content), _PIECE):
+                end = start + _PIECE
+                piece = {"body": content[start:end], "more_body": end < len(content)}
+                async with asyncio.timeout(_PIECE_S):
+                    await send({"type": "http.response.body", **piece})
+        except TimeoutError:
+            _cut_off(scope, self._on_cut)
+        finally:
+            self._on_end()
+
+
+class EventStream(Response):
+    """Sends chunks as they come. A reader who falls too far behind is cut off; the work behind it ends.
+
+    A failure on the way becomes an error object, the last event of all.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[dict[str, Any]],
+        dialect: Dialect = OPENAI,
+        *,
+        on_cut: Callable[[], object] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`on_cut` is called if the reader is too slow, `on_end` when nothing of the stream is left."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._dialect = dialect
+        self._on_cut = on_cut
+        self._on_end = on_end
+        self._waiting: list[bytes] = []
+        self._num_bytes = 0
+        self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._is_over = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or as much as the reader takes."""
+        work = (self._fill(scope), self._send(send), until_gone(receive))
+        tasks = [asyncio.create_task(one) for one in work]
+        sending = tasks[1]
+        try:
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._chunks.aclose()
+            self._on_end()
+
+    async def _fill(self, scope: Scope) -> None:
+        """Encode what comes, up to what a reader may be behind."""
+        try:
+            async with aclosing(self._chunks):
+                async for chunk in self._chunks:
+                    await self._wait_for_room()
+                    self._put(self._dialect.event(chunk))
+            self._put(self._dialect.done)
+        except TimeoutError:
+            _cut_off(scope, self._on_cut)
+        except Problem as problem:
+            self._put_error(problem)
+        except Exception as error:  # noqa: BLE001 - the answer has begun, so its reader is told in it
+            _log.exception("a stream failed")
+            self._put_error(failed(f"the server failed: {type(error).__name__}"))
+        finally:
+            self._is_over = True
+            self._changed.set()
+
+    async def _send(self, send: Send) -> None:
+        """Write what is there, all of it at once; wait while the connection is full."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            body, self._waiting, self._num_bytes = b"".join(self._waiting), [], 0
+            more = not self._is_over
+            self._taken.set()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            if not more:
+                return
+
+    async def _wait_for_room(self) -> None:
+        """A step may bring more than fits, which a reader takes at once, or never."""
+        if self._num_bytes <= MAX_BEHIND:
+            return
+        async with asyncio.timeout(_PATIENCE_S):
+            while self._num_bytes > MAX_BEHIND:
+                self._taken.clear()
+                await self._taken.wait()
+
+    def _put(self, event: bytes) -> None:
+        self._waiting.append(event)
+        self._num_bytes += len(event)
+        self._changed.set()
+
+    def _put_error(self, problem: Problem) -> None:
+        self._put(self._dialect.event(self._dialect.error(problem)))
+
+
+def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
+    """End a connection whose reader is too slow, whatever is still to be sent."""
+    on_cut()
+    transport = scope.get("state", {}).get("kvq_transport")
+    if transport is not None:
+        transport.abort()
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client went; what it still sends is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,164 @@
+"""JSON from clients, taken literally: no text for a number, no depth without end, no text that is none."""
+
+import secrets
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+
+from kvq.server.http.json_bounds import scan
+from kvq.server.http.loop_budget import Again, Closing
+from kvq.strict_json import check_value
+
+DECODED = "kvq_decoded"  # a request's body in its scope, until somebody takes it
+MAX_TEXT = 4 << 20  # characters
+_LARGE = 64 << 10  # bytes of a body that is decoded in a turn of its own
+Span = tuple[int, int]  # where a text begins and ends, within its quotes
+_PART = 512 << 10  # bytes
+_ESCAPE = 6  # bytes, the longest: \u20ac
+
+
+def decode(body: bytes | bytearray, spans: Iterable[Span]) -> Generator[Again, None, Any]:
+    """Return the value of a body; `spans`: values of it that are long texts, in their order.
+
+    Of long texts a part at a time: of 8 MiB a decoder keeps the loop for 15 ms.
+
+    Raises:
+        msgspec.MsgspecError: it is no JSON.
+    """
+    mark, texts, rest, at = secrets.token_hex(), dict[str, str](), bytearray(), 0
+    for start, end in spans:
+        place = f"{mark}{len(texts)}"
+        texts[place] = yield from _decode_text(body, start, end)
+        rest += body[at:start] + place.encode()
+        at = end
+    if not texts:
+        return msgspec.json.decode(body)
+    return _put_back(_decode_part(rest + body[at:]), texts)
+
+
+def _decode_text(body: bytes | bytearray, start: int, end: int) -> Generator[Again, None, str]:
+    parts = []
+    while start < end:
+        upto = end if end - start <= _PART else _cut(body, start, start + _PART)
+        parts.append(_decode_part(b'"' + body[start:upto] + b'"'))
+        start = upto
+        yield Again.NEXT
+    return "".join(parts)
+
+
+def _decode_part(part: bytes | bytearray) -> Any:
+    try:
+        return msgspec.json.decode(part)
+    except msgspec.MsgspecError as error:  # which says at which byte of the part
+        raise msgspec.DecodeError(str(error).partition(" (byte")[0]) from None
+
+
+def _cut(body: bytes | bytearray, start: int, at: int) -> int:
+    """A place close before `at` that is within no character and no escape, nor between two halves of one."""
+    for _ in range(3):
+        at -= body[at] & 0xC0 == 0x80
+    last = body.rfind(b"\\", at - _ESCAPE, at)
+    if last >= 0:
+        before = body[start : last + 1]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2:  # it begins an escape
+            at = last
+    is_second_half = body[at : at + 3].lower() == b"\\ud" and body[at + 3 : at + 4].lower() in b"cdef"
+    return at - _ESCAPE if is_second_half else at
+
+
+def _put_back(value: Any, texts: dict[str, str]) -> Any:
+    """Put texts where their places are named; in objects and lists as they are."""
+    if isinstance(value, str):
+        return texts.get(value, value)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if isinstance(item, str | dict | list):
+            value[key] = _put_back(item, texts)
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """1.0 is an integer in JSON schema's eyes, and some clients know no others."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _few(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        words = "String should have at most {max_length} characters"
+        raise PydanticCustomError("string_too_long", words, {"max_length": MAX_TEXT})
+    return text
+
+
+# Pydantic would make UTF-8 of megabytes to count them, several times.
+LongText = Annotated[str, AfterValidator(_few), Field(strict=True, json_schema_extra={"maxLength": MAX_TEXT})]
+# Of integers, last of their annotations: bounds behind it would not be told by the document.
+WHOLE = BeforeValidator(_whole)
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_value)]
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+class _JsonRequest(Request):
+    """A request whose body is UTF-8 and JSON to the letter: no NaN, no halves of surrogate pairs."""
+
+    async def body(self) -> bytes:
+        """As it was read; Starlette would copy it."""
+        if not hasattr(self, "_body"):
+            pieces = [piece async for piece in self.stream() if piece]
+            self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._body
+
+    async def json(self) -> Any:
+        """Raises HTTPException: it is something else, or holds too much."""
+        body, decoded = await self.body(), []
+
+        def read() -> Iterator[Again]:
+            long: list[Span] = []
+            yield from scan(body, long=long)
+            if len(body) > _LARGE:
+                yield Again.IN_TURN
+            decoded.append((yield from decode(body, long)))
+            if len(body) > _LARGE:  # what is done with it has a turn of its own
+                yield Again.NEXT
+
+        try:
+            await self.app.state.turns.through(self.scope.get("kvq_tenant", ""), read())
+        except Closing as error:
+            raise HTTPException(503, "the server is shutting down", {"Retry-After": "1"}) from error
+        except RecursionError as error:
+            raise HTTPException(400, "the body is nested too deep") from error
+        except msgspec.MsgspecError as error:
+            raise HTTPException(400, f"the body is no JSON: {error}") from error
+        except ValueError as error:
+            raise HTTPException(400, f"the body can't be read: {error}") from error
+        self.scope[DECODED] = decoded[0]
+        return decoded[0]
+
+
+class JsonRoute(APIRoute):
+    """A route that reads such bodies."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """FastAPI's, for our kind of request."""
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            if request.method == "POST" and not _is_json(request.headers.get("content-type", "")):
+                raise HTTPException(415, "send the body as JSON, with Content-Type: application/json")
+            if request.headers.get("content-encoding", "identity") != "identity":
+                raise HTTPException(415, "send the body as it is, without Content-Encoding")
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return read

@@ -1,0 +1,1 @@
+"""OpenAI's protocol: chat, completions, their answers and the document of all routes."""

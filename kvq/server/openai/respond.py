@@ -1,0 +1,122 @@
+"""From a call's answer to HTTP: whole or as server-sent events, for as long as somebody reads it."""
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import AbstractContextManager, aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.service import Service
+from kvq.server.http.guard import ADMITTED
+from kvq.server.http.ignored import IGNORED, Body
+from kvq.server.http.problems import Problem, dialect_of
+from kvq.server.http.sending import EventStream, WholeAnswer, until_gone
+from kvq.server.http.strict_json import DECODED
+
+T = TypeVar("T")
+
+
+class Call(ABC):
+    """One request of an API that generates."""
+
+    seats: Seats  # what it needs at the engine
+    is_heavy = False  # whether its whole answer may take long to encode, as log-probabilities do
+
+    @abstractmethod
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer. Raises Problem: it can't be served, or failed."""
+
+    @abstractmethod
+    def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        """The answer in pieces, as they come. Raises Problem: it can't be served, or failed on the way."""
+
+
+def tenant(request: Request) -> str:
+    """Who asks: "" without keys, otherwise "key-" and the number of the key."""
+    return str(request.scope.get("kvq_tenant", ""))
+
+
+@contextlib.contextmanager
+def admitted(request: Request, entered: AbstractContextManager[None]) -> Iterator[None]:
+    """While `entered`; the request was charged for with that."""
+    with entered:
+        request.scope[ADMITTED] = True
+        yield
+
+
+async def note_fields(request: Request, service: Service, body: Body) -> None:
+    """Name fields of a body that are ignored in the answer's head, whatever the answer will be.
+
+    Others have their turn before and after: a body was just checked, and is to be taken apart.
+
+    Raises:
+        Problem: the server is strict, and refuses one.
+    """
+    decoded = request.scope.pop(DECODED)
+    await asyncio.sleep(0)
+    ignored = await service.check_fields(decoded, body)
+    decoded.clear()  # FastAPI holds it until the answer's end
+    if ignored.fields:
+        request.scope[IGNORED] = ignored.header()
+    await asyncio.sleep(0)
+
+
+async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:
+    """Answer a call if there is room for it; it is cancelled when the client goes.
+
+    Raises:
+        Problem: it failed before anything was sent.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(admitted(request, service.enter(tenant(request), call.seats)))
+        cut = service.metrics.cuts.inc
+        if stream:
+            chunks = await _while_connected(request, _first_of(call.chunks()))
+            if chunks is not None:
+                dialect = dialect_of(request.url.path)
+                return EventStream(chunks, dialect, on_cut=cut, on_end=stack.pop_all().close)
+        else:
+            content = await _while_connected(request, _encoded(call))
+            if content is not None:
+                return WholeAnswer(content, on_cut=cut, on_end=stack.pop_all().close)
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _encoded(call: Call) -> bytes:
+    body = await call.answer()
+    return await asyncio.to_thread(msgspec.json.encode, body) if call.is_heavy else msgspec.json.encode(body)
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of some work; None, and the work is cancelled, if the client goes before."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(until_gone(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for one in (task, watch):
+            one.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Problem):
+                await one
+
+
+async def _first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Wait for the first item, so that what fails at once is an error and not a broken stream."""
+    return _chain(await anext(chunks, None), chunks)
+
+
+async def _chain(first: T | None, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    async with aclosing(rest):
+        if first is not None:
+            yield first
+        async for item in rest:
+            yield item

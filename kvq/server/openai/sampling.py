@@ -1,0 +1,130 @@
+"""From a request's body to the engine's parameters."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from kvq.engine import SamplingParams, StructuredOutput
+from kvq.engine.grammar.source import GrammarLimits
+from kvq.engine.requests.defaults import SamplingDefaults
+from kvq.engine.requests.request_options import Origin, Terms
+from kvq.errors import RequestError
+from kvq.server.admission.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
+from kvq.server.http.ignored import Body
+from kvq.server.http.problems import Problem
+from kvq.strict_json import check_value
+
+_MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
+_CALLED = {"max_completion_tokens": "max_tokens"}
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as text: one object to hold, and not a tree of thousands that each look for garbage
+    goes through while the request waits.
+    """
+    return msgspec.json.encode(schema).decode()
+
+
+def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> SamplingParams:
+    """With `max_tokens` 0 a token is generated that nobody sees: the engine makes at least one.
+
+    Raises:
+        Problem: a parameter that the engine does not take.
+    """
+    others = {
+        "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,
+        "prompt_logprobs": body.logprobs if body.echo else None,
+        "echo": False,  # the engine knows tokens, whose text may be another than what was sent
+    }
+    return params_of(body, _other_fields(body) | others, defaults)
+
+
+def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
+    """Raises Problem: a parameter that the engine does not take."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    others = {
+        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    return params_of(body, _other_fields(body) | others, defaults)
+
+
+def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
+    """What a body asks of the engine, for whom, and how urgent it is; `service_tier` "flex" is for batch."""
+    priority = body.priority or ("batch" if body.service_tier == "flex" else "interactive")
+    return Terms(params=params, origin=Origin(priority=priority, tenant=tenant, cache_salt=body.cache_salt))
+
+
+def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
+    """What a body says of the engine's parameters in the engine's own words: a new one needs no more.
+
+    `others`: what it says in the protocol's. `defaults`: the model's, for what it leaves out or says null to.
+
+    Raises:
+        Problem: a parameter that the engine does not take.
+    """
+    given = type(body).model_fields
+    own = {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
+    named = {_CALLED.get(name, name) for name in body.model_fields_set if getattr(body, name) is not None}
+    try:
+        return SamplingParams(**defaults.fill(own | others, named))
+    except RequestError as error:
+        raise Problem(400, str(error)) from error
+
+
+def _other_fields(body: Common) -> dict[str, Any]:
+    """What the field's words or values are others for than the engine's."""
+    return {
+        "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
+        "stop": body.stop or (),
+        "include_stop": body.include_stop_str_in_output,
+        "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None,
+        "structured": _take_structured(body),
+    }
+
+
+def _take_structured(body: Common) -> StructuredOutput | None:
+    """The constraint, whose schema the body then has no more; see `schema_text`."""
+    format, guided = body.response_format, body.guided_json
+    schema: Any = None
+    if format is not None and format.type == "json_object":
+        schema = {"type": "object"}
+    elif format is not None and format.json_schema is not None:
+        schema = format.json_schema.definition
+    asked = body.structured_outputs or StructuredOutputs()
+    any_object = {"type": "object"} if asked.json_object else None
+    schema = _one("json_schema", schema, _schema(guided), _schema(asked.definition), any_object)
+    body.guided_json = body.structured_outputs = None
+    if format is not None:
+        format.json_schema = None
+    given = {
+        "json_schema": None if schema is None else schema_text(schema),
+        "regex": _one("regex", body.guided_regex, asked.regex),
+        "choice": _one("choice", body.guided_choice, asked.choice),
+        "lark": _one("grammar", body.guided_grammar, asked.grammar),
+    }
+    return None if all(constraint is None for constraint in given.values()) else StructuredOutput(**given)
+
+
+def _one(name: str, *given: Any) -> Any:
+    found = [constraint for constraint in given if constraint is not None]
+    if len(found) > 1:
+        raise Problem(400, f"{name} is given {len(found)} times; one constraint can hold")
+    return found[0] if found else None
+
+
+def _schema(given: dict[str, Any] | str | None) -> Any:
+    if not isinstance(given, str):
+        return given
+    if len(given) > _MAX_SCHEMA_TEXT:
+        raise Problem(400, f"guided_json may have {_MAX_SCHEMA_TEXT} characters", param="guided_json")
+    try:
+        schema = check_value(msgspec.json.decode(given))
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+        raise Problem(400, f"guided_json is no JSON: {error}", param="guided_json") from error
+    if not isinstance(schema, dict):
+        raise Problem(400, "guided_json is a schema, a JSON object", param="guided_json")
+    return schema
