@@ -25,7 +25,7 @@ def as_on_gpu(*, in_triton: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("kvq.cache.kv_cache", "kvq.cache.centering", "kvq.weights.install"):
             stack.enter_context(patch.object(import_module(name), "Device", _Hopper))
-        models, weights = (import_module(f"kvq.models.{name}") for name in ("model", "weights"))
+        models, weights = import_module("kvq.models.model"), import_module("kvq.models.loading.weights")
         stack.enter_context(patch.object(models, "runs_in_triton", lambda prepared: in_triton))
         stack.enter_context(patch.object(weights, "pack_linears", lambda model, backend: None))
         stack.enter_context(patch.object(weights, "fuse_norms", lambda model: None))
