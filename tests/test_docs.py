@@ -40,7 +40,7 @@ def test_the_readme_lists_the_families_that_are_checked():
 
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def anchors(page: Path) -> set[str]:

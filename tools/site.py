@@ -32,17 +32,17 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead links to where the site has the file; what only the repository has is named, not linked."""
     source = next((s for s, p in PAGES.items() if p == page.file.src_uri), f"docs/{page.file.src_uri}")
-    return re.sub(r"\[([^\]]*)" + LINK.pattern, lambda found: site_link(found, source), markdown)
+    page_folder = posixpath.dirname(page.file.src_uri)
+    return re.sub(r"\[([^\]]*)" + LINK.pattern, lambda found: site_link(found, source, page_folder), markdown)
 
 
-def site_link(found: re.Match[str], source: str) -> str:
+def site_link(found: re.Match[str], source: str, page_folder: str = "") -> str:
     """The Markdown of one link of a repository's file, as the site has it."""
     text, target, anchor = found[1], found[2], found[3] or ""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-    if path in PAGES:
-        return f"[{text}]({PAGES[path]}{anchor})"
-    if path.startswith("docs/") and "/" not in path[5:]:
-        return f"[{text}]({path[5:]}{anchor})"
+    page = PAGES.get(path) or (path[5:] if path.startswith("docs/") else None)
+    if page and page.endswith((".md", ".svg", ".png")):
+        return f"[{text}]({posixpath.relpath(page, page_folder or '.')}{anchor})"
     return f"{text} (`{path}`)"
 
 

@@ -99,5 +99,6 @@ def _factors(bits: int, device: torch.device) -> Tensor:
 
 
 def _number(value: int, like: Tensor) -> Tensor:
-    """A number to divide by: see decisions.md, "The reference divides by tensors"."""
+    """Return a tensor to divide by, on the device of `like`."""
+    # D21: CUDA multiplies by the reciprocal of a plain number
     return torch.full((), float(value), device=like.device)
