@@ -100,5 +100,4 @@ def _factors(bits: int, device: torch.device) -> Tensor:
 
 def _number(value: int, like: Tensor) -> Tensor:
     """Return a tensor to divide by, on the device of `like`."""
-    # D21: CUDA multiplies by the reciprocal of a plain number
-    return torch.full((), float(value), device=like.device)
+    return torch.full((), float(value), device=like.device)  # D20: not by the reciprocal

@@ -26,7 +26,7 @@ from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.model import Model
 
-CLEAR_ERROR = 0.15  # D52; of a layer's attention output: no pair that warned or broke was below
+CLEAR_ERROR = 0.15  # D47; of a layer's attention output: no pair that warned or broke was below
 _TOKENS, _FEW_TOKENS = 384, 256  # the latter of models above _LARGE, which take seconds for them
 _LARGE = 1_000_000_000  # weights
 _LEAST_TOKENS = 16
