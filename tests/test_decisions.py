@@ -15,9 +15,7 @@ ENTRIES = [
     for page in DECISIONS.glob("*.md")
     for name in re.findall(r"^### (D\d+)$", page.read_text("utf-8"), re.M)
 ]
-CODE = [
-    path for path in (ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml") if path.is_file()
-] + [
+CODE = [ROOT / "Makefile", ROOT / "setup.py", ROOT / "pyproject.toml"] + [
     path
     for folder in ("kvq", "tests", "benchmarks", "tools", "spec")
     for kind in ("py", "h", "cpp")
