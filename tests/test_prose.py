@@ -112,13 +112,13 @@ def told_of_tasks():
     yield " and ".join(f"{one['canonical_top1_agreement']:.1%}" for one in rows)
     found = {(one["model"], one["kv"]): one["hits"] for one in real("retrieval")}
     yield f"it finds {found['qwen15', 'fp32']} over fp32 and {found['qwen15', 'int4']} over `int4`"
-    yield f"the 0.5B {found['qwen05', 'fp32']} and {found['qwen05', 'int4']}"
+    yield f"the 0.5B model finds {found['qwen05', 'fp32']} and {found['qwen05', 'int4']}"
 
 
 def told_of_rivals():
     rows = {one["kv"]: one["bits_held_1024"] for one in real("rivals") if one["model"] == "smollm2"}
     assert rows["quanto-4"] == rows["hqq-4"]
-    yield f"{rows['int4']:.1f} over `int4`, {rows['quanto-4']:.1f} over quanto's"
+    yield f"{rows['int4']:.1f} bits over `int4`, {rows['quanto-4']:.1f} over the 4-bit formats of quanto and HQQ"
     yield f"{rows['kivi-k4v4+recent=128']:.1f} over KIVI's and {rows['kvarn-k4v4']:.1f} over KVarN's"
     assert f"{rows['int4+recent=96']:.1f}" == f"{rows['kvarn-k4v4']:.1f}"
 
@@ -131,8 +131,9 @@ def told_in_quality():
         assert check["passed"]
         yield " and ".join(f"{check[key]:.1%}" for key in ("window_change", "int2_change"))
     yield f"`int4_mean` has {ratio(LONG, 'int4_mean', 'int4')} of the divergence of `int4`"
-    yield f"here {ratio(SHORT, 'int4_mean', 'int4')}"
-    yield f"{ratio(LONG, f'int3{TAIL}', 'int4', 1)} times as much, here {ratio(SHORT, f'int3{TAIL}', 'int4')}"
+    yield f"here it has {ratio(SHORT, 'int4_mean', 'int4')}"
+    yield f"{ratio(LONG, f'int3{TAIL}', 'int4', 1)} times the divergence of `int4` there, and"
+    yield f"{ratio(SHORT, f'int3{TAIL}', 'int4')} times here"
 
     rows = {
         (one["kv"], one["depth"]): one
@@ -143,7 +144,7 @@ def told_in_quality():
         (rows[kv, 32_600]["between_ms"] - rows[kv, 512]["between_ms"]) / rows[kv, 512]["kv_bytes_per_token"]
         for kv in ("int4", "int4_g32_s8_rot")
     )
-    yield f"At 32,600 tokens a byte of today's takes {now / before:.2f} times as long as a byte of that one"
+    yield f"a byte of the present format takes {now / before:.2f} times as long as a byte of the earlier one"
 
 
 def told_in_readme():
