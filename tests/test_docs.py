@@ -18,6 +18,7 @@ from tools.run_notebook import NOTEBOOK, code_cells, run, text_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMAND = re.compile(r"^kvq ([\w-]+)", re.M)
 
 
 def test_the_measured_table_is_that_of_the_committed_results():
@@ -26,7 +27,7 @@ def test_the_measured_table_is_that_of_the_committed_results():
 
 
 def test_every_command_and_path_that_the_readme_names_exists():
-    for name in re.findall(r"^kvq ([\w-]+)", "".join(re.findall(r"```sh\n.*?```", README, re.S)), re.M):
+    for name in COMMAND.findall("".join(re.findall(r"```sh\n.*?```", README, re.S))):
         assert name in cli._COMMANDS
     for path in re.findall(r"\]\(([\w./-]+)\)", README) + re.findall(
         r"`((?:kvq|docs|tools)/[\w./]+)`", README
@@ -34,8 +35,15 @@ def test_every_command_and_path_that_the_readme_names_exists():
         assert (ROOT / path).exists(), path
 
 
-def test_the_readme_lists_the_families_that_are_checked():
-    listed = re.search(r"token for token: ([^.]+)\.", README)[1].replace("\n", " ")
+def test_every_command_has_its_place_on_the_page_of_commands():
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    told = {name for block in re.findall(r"```sh\n(.*?)```", page, re.S) for name in COMMAND.findall(block)}
+    assert told == set(cli._COMMANDS)
+
+
+def test_the_page_of_models_lists_the_families_that_are_checked():
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    listed = re.search(r"token for token: ([^.]+)\.", page)[1].replace("\n", " ")
     assert sorted(x.strip() for x in listed.split(",")) == sorted(FAMILIES)
 
 

@@ -88,15 +88,15 @@ def told_in_choosing():
     yield f"it has {ratio(SIMULATED, small, theirs)}, with intervals that overlap"
     yield f"it has {late:.2f}"
     yield f"{span(SIMULATED, small)}, and {span(SIMULATED, theirs)}"
-    yield f"holds {held(SIMULATED, theirs)} bits an element of `kvarn-k4v4`, and {held(SIMULATED, small)} of"
+    yield f"holds {held(SIMULATED, theirs)} bits per element of `kvarn-k4v4`, and {held(SIMULATED, small)} of"
     plain, means, base = f"int3{TAIL}", f"int3_mean{TAIL}", "int4_g64_rot"
     late = deepest(LONG, plain)["kl_mean"] / deepest(LONG, base)["kl_mean"]
-    yield f"{ratio(LONG, plain, base, 1)} times `int4_g64_rot` there ({late:.1f} times among the last 2,048"
-    yield f"with block means it is {ratio(LONG, means, base)}"
-    yield f"There 3 bits find {fewer('int3')} points less than unquantized KV"
-    yield f"tokens exact {fewer(plain)} point less"
-    yield f"2 bits with block means so find {fewer(f'int2_mean{TAIL}')} points less"
-    yield f"plain 2 bits {needles('fp32') - needles('int2'):.1f}"
+    yield f"{ratio(LONG, plain, base, 1)} times the divergence of `int4_g64_rot` ({late:.1f} times among the"
+    yield f"With block means, they have {ratio(LONG, means, base)} times"
+    yield f"There, 3 bits find {fewer('int3')} points less than unquantized KV, and {fewer(plain)} point less"
+    yield f"With exact tokens and block means, 2 bits find {fewer(f'int2_mean{TAIL}')} points less"
+    yield f"plain 2 bits find {needles('fp32') - needles('int2'):.1f} points less"
+    yield from told_of_tuning()
 
 
 def told_of_tasks():
@@ -147,18 +147,17 @@ def told_in_quality():
     yield f"a byte of the present format takes {now / before:.2f} times as long as a byte of the earlier one"
 
 
-def told_in_readme():
+def told_of_tuning():
     best = result(TUNED)["rival"]
     low, high = result(TUNED)["ratio_to_rival"]
     yield f"{ratio(TUNED, 'chosen', best)} times ({low:.2f} to {high:.2f}) the divergence of the best uniform"
-    yield f"at the bytes of `int3` {ratio(TUNED, 'tuned, as int3', 'int3')} times that of `int3`"
+    yield f"at the bytes of `int3` {ratio(TUNED, 'tuned, as int3', 'int3')} times that of `int3`, and at the"
     yield f"{ratio(TUNED, 'tuned, as int2', 'int2')} times that of `int2`"
 
 
 PAGES = {
     "docs/choosing.md": told_in_choosing,
     "docs/quality.md": told_in_quality,
-    "README.md": told_in_readme,
 }
 
 
