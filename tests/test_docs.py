@@ -48,7 +48,7 @@ def test_the_page_of_models_lists_the_families_that_are_checked():
 
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md")]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -58,7 +58,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: "/".join(page.parts[-2:]))
 def test_linked_files_and_anchors_exist(page):
     text = page.read_text(encoding="utf-8")
     for target, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)", text):

@@ -155,9 +155,43 @@ def told_of_tuning():
     yield f"{ratio(TUNED, 'tuned, as int2', 'int2')} times that of `int2`"
 
 
+def best(name, part, engine, weights, kv=None):
+    """The most tokens/s of an engine's rows."""
+    path = ROOT / "benchmarks" / "results" / f"peers-{name}.json"
+    return max(
+        one["tokens_per_s_median"]
+        for one in json.loads(path.read_text(encoding="utf-8"))["rows"]
+        if (one["part"], one["engine"], one["weights"]) == (part, engine, weights)
+        and one["reason"] is None
+        and kv in (None, one["kv"])
+    )
+
+
+def told_of_peers():
+    loads = (  # file, part, weights of kvq, its KV, rival, its weights
+        ("batch", "batch", "fp32", None, "openvino", "fp32"),
+        ("batch", "batch", "int8", None, "openvino", "int8"),
+        ("decode", "decode-128", "fp32", None, "llama.cpp", "f32"),
+        ("decode", "decode-128", "int8", None, "llama.cpp", "q8_0"),
+        ("decode", "decode-128", "int4", None, "llama.cpp", "q4_0"),
+        ("decode-4096", "decode-4096", "fp32", "int8", "openvino", "fp32"),
+        ("prefill", "prefill", "fp32", "int8", "openvino", "fp32"),
+        ("prefill", "prefill", "int8", None, "openvino", "int8"),
+        ("beside-1", "batch", "fp32", "int8", "openvino", "fp32"),
+    )
+    for file, part, weights, kv, rival, theirs in loads:
+        ratios = [
+            best(f"{file}-{cpu}", part, "kvq", weights, kv) / best(f"{file}-{cpu}", part, rival, theirs)
+            for cpu in ("cpu", "amd")
+        ]
+        name = {"openvino": "OpenVINO"}.get(rival, rival)
+        yield f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |"
+
+
 PAGES = {
     "docs/choosing.md": told_in_choosing,
     "docs/quality.md": told_in_quality,
+    "docs/peers.md": told_of_peers,
 }
 
 
@@ -184,7 +218,8 @@ def test_the_load_check_refuses_all_that_is_broken_and_nothing_that_is_harmless(
 
 def test_every_result_is_shown_or_read_by_something():
     """None is left of which no page has a table and no code makes anything."""
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks" / "results").glob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in pages]
     texts.append((ROOT / "README.md").read_text(encoding="utf-8"))
     for folder in ("tools", "benchmarks", "tests", "kvq"):
         texts += [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")]

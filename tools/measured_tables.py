@@ -1,4 +1,4 @@
-"""Write the measured tables of README.md and docs/ from the JSON that benchmark runs left.
+"""Write the measured tables of the documentation from the JSON that benchmark runs left.
 
 python tools/measured_tables.py          # rewrite the tables
 python tools/measured_tables.py --check  # exit 1 if a page and its JSON differ
@@ -778,7 +778,8 @@ def rewritten(page: str) -> str:
 def main() -> None:
     """Rewrite the pages, or check them."""
     differ = False
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    folders = (ROOT / "docs", ROOT / "benchmarks" / "results")
+    for path in (ROOT / "README.md", *(page for folder in folders for page in sorted(folder.glob("*.md")))):
         old = path.read_text(encoding="utf-8")
         new = rewritten(old)
         differ |= old != new

@@ -14,6 +14,12 @@ PAGES = {  # file in the repository: page of the site
     "CHANGELOG.md": "changes.md",
     "deploy/README.md": "deploy.md",
     "examples/choose_a_format.ipynb": "notebook.md",
+    "benchmarks/results/README.md": "results.md",
+    "benchmarks/results/cpu-kernels.md": "cpu-kernels.md",
+    "benchmarks/results/gpu-h200.md": "gpu-h200.md",
+    "benchmarks/results/gpu-counted.md": "gpu-counted.md",
+    "benchmarks/results/peers.md": "peers-results.md",
+    "benchmarks/results/reliability.md": "reliability-results.md",
 }
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
