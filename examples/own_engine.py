@@ -1,4 +1,4 @@
-"""An engine of one's own over kvq's blocks: continuous batching, shared prefixes, transformers' model code.
+"""Your own engine over kvq's blocks: continuous batching, shared prefixes, transformers' model code.
 
 python examples/own_engine.py [FORMAT]
 """
@@ -30,7 +30,7 @@ class Request:
 class Engine:
     def __init__(self, known: kvq.Model, *, max_batch: int = 4, max_tokens: int = 4096) -> None:
         self.layout, self.max_batch = known.layout, max_batch
-        blocks = self.layout.blocks_for(1, max_tokens)  # of every pool, for whoever needs them
+        blocks = self.layout.blocks_for(1, max_tokens)  # of every pool, for all requests together
         self.cache = KVCache(self.layout, num_blocks=blocks, device=CPU)
         self.manager = BlockManager(
             num_blocks=blocks, block_size=self.layout.block_size, **self.layout.holding
@@ -43,7 +43,7 @@ class Engine:
         self.running: list[Request] = []
 
     def attention(self, module, q, k, v, mask, scaling, **_):
-        """What the model's layers call, with [1, heads, tokens, dim] of all new tokens side by side."""
+        """Replace the attention of the model's layers; q, k, v: [1, heads, all new tokens, dim]."""
         layer, (q, k, v) = module.layer_idx, (x[0].transpose(0, 1) for x in (q, k, v))
         batch = self.cache.batch_of(layer, self.batches)
         options = AttentionOptions(scale=scaling, window=self.layout.geometry.layers[layer].window)
@@ -52,7 +52,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run the prompts of who gets a seat now and a token of all others; return who is done."""
+        """Run the prompts of new requests and one token of all others; return the requests that are done."""
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting.popleft()
             request.sequence = self.manager.start(self.manager.prompt(request.ids))
@@ -75,7 +75,7 @@ class Engine:
         chosen = made.logits[0].argmax(-1).tolist()
         for request, token in zip(self.running, chosen, strict=True):
             request.ids.append(token)
-            self.manager.commit(request.sequence, [token])  # from here on others find its blocks
+            self.manager.commit(request.sequence, [token])  # other requests can now reuse its blocks
         done = [request for request in self.running if len(request.ids) >= request.end]
         for request in done:
             self.manager.free(request.sequence)

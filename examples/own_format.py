@@ -1,4 +1,4 @@
-"""A KV format of one's own beside kvq's: registered, then measured by any of kvq's commands.
+"""Your own KV format: registered, then measured by any of kvq's commands, beside kvq's formats.
 
 python examples/own_format.py                                         the table below
 python examples/own_format.py eval --kv fp32,int4,my-int4 --tasks perplexity,kl,generation

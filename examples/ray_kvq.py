@@ -1,10 +1,10 @@
-"""Serve a model by two to four kvq replicas behind Ray's prefix router.
+"""Serve a model with two to four kvq replicas behind Ray's prefix router.
 
 python examples/ray_kvq.py [MODEL [KV]]
 
-Needs `pip install '.[ray]'` in a clone of kvq at every node. Clients find the OpenAI routes at
-http://127.0.0.1:8000/v1. Replicas are added while more requests are at work than there are seats. In a
-cluster that runs already, the same without Python: serve run kvq.integrations.ray:build num_replicas=2
+Run `pip install '.[ray]'` in a clone of kvq on every node. The OpenAI routes are at http://127.0.0.1:8000/v1.
+Ray adds replicas while there are more running requests than seats. In a running cluster, you can do the same
+without Python: serve run kvq.integrations.ray:build num_replicas=2
 """
 
 import sys

@@ -3,9 +3,10 @@
     pip install 'ray[llm]' '.[vllm]'     # in a clone of kvq, at every node: vLLM's workers load the plug-in
     python examples/ray_vllm_kvq.py                # at the head node
 
-It was never run: there was no cluster of GPUs. What was checked is that Ray's `LLMConfig` takes it.
-Layers lie on two nodes (pipeline), their heads on the eight GPUs of a node (tensor). vLLM makes the blocks:
-kvq's formats are values of `kv_cache_dtype`, `kvq:FILE` names a recipe, whose file lies at every node.
+It was never run, because no cluster of GPUs was available. It was checked that Ray's `LLMConfig` accepts it.
+Layers are divided between two nodes (pipeline), and their heads among the eight GPUs of a node (tensor).
+vLLM makes the blocks. kvq's formats are values of `kv_cache_dtype`; `kvq:FILE` names a recipe, whose file
+is on every node.
 """
 
 from typing import Any

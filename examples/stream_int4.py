@@ -1,4 +1,4 @@
-"""Stream text from one prompt with a 4-bit KV cache, beside the same with a full one.
+"""Stream text from one prompt, with an unquantized and with a 4-bit KV cache.
 
 python examples/stream_int4.py [PROMPT]
 """

@@ -1,4 +1,4 @@
-"""Generate with transformers' own `generate` over a 4-bit KV cache, beside the usual one.
+"""Generate with transformers' own `generate` over a 4-bit KV cache and over the default cache.
 
 python examples/transformers_int4.py [PROMPT]
 """

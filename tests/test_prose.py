@@ -118,7 +118,7 @@ def told_of_tasks():
 def told_of_rivals():
     rows = {one["kv"]: one["bits_held_1024"] for one in real("rivals") if one["model"] == "smollm2"}
     assert rows["quanto-4"] == rows["hqq-4"]
-    yield f"{rows['int4']:.1f} bits over `int4`, {rows['quanto-4']:.1f} over the 4-bit formats of quanto and HQQ"
+    yield f"{rows['int4']:.1f} bits over `int4`, {rows['quanto-4']:.1f} over the 4-bit formats of quanto"
     yield f"{rows['kivi-k4v4+recent=128']:.1f} over KIVI's and {rows['kvarn-k4v4']:.1f} over KVarN's"
     assert f"{rows['int4+recent=96']:.1f}" == f"{rows['kvarn-k4v4']:.1f}"
 
@@ -156,7 +156,7 @@ def told_of_tuning():
 
 
 def best(name, part, engine, weights, kv=None):
-    """The most tokens/s of an engine's rows."""
+    """Return the most tokens/s in an engine's rows."""
     path = ROOT / "benchmarks" / "results" / f"peers-{name}.json"
     return max(
         one["tokens_per_s_median"]
