@@ -48,7 +48,7 @@ def test_the_page_of_models_lists_the_families_that_are_checked():
 
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md")]
-PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
+PAGES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:

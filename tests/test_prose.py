@@ -218,7 +218,7 @@ def test_the_load_check_refuses_all_that_is_broken_and_nothing_that_is_harmless(
 
 def test_every_result_is_shown_or_read_by_something():
     """None is left of which no page has a table and no code makes anything."""
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks" / "results").glob("*.md")]
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks" / "results").glob("*.md")]
     texts = [path.read_text(encoding="utf-8") for path in pages]
     texts.append((ROOT / "README.md").read_text(encoding="utf-8"))
     for folder in ("tools", "benchmarks", "tests", "kvq"):
