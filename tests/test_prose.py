@@ -102,7 +102,8 @@ def told_in_choosing():
 def told_of_tasks():
     exact, *rows = real("humaneval")
     assert [one["kv"] for one in rows] == ["int4", "int3"]
-    yield f"writes {exact['hits']} that pass over KV in fp32, {rows[0]['hits']} over"
+    yield f"solves {exact['hits']} of the 164 HumanEval problems over KV in fp32"
+    yield f"It solves {rows[0]['hits']} over `int4`"
     yield f"and {rows[1]['hits']} over `int3`"
     for one in rows:
         found = one["against_baseline"]
@@ -111,8 +112,8 @@ def told_of_tasks():
         yield f"{found['difference']:+.1%}, {low:+.1%} to {high:+.1%})"
     yield " and ".join(f"{one['canonical_top1_agreement']:.1%}" for one in rows)
     found = {(one["model"], one["kv"]): one["hits"] for one in real("retrieval")}
-    yield f"it finds {found['qwen15', 'fp32']} over fp32 and {found['qwen15', 'int4']} over `int4`"
-    yield f"the 0.5B model finds {found['qwen05', 'fp32']} and {found['qwen05', 'int4']}"
+    yield f"retrieves {found['qwen15', 'fp32']} over KV in fp32 and {found['qwen15', 'int4']} over `int4`"
+    yield f"The 0.5B model retrieves {found['qwen05', 'fp32']} and {found['qwen05', 'int4']}"
 
 
 def told_of_rivals():

@@ -754,7 +754,7 @@ def perplexity_table(result: dict) -> str:
     check = result["instrument"]
     verdict = "can" if check["passed"] else "can not"
     lines.append(
-        f"\nModel: {result['model']}, a very small one; nothing larger was measured yet. "
+        f"\nModel: {result['model']}, a very small one. "
         f"Text: {result['text']}, {result['rows'][0]['tokens']:,} tokens in windows of {result['context']}. "
         f"{result['date'][:10]}, {result['device']}, torch {result['versions']['torch']}, "
         f"transformers {result['versions']['transformers']}. "
