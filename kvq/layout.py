@@ -74,14 +74,19 @@ class Run:
     nbytes: int
 
 
-class Holding(TypedDict):
-    """Which tokens of a sequence keep their blocks, how large those are, and how old indexed ones are."""
+class Holding(TypedDict, total=False):
+    """Rules by which sequences hold blocks: options of a `BlockManager`. Lists: one entry per layer group."""
 
-    windows: list[int | None]
+    windows: list[int | None]  # tokens; None, the default: full attention
+    # First tokens of every sequence that have blocks, a multiple of the block size; None, the default: all.
+    # A group with a limit has no window.
     limits: list[int | None]
-    block_bytes: list[int]
-    lag: int
+    block_bytes: list[int]  # bytes of one block, which receipts count; by default 1
+    lag: int  # committed tokens after a block before the index may know it, by default 0
+    # The group whose blocks hold recurrent states: one for each sequence, and those that the index keeps. Its
+    # window is 2.
     state_group: int | None
+    snapshot_every: int  # tokens between states that the index keeps, beside those at the end of prompts
 
 
 class Role(Enum):

@@ -1,10 +1,10 @@
 """Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
 from kvq.blockmgr.events import Copy, Event, Evicted, Found, Order, Scrub, Stored, SwapIn, SwapOut
+from kvq.blockmgr.hits import Match
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
-from kvq.blockmgr.prefixes import Match
 from kvq.blockmgr.sequence import HOLE, BlockUse, Sequence, StateMove
 
 __all__ = [

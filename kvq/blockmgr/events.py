@@ -1,4 +1,4 @@
-"""Orders, what `kvq.cache` has to do with the bytes, and events, for metrics, routers and tests.
+"""Orders that `kvq.cache` carries out on the bytes, and events for metrics, routers and tests.
 
 Orders are carried out one after another in the order they were given, and before the writes of the
 step that follows. A block may be freed and taken again between two orders; keeping their order is
@@ -88,7 +88,7 @@ class Events:
     """Delivers events when the operation that caused them is complete, in order."""
 
     def __init__(self) -> None:
-        self.active = False  # True while anybody listens; events are not even made otherwise
+        self.active = False  # True while there are subscribers; events are not even made otherwise
         self._subscribers: list[Subscriber] = []
         self._queue: list[Event] = []
 
@@ -109,7 +109,7 @@ class Events:
         self._queue.append(event)
 
     def deliver(self) -> None:
-        """Hand out what was queued. A subscriber that raises is reported and not called again."""
+        """Deliver the queued events. A subscriber that raises is reported and not called again."""
         queue, self._queue = self._queue, []
         for event in queue:
             for subscriber in tuple(self._subscribers):

@@ -1,4 +1,4 @@
-"""Every invariant of block memory, checked. docs/blocks.md says them in words."""
+"""Integrity check of block memory: every invariant that docs/blocks.md lists."""
 
 from collections import Counter
 from itertools import pairwise
@@ -76,7 +76,7 @@ def _check_slots(group: int, sequences: list[Sequence], swap: SwapSpace) -> None
 
 
 def _check_index(blocks: Blocks) -> None:
-    """Nodes, their chains and the pools' marks agree; nothing useless stays."""
+    """Check that nodes, their chains and the pools' marks agree, and that nothing useless stays."""
     step = blocks.block_size * TOKEN_BYTES
     marks = [0] * len(blocks.pools)
     roots = set(blocks.index.roots())
@@ -147,7 +147,7 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
 
 
 def _check_announcements(sequences: list[Sequence], computing: dict[bytes, Sequence]) -> None:
-    """Who is waited for is there and will compute it."""
+    """Check that every announced prefix belongs to a live sequence that will compute it."""
     announced = {digest: s for s in sequences for _, digest in s.announced}
     assert announced == computing, "somebody may wait for what nobody computes"
     for sequence in sequences:

@@ -1,19 +1,19 @@
-"""Pins: prefixes that stay cached for a time, whoever needs memory."""
+"""Pins: prefixes that stay cached until a time, even if others need memory."""
 
 from collections import Counter
 from dataclasses import dataclass
 from math import inf, isfinite
 
 from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.hits import needed_blocks
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import Node
-from kvq.blockmgr.prefixes import needed_blocks
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError, OutOfBlocks
 
 
 @dataclass(slots=True, eq=False)
-class Pin:
+class _Pin:
     """References on the blocks of one prefix, until a time."""
 
     length: int  # tokens
@@ -29,28 +29,28 @@ class Pins:
             raise ConfigError(f"max_pinned_blocks must be at least 0, or None, got {max_blocks}")
         self._blocks = blocks
         self._max_blocks = max_blocks
-        self._pins: dict[Node, Pin] = {}
-        self._next = inf  # no pin ends before
+        self._pins: dict[Node, _Pin] = {}
+        self._next = inf  # no pin ends earlier
         self._pinned: list[Counter[BlockId]] = [Counter() for _ in blocks.pools]  # pins of each block
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    def all(self) -> list[Pin]:
-        """Every pin."""
+    def all(self) -> list[_Pin]:
+        """Return every pin."""
         return list(self._pins.values())
 
     def limit(self, group: int) -> int:
-        """Blocks of a layer group that pins may hold: as configured, else half the pool."""
+        """Return the most blocks of a layer group that pins may hold: as configured, else half the pool."""
         total = self._blocks.pools[group].num_blocks
         return total // 2 if self._max_blocks is None else min(self._max_blocks, total)
 
     def num_pinned(self, group: int) -> int:
-        """Blocks of a layer group under any pin."""
+        """Return the number of blocks of a layer group under any pin."""
         return len(self._pinned[group])
 
     def add(self, nodes: list[Node], until: float) -> int:
-        """Pin the blocks of a valid hit, or extend a pin that is there; see `BlockKeeper.pin`."""
+        """Pin the blocks of a valid hit, or extend their pin; see `BlockManager.pin`."""
         if not isfinite(until):
             raise ConfigError(f"a pin needs a time to end, in seconds, got {until}")
         if not nodes:
@@ -66,11 +66,11 @@ class Pins:
         self._blocks.share(wanted)
         for pinned, held in zip(self._pinned, wanted, strict=True):
             pinned.update(held)
-        self._pins[nodes[-1]] = Pin(length, wanted, until)
+        self._pins[nodes[-1]] = _Pin(length, wanted, until)
         return length
 
     def expire(self, now: float) -> int:
-        """Release every pin whose time is over. Returns how many."""
+        """Release the pins that ended at or before `now`. Returns how many."""
         if now < self._next:
             return 0
         over = [node for node, pin in self._pins.items() if pin.until <= now]
@@ -80,7 +80,7 @@ class Pins:
         return len(over)
 
     def release(self, node: Node) -> None:
-        """Release the pin that ends with this node's block, if there is one."""
+        """Release the pin whose last block is this node's, if there is one."""
         pin = self._pins.pop(node, None)
         if pin is None:
             return
@@ -92,14 +92,14 @@ class Pins:
                     del pinned[block]
 
     def release_own(self, sequence: Sequence) -> None:
-        """Release the pins that end with a block which a sequence computed itself."""
+        """Release the pins whose last block a sequence computed itself."""
         node, depth = sequence.node, sequence.depth
         while node.parent is not None and depth > sequence.found:
             self.release(node)
             node, depth = node.parent, depth - 1
 
     def release_first(self) -> bool:
-        """Release the pin whose time ends first. False: there is none."""
+        """Release the pin that ends first. Returns False if there is none."""
         if not self._pins:
             return False
         self.release(min(self._pins, key=lambda node: self._pins[node].until))

@@ -1,4 +1,4 @@
-"""The prefix index: which blocks hold the KV of which tokens, found by chained digests.
+"""Prefix index: the blocks that hold the KV of given tokens, found by chained digests.
 
 The digest of a block covers the model, the recipe, the salt and all tokens up to the block's end, so
 one dictionary lookup a block finds a prefix. Digests only find: on a hit the tokens themselves are
@@ -7,7 +7,7 @@ compared, block by block from the root, so that equal digests of different token
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -15,19 +15,17 @@ from kvq.blockmgr.pool import BlockId
 from kvq.errors import RequestError
 
 TOKEN_BYTES = 4
-_NEIGHBOURS = 32  # children looked at on either side for a part to copy
+_MOST_SIBLINGS = 32  # children looked at on either side for a part to copy
 _VERSION = b"kvq-prefix-1"
-
-Digest = Callable[[bytes], bytes]
 
 
 def sha256_digest(data: bytes) -> bytes:
-    """SHA-256 of `data`, 32 bytes."""
+    """Return the SHA-256 of `data`, 32 bytes."""
     return sha256(data).digest()
 
 
 class Node:
-    """One block's worth of tokens after a prefix, and the blocks that hold their KV per layer group.
+    """Tokens of one block after a prefix, and the blocks that hold their KV, per layer group.
 
     A node stays while it has a block in any group or a node after it, so that every chain from a
     root can be compared token by token.
@@ -70,7 +68,7 @@ def _remove_child(parent: Node, child: Node) -> None:
 
 @dataclass(slots=True, eq=False)
 class PrefixQuery:
-    """Tokens to be looked up: validated once, digests computed as far as they were needed."""
+    """Tokens of a prompt to look up: validated once, digests computed as far as they were needed."""
 
     tokens: "array[int]"
     tenant: str
@@ -82,7 +80,7 @@ class PrefixQuery:
 
 
 def token_array(tokens: Iterable[int]) -> "array[int]":
-    """Token ids as `array('I')`.
+    """Return token ids as `array('I')`.
 
     Raises:
         RequestError: an id that is no whole number of 0 to 2**32 - 1.
@@ -104,15 +102,13 @@ def _utf8(text: str) -> bytes:
 class PrefixIndex:
     """Chains of nodes below one root per salt."""
 
-    def __init__(
-        self, *, block_size: int, num_groups: int, identity: bytes = b"", digest: Digest = sha256_digest
-    ) -> None:
-        """`identity` names the model and the recipe; `digest` maps bytes to a digest (SHA-256)."""
+    def __init__(self, *, block_size: int, num_groups: int, identity: bytes = b"") -> None:
+        """Make an empty index; `identity` names the model and the recipe."""
         self.block_size = block_size
         self._step = block_size * TOKEN_BYTES
         self._num_groups = num_groups
         self._identity = sha256_digest(identity)
-        self._digest = digest
+        self._digest = sha256_digest  # of a block, chained
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
 
@@ -120,22 +116,23 @@ class PrefixIndex:
         return len(self._nodes)
 
     def get(self, digest: bytes) -> Node | None:
-        """The node of that digest, roots left out."""
+        """Return the node of that digest, roots left out."""
         return self._nodes.get(digest)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, roots left out."""
+        """Iterate over all nodes, roots left out."""
         return iter(self._nodes.values())
 
     def roots(self) -> Iterator[Node]:
-        """The roots that have nodes below them."""
+        """Iterate over the roots that have nodes below them."""
         return iter(self._roots.values())
 
     def root_digest(
         self, tenant: str, shared_salt: str | None = None, cache_salt: str | None = None
     ) -> bytes:
-        """Where a tenant's chains start: for each of its `cache_salt`s others; those of equal `shared_salt`
-        are one for all tenants.
+        """Return the digest that starts the chains of a tenant, or of all tenants with one `shared_salt`.
+
+        Every `cache_salt` separates further.
         """
         kind, salt = (b"t", _utf8(tenant)) if shared_salt is None else (b"s", _utf8(shared_salt))
         if cache_salt is not None:
@@ -143,11 +140,11 @@ class PrefixIndex:
         return sha256_digest(_VERSION + self._identity + kind + salt)
 
     def root(self, digest: bytes) -> Node:
-        """The root of that digest; it joins the index with its first child."""
+        """Return the root of that digest; it joins the index with its first child."""
         return self._roots.get(digest) or Node(None, digest, b"", self._num_groups)
 
     def digest_at(self, prompt: PrefixQuery, block: int) -> bytes:
-        """The chained digest of a prompt's full block, hashing what was not hashed yet."""
+        """Return the chained digest of a prompt's full block, hashing what was not hashed yet."""
         digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
         while len(digests) <= block:
             at = len(digests) * step
@@ -156,11 +153,11 @@ class PrefixIndex:
         return digests[block]
 
     def chain(self, parent: bytes, tokens: bytes) -> bytes:
-        """The digest of a block of tokens after `parent`."""
+        """Return the digest of a block of tokens after `parent`."""
         return self._digest(parent + tokens)
 
     def walk(self, prompt: PrefixQuery, max_blocks: int) -> list[Node]:
-        """The nodes of a prompt's first blocks, as far as they are indexed. Changes nothing."""
+        """Return the nodes of a prompt's first blocks, as far as they are indexed. Changes nothing."""
         parent = self._roots.get(prompt.root)
         found: list[Node] = []
         if parent is None:
@@ -183,7 +180,7 @@ class PrefixIndex:
         return found
 
     def insert(self, parent: Node, digest: bytes, tokens: bytes) -> Node | None:
-        """The node of a block of tokens after `parent`, new if need be; None on a digest collision."""
+        """Return the node of a block of tokens after `parent`, new if need be; None on a digest collision."""
         if parent.parent is None:
             parent = self._roots.get(parent.digest, parent)  # another may have joined meanwhile
         node = self._nodes.get(digest)
@@ -203,7 +200,7 @@ class PrefixIndex:
         return node
 
     def attach(self, node: Node, group: int, block: BlockId) -> None:
-        """Say that a block holds the node's KV in one layer group."""
+        """Record that a block holds the node's KV in one layer group."""
         assert node.blocks[group] is None, "the node has a block in that group already"
         node.blocks[group] = block
         node.num_held += 1
@@ -247,17 +244,17 @@ class PrefixIndex:
             del self._roots[node.digest]
 
     def best_child(self, node: Node, tokens: bytes, num_groups: int) -> tuple[Node | None, int]:
-        """The child that starts with most of `tokens`, and how many tokens they share.
+        """Return the child that starts with most of `tokens`, and how many tokens they share.
 
         Children are sorted by their tokens, so on either side the nearest that is there in all
         `num_groups` layer groups that have blocks at its depth shares most. Only some neighbours are
-        looked at, so that nobody can make it slow.
+        looked at, so that no client can make it slow.
         """
         best: Node | None = None
         longest = 0
         at = bisect_left(node.keys, tokens)
-        before = range(at - 1, max(-1, at - 1 - _NEIGHBOURS), -1)
-        after = range(at, min(len(node.keys), at + _NEIGHBOURS))
+        before = range(at - 1, max(-1, at - 1 - _MOST_SIBLINGS), -1)
+        after = range(at, min(len(node.keys), at + _MOST_SIBLINGS))
         for side in (before, after):
             for i in side:
                 common = _common_tokens(node.keys[i], tokens)
@@ -270,6 +267,6 @@ class PrefixIndex:
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """How many tokens two rows of token ids share from the start."""
+    """Return how many tokens two rows of token ids share from the start."""
     pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES)

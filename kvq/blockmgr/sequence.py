@@ -1,17 +1,21 @@
-"""A sequence: its tokens, its tables in every layer group, and what it used."""
+"""Sequences: tokens, block tables in every layer group, the blocks used, and which sequences are live."""
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
+from kvq.errors import ConfigError
 
 HOLE = BlockId(-1)  # where a table of states has no block
+
+Work = list[tuple["Sequence", int]]  # (sequence, new tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateMove:
-    """What the last append does with a sequence's state."""
+    """Reads and writes of a sequence's recurrent state by its last append."""
 
     start: int  # tokens before it
     source: BlockId  # where the state after those lies; a HOLE if there are none
@@ -20,7 +24,7 @@ class StateMove:
 
 @dataclass(kw_only=True, slots=True)
 class BlockUse:
-    """What one sequence used, in blocks over all layer groups unless said otherwise."""
+    """Memory use of one sequence, in blocks over all layer groups unless said otherwise."""
 
     own: int = 0  # taken from the pools
     shared: int = 0  # found in the prefix index, or taken over by a fork
@@ -32,7 +36,7 @@ class BlockUse:
     peak_bytes: int = 0  # most bytes that one held at once, each group's blocks counted at their own size
 
     def add(self, other: "BlockUse") -> None:
-        """Count what another one used too; peaks are of the one that held most."""
+        """Add the use of another sequence; a peak is that of the sequence that held most."""
         peaks = max(self.peak, other.peak), max(self.peak_bytes, other.peak_bytes)
         for name in (one.name for one in fields(self)):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -44,8 +48,8 @@ class Sequence:
     """One sequence's length and tables. Read it freely; only its `BlockManager` changes it.
 
     `tables[g][i]` is the block of positions [i * block_size, (i + 1) * block_size) in layer group g.
-    Entries before `starts[g]` were given back, because no token can see them any more; what they
-    say means nothing. A group that keeps only the first tokens has no entries beyond its limit. One of
+    Entries before `starts[g]` were given back, because no token can see them any more; their values
+    mean nothing. A group that keeps only the first tokens has no entries beyond its limit. A group of
     recurrent states has holes, where no state is kept.
     """
 
@@ -75,7 +79,7 @@ class Sequence:
         self.changed = [len(table) for table in self.tables]
 
     def note_peak(self, block_bytes: list[int]) -> None:
-        """Count what is held now, if it is more than ever; `block_bytes`: of a block, per layer group."""
+        """Update the peaks from the blocks held now; `block_bytes`: of one block, per layer group."""
         blocks = nbytes = 0
         for group, size in enumerate(block_bytes):
             held = self.num_held_in(group)
@@ -85,31 +89,39 @@ class Sequence:
         self.receipt.peak_bytes = max(self.receipt.peak_bytes, nbytes)
 
     def mark(self, group: int, index: int) -> None:
-        """Say that a table's entries from `index` on are other ones now."""
+        """Mark a table's entries from `index` on as changed."""
         self.is_changed = True
         self.changed[group] = min(self.changed[group], index)
 
     def mark_all(self) -> None:
-        """Say so of all tables."""
+        """Mark all entries of all tables as changed."""
         self.is_changed = True
         self.changed = [0] * len(self.tables)
 
     def fill(self, starts: list[int], held: list[list[BlockId]]) -> None:
-        """Let tables be these blocks, the first of each group at an index; nothing stands before it."""
-        self.starts = starts
-        self.tables = [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
+        """Set the tables to these blocks, the first of each group at its index in `starts`."""
+        self.starts, self.tables = starts, tables_of(starts, held)
         self.mark_all()
 
+    def adopt(
+        self, length: int, starts: list[int], taken: list[list[BlockId]], block_bytes: list[int]
+    ) -> None:
+        """Set fresh blocks for the first `length` tokens of a new, empty sequence."""
+        self.fill(starts, taken)
+        self.length = self.adopted = length
+        self.receipt.own = self.num_held
+        self.note_peak(block_bytes)
+
     def step_back(self) -> None:
-        """Let the block before the last indexed one be the last."""
+        """Make the block before the last indexed one the last indexed one."""
         assert self.node.parent is not None, "a root has depth 0"
         self.node = self.node.parent
         self.depth -= 1
 
     def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:
-        """What changed in the tables since the last call: (group, first index, entries from there on).
+        """Return the changes of the tables since the last call: (group, first index, entries from there on).
 
-        Whoever keeps copies of tables on a device brings them up to date with it.
+        They bring copies of the tables on a device up to date.
         """
         changes = []
         for group, (table, first) in enumerate(zip(self.tables, self.changed, strict=True)):
@@ -121,21 +133,21 @@ class Sequence:
 
     @property
     def is_swapped(self) -> bool:
-        """True while its blocks are in host slots."""
+        """True while the sequence's blocks are in host slots."""
         return self.swapped is not None
 
     def holds(self, group: int, index: int) -> bool:
-        """True if it has a block at an index of a table: not given back, not beyond the group's limit."""
+        """True if a table has a block at an index: not given back, not beyond the group's limit."""
         table = self.tables[group]
         return self.starts[group] <= index < len(table) and table[index] != HOLE
 
     def held_in(self, group: int) -> list[BlockId]:
-        """Blocks of a layer group held now."""
+        """Return the blocks of a layer group held now."""
         held = self.tables[group][self.starts[group] :]
         return [block for block in held if block != HOLE] if group == self.state_group else held
 
     def num_held_in(self, group: int) -> int:
-        """How many those are."""
+        """Return the number of blocks of a layer group held now."""
         if group == self.state_group:
             return len(self.held_in(group))
         return len(self.tables[group]) - self.starts[group]
@@ -149,3 +161,79 @@ class Sequence:
     def num_held(self) -> int:
         """Blocks held now, over all layer groups."""
         return sum(self.num_held_in(group) for group in range(len(self.tables)))
+
+
+def tables_of(starts: list[int], held: list[list[BlockId]]) -> list[list[BlockId]]:
+    """Return tables of these blocks, the first of each group at its index in `starts`."""
+    return [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
+
+
+class LiveSequences:
+    """Live sequences in order of their start, and the refusal of every wrong use."""
+
+    def __init__(self) -> None:
+        self._live: dict[Sequence, None] = {}
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._live)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._live
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+        self._live[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence; from now on it may only be read."""
+        del self._live[sequence]
+        sequence.ready = False
+
+    def check_live(self, sequence: Sequence) -> None:
+        """Raise ConfigError unless the sequence is one of these."""
+        if sequence not in self._live:
+            raise ConfigError("the sequence was freed, or is another manager's; start a new one")
+
+    def check_ready(self, sequence: Sequence) -> None:
+        """Raise ConfigError unless the sequence's blocks are there and trusted."""
+        if sequence.ready and sequence in self._live:
+            return
+        self.check_live(sequence)
+        if sequence.is_swapped:
+            raise ConfigError("the sequence is swapped out; swap it in first")
+        raise ConfigError(
+            "the sequence was swapped in and its bytes are not confirmed; carry out the orders, then call "
+            "recover(sequence, failed)"
+        )
+
+    def check_work(self, work: Work) -> None:
+        """Raise ConfigError unless every sequence of an append is ready, comes once, and grows."""
+        if len(dict(work)) != len(work):
+            raise ConfigError("a sequence comes twice in one append; add its counts up")
+        live = self._live
+        for sequence, count in work:
+            if not sequence.ready or sequence not in live:
+                self.check_ready(sequence)
+            if count < 0:
+                raise ConfigError(f"can't append {count} tokens; truncate drops some")
+
+    def check_committed(self, sequence: Sequence, verb: str) -> None:
+        """Raise ConfigError unless the sequence is ready and all its tokens are committed."""
+        self.check_ready(sequence)
+        if sequence.committed != sequence.length:
+            raise ConfigError(
+                f"can't {verb} a sequence with {sequence.length - sequence.committed} tokens that were "
+                f"appended and not committed; commit or truncate them first"
+            )
+
+    def check_swapped(self, sequence: Sequence) -> None:
+        """Raise ConfigError unless the sequence is swapped out."""
+        self.check_live(sequence)
+        if not sequence.is_swapped:
+            raise ConfigError("the sequence is not swapped out, so it can't be swapped in")
+
+    def check_restored(self, sequence: Sequence) -> None:
+        """Raise ConfigError unless the sequence was just swapped in."""
+        self.check_live(sequence)
+        if sequence.ready or sequence.is_swapped:
+            raise ConfigError("the sequence was not just swapped in, so there is nothing to recover")

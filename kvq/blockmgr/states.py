@@ -1,4 +1,4 @@
-"""Recurrent states as blocks of a layer group of their own.
+"""Recurrent states, kept as blocks of a layer group of their own.
 
 A sequence has one such block: the state after all its tokens, which moves along from index to index of the
 table as the sequence grows. Where a snapshot is wanted it stays behind at the end of a full block, where the
@@ -15,11 +15,11 @@ SNAPSHOT_EVERY = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class StateStep:
-    """How an append changes the state's entries of a table."""
+class _StateStep:
+    """Change of a state's table entries by an append."""
 
     targets: list[int]  # indices of the blocks that are written, in order; all but the last are snapshots
-    copies: bool  # the state is somebody else's too, in the middle of a block: it is copied first
+    copies: bool  # the state is shared, in the middle of a block: it is copied first
     moves: bool  # the block that it lies in is written again, there or further on
 
     @property
@@ -30,7 +30,7 @@ class StateStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States:
-    """The rules of the layer group that holds states."""
+    """Rules of the layer group that holds states."""
 
     group: int
     pool: BlockPool
@@ -38,30 +38,30 @@ class States:
     every: int  # tokens from snapshot to snapshot, beside the one at the end of a prompt
 
     def keeps(self, sequence: Sequence, index: int) -> bool:
-        """True if the state after a full block is to be found again."""
+        """True if the state after a full block is kept for the index."""
         if sequence.tail is None or not sequence.indexing:
             return False
         end = (index + 1) * self.block_size
         return index == sequence.tail or end % self.every == 0 or end == sequence.adopted
 
-    def step(self, sequence: Sequence, count: int, *, snapshots: bool) -> StateStep:
-        """How one token more, or `count`, change the entries; whether or not `snapshots` stay behind."""
+    def step(self, sequence: Sequence, count: int, *, snapshots: bool) -> _StateStep:
+        """Return how `count` more tokens change the entries, with or without `snapshots` left behind."""
         size, start = self.block_size, sequence.length
         last, first = (start + count - 1) // size, start // size
         between = range(first, last) if snapshots else ()
         targets = [i for i in between if self.keeps(sequence, i)] + [last]
         if not start:
-            return StateStep(targets, copies=False, moves=False)
+            return _StateStep(targets, copies=False, moves=False)
         block = sequence.tables[self.group][-1]
         if start % size:
-            return StateStep(targets, copies=not self.pool.is_writable(block), moves=True)
+            return _StateStep(targets, copies=not self.pool.is_writable(block), moves=True)
         if snapshots:
             is_free = self.pool.is_writable(block) and not self.keeps(sequence, first - 1)
         else:
             is_free = self.pool.references(block) == 1
-        return StateStep(targets, copies=False, moves=is_free)
+        return _StateStep(targets, copies=False, moves=is_free)
 
-    def extend(self, sequence: Sequence, count: int, step: StateStep, fresh: Iterator[BlockId]) -> None:
+    def extend(self, sequence: Sequence, count: int, step: _StateStep, fresh: Iterator[BlockId]) -> None:
         """Change the entries, behind the copy, and note what is read and written."""
         size, start, table = self.block_size, sequence.length, sequence.tables[self.group]
         end = start + count

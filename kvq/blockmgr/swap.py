@@ -1,4 +1,4 @@
-"""Swapping a sequence's blocks to host slots and back, without losing what the index still holds."""
+"""Swap space: a sequence's blocks move to host slots and back, except those that the index still holds."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class SwapSpace:
         return [len(free) for free in self._free]
 
     def free_slots(self, group: int) -> set[HostSlot]:
-        """The free slots of a layer group."""
+        """Return the free slots of a layer group."""
         return set(self._free[group])
 
     def can_swap_out(self, sequence: Sequence) -> bool:
@@ -63,7 +63,7 @@ class SwapSpace:
         return self._fits(self._demand(sequence, found), found)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Share the blocks that the index still holds, and queue the others' way back, or OutOfBlocks."""
+        """Share the blocks that the index still holds, and queue the return of the others, or OutOfBlocks."""
         assert sequence.swapped is not None, "checked by the manager"
         blocks = self._blocks
         found = self._find(sequence)
@@ -99,7 +99,13 @@ class SwapSpace:
         sequence.note_peak(blocks.block_bytes)
 
     def lost(self, sequence: Sequence, failed: Iterable[SwapIn]) -> int | None:
-        """Table index of the first block that one of the failed orders should have filled, or None."""
+        """Return the table index of the first block that a failed order should have filled, or None.
+
+        Raises:
+            ConfigError: orders of a swap-in were not taken yet.
+        """
+        if any(isinstance(order, SwapIn) for order in self._blocks.orders):
+            raise ConfigError("swap-ins were ordered and not carried out; take_orders() first")
         lost = []
         for order in failed:
             start = sequence.starts[order.group]
@@ -109,7 +115,7 @@ class SwapSpace:
         return min(lost, default=None)
 
     def discard(self, sequence: Sequence) -> None:
-        """Give up a swapped sequence's slots."""
+        """Free a swapped sequence's slots."""
         for free, slots in zip(self._free, sequence.swapped or [], strict=False):
             free.extend(slot for _, slot in slots)
         sequence.swapped = None
@@ -118,7 +124,7 @@ class SwapSpace:
         return self._blocks.can_take(demand, beside=[list(held.values()) for held in found])
 
     def _find(self, sequence: Sequence) -> list[dict[int, BlockId]]:
-        """Blocks by table index that the index still holds, per layer group. Changes nothing."""
+        """Return blocks that the index still holds, per layer group by table index. Changes nothing."""
         nodes = _path(sequence.node)
         found: list[dict[int, BlockId]] = []
         for group, slots in enumerate(sequence.swapped or []):
@@ -150,7 +156,7 @@ class SwapSpace:
 
 
 def _path(node: Node) -> list[Node]:
-    """The nodes from the first block down to `node`, the root left out."""
+    """Return the nodes from the first block down to `node`, the root left out."""
     path = []
     while node.parent is not None:
         path.append(node)

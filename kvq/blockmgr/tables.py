@@ -1,16 +1,17 @@
-"""Tables: room for new tokens, copy-on-write, and giving blocks back."""
+"""Block tables: a hit's blocks, room for new tokens, copy-on-write, and giving blocks back."""
 
 from collections.abc import Iterator
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.events import Copy, Scrub
+from kvq.blockmgr.events import Copy, Found, Scrub
+from kvq.blockmgr.hits import Hit, needed_blocks
 from kvq.blockmgr.pool import BlockId
-from kvq.blockmgr.sequence import HOLE, Sequence
+from kvq.blockmgr.prefix import Node
+from kvq.blockmgr.sequence import HOLE, Sequence, Work
 from kvq.blockmgr.states import States
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, OutOfBlocks
 
-Work = list[tuple[Sequence, int]]  # (sequence, new tokens)
-_Grow = list[tuple[Sequence, int, bool]]  # who needs blocks: (sequence, new blocks, copy the last one?)
+_Grow = list[tuple[Sequence, int, bool]]  # (sequence, new blocks, copy the last one?)
 
 
 class Tables:
@@ -19,8 +20,69 @@ class Tables:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
 
+    def fill(self, sequence: Sequence, hit: Hit) -> None:
+        """Share a prompt's hit with its new, empty sequence; queue the copy of a part of a block.
+
+        The part is left out when no block is free for the copy. Never raises OutOfBlocks.
+        """
+        events = self._blocks.events
+        sequence.length = len(hit.nodes) * self._blocks.block_size
+        starts, held = needed_blocks(self._blocks, hit.nodes, sequence.length)
+        self._blocks.share(held)
+        if events.active:
+            for group, blocks in enumerate(held):
+                for block in blocks:
+                    events.add(Found(group=group, block=block))
+        sequence.fill(starts, held)
+        if hit.nodes:
+            sequence.node = hit.nodes[-1]
+        sequence.depth = sequence.found = len(hit.nodes)
+        sequence.receipt.shared = sequence.num_held
+        if hit.part is not None:
+            self._copy_part(sequence, hit.part, hit.length)
+        sequence.committed = sequence.length
+        sequence.receipt.reused = sequence.length
+        sequence.note_peak(self._blocks.block_bytes)
+
+    def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
+        """Copy a block whose first tokens come next, if a block is free in every group."""
+        blocks = self._blocks
+        sources = [[] if block is None else [block] for block in part.blocks]
+        copied = sum(map(len, sources))
+        assert copied == blocks.num_groups_at(part.depth - 1), "a part is there in every layer group"
+        blocks.share(sources)  # so that making room can't evict it
+        try:
+            taken = blocks.take(list(map(len, sources)))
+        except OutOfBlocks:
+            return
+        finally:
+            blocks.release(sources)
+        for group, pairs in enumerate(map(zip, sources, taken)):
+            for source, target in pairs:
+                blocks.order(Copy(group=group, source=source, target=target))
+                sequence.mark(group, len(sequence.tables[group]))
+                sequence.tables[group].append(target)
+        sequence.length = length
+        sequence.receipt.own += copied
+        sequence.receipt.copied += copied
+
+    def take_prefix(self, num_tokens: int, length: int) -> tuple[list[int], list[list[BlockId]]]:
+        """Take fresh blocks for the first `length` of a prompt's tokens; see `BlockManager.adopt`.
+
+        Returns (table index of the first block, blocks from there on) per layer group.
+        """
+        blocks = self._blocks
+        if length % blocks.block_size or not 0 <= length <= num_tokens:
+            raise ConfigError(
+                f"length must be a multiple of the block size {blocks.block_size} and at most the "
+                f"prompt's {num_tokens} tokens, got {length}"
+            )
+        ends = [blocks.entries(group, length) for group in range(len(blocks.pools))]
+        starts = [min(blocks.first_seen(group, length), end) for group, end in enumerate(ends)]
+        return starts, blocks.take([end - first for first, end in zip(starts, ends, strict=True)])
+
     def plan(self, work: Work, *, snapshots: bool = True) -> list[_Grow]:
-        """Per layer group, which sequences need blocks for `work`. Changes nothing.
+        """Return the sequences that need blocks for `work`, per layer group. Changes nothing.
 
         `snapshots`: leave recurrent states behind where they are wanted.
         """
@@ -63,26 +125,26 @@ class Tables:
         return grow
 
     def fitting(self, work: Work) -> tuple[list[_Grow], bool]:
-        """The plan that blocks are there for, with snapshots if they can be taken; else the one without."""
+        """Return the plan with snapshots if the pools have blocks for it, else the plan without."""
         plan = self.plan(work)
         if self._blocks.states is None or self.can_take(plan):
             return plan, True
         return self.plan(work, snapshots=False), False
 
     def can_take(self, plan: list[_Grow]) -> bool:
-        """True if blocks are there for a plan. Changes nothing."""
+        """True if the pools have blocks for a plan. Changes nothing."""
         demand = self.demand(plan)
         return self._blocks.can_take(demand, beside=[[] for _ in demand])
 
     def _within(self, work: Work, group: int) -> Work:
-        """Of `work` the tokens that get slots in a layer group: those below its limit, if it has one."""
+        """Return the part of `work` that gets slots in a layer group: all, or tokens below its limit."""
         limit = self._blocks.limits[group]
         if limit is None:
             return work
         return [(s, min(count, limit - s.length)) for s, count in work if s.length < limit]
 
     def demand(self, plan: list[_Grow]) -> list[int]:
-        """The blocks that a plan takes, per layer group."""
+        """Return how many blocks a plan takes, per layer group."""
         return [sum(need + copies for _, need, copies in grow) for grow in plan]
 
     def make_room(self, work: Work) -> None:
@@ -102,17 +164,32 @@ class Tables:
                 sequence.note_peak(self._blocks.block_bytes)
 
     def slots(self, work: Work) -> list[list[int]]:
-        """The slots of `count` tokens from each sequence's length on, per layer group; -1 beyond a limit.
+        """Return the slots of each sequence's last `count` tokens, per layer group.
 
-        None where recurrent states lie.
+        A slot beyond a group's limit is -1. A group of recurrent states has no slots.
         """
-        return [self._slots_of(work, group) for group in range(len(self._blocks.pools))]
+        return [
+            [] if group == self._blocks.state_group else self._slots(work, group)
+            for group in range(len(self._blocks.pools))
+        ]
 
-    def _slots_of(self, work: Work, group: int) -> list[int]:
-        limit = self._blocks.limits[group]
-        if self._blocks.states is not None and group == self._blocks.states.group:
-            return []
-        return self._slots(work, group) if limit is None else self._slots_below(limit, work, group)
+    def _slots(self, work: Work, group: int) -> list[int]:
+        size, limit = self._blocks.block_size, self._blocks.limits[group]
+        slots: list[int] = []
+        for sequence, count in work:
+            table, end = sequence.tables[group], sequence.length
+            at = end - count
+            if count == 1 and limit is None:
+                slots.append(table[-1] * size + at % size)
+                continue
+            kept = end if limit is None else min(end, limit)
+            while at < kept:
+                base, offset = table[at // size] * size, at % size
+                stop = min(size, offset + kept - at)
+                slots.extend(range(base + offset, base + stop))
+                at += stop - offset
+            slots.extend([-1] * (end - at))
+        return slots
 
     def _extend(
         self, sequence: Sequence, group: int, fresh: Iterator[BlockId], need: int, copies: bool
@@ -125,7 +202,7 @@ class Tables:
         sequence.receipt.own += need + copies
 
     def _copy_last(self, sequence: Sequence, group: int, target: BlockId) -> None:
-        """Give a sequence a copy of its last block, which somebody else sees too."""
+        """Give a sequence a copy of its last block, which is shared."""
         table = sequence.tables[group]
         source, table[-1] = table[-1], target
         self._blocks.order(Copy(group=group, source=source, target=target))
@@ -142,30 +219,6 @@ class Tables:
                 self._copy_last(sequence, states.group, next(fresh))
             states.extend(sequence, count, step, fresh)
             sequence.receipt.own += need + copies
-
-    def _slots(self, work: Work, group: int) -> list[int]:
-        size = self._blocks.block_size
-        slots: list[int] = []
-        for sequence, count in work:
-            table, at = sequence.tables[group], sequence.length
-            if count == 1:
-                slots.append(table[-1] * size + at % size)
-                continue
-            end = at + count
-            while at < end:
-                base, offset = table[at // size] * size, at % size
-                stop = min(size, offset + end - at)
-                slots.extend(range(base + offset, base + stop))
-                at += stop - offset
-        return slots
-
-    def _slots_below(self, limit: int, work: Work, group: int) -> list[int]:
-        slots: list[int] = []
-        for sequence, count in work:
-            kept = max(0, min(count, limit - sequence.length))
-            slots += self._slots([(sequence, kept)], group)
-            slots += [-1] * (count - kept)
-        return slots
 
     def share_all(self, source: Sequence, target: Sequence) -> None:
         """Give `target`, an empty sequence, all of another's tokens, and its blocks by reference."""
@@ -216,6 +269,13 @@ class Tables:
             sequence.step_back()
         sequence.found = min(sequence.found, sequence.depth)
 
+    def drop_lost(self, sequence: Sequence, index: int) -> None:
+        """Shorten a sequence whose block at a table index was lost; those tokens are computed again."""
+        before = sequence.length
+        length = min(index * self._blocks.block_size, before)
+        self.shorten(sequence, length if self.can_shorten(sequence, length) else 0)
+        sequence.receipt.recomputed += before - sequence.length
+
     def release_unseen(self, sequence: Sequence) -> None:
         """Release the blocks of sliding-window groups that no later token can see."""
         for group, window in enumerate(self._blocks.windows):
@@ -241,7 +301,7 @@ class Tables:
                     self._blocks.orders.append(Scrub(group=group, block=block))
 
     def utilization(self, sequences: list[Sequence]) -> float:
-        """Tokens held / slots of live blocks, over all layer groups but states; 1.0 when nothing is live."""
+        """Return tokens held / slots of live blocks, over all layer groups but states; 1.0 without any."""
         size = self._blocks.block_size
         slots = unused = 0
         sequences = [sequence for sequence in sequences if not sequence.is_swapped]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
-from kvq.blockmgr.tables import Work
+from kvq.blockmgr.sequence import Work
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig

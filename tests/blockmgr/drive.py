@@ -20,6 +20,7 @@ from functools import partial
 from hashlib import sha256
 
 from kvq.blockmgr import BlockManager
+from kvq.blockmgr.prefix import sha256_digest
 from tests.blockmgr.client import Client
 from tests.blockmgr.simulation import Simulation
 
@@ -64,7 +65,7 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
     if states or (not staged and rng.random() < 1 / 5):
         more = {"state_group": len(windows), "snapshot_every": rng.randint(1, 9)}
         windows, limits = [*windows, 2], [*limits, None]
-    collides = {"digest": tiny_digest(rng.randint(2, 5))} if rng.random() < 0.25 else {}
+    digest = tiny_digest(rng.randint(2, 5)) if rng.random() < 0.25 else sha256_digest
     manager = BlockManager(
         num_blocks=[rng.randint(4, 12) for _ in windows],
         block_size=size,
@@ -74,8 +75,8 @@ def random_simulation(rng: random.Random, *, staged: bool = False, states: bool 
         host_slots=[rng.randint(3, 12) for _ in windows],
         max_pinned_blocks=rng.choice([None, 3]),
         **more,
-        **collides,
     )
+    manager.blocks.index._digest = digest
     return Simulation(manager, max_clients=rng.randint(2, 6), mirrored=rng.random() < 0.5)
 
 

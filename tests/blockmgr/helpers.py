@@ -4,11 +4,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvq.blockmgr import BlockManager, Sequence
+from kvq.blockmgr.prefix import sha256_digest
 
 
 def manager(*num_blocks: int, size: int = 2, **options: Any) -> BlockManager:
-    """A block manager with small blocks, one layer group a number."""
-    return BlockManager(num_blocks=list(num_blocks), block_size=size, **options)
+    """A block manager with small blocks, one layer group a number; `digest` in place of SHA-256."""
+    digest = options.pop("digest", sha256_digest)
+    blocks = BlockManager(num_blocks=list(num_blocks), block_size=size, **options)
+    blocks.blocks.index._digest = digest
+    return blocks
 
 
 def run(blocks: BlockManager, tokens: Iterable[int], tenant: str = "", salt: str | None = None) -> Sequence:

@@ -68,7 +68,6 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """A manager of some shape; with two bits, digests collide all the time."""
         groups = len(blocks)
-        collides = {"digest": lambda data: bytes([sha256(data).digest()[0] & 3])} if bits == 2 else {}
         states = 0 if every is None else 1
         manager = BlockManager(
             num_blocks=blocks + [6] * states,
@@ -79,8 +78,9 @@ class Machine(RuleBasedStateMachine):
             state_group=groups if states else None,
             snapshot_every=every or 1,
             host_slots=[5] * (groups + states),
-            **collides,
         )
+        if bits == 2:
+            manager.blocks.index._digest = lambda data: bytes([sha256(data).digest()[0] & 3])
         self.sim = Simulation(manager)
         self.sim.start("a", BASE)
         self.compute(0, BASE)

@@ -167,6 +167,11 @@ def test_a_bad_configuration_is_refused(change: dict[str, Any], reason: str) -> 
         BlockManager(**{**good, **change})
 
 
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="BlockManager has no option 'window'"):
+        BlockManager(num_blocks=[4], block_size=2, window=[4])  # type: ignore[call-arg]
+
+
 def test_wrong_use_is_refused_and_changes_nothing() -> None:
     blocks, others = manager(6, host_slots=[6]), manager(6)
     sequence, foreign = run(blocks, [1, 2, 3]), run(others, [1, 2, 3])

@@ -84,7 +84,7 @@ def test_a_part_is_found_beside_children_that_lost_a_block_in_another_group() ->
         node = blocks.pools[1].entry(block)
         blocks.blocks.index.forget([node], 1)  # type: ignore[list-item]
         blocks.pools[1]._entries[block] = None
-        del blocks.pools[1]._cached[block]
+        blocks.pools[1]._cached.remove(block)
         blocks.pools[1]._free.append(block)
     blocks.check_integrity()
     assert hit(blocks, [7, 7, 2, 5, 5]) == 2

@@ -6,7 +6,7 @@ from math import ceil
 from statistics import median
 from time import perf_counter
 
-from kvq.blockmgr.census import MAX_OWNERS, take_census
+from kvq.blockmgr.snapshot import MAX_OWNERS, take_snapshot
 from kvq.engine.requests.outputs import RequestOutput
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.core import EngineCore
@@ -106,7 +106,7 @@ class Lookout:
                 parts=_parts(layout),
             )
             for cells, pool, layout in zip(
-                take_census(manager, names, stride=stride),
+                take_snapshot(manager, names, stride=stride),
                 manager.pools,
                 core.model.layout.groups,
                 strict=True,

@@ -140,7 +140,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class PoolPicture(msgspec.Struct, frozen=True, kw_only=True):
     """One layer group's blocks."""
 
-    cells: bytes  # a byte for every `stride`-th block, see `kvq.blockmgr.census`
+    cells: bytes  # a byte for every `stride`-th block, see `kvq.blockmgr.snapshot`
     stride: int
     usage: PoolUsage
     window: int | None  # tokens; None: full attention

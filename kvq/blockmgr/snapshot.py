@@ -1,4 +1,4 @@
-"""A picture of the blocks: what state each is in, and whose it is."""
+"""Snapshot of block memory: the state and the owner of every block."""
 
 from collections.abc import Sequence as Row
 from enum import IntEnum
@@ -7,8 +7,8 @@ from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockPool
 from kvq.blockmgr.prefix import Node
 
-MAX_OWNERS = 62  # tenants that are told apart
-OTHERS = 63  # the owner code of all further ones
+MAX_OWNERS = 62  # tenants with an owner code of their own
+OTHERS = 63  # the owner code of all further tenants
 
 
 class BlockState(IntEnum):
@@ -20,11 +20,11 @@ class BlockState(IntEnum):
     SHARED = 3  # several
 
 
-def take_census(manager: BlockManager, tenants: Row[str], *, stride: int = 1) -> list[bytes]:
-    """One byte for every `stride`-th block of each pool: `owner << 2 | BlockState`. Changes nothing.
+def take_snapshot(manager: BlockManager, tenants: Row[str], *, stride: int = 1) -> list[bytes]:
+    """Return one byte for every `stride`-th block of each pool: `owner << 2 | BlockState`. Changes nothing.
 
     The owner is 1 + the tenant's place in `tenants`, `OTHERS` beyond `MAX_OWNERS` of them, and 0 for free
-    blocks and cached ones whose prefix belongs to nobody alone, or has a salt.
+    blocks and for cached ones whose prefix belongs to no single tenant, or has a salt.
     O(blocks looked at + blocks held).
     """
     codes = {tenant: min(1 + i, OTHERS) << 2 for i, tenant in enumerate(tenants)}
@@ -36,7 +36,7 @@ def take_census(manager: BlockManager, tenants: Row[str], *, stride: int = 1) ->
 
 
 def _held(manager: BlockManager, group: int, codes: dict[str, int]) -> dict[int, int]:
-    """Owner codes of the blocks in tables: of those that are not indexed nothing else tells."""
+    """Return the owner codes of blocks in tables; an unindexed block has no other record of its owner."""
     held: dict[int, int] = {}
     for sequence in manager.sequences():
         if not sequence.is_swapped:

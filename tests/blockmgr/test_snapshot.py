@@ -1,9 +1,9 @@
-"""The census: every block's state and owner, as the pool, the index and the tables have them."""
+"""The snapshot: every block's state and owner, as the pool, the index and the tables have them."""
 
 import pytest
 
 from kvq.blockmgr import BlockManager
-from kvq.blockmgr.census import MAX_OWNERS, OTHERS, BlockState, take_census
+from kvq.blockmgr.snapshot import MAX_OWNERS, OTHERS, BlockState, take_snapshot
 
 TENANTS = ["a", "b"]
 
@@ -34,7 +34,7 @@ def test_every_block_has_its_state_and_its_owner():
     gone = run(blocks, list(range(50, 54)), tenant="a")
     table = gone.tables[0][:]
     blocks.free(gone)
-    [cells] = take_census(blocks, TENANTS)
+    [cells] = take_snapshot(blocks, TENANTS)
     assert len(cells) == 12
     for block in first.tables[0][:2]:
         assert seen(cells[block]) == (2, BlockState.SHARED)
@@ -50,7 +50,7 @@ def test_what_a_salt_shares_is_nobodys_alone_and_unknown_tenants_stay_unnamed():
     blocks = manager()
     blocks.free(run(blocks, list(range(4)), tenant="a", shared_salt="all"))
     blocks.free(run(blocks, list(range(4)), tenant="stranger"))
-    [cells] = take_census(blocks, TENANTS)
+    [cells] = take_snapshot(blocks, TENANTS)
     assert [seen(c) for c in cells if c] == [(0, BlockState.CACHED)] * 2
 
 
@@ -58,7 +58,7 @@ def test_a_sequence_in_host_memory_owns_no_block():
     blocks = manager(host_slots=[4])
     sequence = run(blocks, list(range(6)), tenant="a")
     blocks.swap_out(sequence)
-    [cells] = take_census(blocks, TENANTS)
+    [cells] = take_snapshot(blocks, TENANTS)
     assert [seen(c) for c in cells if c] == [(1, BlockState.CACHED)]  # the full one, still indexed
 
 
@@ -66,8 +66,8 @@ def test_a_sequence_in_host_memory_owns_no_block():
 def test_a_stride_looks_at_some_blocks_only(stride):
     blocks = manager()
     run(blocks, list(range(22)), tenant="a")
-    [whole] = take_census(blocks, TENANTS)
-    assert take_census(blocks, TENANTS, stride=stride) == [whole[::stride]]
+    [whole] = take_snapshot(blocks, TENANTS)
+    assert take_snapshot(blocks, TENANTS, stride=stride) == [whole[::stride]]
 
 
 def test_beyond_so_many_tenants_the_rest_is_one():
@@ -75,5 +75,5 @@ def test_beyond_so_many_tenants_the_rest_is_one():
     tenants = [f"key-{i}" for i in range(MAX_OWNERS + 3)]
     for tenant in tenants:
         run(blocks, [1, 2], tenant=tenant)
-    [cells] = take_census(blocks, tenants)
+    [cells] = take_snapshot(blocks, tenants)
     assert sorted(seen(c)[0] for c in cells) == [*range(1, MAX_OWNERS + 1), OTHERS, OTHERS, OTHERS]

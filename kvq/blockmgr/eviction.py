@@ -1,0 +1,116 @@
+"""Eviction policies: the order in which a pool gives away its cached blocks."""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NewType
+
+BlockId = NewType("BlockId", int)  # index of a block in the pool of its layer group
+
+_MOST_PROTECTED = 0.75  # of a pool's blocks
+
+
+class EvictionPolicy(ABC):
+    """The cached blocks of one pool, in the order of their eviction. Every operation is O(1) a block.
+
+    A subclass decides the order. `BlockPool(num_blocks, policy=...)` takes the class.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks  # of the pool
+        # Indexed blocks that were shared since; the pool keeps them for a policy that starts with a set.
+        self.hits: set[BlockId] | None = None
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of cached blocks."""
+
+    @abstractmethod
+    def add(self, blocks: Iterable[BlockId]) -> None:
+        """Add blocks that lost their last reference, in this order."""
+
+    @abstractmethod
+    def remove(self, block: BlockId) -> None:
+        """Take a block out: it is used again, or left the prefix index."""
+
+    @abstractmethod
+    def pop(self, count: int) -> list[BlockId]:
+        """Take out the next `count` blocks to evict, in order."""
+
+    @abstractmethod
+    def order(self) -> list[BlockId]:
+        """Return all cached blocks, the next one to evict first. Changes nothing."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a block is cached twice."""
+        assert len(set(self.order())) == len(self), "a block is cached twice"
+
+
+class LeastRecent(EvictionPolicy):
+    """Evict the least recently used block first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._blocks: OrderedDict[BlockId, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, blocks: Iterable[BlockId]) -> None:
+        cached = self._blocks
+        for block in blocks:
+            cached[block] = None
+
+    def remove(self, block: BlockId) -> None:
+        del self._blocks[block]
+
+    def pop(self, count: int) -> list[BlockId]:
+        take = self._blocks.popitem
+        return [take(last=False)[0] for _ in range(count)]
+
+    def order(self) -> list[BlockId]:
+        return list(self._blocks)
+
+
+class Segmented(EvictionPolicy):
+    """Evict blocks without a hit first, whatever their age; within each segment the least recent one.
+
+    Blocks with hits are protected while they fill at most three quarters of the pool. The least recent
+    of them then loses its protection.
+
+    Source: Karedla, Love and Wherry, Caching Strategies to Improve Disk System Performance, 1994.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._probation: OrderedDict[BlockId, None] = OrderedDict()
+        self._protected: OrderedDict[BlockId, None] = OrderedDict()
+        self.hits: set[BlockId] = set()
+
+    def __len__(self) -> int:
+        return len(self._probation) + len(self._protected)
+
+    def add(self, blocks: Iterable[BlockId]) -> None:
+        hits, probation = self.hits, self._probation
+        for block in blocks:
+            if block not in hits:
+                probation[block] = None
+                continue
+            self._protected[block] = None
+            if len(self._protected) > _MOST_PROTECTED * self.num_blocks:
+                oldest, _ = self._protected.popitem(last=False)
+                hits.discard(oldest)
+                probation[oldest] = None
+
+    def remove(self, block: BlockId) -> None:
+        del (self._protected if block in self._protected else self._probation)[block]
+
+    def pop(self, count: int) -> list[BlockId]:
+        return [(self._probation or self._protected).popitem(last=False)[0] for _ in range(count)]
+
+    def order(self) -> list[BlockId]:
+        return [*self._probation, *self._protected]
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        assert self._protected.keys() <= self.hits, "a block is protected without a hit"

@@ -1,0 +1,302 @@
+"""Prefix hits: how many tokens of a prompt the pools hold in every layer group, and which come next.
+
+`find` has the rule that makes a hit valid in every layer group. `Prefixes` publishes blocks of sequences in
+the prefix index, and knows which running sequence computes which prefix.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.events import Stored
+from kvq.blockmgr.pool import BlockId
+from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
+from kvq.blockmgr.sequence import Sequence, tables_of
+from kvq.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hit:
+    """Whole blocks of a prompt in the index, and a block that starts with the tokens after them."""
+
+    nodes: list[Node]  # of the whole blocks, from the root on
+    part: Node | None  # a block whose first tokens come next in the prompt; to be copied
+    length: int  # tokens, those of the part included
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Length of a prompt's hit, and the sequence to wait for."""
+
+    length: int  # tokens that need not be computed
+    waits_for: Sequence | None  # computes the tokens after them right now; better wait
+
+
+def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
+    """Return the longest valid hit of at most `max_tokens` tokens. Changes nothing.
+
+    A hit of length L is valid if full-attention groups hold all of [0, L), groups with a limit all of that
+    below their limit, sliding-window groups the part that a token at position L sees, and a group of
+    recurrent states the state after L tokens.
+    """
+    check_prompt(blocks, prompt)
+    size = blocks.block_size
+    walked = blocks.index.walk(prompt, max_tokens // size)
+    depth = _valid_depth(blocks, walked)
+    nodes = walked[:depth]
+    parent = nodes[-1] if nodes else blocks.index.root(prompt.root)
+    start = depth * size
+    if blocks.states is not None:  # a state is that of a whole block
+        return Hit(nodes=nodes, part=None, length=start)
+    rest = prompt.data[start * TOKEN_BYTES : min(start + size, max_tokens) * TOKEN_BYTES]
+    part, common = blocks.index.best_child(parent, rest, blocks.num_groups_at(depth))
+    return Hit(nodes=nodes, part=part, length=start + common)
+
+
+def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[int], list[list[BlockId]]]:
+    """Return the whole blocks of a valid hit that a token at position `length` needs, per layer group.
+
+    Returns (index of the first one, blocks from there on).
+    """
+    starts, held = [], []
+    for group in range(len(blocks.pools)):
+        start = min(blocks.first_seen(group, length), len(nodes))
+        end = blocks.entries(group, len(nodes) * blocks.block_size)
+        found = [block for node in nodes[start:end] if (block := node.blocks[group]) is not None]
+        assert start + len(found) == end, "a valid hit holds every block"
+        starts.append(start)
+        held.append(found)
+    return starts, held
+
+
+def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:
+    """Raise ConfigError if a prompt was prepared for blocks of another size: its digests mean others."""
+    if prompt.block_size != blocks.block_size:
+        raise ConfigError(
+            f"the prompt was prepared for blocks of {prompt.block_size} tokens, these have "
+            f"{blocks.block_size}; prepare it with this manager's prompt()"
+        )
+
+
+def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:
+    """Return the most leading nodes that form a valid hit."""
+    depth = len(nodes)
+    sliding = []
+    for group, window in enumerate(blocks.windows):
+        if window is None:
+            end = blocks.entries(group, depth * blocks.block_size)
+            depth = next((i for i, n in enumerate(nodes[:end]) if n.blocks[group] is None), depth)
+        else:
+            sliding.append(group)
+    if not sliding:
+        return depth
+    best = 0
+    run = [0] * len(blocks.windows)  # consecutive blocks present, up to the node before
+    for i, node in enumerate(nodes[:depth], start=1):
+        length = i * blocks.block_size
+        valid = True
+        for group in sliding:
+            run[group] = run[group] + 1 if node.blocks[group] is not None else 0
+            valid = valid and run[group] >= i - blocks.first_seen(group, length)
+        if valid:
+            best = i
+    return best
+
+
+class Prefixes:
+    """Indexed prefixes of sequences, and the prefixes that running sequences will index."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._computing: dict[bytes, Sequence] = {}  # digest of a prompt's block -> who computes it
+
+    def hit(self, prompt: PrefixQuery) -> Hit:
+        """Return the longest hit that leaves at least one token to compute. Changes nothing."""
+        return find(self._blocks, prompt, _most_reused(prompt))
+
+    def held(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
+        """Return the longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
+        nodes = self.whole(prompt)
+        length = len(nodes) * self._blocks.block_size
+        starts, held = needed_blocks(self._blocks, nodes, length)
+        return length, starts, tables_of(starts, held)
+
+    def whole(self, prompt: PrefixQuery) -> list[Node]:
+        """Return the nodes of the longest hit in whole blocks, up to all of the prompt. Changes nothing."""
+        return find(self._blocks, prompt, len(prompt.tokens)).nodes
+
+    def match(self, prompt: PrefixQuery) -> Match:
+        """Return the hit's length, and the sequence that computes the block after it. Changes nothing."""
+        hit = self.hit(prompt)
+        i, size = self.next_known(prompt, len(hit.nodes)), self._blocks.block_size
+        end = (i + 1) * size
+        if end > _most_reused(prompt):
+            return Match(hit.length, None)
+        owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
+        if owner is None or owner.depth > i or owner.node.root != prompt.root:
+            return Match(hit.length, None)
+        if self._blocks.states is not None and not self._blocks.states.keeps(owner, i):
+            return Match(hit.length, None)
+        same = owner.tokens[:end].tobytes() == prompt.data[: end * TOKEN_BYTES]
+        return Match(hit.length, owner if same else None)
+
+    def next_known(self, prompt: PrefixQuery, index: int) -> int:
+        """Return the first block index >= `index` that makes a hit longer; not every state is kept."""
+        states = self._blocks.states
+        if states is None:
+            return index
+        size = self._blocks.block_size
+        periodic = -(-(index + 1) * size // states.every) * states.every // size - 1
+        tail = _most_reused(prompt) // size - 1
+        return tail if index <= tail < periodic else periodic
+
+    def can_start(self, prompt: PrefixQuery, count: int, *, spare: list[int]) -> bool:
+        """True if the pools have blocks for a prompt's hit and `count` tokens more, with `spare` left over.
+
+        `spare`: blocks per layer group. Changes nothing.
+        """
+        hit, blocks = self.hit(prompt), self._blocks
+        whole = len(hit.nodes) * blocks.block_size
+        _, held = needed_blocks(blocks, hit.nodes, whole)
+        demand = []
+        for group in range(len(held)):
+            need = blocks.entries(group, hit.length + count) - blocks.entries(group, whole)
+            if blocks.states is not None and group == blocks.states.group:
+                need = min(need, 1)
+            demand.append(need)
+        return blocks.can_take(demand, beside=held, spare=spare)
+
+    def computing(self) -> dict[bytes, Sequence]:
+        """Digests of blocks that are being computed, with the sequences that compute them."""
+        return dict(self._computing)
+
+    def announce(self, sequence: Sequence, prompt: PrefixQuery) -> None:
+        """Let others wait for the full blocks of a prompt that its sequence still has to compute."""
+        known = max(0, len(prompt.tokens) - self._blocks.lag)
+        for i in reversed(range(sequence.depth, known // self._blocks.block_size)):
+            digest = self._blocks.index.digest_at(prompt, i)
+            if digest not in self._computing:
+                self._computing[digest] = sequence
+                sequence.announced.append((i, digest))
+
+    def withdraw(self, sequence: Sequence, depth: int | None = None) -> None:
+        """Let nobody wait any more for this sequence's first `depth` blocks, by default for any."""
+        announced = sequence.announced  # the next block to come is the last one
+        while announced and (depth is None or announced[-1][0] < depth):
+            del self._computing[announced.pop()[1]]
+
+    def leads(self, sequence: Sequence) -> bool:
+        """True if no indexed block begins as this sequence's next one to index does: it will be new."""
+        size, node = self._blocks.block_size, sequence.node
+        if not sequence.indexing or (node.alive and not node.keys):
+            return True
+        at = sequence.depth * size
+        known = sequence.tokens[at : at + size].tobytes()
+        after = bisect_left(node.keys, known)
+        return node.alive and not (after < len(node.keys) and node.keys[after].startswith(known))
+
+    def publish(self, sequence: Sequence) -> None:
+        """Index the full committed blocks of a sequence whose tokens are known.
+
+        A block whose tokens are indexed already gives way to the indexed one, so that equal prefixes
+        computed side by side end up in one copy. A digest collision, or a fork that would lose its
+        prefix, ends the indexing of this sequence.
+        """
+        full = self._indexable(sequence)
+        if full <= sequence.depth:
+            return
+        self._climb(sequence)
+        size, index, groups = self._blocks.block_size, self._blocks.index, range(len(self._blocks.pools))
+        while sequence.depth < full:
+            i = sequence.depth
+            tokens = sequence.tokens[i * size : (i + 1) * size].tobytes()
+            known = sequence.digests
+            digest = known[i] if i < len(known) else index.chain(sequence.node.digest, tokens)
+            node = index.insert(sequence.node, digest, tokens)
+            if node is None or self._splits_forks(sequence, i, node):
+                break
+            for group in groups:
+                if sequence.holds(group, i):
+                    self._settle(sequence, group, i, node)
+            sequence.node = node
+            sequence.depth += 1
+        index.prune(sequence.node)
+        sequence.indexing = sequence.depth == full
+        self.withdraw(sequence, sequence.depth if sequence.indexing else None)
+
+    def unpublish(self, sequence: Sequence) -> None:
+        """Remove from the index what a sequence computed and nobody else uses, deepest first.
+
+        After a swap some of its blocks may be indexed beyond its depth: their counterparts in other layer
+        groups were evicted meanwhile.
+        """
+        self._climb(sequence)
+        pools = self._blocks.pools
+        for i in reversed(range(sequence.depth, max(map(len, sequence.tables)))):
+            for group, (pool, table) in enumerate(zip(pools, sequence.tables, strict=True)):
+                if sequence.holds(group, i) and pool.entry(table[i]) is not None:
+                    if pool.references(table[i]) > 1:
+                        return
+                    pool.forget(table[i])
+        while (parent := sequence.node.parent) is not None and sequence.depth > sequence.found:
+            i, held = sequence.depth - 1, list(enumerate(sequence.node.blocks))
+            if any(
+                block is not None and pools[group].references(block) > sequence.holds(group, i)
+                for group, block in held
+            ):
+                break
+            sequence.node, sequence.depth = parent, i
+            for group, block in held:
+                if block is not None:
+                    pools[group].forget(block)
+
+    def _indexable(self, sequence: Sequence) -> int:
+        """Count the blocks that the index may know: full, committed, of known tokens, old enough."""
+        known = min(sequence.committed, len(sequence.tokens))
+        old = max(sequence.adopted, sequence.committed - self._blocks.lag)
+        return min(known, old) // self._blocks.block_size
+
+    def _climb(self, sequence: Sequence) -> None:
+        """Step back from nodes that left the index while the sequence did not hold their blocks."""
+        while not sequence.node.alive:  # a root always is
+            sequence.step_back()
+
+    def _splits_forks(self, sequence: Sequence, i: int, node: Node) -> bool:
+        """True if a sequence would give up a block that a fork goes on with.
+
+        With a lag forks share full blocks that are not indexed yet. Were those after this one indexed then,
+        the fork would hold them without the prefix that the index knows, which might go before they do.
+        """
+        return self._blocks.lag > 0 and any(
+            known is not None and known != table[i] and pool.references(table[i]) > 1
+            for group, (pool, table, known) in enumerate(
+                zip(self._blocks.pools, sequence.tables, node.blocks, strict=True)
+            )
+            if sequence.holds(group, i) and group != sequence.state_group
+        )
+
+    def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:
+        """Index a sequence's block, or let the sequence use the indexed one."""
+        blocks, table = self._blocks, sequence.tables[group]
+        states = blocks.states
+        if states is not None and group == states.group and not states.keeps(sequence, i):
+            return  # this state moves on with its sequence
+        pool, mine, known = blocks.pools[group], table[i], node.blocks[group]
+        if known is None:
+            pool.keep(mine, node)
+            blocks.index.attach(node, group, mine)
+            if blocks.events.active:
+                assert node.parent is not None, "a root has no blocks"
+                stored = Stored(group=group, block=mine, digest=node.digest, parent=node.parent.digest)
+                blocks.events.add(stored)
+        elif known != mine:
+            pool.share(known)
+            pool.release(mine)
+            table[i] = known
+            sequence.mark(group, i)
+
+
+def _most_reused(prompt: PrefixQuery) -> int:
+    """Return the most tokens that a hit may hold: at least one is left to compute."""
+    most = max(0, len(prompt.tokens) - 1)
+    return most if prompt.max_reuse is None else min(most, prompt.max_reuse)
