@@ -67,7 +67,7 @@ class LayerLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class _Run:
     """Neighbouring bytes of a pool."""
 
     offset: int
@@ -172,12 +172,12 @@ class GroupLayout:
         before = sum(layer.nbytes for layer in self.layers[:position])
         return before if self.order is BlockOrder.BLOCK_MAJOR else before * num_blocks
 
-    def runs(self, block: int, num_blocks: int) -> tuple[Run, ...]:
+    def runs(self, block: int, num_blocks: int) -> tuple[_Run, ...]:
         """The runs of bytes that make up one block: one, or one per layer."""
         if self.order is BlockOrder.BLOCK_MAJOR:
-            return (Run(offset=block * self.block_bytes, nbytes=self.block_bytes),)
+            return (_Run(offset=block * self.block_bytes, nbytes=self.block_bytes),)
         return tuple(
-            Run(offset=self.base(i, num_blocks) + block * layer.nbytes, nbytes=layer.nbytes)
+            _Run(offset=self.base(i, num_blocks) + block * layer.nbytes, nbytes=layer.nbytes)
             for i, layer in enumerate(self.layers)
         )
 

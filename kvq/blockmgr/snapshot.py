@@ -11,7 +11,7 @@ MAX_OWNERS = 62  # tenants with an owner code of their own
 OTHERS = 63  # the owner code of all further tenants
 
 
-class BlockState(IntEnum):
+class _BlockState(IntEnum):
     """The low two bits of a block's byte."""
 
     FREE = 0
@@ -21,7 +21,7 @@ class BlockState(IntEnum):
 
 
 def take_snapshot(manager: BlockManager, tenants: Row[str], *, stride: int = 1) -> list[bytes]:
-    """Return one byte for every `stride`-th block of each pool: `owner << 2 | BlockState`. Changes nothing.
+    """Return one byte for every `stride`-th block of each pool: `owner << 2 | _BlockState`. Changes nothing.
 
     The owner is 1 + the tenant's place in `tenants`, `OTHERS` beyond `MAX_OWNERS` of them, and 0 for free
     blocks and for cached ones whose prefix belongs to no single tenant, or has a salt.
@@ -55,5 +55,5 @@ def _look(pool: BlockPool, of_root: dict[bytes, int], held: dict[int, int], stri
         elif references:
             add(held.get(block, 0) | min(1 + references, 3))
         else:
-            add(BlockState.FREE)
+            add(_BlockState.FREE)
     return bytes(cells)

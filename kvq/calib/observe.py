@@ -21,7 +21,7 @@ _LOWEST, _HIGHEST = -40, 40  # powers of two that bins reach; smaller elements c
 _BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE + 1  # the first holds what is smaller
 
 
-class Magnitudes:
+class _Magnitudes:
     """Absolute values of elements per head: maximum, percentiles, and the best clip of symmetric codes.
 
     Counted in logarithmic bins: one pass, no range known beforehand.
@@ -72,12 +72,12 @@ def _edges() -> Tensor:
     return torch.cat((torch.zeros(1, dtype=torch.float64), 2.0**exponents))
 
 
-class RowStatistics:
+class _RowStatistics:
     """K or V of one layer: tensors per head, or per head and channel."""
 
     def __init__(self, kv_heads: int, dim: int) -> None:
-        self.magnitudes = Magnitudes(kv_heads)  # of the elements
-        self.rotated = Magnitudes(kv_heads)  # after the Hadamard rotation
+        self.magnitudes = _Magnitudes(kv_heads)  # of the elements
+        self.rotated = _Magnitudes(kv_heads)  # after the Hadamard rotation
         self.total = torch.zeros(kv_heads, dim, dtype=torch.float64)  # summed over tokens
         self.squares = torch.zeros_like(self.total)  # the same of squares
         self.tokens = 0
@@ -114,7 +114,7 @@ class Observations:
     model_digest: str
     text: EvalText
     tokens: int
-    layers: tuple[dict[str, RowStatistics], ...]  # "k" and "v"
+    layers: tuple[dict[str, _RowStatistics], ...]  # "k" and "v"
     can_center_k: bool  # not where the model caps its scores
 
     def scales(self) -> StaticScales:
@@ -167,7 +167,7 @@ def observe(
         text = EvalText(name="text", text=text)
     windows = spread_windows(model.prepared, text.text, context=context, max_windows=max_windows)
     layers = tuple(
-        {"k": RowStatistics(one.kv_heads, one.k_head_dim), "v": RowStatistics(one.kv_heads, one.v_head_dim)}
+        {"k": _RowStatistics(one.kv_heads, one.k_head_dim), "v": _RowStatistics(one.kv_heads, one.v_head_dim)}
         for one in model.geometry.layers
     )
     session = model.with_kv("fp32").session(max_tokens=len(windows[0]))
@@ -218,7 +218,7 @@ def spread_windows(
     return spread(cut_windows(ids, prefix, context=max(2, min(context, len(ids) + len(prefix)))), max_windows)
 
 
-def _maxima(magnitudes: Magnitudes) -> tuple[float, ...]:
+def _maxima(magnitudes: _Magnitudes) -> tuple[float, ...]:
     return tuple(max(x, SMALLEST_MAXIMUM) for x in magnitudes.absmax.tolist())
 
 
@@ -261,7 +261,7 @@ def summarize(observations: Observations) -> list[HeadSummary]:
     ]
 
 
-def _heads(index: int, part: str, seen: RowStatistics) -> list[HeadSummary]:
+def _heads(index: int, part: str, seen: _RowStatistics) -> list[HeadSummary]:
     plain, rotated = seen.magnitudes, seen.rotated
     percentiles = [plain.percentile(share) for share in (0.99, 0.999, 0.9999)]
     clips, rotated_clips = plain.least_squares_clip(127), rotated.least_squares_clip(127)

@@ -34,7 +34,7 @@ _RIVALS = 2  # uniform pairs of formats that are measured beside the short names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class _Point:
     """A recipe or format, and what it cost on text that the search did not see."""
 
     kind: str  # "uniform", "tuned" or "chosen"
@@ -42,7 +42,7 @@ class Point:
     window_kl: tuple[float, ...]  # of every window
     expected_kl: float | None = None  # by the search, of tuned recipes
 
-    def ratio(self, other: "Point") -> Interval | None:
+    def ratio(self, other: "_Point") -> Interval | None:
         """Divergence over another's, 95% interval by drawing windows anew; None for too few of them."""
         return Bootstrap().interval(np.divide, self.window_kl, other.window_kl)
 
@@ -55,7 +55,7 @@ class Tuned:
     budget_bytes: int  # per token
     expected_kl: float  # nats per token, by adding up
     search_kl: float  # of the whole recipe, on other windows of the search's text
-    points: tuple[Point, ...]  # the baseline first, the chosen recipe last
+    points: tuple[_Point, ...]  # the baseline first, the chosen recipe last
     sensitivities: Sensitivities
     cautions: tuple[str, ...] = ()  # why figures of this model on the text say nothing
 
@@ -65,13 +65,13 @@ class Tuned:
         return self.points[-1].row
 
     @property
-    def rival(self) -> Point | None:
+    def rival(self) -> _Point | None:
         """The best uniform format of at most the chosen recipe's bytes."""
         most = self.chosen.kv_bytes_per_token
         fitting = [x for x in self.points[1:-1] if x.kind == "uniform" and x.row.kv_bytes_per_token <= most]
         return min(fitting, key=lambda x: x.row.kl_mean, default=None)
 
-    def front(self) -> list[Point]:
+    def front(self) -> list[_Point]:
         """The points that nothing else beats in both bytes and divergence, smallest first."""
         best, kept = float("inf"), []
         for point in sorted(self.points, key=lambda p: (p.row.kv_bytes_per_token, p.row.kl_mean)):
@@ -121,7 +121,7 @@ def tune(
     ]
     figures = measure_tokens(model, [one for _, one, _ in verified], held_out.text, verifying, watch)
     points = tuple(
-        Point(
+        _Point(
             kind=kind,
             row=perplexity_row(own, figures[0]),
             window_kl=tuple(own.kl.mean(axis=1, dtype=np.float64).tolist()),

@@ -18,7 +18,7 @@ from kvq.evals.report.figure import drawing, finish, legend_beside, new_figure, 
 from kvq.evals.report.labels import label_point
 from kvq.evals.report.page import html_table, origin, page
 from kvq.evals.report.plot import finish_kl
-from kvq.evals.report.sections import MOST, told
+from kvq.evals.report.sections import MOST, exactness_warning
 from kvq.formats import KVRecipe, parse_format
 from kvq.models import Model
 from kvq.models.check.verdict import verdict as verdict_of
@@ -212,7 +212,7 @@ def verdict(tuned: Tuned) -> str:
 def _mind(tuned: Tuned) -> str:
     """A sentence, where most of what was measured is exact."""
     share = tuned.chosen.exact_keys
-    return f" Mind: {told('it', share, _context(tuned))}." if share > MOST else ""
+    return f" Mind: {exactness_warning('it', share, _context(tuned))}." if share > MOST else ""
 
 
 def _context(tuned: Tuned) -> int:

@@ -28,7 +28,7 @@ _FORMS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TraceLine:
+class _TraceLine:
     """One request."""
 
     prompt_tokens: int
@@ -40,7 +40,7 @@ class TraceLine:
     priority: Priority = Priority.INTERACTIVE
 
 
-def read_lines(path: Path) -> Iterator[TraceLine]:
+def read_lines(path: Path) -> Iterator[_TraceLine]:
     """The requests of a file, one after another, whatever its size.
 
     Raises:
@@ -55,7 +55,7 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
         raise ConfigError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _objects(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
+def _objects(path: Path, file: Iterator[str]) -> Iterator[_TraceLine]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -68,7 +68,7 @@ def _objects(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
             raise ConfigError(f"{path}, line {number}: {what}; {_FORMS}") from error
 
 
-def _line(data: dict[str, Any]) -> TraceLine:
+def _line(data: dict[str, Any]) -> _TraceLine:
     is_mooncake = "input_length" in data
     prompt = data["input_length" if is_mooncake else "prompt_tokens"]
     output = data["output_length" if is_mooncake else "output_tokens"]
@@ -80,7 +80,7 @@ def _line(data: dict[str, Any]) -> TraceLine:
         raise ValueError(f"hash_ids are a list of numbers, got {hashes!r}")
     if not isinstance(priority, str) or priority.upper() not in Priority.__members__:
         raise ValueError(f"priority is interactive or batch, got {priority!r}")
-    return TraceLine(
+    return _TraceLine(
         prompt_tokens=_count("prompt tokens", prompt, 1),
         output_tokens=_count("output tokens", output, 0),
         arrival_s=None if arrival is None else _seconds(arrival),
@@ -91,7 +91,7 @@ def _line(data: dict[str, Any]) -> TraceLine:
     )
 
 
-def _rows(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
+def _rows(path: Path, file: Iterator[str]) -> Iterator[_TraceLine]:
     reader = csv.DictReader(file)
     if reader.fieldnames is None or not set(_COLUMNS) <= set(reader.fieldnames):
         raise ConfigError(f"{path} must have the columns {', '.join(_COLUMNS)}, has {reader.fieldnames}")
@@ -100,7 +100,7 @@ def _rows(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
         try:
             time = datetime.fromisoformat(row["TIMESTAMP"])  # of its seven decimals Python keeps six
             begin = begin or time
-            yield TraceLine(
+            yield _TraceLine(
                 prompt_tokens=_count("ContextTokens", int(row["ContextTokens"]), 1),
                 output_tokens=_count("GeneratedTokens", int(row["GeneratedTokens"]), 0),
                 arrival_s=(time - begin).total_seconds(),

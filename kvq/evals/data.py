@@ -76,14 +76,14 @@ def _text_of(where: str, row: Any, field: str | None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
-        return "\n".join(filter(None, (_said(turn.get("content")) for turn in value)))
+        return "\n".join(filter(None, (_turn_text(turn.get("content")) for turn in value)))
     raise RequestError(f"{where}: field {name} must be text or a conversation, got {type(value).__name__}")
 
 
-def _said(content: Any) -> str:
+def _turn_text(content: Any) -> str:
     """The text of a turn, whose content may be parts such as {"type": "text", "text": ...}."""
     if isinstance(content, list):
-        return "\n".join(filter(None, (_said(part) for part in content)))
+        return "\n".join(filter(None, (_turn_text(part) for part in content)))
     if isinstance(content, Mapping):
         content = content.get("text")
     return content if isinstance(content, str) else ""

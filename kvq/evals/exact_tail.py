@@ -6,7 +6,7 @@ A recipe that keeps as many young tokens in bf16 as a window has diverges by not
 from collections.abc import Iterable, Sequence
 
 from kvq.errors import ConfigError
-from kvq.evals.report.sections import MOST, told
+from kvq.evals.report.sections import MOST, exactness_warning
 from kvq.formats import KVRecipe
 from kvq.kernels.attend.options import Age, Part
 from kvq.layout import KVLayout
@@ -63,5 +63,5 @@ def check_exact(
             )
         queries, most = max(shares.items(), key=lambda item: item[1])
         if most > MOST:
-            warnings.append(f"{told(recipe.name, most, queries.stop + 1)}; {advice}")
+            warnings.append(f"{exactness_warning(recipe.name, most, queries.stop + 1)}; {advice}")
     return warnings

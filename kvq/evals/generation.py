@@ -20,7 +20,7 @@ _SPARE = 1.25  # blocks kept beyond what the prompts need, for what the schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationIntervals:
+class _Intervals:
     """Bounds at 95% confidence, each [low, high]; None where there are too few prompts."""
 
     same_tokens_mean: Interval | None
@@ -38,7 +38,7 @@ class GenerationRow:
     same_tokens_median: float
     identical: float  # share of prompts whose continuation is the baseline's to the end
     seconds: float
-    intervals: GenerationIntervals
+    intervals: _Intervals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +145,7 @@ def _row(
         same_tokens_median=float(np.median(same)),
         identical=identical / len(got),
         seconds=seconds,
-        intervals=GenerationIntervals(
+        intervals=_Intervals(
             same_tokens_mean=bootstrap.interval(lambda mean: mean, same),
             identical=share_interval(identical, len(got)),
         ),

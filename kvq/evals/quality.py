@@ -9,7 +9,7 @@ import numpy as np
 
 from kvq.evals.divergence import UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
-from kvq.evals.report.bootstrap import Bootstrap, Floats, Interval, told_change
+from kvq.evals.report.bootstrap import Bootstrap, Floats, Interval, change_text
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.check.verdict import verdict
@@ -19,7 +19,7 @@ _SHALLOWEST = 16  # tokens; what has less context than this is one bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Intervals:
+class _Intervals:
     """Bounds at 95% confidence, each [low, high]; None where there are too few documents."""
 
     perplexity_change: Interval | None
@@ -28,7 +28,7 @@ class Intervals:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DepthRow:
+class _DepthRow:
     """Tokens that were predicted from `first_depth` to `last_depth` tokens of context."""
 
     first_depth: int
@@ -38,11 +38,11 @@ class DepthRow:
     kl_mean: float
     top1_agreement: float
     top5_agreement: float
-    intervals: Intervals
+    intervals: _Intervals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DifficultyRow:
+class _DifficultyRow:
     """A quarter of the documents, by the baseline's mean loss on them; 1 is the easiest."""
 
     quarter: int
@@ -54,7 +54,7 @@ class DifficultyRow:
     perplexity_change: float
     kl_mean: float
     top1_agreement: float
-    intervals: Intervals
+    intervals: _Intervals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ class QualityRow(PerplexityRow):
     top5_agreement: float  # share of the baseline's five likeliest tokens among this format's five
     documents: int
     verdict: str  # of KL and perplexity together, by `verdict`, and both; perplexity with its interval
-    intervals: Intervals
-    by_depth: list[DepthRow]
-    by_difficulty: list[DifficultyRow]  # empty for fewer than four documents
+    intervals: _Intervals
+    by_depth: list[_DepthRow]
+    by_difficulty: list[_DifficultyRow]  # empty for fewer than four documents
 
 
 def measure_quality(
@@ -98,7 +98,7 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
     shares = part(slice(None))
     whole = perplexity_row(figures, baseline)
     documents, kl = len(figures.nll), whole.kl_mean
-    change = told_change(whole.perplexity_change, shares["intervals"].perplexity_change, documents)
+    change = change_text(whole.perplexity_change, shares["intervals"].perplexity_change, documents)
     told = f"{verdict(kl, whole.perplexity_change)}: KL {kl:.3g}, perplexity {change}"
     return QualityRow(
         **asdict(whole),
@@ -109,7 +109,7 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
         verdict="baseline" if figures is baseline else told,
         intervals=shares["intervals"],
         by_depth=[
-            DepthRow(
+            _DepthRow(
                 first_depth=first,
                 last_depth=last,
                 top5_agreement=_mean(figures.top5[:, first - 1 : last]),  # column i was predicted from i + 1
@@ -138,10 +138,10 @@ def quarters(losses: Floats) -> list[Floats]:
 
 def _by_difficulty(
     figures: TokenFigures, baseline: TokenFigures, part: Callable[[Any], dict[str, Any]]
-) -> list[DifficultyRow]:
+) -> list[_DifficultyRow]:
     losses = _document_means(baseline.nll)
     return [
-        DifficultyRow(
+        _DifficultyRow(
             quarter=quarter,
             documents=len(chosen),
             lowest_loss=float(losses[chosen].min()),
@@ -156,7 +156,7 @@ def _by_difficulty(
 def _part(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any) -> dict[str, Any]:
     """The fields that a row of some documents or columns shares with those of all."""
     nll, base, kl, top1 = (x[part] for x in (figures.nll, baseline.nll, figures.kl, figures.top1))
-    intervals = Intervals(
+    intervals = _Intervals(
         perplexity_change=bootstrap.interval(np.expm1, _document_means(nll) - _document_means(base)),
         kl_mean=bootstrap.interval(lambda mean: mean, _document_means(kl)),
         top1_agreement=bootstrap.interval(lambda mean: mean, _document_means(top1)),

@@ -19,7 +19,7 @@ _LOGITS_BYTES = 64 << 20  # of one chunk's logits
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class _Score:
     """The continuation's log-probability in nats, and whether greedy decoding would have written it."""
 
     logprob: float
@@ -28,8 +28,8 @@ class Score:
 
 def score_continuations(
     llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]], *, progress: Progress = UNWATCHED.progress
-) -> list[Score]:
-    """Score (context, continuation) pairs of token ids, neither of them empty, in their order.
+) -> list[_Score]:
+    """_Score (context, continuation) pairs of token ids, neither of them empty, in their order.
 
         logprob = sum over i of log p(continuation[i] | context, continuation[:i])
 
@@ -40,7 +40,7 @@ def score_continuations(
     Raises:
         RequestError: a pair that can't be scored: an empty part, too long, or what the engine refuses.
     """
-    scores: list[Score | None] = [None] * len(pairs)
+    scores: list[_Score | None] = [None] * len(pairs)
     for index, (context, continuation) in enumerate(pairs):
         _check(index, context, continuation, llm.core.max_context)
     order = sorted(range(len(pairs)), key=lambda i: (*pairs[i][0], *pairs[i][1]))
@@ -116,13 +116,13 @@ def _waves(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
         yield wave
 
 
-def _read(output: RequestOutput, start: int) -> Score:
+def _read(output: RequestOutput, start: int) -> _Score:
     entries = [entry for entry in (output.prompt_logprobs or [])[start:] if entry is not None]
     assert len(entries) == len(output.prompt_token_ids) - start, "every token of the continuation has one"
-    return Score(sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries))
+    return _Score(sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries))
 
 
-def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[Score]:
+def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[_Score]:
     """The same through a session of its own, whose pool holds one sequence."""
     if not pairs:
         return
@@ -136,7 +136,7 @@ def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) 
         raise RequestError(f"a request as long as the model's context failed: {error}") from error
 
 
-def _score_in(session: Session, sequence: BlockSequence, context: Tokens, continuation: Tokens) -> Score:
+def _score_in(session: Session, sequence: BlockSequence, context: Tokens, continuation: Tokens) -> _Score:
     weights = session.weights
     ids, first = [*context, *continuation[:-1]], len(context) - 1  # the row that predicts the first token
     targets = torch.tensor(continuation, device=weights.device)
@@ -150,4 +150,4 @@ def _score_in(session: Session, sequence: BlockSequence, context: Tokens, contin
         wanted = targets[at - first : at - first + len(rows)]
         logprob += float(rows.gather(1, wanted[:, None]).double().sum())
         is_greedy = is_greedy and bool((rows.argmax(dim=-1) == wanted).all())
-    return Score(logprob, is_greedy)
+    return _Score(logprob, is_greedy)

@@ -24,7 +24,7 @@ Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, of s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Calibrated(Generic[Layer]):
+class _Calibrated(Generic[Layer]):
     """Numbers of every layer of one model, and what they come from."""
 
     name: ClassVar[str]  # in kvq.json
@@ -200,8 +200,8 @@ class HeadMaxima:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StaticScales(Calibrated[HeadMaxima]):
-    """Calibrated maxima of every layer of one model."""
+class StaticScales(_Calibrated[HeadMaxima]):
+    """_Calibrated maxima of every layer of one model."""
 
     name: ClassVar = "static_scales"
     kind: ClassVar = HeadMaxima
@@ -231,8 +231,8 @@ class LayerCenters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Centers(Calibrated[LayerCenters]):
-    """Calibrated means of K (after RoPE) and V, per channel, which grouped formats need not store.
+class Centers(_Calibrated[LayerCenters]):
+    """_Calibrated means of K (after RoPE) and V, per channel, which grouped formats need not store.
 
     K - c changes every score of a query by the same number, which softmax does not see; V - c takes c from
     every output, which is added back. So a constant offset, such as a key bias that outlives RoPE, costs

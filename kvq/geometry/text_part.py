@@ -22,7 +22,7 @@ _BODY = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class _TextPart:
     """A kind of whole model. `is_tied`: whether the embedding serves for the head, unless the config says.
     `fixed`: what its text part is made with, whatever the config says.
     """
@@ -32,32 +32,32 @@ class TextPart:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-_OF_LLAMA, _OF_QWEN2 = TextPart("llama"), TextPart("qwen2")
-_OF_COHERE2 = TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models leave it out
+_OF_LLAMA, _OF_QWEN2 = _TextPart("llama"), _TextPart("qwen2")
+_OF_COHERE2 = _TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models leave it out
 _ALIKE = (  # whose text parts are called as they are, with `_text` behind
     *("aria", "cohere_compass", "glm4v", "glm4v_moe", "glm_ocr", "llama4", "qwen2_5_vl", "qwen2_vl"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
 )
 _ALIKE_TIED = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
-KINDS: dict[str, TextPart] = {
-    **{kind: TextPart(f"{kind}_text") for kind in _ALIKE},
-    **{kind: TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
+KINDS: dict[str, _TextPart] = {
+    **{kind: _TextPart(f"{kind}_text") for kind in _ALIKE},
+    **{kind: _TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
     **dict.fromkeys(("aya_vision", "cohere2_vision"), _OF_COHERE2),
     **dict.fromkeys(("idefics3", "llava", "llava_next", "llava_next_video", "smolvlm"), _OF_LLAMA),
     **dict.fromkeys(("video_llava", "vipllava", "voxtral"), _OF_LLAMA),
-    **dict.fromkeys(("deepseek_vl", "glmasr", "janus"), TextPart("llama", is_tied=True)),
+    **dict.fromkeys(("deepseek_vl", "glmasr", "janus"), _TextPart("llama", is_tied=True)),
     **dict.fromkeys(("llava_onevision", "qwen2_audio", "video_llama_3"), _OF_QWEN2),
-    **dict.fromkeys(("got_ocr2", "internvl", "ovis2"), TextPart("qwen2", is_tied=True)),
-    **dict.fromkeys(("lighton_ocr", "qwen3_asr"), TextPart("qwen3", is_tied=True)),
-    "exaone4_5": TextPart("exaone4"),
-    "fuyu": TextPart("persimmon"),
-    "glm46v": TextPart("glm4v_text"),
-    "hyperclovax_vision_v2": TextPart("hyperclovax", is_tied=True),
-    "idefics2": TextPart("mistral"),
-    "lfm2_vl": TextPart("lfm2", is_tied=True),
-    "minicpmv4_6": TextPart("qwen3_5_text"),
-    "mistral3": TextPart("mistral", is_tied=True),
-    "nemotron_h_omni": TextPart("nemotron_h"),
+    **dict.fromkeys(("got_ocr2", "internvl", "ovis2"), _TextPart("qwen2", is_tied=True)),
+    **dict.fromkeys(("lighton_ocr", "qwen3_asr"), _TextPart("qwen3", is_tied=True)),
+    "exaone4_5": _TextPart("exaone4"),
+    "fuyu": _TextPart("persimmon"),
+    "glm46v": _TextPart("glm4v_text"),
+    "hyperclovax_vision_v2": _TextPart("hyperclovax", is_tied=True),
+    "idefics2": _TextPart("mistral"),
+    "lfm2_vl": _TextPart("lfm2", is_tied=True),
+    "minicpmv4_6": _TextPart("qwen3_5_text"),
+    "mistral3": _TextPart("mistral", is_tied=True),
+    "nemotron_h_omni": _TextPart("nemotron_h"),
 }
 
 

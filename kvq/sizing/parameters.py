@@ -56,6 +56,16 @@ class Parameters:
         return head + self.attention + self.mlp + self.active_experts + self.other
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Facts of a model that decide about memory, from its config.json or its code."""
+
+    config: Config
+    geometry: ModelGeometry
+    parameters: Parameters | None  # None: not counted
+    refused: str | None = None  # why kvq's engine does not run it
+
+
 def is_counted(family: str) -> bool:
     """Whether a config.json of the family says how many parameters there are."""
     return family in _LAYERS

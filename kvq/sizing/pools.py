@@ -100,8 +100,8 @@ def plan_pools(
     if is_bounded:  # all the rest is for others: the context would be longer by what rounding leaves
         blocks = share_blocks(layout, _merged(layout, sealed=least, staging=wanted), budget_bytes, least)
     else:
-        seated = _seated(layout, budget_bytes, least, **limits, step_tokens=step_tokens)
-        blocks = share_blocks(layout, _merged(layout, sealed=wanted, staging=seated), budget_bytes, seated)
+        fitted = _side_by_side(layout, budget_bytes, least, **limits, step_tokens=step_tokens)
+        blocks = share_blocks(layout, _merged(layout, sealed=wanted, staging=fitted), budget_bytes, fitted)
         blocks = share_blocks(layout, wanted, budget_bytes, blocks)
     if blocks == wanted and limits["sequences"] == sequences:  # what nobody could use is for longer steps
 
@@ -168,7 +168,7 @@ def _staged_step(layout: KVLayout, step_tokens: int, budget_bytes: int, longest:
     return min(step_tokens, max(1, fits) * size)
 
 
-def _seated(
+def _side_by_side(
     layout: KVLayout,
     budget_bytes: int,
     least: Sequence[int],

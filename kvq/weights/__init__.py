@@ -16,7 +16,7 @@ from kvq.weights.linear import (
     weight_formats,
 )
 from kvq.weights.rounding import round_weight
-from kvq.weights.routers import steady_routers
+from kvq.weights.routers import batch_invariant_routers
 from kvq.weights.unstacked import (
     EXPERT_PARTS,
     UnstackedExperts,
@@ -33,6 +33,7 @@ __all__ = [
     "PackedLinear",
     "QuantizedLinear",
     "UnstackedExperts",
+    "batch_invariant_routers",
     "expert_places",
     "hooks_of",
     "install",
@@ -44,7 +45,6 @@ __all__ = [
     "round_weight",
     "runs_library_code",
     "stacked_experts",
-    "steady_routers",
     "unstack_experts",
     "weight_bytes",
     "weight_count",

@@ -20,7 +20,7 @@ _PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedInput:
+class _SharedInput:
     """Linear layers that multiply the same tensor, by their names in the decoder layer."""
 
     names: tuple[str, ...]
@@ -41,12 +41,12 @@ class Fold:
 class Folds:
     """What a decoder layer's Linear layers share, and where their scales can go."""
 
-    shared: list[SharedInput] = field(default_factory=list)
+    shared: list[_SharedInput] = field(default_factory=list)
     folds: list[Fold] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why it takes no scales
 
 
-def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
+def trace_inputs(layer: nn.Module, run: Run) -> list[_SharedInput]:
     """Which Linear layers share an input and which norm made it, in the order they are called."""
     made: dict[int, str] = {}
     users: dict[int, list[str]] = {}
@@ -72,7 +72,7 @@ def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
     finally:
         for handle in handles:
             handle.remove()
-    return [SharedInput(names=tuple(names), norm=made.get(at)) for at, names in users.items()]
+    return [_SharedInput(names=tuple(names), norm=made.get(at)) for at, names in users.items()]
 
 
 def find_folds(layer: nn.Module, run: Run, *, head_dim: int | None = None) -> Folds:

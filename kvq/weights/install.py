@@ -48,7 +48,7 @@ class _Computed:
         )
 
 
-class Joined:
+class _Joined:
     """Several weights' product, computed when the first of them is asked for its part.
 
     The others' parts of the same input are kept until each was taken, and the input with them, so that its
@@ -80,7 +80,7 @@ class Joined:
 class JoinedPart:
     """One weight of several that share their input, as a kernel of its own."""
 
-    def __init__(self, joined: Joined, part: slice) -> None:
+    def __init__(self, joined: _Joined, part: slice) -> None:
         self.joined = joined
         self.part = part
 
@@ -146,7 +146,7 @@ def _layers(
         group = [weights[name] for name in names if name in weights]
         if len(group) == len(names) and (kernel := _joined(group, device, backend)) is not None:
             own = "cpu" if isinstance(kernel, CpuLinear) else "triton"
-            for name, weight, part in zip(names, group, Joined(group, kernel).parts, strict=True):
+            for name, weight, part in zip(names, group, _Joined(group, kernel).parts, strict=True):
                 layers[name] = _layer(weight, linear_at(parent, name).bias, device, own, dtype, part)
     for name, weight in weights.items():
         if name not in layers:

@@ -1,6 +1,6 @@
 """What takes a Linear layer's place: a kernel that multiplies by its weight, in codes or as it was."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,36 @@ class QuantizedLinear(PackedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.fmt.name}"
+
+
+class Dense:
+    """Product y = x W^T in torch over the weights of several layers with the same inputs."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        """Take the layers; call `join` before the first product."""
+        self._layers = tuple(layers)
+        self.in_features = layers[0].in_features
+        self.out_features = sum(layer.out_features for layer in layers)
+        self.transposed = torch.empty(0)
+
+    def join(self) -> None:
+        """Make the weights parts of one tensor, which the layers share."""
+        if len(self._layers) == 1:
+            self.transposed = self._layers[0].weight.detach().t()
+            return
+        joined = torch.cat([layer.weight.detach() for layer in self._layers])
+        parts = joined.split([layer.out_features for layer in self._layers])
+        for layer, part in zip(self._layers, parts, strict=True):
+            layer.weight.data = part
+        self.transposed = joined.t()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out] of x's dtype."""
+        return torch.mm(x, self.transposed)
+
+    def added_to(self, bias: Tensor, x: Tensor) -> Tensor:
+        """Return the product plus a bias [out], in one launch."""
+        return torch.addmm(bias, x, self.transposed)
 
 
 _HOOKS_OF_ALL = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks

@@ -55,7 +55,7 @@ def _apart(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] + 1)[:, :-1].copy_(x)
 
 
-def steady_routers(model: nn.Module) -> None:
+def batch_invariant_routers(model: nn.Module) -> None:
     """Give the routers beside packed experts products whose rows are the same in any batch."""
     for block in list(model.modules()):
         if not any(isinstance(child, PackedExperts) for child in block.children()):

@@ -3,7 +3,7 @@
 import pytest
 
 from kvq.blockmgr import BlockManager
-from kvq.blockmgr.snapshot import MAX_OWNERS, OTHERS, BlockState, take_snapshot
+from kvq.blockmgr.snapshot import MAX_OWNERS, OTHERS, _BlockState, take_snapshot
 
 TENANTS = ["a", "b"]
 
@@ -22,8 +22,8 @@ def run(blocks: BlockManager, tokens: list[int], **whose: str):
     return sequence
 
 
-def seen(cell: int) -> tuple[int, BlockState]:
-    return cell >> 2, BlockState(cell & 3)
+def seen(cell: int) -> tuple[int, _BlockState]:
+    return cell >> 2, _BlockState(cell & 3)
 
 
 def test_every_block_has_its_state_and_its_owner():
@@ -37,13 +37,13 @@ def test_every_block_has_its_state_and_its_owner():
     [cells] = take_snapshot(blocks, TENANTS)
     assert len(cells) == 12
     for block in first.tables[0][:2]:
-        assert seen(cells[block]) == (2, BlockState.SHARED)
+        assert seen(cells[block]) == (2, _BlockState.SHARED)
     for block in (first.tables[0][2], second.tables[0][2]):
-        assert seen(cells[block]) == (2, BlockState.LIVE)
-    assert seen(cells[table[0]]) == (1, BlockState.CACHED)
+        assert seen(cells[block]) == (2, _BlockState.LIVE)
+    assert seen(cells[table[0]]) == (1, _BlockState.CACHED)
     usage = blocks.pools[0].usage()
-    assert [c & 3 for c in cells].count(BlockState.FREE) == usage.free == cells.count(0)
-    assert [c & 3 for c in cells].count(BlockState.CACHED) == usage.cached == 1
+    assert [c & 3 for c in cells].count(_BlockState.FREE) == usage.free == cells.count(0)
+    assert [c & 3 for c in cells].count(_BlockState.CACHED) == usage.cached == 1
 
 
 def test_what_a_salt_shares_is_nobodys_alone_and_unknown_tenants_stay_unnamed():
@@ -51,7 +51,7 @@ def test_what_a_salt_shares_is_nobodys_alone_and_unknown_tenants_stay_unnamed():
     blocks.free(run(blocks, list(range(4)), tenant="a", shared_salt="all"))
     blocks.free(run(blocks, list(range(4)), tenant="stranger"))
     [cells] = take_snapshot(blocks, TENANTS)
-    assert [seen(c) for c in cells if c] == [(0, BlockState.CACHED)] * 2
+    assert [seen(c) for c in cells if c] == [(0, _BlockState.CACHED)] * 2
 
 
 def test_a_sequence_in_host_memory_owns_no_block():
@@ -59,7 +59,7 @@ def test_a_sequence_in_host_memory_owns_no_block():
     sequence = run(blocks, list(range(6)), tenant="a")
     blocks.swap_out(sequence)
     [cells] = take_snapshot(blocks, TENANTS)
-    assert [seen(c) for c in cells if c] == [(1, BlockState.CACHED)]  # the full one, still indexed
+    assert [seen(c) for c in cells if c] == [(1, _BlockState.CACHED)]  # the full one, still indexed
 
 
 @pytest.mark.parametrize("stride", [2, 5, 12, 13])

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import kvq
 from kvq.calib import calibrate, observe
-from kvq.calib.observe import Magnitudes
+from kvq.calib.observe import _Magnitudes
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
@@ -122,7 +122,7 @@ def test_percentiles_and_maxima_are_those_of_the_elements():
         torch.randn(500, 3, 60, generator=torch.Generator().manual_seed(1))
         * torch.tensor([1e-3, 1.0, 1e4])[:, None]
     )
-    seen = Magnitudes(3)
+    seen = _Magnitudes(3)
     for some in rows.split(63):
         seen.update(some)
     size = rows.abs().transpose(0, 1).flatten(1)
@@ -136,7 +136,7 @@ def test_the_least_squares_clip_is_the_best_of_all_clips():
     """Against trying them on the elements themselves; outliers alone decide a maximum."""
     rows = torch.randn(400, 1, 64, generator=torch.Generator().manual_seed(2))
     rows[7, 0, 3] = 60.0
-    seen = Magnitudes(1)
+    seen = _Magnitudes(1)
     seen.update(rows)
 
     def error(clip, levels):
@@ -153,7 +153,7 @@ def test_the_least_squares_clip_is_the_best_of_all_clips():
 def test_zeros_and_subnormals_are_counted_not_lost():
     rows = torch.zeros(10, 2, 8)
     rows[0, 1, 0] = 1e-42
-    seen = Magnitudes(2)
+    seen = _Magnitudes(2)
     seen.update(rows)
     assert seen.percentile(1.0)[0] == 0.0
     assert seen.least_squares_clip(127)[0] == 0.0

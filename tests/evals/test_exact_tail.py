@@ -6,7 +6,7 @@ from kvq.errors import ConfigError
 from kvq.evals import default_text, measure_perplexity
 from kvq.evals.divergence import TokenPlan
 from kvq.evals.exact_tail import exact_keys
-from kvq.evals.report.sections import told
+from kvq.evals.report.sections import exactness_warning
 from kvq.evals.simulated import simulated
 from kvq.formats import KVRecipe
 from kvq.layout import plan_layout
@@ -77,5 +77,5 @@ def test_unquantized_formats_may_keep_all(tiny):
 
 
 def test_a_share_short_of_all_is_not_called_all():
-    assert "99.9% of the keys" in told("int2", 0.99999, 4096)
-    assert "50.1% of the keys" in told("int2", 0.5011, 4096)
+    assert "99.9% of the keys" in exactness_warning("int2", 0.99999, 4096)
+    assert "50.1% of the keys" in exactness_warning("int2", 0.5011, 4096)

@@ -14,7 +14,7 @@ from kvq.formats.weights import parse_weight_format
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.library import load
 from kvq.weights import QuantizedLinear, install, round_weight
-from kvq.weights.install import GatedMLP, Joined, JoinedPart
+from kvq.weights.install import GatedMLP, JoinedPart, _Joined
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_queries_keys_and_values_share_a_product_and_keep_their_biases() -> None
 def test_a_part_asked_for_twice_or_with_another_input_is_computed_anew() -> None:
     fmt = parse_weight_format("int8")
     weights = [round_weight(torch.randn(n, 64), fmt) for n in (16, 7)]
-    joined = Joined(weights, CpuLinear(*weights))
+    joined = _Joined(weights, CpuLinear(*weights))
     first, second = joined.parts
     x, y = torch.randn(3, 64), torch.randn(3, 64)
     wanted = {id(z): z @ weights[0].dequantize().T for z in (x, y)}

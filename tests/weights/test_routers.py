@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from kvq.kernels.native.library import load
 from kvq.weights.experts import PackedExperts
-from kvq.weights.routers import steady_routers
+from kvq.weights.routers import batch_invariant_routers
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
 
@@ -33,7 +33,7 @@ def test_scores_of_a_row_are_those_of_it_alone(experts: int) -> None:
     block.router, block.experts = _Router(experts), _Experts()
     plain = torch.randn(2, 31, 24)
     want = block.router(plain)
-    steady_routers(block)
+    batch_invariant_routers(block)
     together = block.router(plain)
     assert together.shape == want.shape
     assert torch.allclose(together, want, atol=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.calib.quantize.settings import Method, QuantizeSettings
+from kvq.calib.quantize.settings import QuantizeSettings, WeightMethod
 from kvq.calib.quantize.targets import Targets
 from kvq.calib.quantize.walk import Walk
 from kvq.formats.weights import Inputs
@@ -54,7 +54,7 @@ class LayerResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class SourceModel:
     """The model to quantize, as transformers has loaded it."""
 
     model: Any
@@ -71,7 +71,9 @@ class Source:
 class LayerQuantizer:
     """One decoder layer, in fp32, on its way to codes."""
 
-    def __init__(self, source: Source, settings: QuantizeSettings, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: SourceModel, settings: QuantizeSettings, index: int, dtype: torch.dtype
+    ) -> None:
         """`dtype`: of the checkpoint's weights."""
         self.settings, self.index, self.dtype = settings, index, dtype
         self.layer, self.names = source.layer(index), source.targets.layers[index]
@@ -141,7 +143,7 @@ class LayerQuantizer:
         if not chosen:
             return []
         first = linear_at(self.layer, chosen[0])
-        rows = _ROWS if self.settings.method is Method.SMOOTHQUANT else 0
+        rows = _ROWS if self.settings.method is WeightMethod.SMOOTHQUANT else 0
         full = self.prefix + chosen[0]
         found = InputStatistics(full, first.in_features, first.weight.device, rows=rows)
         self.statistics |= dict.fromkeys(chosen, found)
@@ -168,7 +170,7 @@ class LayerQuantizer:
         weights = [linear_at(self.layer, name).weight.detach() for name in fold.names if name in self.names]
         found = next(self.statistics[name] for name in fold.names if name in self.statistics)
         fmt, dtype, alpha = self.settings.fmt, self.dtype, self.settings.alpha
-        if self.settings.method is Method.AWQ:
+        if self.settings.method is WeightMethod.AWQ:
             return awq_scales(weights, found, fmt, dtype, tied=fold.tied)
         alphas = ALPHAS if alpha is None else (alpha,)
         return smooth_scales(weights, found, fmt, dtype, alphas=alphas, tied=fold.tied)
@@ -176,9 +178,9 @@ class LayerQuantizer:
     def _codes(self, name: str) -> QuantizedWeight:
         settings, weight = self.settings, linear_at(self.layer, name).weight.detach()
         full, seen = self.prefix + name, self._seen(name)
-        if settings.method is Method.GPTQ and seen is not None:
+        if settings.method is WeightMethod.GPTQ and seen is not None:
             return gptq(weight, seen.gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
-        if settings.method is Method.AWQ and seen is not None:
+        if settings.method is WeightMethod.AWQ and seen is not None:
             return clip_weight(weight, settings.fmt, self.dtype, seen.gram)
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 

@@ -8,7 +8,7 @@ import torch
 
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
-from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, Source, install
+from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, SourceModel, install
 from kvq.calib.quantize.output import check_output, write_checkpoint
 from kvq.calib.quantize.partial import Partial, count_finished
 from kvq.calib.quantize.settings import Progress, QuantizeSettings, Quantizing
@@ -29,7 +29,7 @@ from kvq.weights.manifest import relist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantized:
-    """What was written, and what it cost each module."""
+    """Result of `quantize_model`: the folder written, and the cost of each module."""
 
     out: Path
     rows: tuple[ModuleReport, ...]
@@ -41,12 +41,12 @@ class Quantized:
 
     @property
     def bytes_before(self) -> int:
-        """Of the modules that were quantized."""
+        """Bytes of the quantized modules, before."""
         return sum(row.bytes_before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
-        """The same, now."""
+        """Bytes of the quantized modules, now."""
         return sum(row.bytes_after for row in self.rows)
 
 
@@ -64,35 +64,23 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     check_output(work, settings)
     dtype = work.stored_dtype()
     prepared = work.prepared()
-    folder, geometry = prepared.folder, prepared.geometry
-    if folder == work.out.resolve():
+    geometry = prepared.geometry
+    if prepared.folder == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
-    held = {entry.name for entry in prepared.entries}
-    takes_experts = not settings.method.folds  # scales of a norm would have to go into all experts at once
     if (skeleton := build_skeleton(prepared)) is not None:
-        # Raises before the weights are loaded
-        find_targets(skeleton.model, settings.fmt, held, takes_experts=takes_experts)
+        _find_targets(skeleton.model, settings, prepared)  # raises before the weights are loaded
     text = work.text or calibration_text()
-    windows: list[list[int]] = []
-    if settings.method.needs_text:
-        windows = draw_samples(
-            prepared.tokenizer,
-            text.text,
-            samples=settings.samples,
-            context=settings.context,
-            max_context=geometry.max_context,
-            seed=settings.seed,
-        )
+    windows = _draw_windows(settings, prepared, text)
     partial = Partial(work.out, _decisive(work, settings, prepared, text), restart=work.restart)
     partial.check()  # before the weights are loaded
     model = load_plain(prepared, dtype=dtype)
     _check_finite(model, dtype)
-    targets = find_targets(model, settings.fmt, held, takes_experts=takes_experts)
+    targets = _find_targets(model, settings, prepared)
     seen = None
     if work.kv_scales:  # of the model as it is: quantized weights move the maxima of K and V little
         whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
         seen = observe(whole, text, progress=work.progress("observing K and V"))
-    source = Source(
+    source = SourceModel(
         model=model,
         targets=targets,
         head_dims=tuple(layer.v_head_dim for layer in geometry.layers),
@@ -103,11 +91,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         if finished := count_finished(partial.folder):
             work.on_resumed(finished)
         _quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
-        scales = None if seen is None else fp8_scale_tensors(seen)
-        rows, skipped = write_checkpoint(work, prepared, partial, targets, scales)
-        if seen is not None:
-            _recipe(work.out, seen, geometry).save(work.out / "kvq.json")
-            relist(work.out / "kvq.json")
+        rows, skipped = _write(work, prepared, partial, targets, seen)
         partial.remove()
     return Quantized(
         out=work.out,
@@ -120,8 +104,48 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     )
 
 
+def _find_targets(model: Any, settings: QuantizeSettings, prepared: PreparedModel) -> Targets:
+    held = {entry.name for entry in prepared.entries}
+    takes_experts = not settings.method.folds  # scales of a norm would have to go into all experts at once
+    return find_targets(model, settings.fmt, held, takes_experts=takes_experts)
+
+
+def _draw_windows(settings: QuantizeSettings, prepared: PreparedModel, text: EvalText) -> list[list[int]]:
+    """Return the samples to calibrate on; none for a method that needs no text."""
+    if not settings.method.needs_text:
+        return []
+    return draw_samples(
+        prepared.tokenizer,
+        text.text,
+        samples=settings.samples,
+        context=settings.context,
+        max_context=prepared.geometry.max_context,
+        seed=settings.seed,
+    )
+
+
+def _write(
+    work: Quantizing,
+    prepared: PreparedModel,
+    partial: Partial,
+    targets: Targets,
+    seen: Observations | None,
+) -> tuple[list[ModuleReport], dict[str, str]]:
+    """Write the checkpoint, and a recipe with scales of K and V if those were observed."""
+    scales = None if seen is None else fp8_scale_tensors(seen)
+    written = write_checkpoint(work, prepared, partial, targets, scales)
+    if seen is not None:
+        _recipe(work.out, seen, prepared.geometry).save(work.out / "kvq.json")
+        relist(work.out / "kvq.json")
+    return written
+
+
 def _quantize_layers(
-    source: Source, settings: QuantizeSettings, windows: list[list[int]], partial: Partial, progress: Progress
+    source: SourceModel,
+    settings: QuantizeSettings,
+    windows: list[list[int]],
+    partial: Partial,
+    progress: Progress,
 ) -> None:
     """Quantize every layer into `partial`, going on after those that are finished there.
 
@@ -158,7 +182,7 @@ def _quantize_layers(
 def _decisive(
     work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel, text: EvalText
 ) -> dict[str, object]:
-    """All that decides the bytes of a layer."""
+    """Return all settings that decide the bytes of a layer."""
     return settings.described() | {
         "model": prepared.digest,
         "text": text.digest if settings.method.needs_text else None,
@@ -179,7 +203,7 @@ def _check_finite(model: Any, dtype: str) -> None:
 
 
 def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
-    """Static FP8 for K and V, its scales bound to the quantized weights."""
+    """Return static FP8 for K and V, with scales bound to the quantized weights."""
     digest = content_digest(weight_files(out))
     scales = replace(seen.scales(), model_digest=digest)
     recipe = KVRecipe.uniform("fp8_per_head", geometry.head_dims)
@@ -189,7 +213,7 @@ def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
 def _notes(
     work: Quantizing, settings: QuantizeSettings, targets: Targets, samples: int, text: EvalText
 ) -> tuple[str, ...]:
-    """What whoever uses the folder should know."""
+    """Return what users of the folder should know."""
     notes = []
     if settings.method.needs_text and samples != settings.samples:
         notes.append(

@@ -23,7 +23,7 @@ PACKAGE_METHODS = ("nf4", "int8-bnb")  # bitsandbytes' own
 _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
 
 
-class Method(Enum):
+class WeightMethod(Enum):
     """How codes are chosen; the value is its name."""
 
     RTN = "rtn"  # to nearest, no data
@@ -33,7 +33,7 @@ class Method(Enum):
     FP8 = "fp8"  # to nearest, no data
 
     @classmethod
-    def named(cls, name: str) -> "Method":
+    def named(cls, name: str) -> "WeightMethod":
         """The method of that name, or ConfigError."""
         if name not in [method.value for method in cls]:
             hint = nearest(name, list(METHODS)) or ";"
@@ -43,22 +43,22 @@ class Method(Enum):
     @property
     def needs_text(self) -> bool:
         """True if the model has to run over a text."""
-        return self not in (Method.RTN, Method.FP8)
+        return self not in (WeightMethod.RTN, WeightMethod.FP8)
 
     @property
     def folds(self) -> bool:
         """True if inputs are scaled."""
-        return self in (Method.AWQ, Method.SMOOTHQUANT)
+        return self in (WeightMethod.AWQ, WeightMethod.SMOOTHQUANT)
 
 
-METHODS = (*(method.value for method in Method), *PACKAGE_METHODS)
+METHODS = (*(method.value for method in WeightMethod), *PACKAGE_METHODS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSettings:
     """A method, the format it makes, and what it is calibrated on; what isn't said follows from it."""
 
-    method: Method
+    method: WeightMethod
     bits: int | None = None  # 8 for smoothquant and fp8, else 4
     group_size: int | None = None  # 128 inputs; of 8-bit codes the whole row (-1)
     symmetric: bool = True
@@ -75,11 +75,11 @@ class QuantizeSettings:
         """Raise ConfigError for options that don't go together."""
         name = self.method.value
         own_of_gptq = (self.act_order, self.damp, self.scale_search)
-        if self.method is not Method.GPTQ and own_of_gptq != ("none", 0.01, "weighted"):
+        if self.method is not WeightMethod.GPTQ and own_of_gptq != ("none", 0.01, "weighted"):
             raise ConfigError(
                 f"act-order, damp and scale search are gptq's, got method {name}; leave them out"
             )
-        if self.method is not Method.SMOOTHQUANT and self.alpha is not None:
+        if self.method is not WeightMethod.SMOOTHQUANT and self.alpha is not None:
             raise ConfigError(f"alpha is smoothquant's, got method {name}; leave it out")
         if not FEWEST_SAMPLES <= self.samples <= MOST_SAMPLES:
             raise ConfigError(f"samples must be {FEWEST_SAMPLES} to {MOST_SAMPLES}, got {self.samples}")
@@ -102,8 +102,8 @@ class QuantizeSettings:
         Raises:
             ConfigError: there is none such, or the method doesn't make it.
         """
-        is_smooth = self.method is Method.SMOOTHQUANT
-        eight = is_smooth or self.method is Method.FP8
+        is_smooth = self.method is WeightMethod.SMOOTHQUANT
+        eight = is_smooth or self.method is WeightMethod.FP8
         bits, size = self.bits or (8 if eight else 4), self.group_size
         if bits not in INTEGER_CODES or (eight and bits != 8):
             allowed = "8" if eight else "8, 4 or 3"
@@ -116,7 +116,7 @@ class QuantizeSettings:
         if named not in _INPUTS:
             raise ConfigError(f"activations must be none, int8 or fp8, got {named!r}")
         fmt = WeightFormat(
-            code=WeightCode.FP8 if self.method is Method.FP8 else INTEGER_CODES[bits],
+            code=WeightCode.FP8 if self.method is WeightMethod.FP8 else INTEGER_CODES[bits],
             group_size=None if size == WHOLE_ROW else size,
             symmetric=self.symmetric,
             inputs=_INPUTS[named],
@@ -130,7 +130,7 @@ class QuantizeSettings:
 
     def described(self) -> dict[str, Any]:
         """As JSON."""
-        is_gptq, has_samples = self.method is Method.GPTQ, self.method.needs_text
+        is_gptq, has_samples = self.method is WeightMethod.GPTQ, self.method.needs_text
         return {
             "method": self.method.value,
             "format": self.fmt.name,

@@ -44,7 +44,7 @@ class FleetSpec:
 
 
 @dataclass(kw_only=True, slots=True)
-class Run:
+class FleetRun:
     """What came of a load."""
 
     records: Records
@@ -67,7 +67,7 @@ class Run:
 
 def serve(
     calls: Iterable[Call], spec: FleetSpec, *, leaps: bool = True, progress: Progress = lambda done: None
-) -> Run:
+) -> FleetRun:
     """Serve requests in order of arrival until all of them ended.
 
     `leaps=False` takes every step by itself: slower, with the same results.
@@ -89,7 +89,7 @@ def serve(
     for one in (records.handovers, *(gauge.gaps for gauge in gauges)):
         gaps.merge(one)
     seconds = max(records.end_s) - records.arrival_s[0] if records else 0.0
-    return Run(records=records, gauges=gauges, seconds=seconds, gaps=gaps)
+    return FleetRun(records=records, gauges=gauges, seconds=seconds, gaps=gaps)
 
 
 @contextmanager

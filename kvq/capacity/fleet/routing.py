@@ -92,7 +92,7 @@ class Affinity:
 
     def __init__(self, seed: int = 0) -> None:
         self._elsewhere = two_choices(seed)
-        self._tree = PrefixTree()
+        self._tree = _PrefixTree()
         self._restarts: dict[int, int] = {}
 
     def __call__(self, call: Call, replicas: Sequence[Replica]) -> Replica:
@@ -125,7 +125,7 @@ class _Node:
     holders: set[int] = field(default_factory=set)
 
 
-class PrefixTree:
+class _PrefixTree:
     """Which replica got prompts that begin how.
 
     Pieces of `PIECE` tokens, where Ray's tree splits wherever two texts part. Of each replica the least

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.capacity.fleet.fleet import Run
+from kvq.capacity.fleet.fleet import FleetRun
 from kvq.capacity.fleet.records import Fate, Records, percentile
 from kvq.capacity.plan.cost import Prices
 
@@ -36,7 +36,7 @@ class Bill:
     api: Prices | None = None  # for what overflows
 
 
-def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
+def summarize(run: FleetRun, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     """Figures by name; times in milliseconds, None where there is nothing to tell.
 
     Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
@@ -99,7 +99,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _costs(run: Run, bill: Bill, outputs: int) -> dict[str, float | None]:
+def _costs(run: FleetRun, bill: Bill, outputs: int) -> dict[str, float | None]:
     records = run.records
     gpus = bill.usd_per_hour * run.seconds / 3600
     api = 0.0

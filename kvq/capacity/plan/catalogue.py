@@ -49,20 +49,19 @@ class KnownModel:
 
 @cache
 def known_models() -> Mapping[str, KnownModel]:
-    """By name."""
+    """Return the models of the catalogue, by name."""
     data = json.loads(CATALOGUE.read_text(encoding="utf8"))
     return {name: KnownModel(name=name, **facts) for name, facts in data["models"].items()}
 
 
-@cache
-def _by_any_name() -> Mapping[str, KnownModel]:
-    known = known_models()
-    return {**{model.model.lower(): model for model in known.values()}, **known}
+def _found(name: str) -> KnownModel | None:
+    known, lower = known_models(), name.lower()
+    return known.get(lower) or next((one for one in known.values() if one.model.lower() == lower), None)
 
 
 def is_known(name: str) -> bool:
-    """Whether a name, the catalogue's or the hub's, is a known model's."""
-    return name.lower() in _by_any_name()
+    """True if a name, of the catalogue or of the hub, is a known model's."""
+    return _found(name) is not None
 
 
 def find_model(name: str) -> KnownModel:
@@ -71,8 +70,7 @@ def find_model(name: str) -> KnownModel:
     Raises:
         ConfigError: none has it; the message has the nearest one.
     """
-    found = _by_any_name().get(name.lower())
-    if found is None:
+    if (found := _found(name)) is None:
         near = nearest(name, list(known_models()))
         raise ConfigError(f"no model {name!r} is known{near or ';'} see kvq models")
     return found

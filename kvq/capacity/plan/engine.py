@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import FRAGMENTS, Pools, Room, Settings, does_not_fit
+from kvq.capacity.plan.room import FRAGMENTS, EngineSettings, Pools, Room, does_not_fit
 from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
@@ -18,7 +18,7 @@ _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine(Settings):
+class Engine(EngineSettings):
     """kvq's; as they are, those of `kvq serve` without options."""
 
     block_size: int = BLOCK_SIZE
@@ -81,8 +81,8 @@ class Engine(Settings):
 
 
 def _users(layout: KVLayout, shared: PoolPlan, demand: Demand, sequences: int | None) -> Users:
-    seats = None if sequences is None else min(sequences, shared.sequences)
-    return count_users(layout, shared.num_blocks, demand, step_tokens=shared.step_tokens, seats=seats)
+    most = None if sequences is None else min(sequences, shared.sequences)
+    return count_users(layout, shared.num_blocks, demand, step_tokens=shared.step_tokens, most=most)
 
 
 def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:

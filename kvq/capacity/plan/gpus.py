@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,8 @@ def check_positive(what: str, value: Any) -> None:
         raise ConfigError(f"{what} must be {_SMALLEST:g} to {_LARGEST:g}, got {value!r}")
 
 
-@cache
 def known_gpus() -> Mapping[str, Gpu]:
-    """Those that come with kvq, by name."""
+    """Return the GPUs that come with kvq, by name."""
     return read_gpus(Path(__file__).with_name("gpus.json"))
 
 

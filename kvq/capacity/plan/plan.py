@@ -103,7 +103,7 @@ def make_plan(
     )
 
 
-class PlanKeywords(TypedDict, total=False):
+class _PlanOptions(TypedDict, total=False):
     """What `plan` takes of the model's weights, of the engine and of what requests share."""
 
     weights: str
@@ -122,7 +122,7 @@ def plan(
     context: int | None = None,
     output: int | None = None,
     lengths: Sequence[Length] | None = None,
-    **options: Unpack[PlanKeywords],
+    **options: Unpack[_PlanOptions],
 ) -> CapacityPlan:
     """How many requests of `context` tokens, or of these `lengths`, fit on a GPU.
 

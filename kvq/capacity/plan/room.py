@@ -17,7 +17,7 @@ _ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for K
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings(ABC):
+class EngineSettings(ABC):
     """What of any engine's settings takes memory."""
 
     block_size: int  # tokens
@@ -74,7 +74,7 @@ class Room:
     pool_bytes: int  # at most; below 0: so much is missing
 
     @classmethod
-    def of(cls, target: Target, gpu: Gpu, engine: Settings) -> "Room":
+    def of(cls, target: Target, gpu: Gpu, engine: EngineSettings) -> "Room":
         """As an engine finds it once the weights are loaded."""
         runtime = Term(
             name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
@@ -101,7 +101,7 @@ class Room:
         return (*self.terms, *left, pool)
 
 
-def does_not_fit(target: Target, gpu: Gpu, engine: Settings, room: Room, block_bytes: int) -> str:
+def does_not_fit(target: Target, gpu: Gpu, engine: EngineSettings, room: Room, block_bytes: int) -> str:
     """By how much, and what would help."""
     taken = sum(term.nbytes for term in room.terms)
     more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)

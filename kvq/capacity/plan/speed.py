@@ -21,7 +21,7 @@ class Serving:
     requests_per_s: float
 
 
-def steady_state(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
+def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
     """Everybody decodes, and whoever ends is followed by a new prompt, for which the others wait.
 
     By Little's law `users` = requests a second x seconds of each.
@@ -45,7 +45,7 @@ def serving(time: StepTime, demand: Demand, users: int) -> Serving:
     step += sum(each * tokens for each, tokens in zip(time.read_s, seen, strict=True))
     prompt = fmean([time.prompt_s(int(x.prompt * demand.prefix_share), x.prompt) for x in lengths])
     output = max(1.0, fmean([float(x.output) for x in lengths]))
-    return steady_state(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
+    return closed_loop(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
 
 
 def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:

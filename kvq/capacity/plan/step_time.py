@@ -47,7 +47,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class _Machine:
     """What one step runs on: one GPU, with its own share of the bytes and operations."""
 
     bandwidth: float  # bytes a second
@@ -216,7 +216,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
     parameters, split = target.parameters, target.split
     assert parameters is not None, "without them a step's bytes and operations are not known"
     weight_bytes = sum(term.nbytes for term in target.terms())
-    machine = Machine(bandwidth=gpu.bandwidth, flops=1e12 * gpu.tflops["fp16"], efficiency=efficiency)
+    machine = _Machine(bandwidth=gpu.bandwidth, flops=1e12 * gpu.tflops["fp16"], efficiency=efficiency)
     active = parameters.active / split.gpus
 
     @cache

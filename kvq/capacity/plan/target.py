@@ -12,15 +12,14 @@ from typing import Any
 
 from kvq.capacity.plan.catalogue import find_model, known_models
 from kvq.errors import ConfigError
-from kvq.formats.checkpoints import told_beside
+from kvq.formats.checkpoints import with_modelopt_config
 from kvq.formats.checkpoints.stored import NF4
 from kvq.geometry import ModelGeometry, parse_geometry
 from kvq.geometry.support import why_refused
 from kvq.geometry.text_part import text_config
 from kvq.sizing.held import AUTO, PLAIN, HeldAs, held_as
 from kvq.sizing.memory import Split, Term, on_one_gpu, weight_terms
-from kvq.sizing.parameters import Parameters, count_parameters
-from kvq.sizing.shape import Shape
+from kvq.sizing.parameters import ModelShape, Parameters, count_parameters
 
 _log = logging.getLogger("kvq")
 
@@ -58,7 +57,7 @@ def make_target(
     weights: str = AUTO,
     weight_bytes: int | None = None,
     split: Split | None = None,
-    shape: Shape | None = None,
+    shape: ModelShape | None = None,
     max_context: int | None = None,
 ) -> Target:
     """A model by its name or folder. `weights`: the format of Linear layers, else what the config says.
@@ -97,7 +96,7 @@ def _why_refused(
     return "its weights are quantized already, and kvq rounds none of these (--weights)"
 
 
-def _shape(model: str | Path, *, counted: bool) -> Shape:
+def _shape(model: str | Path, *, counted: bool) -> ModelShape:
     """Of a folder, which a Path always is and a text may be; else of a model that is known by name."""
     if isinstance(model, str) and (
         model.lower() in known_models() or not Path(model, "config.json").is_file()
@@ -107,7 +106,7 @@ def _shape(model: str | Path, *, counted: bool) -> Shape:
             _log.warning(
                 "%r is a model of `kvq models`; for the folder of that name write ./%s", model, model
             )
-        return Shape(
+        return ModelShape(
             config=found.config,
             geometry=found.geometry,
             parameters=found.parameters if counted else None,
@@ -115,7 +114,7 @@ def _shape(model: str | Path, *, counted: bool) -> Shape:
         )
     config = read_config(Path(model))
     geometry = parse_geometry(config)
-    return Shape(
+    return ModelShape(
         config=config, geometry=geometry, parameters=count_parameters(config, geometry) if counted else None
     )
 
@@ -133,5 +132,5 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, got a {type(config).__name__}")
-    config, text = told_beside(folder, config), config.get("text_config")
+    config, text = with_modelopt_config(folder, config), config.get("text_config")
     return text_config(config) or ({**config, **text} if isinstance(text, dict) else config)

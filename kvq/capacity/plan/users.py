@@ -20,12 +20,12 @@ class Users:
 
 
 def count_users(
-    layout: KVLayout, num_blocks: Sequence[int], demand: Demand, *, step_tokens: int, seats: int | None = None
+    layout: KVLayout, num_blocks: Sequence[int], demand: Demand, *, step_tokens: int, most: int | None = None
 ) -> Users:
     """Requests in pools, in blocks and in reserved slots.
 
     A prefix that all have in common is held once in blocks, where no layer slides and all tokens are kept.
-    `seats`: sequences that the engine runs side by side at most.
+    `most`: sequences that the engine runs side by side at most.
     """
     lengths = demand.lengths
     held, alone = (
@@ -36,15 +36,15 @@ def count_users(
     fits = []
     for group, (count, layer) in enumerate(zip(num_blocks, layout.groups, strict=True)):
         common = 0 if layer.group.window is not None or layer.limit is not None else max(shared)
-        each, most = (
+        each, last = (
             fmean([blocks[group] - (common and own) for blocks, own in zip(kind, shared, strict=True)])
             for kind in (held, alone)
         )
-        fits.append(int((count - common - most + each) / each) if each else 0)
+        fits.append(int((count - common - last + each) / each) if each else 0)
     slot = layout.kv_bytes_per_token * demand.slot + (
         0 if layout.states is None else layout.states.block_bytes
     )
-    most = sys.maxsize if seats is None else seats
+    most = sys.maxsize if most is None else most
     return Users(
         paged=min(most, max(0, min(fits))),
         contiguous=min(most, int(bytes_of(layout, num_blocks) / slot)),

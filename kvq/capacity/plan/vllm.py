@@ -6,11 +6,10 @@ the same.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import Pools, Room, Settings, VllmCache, does_not_fit
+from kvq.capacity.plan.room import EngineSettings, Pools, Room, VllmCache, does_not_fit
 from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.users import Users
 from kvq.capacity.plan.vllm_blocks import VllmBlocks
@@ -46,7 +45,7 @@ def batch_defaults(gpu: Gpu) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VllmEngine(Settings):
+class VllmEngine(EngineSettings):
     """vLLM's; `on` has those of `vllm serve` without options."""
 
     block_size: int = BLOCK_SIZE
@@ -56,9 +55,9 @@ class VllmEngine(Settings):
     steps_at_work: int = 2  # at a time, where scheduling is asynchronous; 1 on CPUs
 
     @classmethod
-    def on(cls, gpu: Gpu, **settings: Any) -> "VllmEngine":
-        """With the steps that vLLM takes on such a GPU, unless they are given."""
-        return cls(**{"step_tokens": batch_defaults(gpu)[0], **settings})
+    def on(cls, gpu: Gpu) -> "VllmEngine":
+        """Return the settings of `vllm serve` without options on such a GPU."""
+        return cls(step_tokens=batch_defaults(gpu)[0])
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
         """What weights, runtime and a step leave of its share of the whole GPU, unless it is given."""

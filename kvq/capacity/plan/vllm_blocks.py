@@ -22,7 +22,7 @@ _FEW_MORE = 1.5  # times the rarest kind's layers, up to which groups are as lar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class _LayerKind:
     """What layers of one group have in common."""
 
     window: int | None  # tokens; None: full attention
@@ -31,7 +31,7 @@ class Kind:
     page_bytes: int = 0  # without padding
 
     @classmethod
-    def of(cls, layer: LayerLayout, block_size: int, largest: int) -> "Kind":
+    def of(cls, layer: LayerLayout, block_size: int, largest: int) -> "_LayerKind":
         """A layer beside others of pages up to `largest` bytes."""
         times = 1 if largest % layer.nbytes else largest // layer.nbytes
         return cls(
@@ -52,7 +52,7 @@ class Kind:
 class VllmBlocks:
     """The blocks of one model in one format."""
 
-    groups: tuple[tuple[Kind, int], ...]  # with the number of layers
+    groups: tuple[tuple[_LayerKind, int], ...]  # with the number of layers
     block_size: int  # tokens
     block_bytes: int
     in_flight: int  # new tokens of all steps at work, whose blocks stay although windows have passed
@@ -69,11 +69,11 @@ class VllmBlocks:
             raise ConfigError(f"vLLM's blocks are of a multiple of {UNPADDED_TOKENS} tokens, got {size}")
         layers = [layer for group in layout.groups for layer in group.layers]
         if len(layout.groups) == 1:
-            kind = Kind(window=layout.groups[0].group.window, block_size=size)
+            kind = _LayerKind(window=layout.groups[0].group.window, block_size=size)
             groups, block_bytes = [(kind, len(layers))], sum(layer.nbytes for layer in layers)
         else:
             largest = max(layer.nbytes for layer in layers)
-            groups = group_layers(Counter(Kind.of(layer, size, largest) for layer in layers))
+            groups = group_layers(Counter(_LayerKind.of(layer, size, largest) for layer in layers))
             block_bytes = largest * max(count for _, count in groups)
         return cls(groups=tuple(groups), block_size=size, block_bytes=block_bytes, in_flight=in_flight)
 
@@ -102,7 +102,7 @@ class VllmBlocks:
         return self.block_bytes * fmean([self.held(length.total) for length in demand.lengths])
 
 
-def group_layers(kinds: Counter[Kind]) -> list[tuple[Kind, int]]:
+def group_layers(kinds: Counter[_LayerKind]) -> list[tuple[_LayerKind, int]]:
     """Groups, with their numbers of layers; `kinds`: how many layers are of which.
 
     A group is as large as the rarest kind, or as the commonest where that is hardly commoner.

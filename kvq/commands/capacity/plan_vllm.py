@@ -1,6 +1,7 @@
 """`kvq plan --engine vllm`: vLLM's own defaults, what it says when it starts, and its command line."""
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvq.commands.capacity.plan_options import PlanOptions
@@ -31,8 +32,8 @@ def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "V
 
     values = picked(sizing, "block_size", "memory_fraction") | picked(options, "step_tokens")
     typed = {name: value for name, value in values.items() if name in given_options()}
-    return VllmEngine.on(
-        gpu,
+    return replace(
+        VllmEngine.on(gpu),
         **picked(sizing, "sequences", "max_context"),
         runtime_bytes=round(sizing.runtime_gb * 1e9),
         kv_memory=None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory"),

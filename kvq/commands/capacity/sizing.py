@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.step_time import Efficiency
     from kvq.capacity.plan.target import Target
-    from kvq.sizing.shape import Shape
+    from kvq.sizing.parameters import ModelShape
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OWN_GPUS = "A file of GPUs instead of kvq's own."
@@ -189,7 +189,7 @@ def _name_or_folder(name: str) -> Path | str:
     return resolve_model(name, weights=False).folder
 
 
-def _observed(model: Path | str, *, counted: bool) -> "Shape | None":
+def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
     """Of a folder whose config.json does not say the shape by itself; None where it does."""
     if isinstance(model, str):
         return None

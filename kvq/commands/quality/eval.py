@@ -182,7 +182,7 @@ def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[st
         "limit": gate.limit,
         "unit": gate.unit,
         "passed": not broken,
-        "failures": [asdict(one) | {"told": one.told(gate)} for one in broken],
+        "failures": [asdict(one) | {"told": one.message(gate)} for one in broken],
     }
 
 

@@ -69,10 +69,10 @@ class Method:
 
     def settings(self) -> "QuantizeSettings":
         """What kvq takes of it."""
-        from kvq.calib.quantize import Method, QuantizeSettings
+        from kvq.calib.quantize import QuantizeSettings, WeightMethod
 
         bits = None if self.bits is None else int(self.bits)
-        return QuantizeSettings(**asdict(self) | {"method": Method.named(self.method), "bits": bits})
+        return QuantizeSettings(**asdict(self) | {"method": WeightMethod.named(self.method), "bits": bits})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ imports lm-eval, of the extra `eval`.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import ConfigError, RequestError
@@ -42,6 +42,15 @@ _SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"
 _WITHOUT_EFFECT = ("use_cache", "pad_token_id", "eos_token_id", "do_sample", "temperature")
 
 
+class Prompting(TypedDict, total=False):
+    """Options of `KvqLM` about how prompts are made, and where answers begin."""
+
+    add_bos_token: bool | None  # None: as the tokenizer does
+    prefix_token_id: int | None  # before texts without a context; by default BOS, else EOS
+    chat_template_args: Mapping[str, Any] | None
+    think_end_token: str | None  # answers begin behind it
+
+
 class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """An engine as lm-eval sees a model. Many requests are in flight at a time.
 
@@ -62,23 +71,20 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         *,
         max_length: int | None = None,
         max_gen_toks: int = 256,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        chat_template_args: Mapping[str, Any] | None = None,
-        think_end_token: str | None = None,
         seed: int = 1234,
+        **prompting: Unpack[Prompting],
     ) -> None:
-        """`llm`: an engine, or a model to make one over.
+        """Serve an engine, or a model, for which an engine is made.
 
         `max_length`: tokens of context, by default the engine's; one more may be scored, which is predicted
-        only. `max_gen_toks`: for tasks that say nothing. `add_bos_token`: None does what the tokenizer does.
-        `prefix_token_id`: stands before texts without a context; by default BOS, else EOS.
-        `chat_template_args`: for the chat template. `think_end_token`: answers begin behind it. `seed`: of
-        tasks that sample.
+        only. `max_gen_toks`: for tasks that say nothing. `seed`: of tasks that sample.
 
         Raises:
             ConfigError: a length that the engine can't hold, or no token to stand before a text.
+            TypeError: an unknown option.
         """
+        if unknown := sorted(prompting.keys() - Prompting.__annotations__.keys()):
+            raise TypeError(f"KvqLM has no option {unknown[0]!r}")
         super().__init__()
         self.llm = llm if isinstance(llm, LLM) else LLM(llm)
         self.tokenizer = self.llm.model.tokenizer
@@ -87,9 +93,9 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             raise ConfigError(f"max_length must be 1 to {most}, the engine's context, got {max_length}")
         self.max_length = max_length or most
         self.max_gen_toks = max_gen_toks
-        self.add_bos_token = add_bos_token
+        self.add_bos_token = prompting.get("add_bos_token")
         self.eot_token_id = self.tokenizer.eos_token_id
-        known = (prefix_token_id, self.tokenizer.bos_token_id, self.eot_token_id)
+        known = (prompting.get("prefix_token_id"), self.tokenizer.bos_token_id, self.eot_token_id)
         self.prefix_token_id = next((token for token in known if token is not None), -1)
         if self.prefix_token_id < 0:
             raise ConfigError("the tokenizer has neither a BOS nor an EOS token; give prefix_token_id")
@@ -97,14 +103,14 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         # Of requests that are cached
         self.tokenizer_name = str(self.tokenizer.name_or_path).replace("/", "__")
         self.progress: Progress = UNWATCHED.progress
-        self._chat_template_args = dict(chat_template_args or {})
-        self._think_end_token = think_end_token
+        self._chat_template_args = dict(prompting.get("chat_template_args") or {})
+        self._think_end_token = prompting.get("think_end_token")
         self._seed = seed
 
     # What lm-eval asks of a model
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, special ones as the tokenizer adds them unless told otherwise; never a second BOS.
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Return token ids; by default special ones as the tokenizer adds them, but never a second BOS.
 
         Raises:
             RequestError: not valid Unicode.

@@ -34,7 +34,7 @@ _BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskRow:
+class _TaskRow:
     """One metric of one task over one KV format. Fields are the JSON keys of `kvq eval`."""
 
     kv: str
@@ -54,7 +54,7 @@ def run_tasks(
     plan: LMEvalPlan | None = None,
     *,
     progress: Callable[[str, str, int, int], None] = lambda kv, task, done, total: None,
-) -> list[TaskRow]:
+) -> list[_TaskRow]:
     """Rows for every KV format, task and metric, in the order of tasks, then formats.
 
     `models`: engines by the name of their format, or `KvqLM`s with options of their own. All tasks are loaded
@@ -84,7 +84,7 @@ def measure_tasks(
     *,
     kv_memory: int | str | None = None,
     watch: Watch = UNWATCHED,
-) -> list[TaskRow]:
+) -> list[_TaskRow]:
     """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
 
     Engines are built and closed one after another, so that each has the memory to itself. `models`: one
@@ -95,7 +95,7 @@ def measure_tasks(
         RequestError: the tokenizer has no chat template, or a task fails.
         OutOfMemory: a pool doesn't fit.
     """
-    rows: list[TaskRow] = []
+    rows: list[_TaskRow] = []
     void: set[str] = set()  # names of tasks
     for model in models:
         with LLM(model, kv_memory=kv_memory) as llm:
@@ -111,9 +111,9 @@ def measure_tasks(
     return rows
 
 
-def void_tasks(rows: Sequence[TaskRow]) -> dict[str, str]:
+def void_tasks(rows: Sequence[_TaskRow]) -> dict[str, str]:
     """Tasks of `measure_tasks` that say nothing about formats, `lm_eval:NAME` -> why."""
-    by_task: dict[str, list[TaskRow]] = {}
+    by_task: dict[str, list[_TaskRow]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row)
     first = rows[0].kv if rows else ""
@@ -124,13 +124,13 @@ def void_tasks(rows: Sequence[TaskRow]) -> dict[str, str]:
     }
 
 
-def _found_nothing(rows: Sequence[TaskRow]) -> bool:
+def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
     """True if there are figures of which more is better, and all of them are 0."""
     values = [row.value for row in rows if row.higher_is_better]
     return bool(values) and not any(values)
 
 
-def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[TaskRow]:
+def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[_TaskRow]:
     """Rows of one task, or group, over one format. Examples are drawn anew, the same for every format."""
     _set_fewshot(loaded[1], plan)
     lm.progress = progress
@@ -175,7 +175,7 @@ def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
     return results
 
 
-def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[TaskRow]:
+def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[_TaskRow]:
     """One row per task and metric of lm-eval's results, whose keys are "metric,filter"."""
     rows = []
     for task, values in results["results"].items():
@@ -186,7 +186,7 @@ def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[TaskRow]:
                 continue
             error = values.get(f"{metric}_stderr,{kind}")
             rows.append(
-                TaskRow(
+                _TaskRow(
                     kv=kv,
                     task=task,
                     metric=metric,

@@ -125,7 +125,7 @@ def wilson_interval(hits: int, trials: int) -> Interval:
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-def told_change(change: float, interval: Interval | None, documents: int) -> str:
+def change_text(change: float, interval: Interval | None, documents: int) -> str:
     """A relative change with its error bar, with as many digits as tell the bounds apart."""
     if interval is None:
         return f"{change:+.2%}; {documents} documents are too few for an interval"

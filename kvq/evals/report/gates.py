@@ -83,7 +83,7 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GateFailure:
+class _GateFailure:
     """A row that broke a limit, or why there is none."""
 
     kv: str
@@ -91,7 +91,7 @@ class GateFailure:
     value: float | None
     has_row: bool = True  # False: `where` says why there is none
 
-    def told(self, gate: Gate) -> str:
+    def message(self, gate: Gate) -> str:
         """In words, figure and limit in the gate's unit."""
         if not self.has_row:
             return f"{self.kv}: {self.where}"
@@ -192,22 +192,24 @@ def check_gate(
     return found[0]
 
 
-def failures(gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]) -> list[GateFailure]:
+def failures(
+    gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]
+) -> list[_GateFailure]:
     """The rows that break a gate. `rows`: of its task; `formats`: as for `check_gate`."""
     kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
     concerned = [(row, figure(row, gate.figure)) for row in rows if row["kv"] in kvs]
     if not concerned:
         return [missing(gate, "not measured")]
     return [
-        GateFailure(kv=row["kv"], where=identity(row), value=value if is_figure(value) else None)
+        _GateFailure(kv=row["kv"], where=identity(row), value=value if is_figure(value) else None)
         for row, value in concerned
         if not gate.holds(value)
     ]
 
 
-def missing(gate: Gate, reason: str) -> GateFailure:
+def missing(gate: Gate, reason: str) -> _GateFailure:
     """A gate without any row that it could hold for."""
-    return GateFailure(kv=gate.kv or "every quantized format", where=reason, value=None, has_row=False)
+    return _GateFailure(kv=gate.kv or "every quantized format", where=reason, value=None, has_row=False)
 
 
 def figure(row: Mapping[str, Any], name: str) -> object:

@@ -62,12 +62,12 @@ def read_result(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no result of kvq perplexity or kvq eval{told}; write one with --json")
     try:
         _check(result)
-    except _Misfit as error:
+    except _WrongField as error:
         raise ConfigError(f"{path} is damaged: {error}; measure again") from error
     return result
 
 
-class _Misfit(Exception):
+class _WrongField(Exception):
     """A field that is not as kvq writes it."""
 
 
@@ -76,11 +76,11 @@ def _has_sizes(row: object) -> bool:
 
 
 def _need(value: object, hint: Any, field: str) -> None:
-    """Raise _Misfit unless a value is of a type, and of a size that can be shown and compared."""
+    """Raise _WrongField unless a value is of a type, and of a size that can be shown and compared."""
     is_whole = len(value) <= _MAX_TEXT if isinstance(value, str) else True
     if not (fits(value, hint) and is_whole and (not isinstance(value, float) or is_figure(value))):
         words = " or ".join(_WORDS[kind] for kind in get_args(hint) or (hint,))
-        raise _Misfit(
+        raise _WrongField(
             f"{field} must be {words}" + ("" if is_whole else f" of at most {_MAX_TEXT} characters")
         )
 
@@ -90,7 +90,7 @@ def _check(result: Mapping[str, Any]) -> None:
         _need(result.get(name), hint, name)
     for index, task in enumerate(result.get("tasks") or []):
         if not isinstance(task, dict) or not isinstance(task.get("key"), str):
-            raise _Misfit(f"tasks[{index}] must be an object with a key")
+            raise _WrongField(f"tasks[{index}] must be an object with a key")
     for key in dict.fromkeys(["rows", *row_keys(result)]):
         _need(result.get(key), list, key)
         for index, row in enumerate(result[key]):

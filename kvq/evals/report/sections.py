@@ -20,7 +20,7 @@ _PERPLEXITY: Columns = {"perplexity": ("perplexity", ".3f"), "perplexity_change"
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class _Section:
     """One table under a title."""
 
     key: str
@@ -30,7 +30,7 @@ class Section:
     note: str = ""
 
 
-def sections(result: dict[str, Any]) -> Iterator[Section]:
+def sections(result: dict[str, Any]) -> Iterator[_Section]:
     """Every table that a result of `kvq eval` has figures for; the one of `kvq perplexity`."""
     rows: list[Row] = result["rows"]
     if "tasks" not in result:
@@ -60,7 +60,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         yield check["passed"], told_check(check)
     for row in result["rows"]:
         if row.get("exact_keys", 0) > MOST:
-            yield False, f"mind: {told(row['kv'], row['exact_keys'], result['context'])}"
+            yield False, f"mind: {exactness_warning(row['kv'], row['exact_keys'], result['context'])}"
     for gate in result.get("gates", []):
         if gate["passed"]:
             yield True, f"gate {gate['gate']}: passed"
@@ -68,7 +68,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
             yield False, f"gate {gate['gate']}: FAILED by {failure['told']}"
 
 
-def told(kv: str, share: float, tokens: int) -> str:
+def exactness_warning(kv: str, share: float, tokens: int) -> str:
     """In words, that a share of the keys was exact in sequences of so many tokens."""
     percent = f"{floor(1000 * share) / 10:g}%"  # 100% is all
     return (
@@ -88,11 +88,11 @@ def depth_name(row: Row) -> str:
     return f"{row['first_depth']}-{row['last_depth']}"
 
 
-def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: str = "") -> Section:
-    return Section(key, title, *table(rows, columns), note)
+def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: str = "") -> _Section:
+    return _Section(key, title, *table(rows, columns), note)
 
 
-def _plain_perplexity(rows: list[Row]) -> Section:
+def _plain_perplexity(rows: list[Row]) -> _Section:
     cut = "{kv}, {attention_window}-token window"
     named = [row | {"kv": cut.format_map(row)} if row["attention_window"] else row for row in rows]
     columns = {
@@ -107,13 +107,13 @@ def _plain_perplexity(rows: list[Row]) -> Section:
     return _section("perplexity", "All figures", named, columns)
 
 
-def _perplexity(rows: list[Row], *, has_verdict: bool) -> Section:
+def _perplexity(rows: list[Row], *, has_verdict: bool) -> _Section:
     says: Columns = {"verdict": ("what that says", "")} if has_verdict else {}
     columns = {**_KV, **sizes(rows), **_PERPLEXITY, **says, **_SECONDS}
     return _section("perplexity", "Perplexity", rows, columns)
 
 
-def _divergence(rows: list[Row]) -> Section:
+def _divergence(rows: list[Row]) -> _Section:
     columns = {
         **_KV,
         "kl_mean": ("KL mean", ".6f"),
@@ -132,14 +132,14 @@ def _divergence(rows: list[Row]) -> Section:
     return _section("kl", f"Divergence from {rows[0]['kv']}", rows, columns, note)
 
 
-def _by_depth(rows: list[Row]) -> Section:
+def _by_depth(rows: list[Row]) -> _Section:
     cell = "{0[kl_mean]:.5f}, {0[top1_agreement]:.1%}".format
     buckets = {f"by_depth.{i}": (depth_name(one), cell) for i, one in enumerate(rows[0]["by_depth"])}
     note = "Mean KL and top-1 agreement of tokens that were predicted from so many tokens."
     return _section("by_depth", "By context depth", rows, {**_KV, **buckets}, note)
 
 
-def _by_difficulty(rows: list[Row]) -> Section:
+def _by_difficulty(rows: list[Row]) -> _Section:
     parts = rows[0]["by_difficulty"]
     columns = dict(_KV)
     for i, part in enumerate(parts):
@@ -161,7 +161,7 @@ def _quarter(part: Row) -> str:
     return f"{part['perplexity_change']:+.2%} ({span('+.2%')(bounds) if bounds else '-'})"
 
 
-def _generation(rows: list[Row]) -> Section:
+def _generation(rows: list[Row]) -> _Section:
     columns = {
         **_KV,
         "same_tokens_mean": ("same tokens, mean", ".1f"),
@@ -179,14 +179,14 @@ def _generation(rows: list[Row]) -> Section:
     return _section("generation", "Greedy generation", rows, columns, note)
 
 
-def _attention(rows: list[Row]) -> Section:
+def _attention(rows: list[Row]) -> _Section:
     cell = "{error_mean:.4f} ({k_error_mean:.4f}, {v_error_mean:.4f})".format_map
     heads, cells = _crossed(rows, lambda row: (str(row["layer"]),), "kv", cell)
     note = "Mean |a - b| / |b| against unquantized KV on the same inputs (K alone quantized, V alone)."
-    return Section("attention", "Error of the attention output, by layer", ("layer", *heads), cells, note)
+    return _Section("attention", "Error of the attention output, by layer", ("layer", *heads), cells, note)
 
 
-def _needle_summary(rows: list[Row]) -> Section:
+def _needle_summary(rows: list[Row]) -> _Section:
     columns = {
         **_KV,
         "retrieved": ("retrieved", ".1%"),
@@ -200,17 +200,17 @@ def _needle_summary(rows: list[Row]) -> Section:
     return _section("needle_summary", "Needle in a haystack", bounded, columns, note)
 
 
-def _needle(rows: list[Row]) -> Section:
+def _needle(rows: list[Row]) -> _Section:
     rows = sorted(rows, key=lambda row: row["depth"])  # stable
     heads, cells = _crossed(
         rows, lambda row: (row["kv"], f"{row['length']:,}"), "depth", "{retrieved:.0%}".format_map
     )
     heads = ["kv", "length", *(f"{depth:.0%}" for depth in heads)]
     note = "Length in tokens, answer included. Depth: share of the text that stands before the needle."
-    return Section("needle", "Retrieved, by length and depth", heads, cells, note)
+    return _Section("needle", "Retrieved, by length and depth", heads, cells, note)
 
 
-def _lm_eval(rows: list[Row]) -> Section:
+def _lm_eval(rows: list[Row]) -> _Section:
     first = rows[0]["kv"]
 
     def line(row: Row) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ def _lm_eval(rows: list[Row]) -> Section:
     changed = [row | {"change": change} for row, change in zip(rows, changes(rows), strict=True)]
     heads, cells = _crossed(changed, line, "kv", cell)
     note = f"Value, its standard error, and the change from {first}. An arrow says where better is."
-    return Section("lm_eval", "lm-eval", ("task", "metric", "filter", "samples", *heads), cells, note)
+    return _Section("lm_eval", "lm-eval", ("task", "metric", "filter", "samples", *heads), cells, note)
 
 
 def _crossed(
@@ -241,7 +241,7 @@ def _crossed(
     return heads, [[*names, *(cells.get(head, "-") for head in heads)] for names, cells in lines.items()]
 
 
-def _other(key: str, rows: list[Row]) -> Section:
+def _other(key: str, rows: list[Row]) -> _Section:
     """A table of whatever the rows of a task hold."""
     columns = {name: (name, _plain) for name in rows[0] if name not in _RUN_KEYS}
     return _section(key, key.replace("_", "-"), rows, columns)
@@ -251,7 +251,7 @@ def _plain(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_SECTIONS: dict[str, Callable[[list[Row]], Section]] = {
+_SECTIONS: dict[str, Callable[[list[Row]], _Section]] = {
     "generation": _generation,
     "attention": _attention,
     "needle_summary": _needle_summary,

@@ -11,7 +11,7 @@ from kvq.formats.checkpoints import config_groups, flat_config
 from kvq.formats.checkpoints.fields import WHERE, Fields, shown
 from kvq.formats.checkpoints.scheme import QuantizationScheme
 
-__all__ = ["QuantizationScheme", "parse_config", "told_beside"]
+__all__ = ["QuantizationScheme", "parse_config", "with_modelopt_config"]
 
 _LEFT = "bitsandbytes"  # whose layers are left to that package
 _READ: dict[str, Callable[[Fields], QuantizationScheme]] = {  # by quant_method
@@ -39,7 +39,7 @@ def parse_config(config: object) -> QuantizationScheme:
     return _READ[method](fields)
 
 
-def told_beside(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def with_modelopt_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json's dict with the quantization_config that ModelOpt leaves in a file of its own."""
     path, own = folder / "hf_quant_config.json", None
     if config.get("quantization_config") is not None or not path.is_file():

@@ -86,15 +86,15 @@ def _unread(fields: Fields) -> list[Rule[Stored]] | None:
     method = str(said.get("quant_method", "bitsandbytes" if "load_in_4bit" in said else "")).lower()
     method = "modelopt" if method.startswith("modelopt") else method.removesuffix("_marlin")
     if "config_groups" in said:
-        return rules_of(Fields(said), lambda group: _told(group.values.get("weights"), {}))
+        return rules_of(Fields(said), lambda group: _described(group.values.get("weights"), {}))
     if method == "gptq":
-        return gptq_rules(Fields(said), lambda own: _told(own.values, {}))
+        return gptq_rules(Fields(said), lambda own: _described(own.values, {}))
     if method not in _METHODS and method not in _FIXED:
         return None
-    path, told = _METHODS.get(method, ()), partial(_told, beside=said)
-    whole = told(_FIXED[method] if method in _FIXED else _at(said, path))
+    path, describe = _METHODS.get(method, ()), partial(_described, beside=said)
+    whole = describe(_FIXED[method] if method in _FIXED else _at(said, path))
     kept: list[Rule[Stored]] = [(_named(text), None) for key in _KEPT for text in Fields(said).strings(key)]
-    own: list[Rule[Stored]] = [(_named(name), told(_at(one, path))) for name, one in _layers(said, path)]
+    own: list[Rule[Stored]] = [(_named(name), describe(_at(one, path))) for name, one in _layers(said, path)]
     if whole is None and not own:
         return None
     return [*kept, *own, (_EXPERTS if method == "mxfp4" else IN_BLOCKS, whole)]
@@ -122,7 +122,7 @@ def _named(text: str) -> re.Pattern[str]:
     return re.compile(rf"(?s:.*\.)?{fitting(words).pattern}(?:\..*)?\Z")
 
 
-def _told(said: object, beside: Mapping[str, Any]) -> Stored | None:
+def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
     """The form that a text or an object describes; None: none, or one that keeps 16 bits."""
     values = {**beside, "quant_algo": said} if isinstance(said, str) else said
     if not isinstance(values, Mapping):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvq.formats.checkpoints import told_beside
+from kvq.formats.checkpoints import with_modelopt_config
 from kvq.geometry.text_part import KINDS, text_config, text_name
 from kvq.models.describe.checkpoint import UNREAD, TensorEntry, read_header, read_json, weight_files
 from kvq.models.describe.stored import StoredTensors
@@ -27,7 +27,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: missing, unreadable, or not a JSON object.
     """
-    config = told_beside(folder, read_json(folder / "config.json"))
+    config = with_modelopt_config(folder, read_json(folder / "config.json"))
     return text_config(config) or config
 
 

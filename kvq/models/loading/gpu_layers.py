@@ -11,7 +11,7 @@ from kvq.kernels.gpu.current import current
 from kvq.kernels.rms_norm.triton import AddNorm
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.parts.step import PackedStep
-from kvq.weights.dense import Dense
+from kvq.weights.linear import Dense
 
 
 class GpuLayers:

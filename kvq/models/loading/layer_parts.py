@@ -17,9 +17,8 @@ from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope_write.heads import LayerHeads, Pairs
 from kvq.models.parts.norms import norm_weight
 from kvq.weights import PackedLinear, runs_library_code
-from kvq.weights.dense import Dense
 from kvq.weights.install import GatedMLP, JoinedPart
-from kvq.weights.linear import ACTIVATIONS
+from kvq.weights.linear import ACTIVATIONS, Dense
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

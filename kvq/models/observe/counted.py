@@ -13,8 +13,7 @@ from torch import nn
 from kvq.models.describe.modules import build_on_meta, unquantized
 from kvq.models.describe.text_part import read_config
 from kvq.models.observe.support import check_supported
-from kvq.sizing.parameters import Matrix, Parameters
-from kvq.sizing.shape import Shape
+from kvq.sizing.parameters import Matrix, ModelShape, Parameters
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MLP = re.compile(r"\.(mlp|mlps|feed_forward|ffn|moe|block_sparse_moe|shared\w*|experts)\.")
@@ -102,7 +101,7 @@ def _chosen(config: Any) -> int:
     return next(value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int))
 
 
-def read_shape(folder: Path) -> Shape:
+def read_shape(folder: Path) -> ModelShape:
     """Layers and parameters of the model in a folder, by transformers' own code for it, without numbers.
 
     Raises:
@@ -111,4 +110,4 @@ def read_shape(folder: Path) -> Shape:
     config = read_config(folder)
     geometry = check_supported(config, max_context=1, folder=folder)  # RoPE need not be pinned to count bytes
     counted = count_module(build_on_meta(folder, unquantized(config)))
-    return Shape(config=config, geometry=geometry, parameters=counted)
+    return ModelShape(config=config, geometry=geometry, parameters=counted)

@@ -32,11 +32,11 @@ from kvq.weights import (
     ROUTERS,
     PackedLinear,
     QuantizedLinear,
+    batch_invariant_routers,
     install,
     install_experts,
     runs_library_code,
     stacked_experts,
-    steady_routers,
 )
 from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
 from kvq.weights.linear import replace_linear
@@ -105,7 +105,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
         if has_own_products(dtype, backend):
             _install_own(model, dtype)
     if has_own_products(torch.float32, backend):
-        steady_routers(model)
+        batch_invariant_routers(model)
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -9,7 +9,7 @@ from kvq.blockmgr.blocks import STATE_WINDOW
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.drafting import Drafting, parse_drafting
 from kvq.capacity.fleet.faults import Faults
-from kvq.capacity.fleet.fleet import FleetSpec, Run, serve
+from kvq.capacity.fleet.fleet import FleetRun, FleetSpec, serve
 from kvq.capacity.fleet.records import Fate
 from kvq.capacity.fleet.replica import EngineSpec, Replica
 from kvq.capacity.fleet.summary import Slo, summarize
@@ -32,7 +32,7 @@ def answers(number: int, tokens: int = 1500) -> list[Call]:
     ]
 
 
-def served(spec: EngineSpec, calls: list[Call], drafting: Drafting | None) -> Run:
+def served(spec: EngineSpec, calls: list[Call], drafting: Drafting | None) -> FleetRun:
     return serve(calls, FleetSpec(engine=replace(spec, drafting=drafting)))
 
 

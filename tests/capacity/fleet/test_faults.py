@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from kvq.capacity.fleet.faults import Faults
-from kvq.capacity.fleet.fleet import FleetSpec, Run, serve
+from kvq.capacity.fleet.fleet import FleetRun, FleetSpec, serve
 from kvq.capacity.fleet.records import Fate, Records
 from kvq.capacity.fleet.replica import Replica
 from kvq.capacity.fleet.summary import Slo, summarize
@@ -17,7 +17,7 @@ CALM = Faults(seed=5, leaving=0.0, slow_steps=0.0, life_s=inf)
 OFTEN = Faults(seed=5, leaving=0.3, slow_steps=0.02, life_s=3.0, restart_s=0.5)
 
 
-def run(faults: Faults, *, rate: float = 10.0, requests: int = 200, **fleet: object) -> Run:
+def run(faults: Faults, *, rate: float = 10.0, requests: int = 200, **fleet: object) -> FleetRun:
     return serve(load(rate).calls(requests, 0), FleetSpec(engine=engine(), faults=faults, **fleet))
 
 

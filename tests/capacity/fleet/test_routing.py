@@ -9,10 +9,10 @@ import pytest
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetSpec, serve
-from kvq.capacity.fleet.routing import MOST_AHEAD, Affinity, PrefixTree, Routing, two_choices
+from kvq.capacity.fleet.routing import MOST_AHEAD, Affinity, Routing, _PrefixTree, two_choices
 from tests.capacity.fleet.kit import engine, load
 
-PIECE = PrefixTree.PIECE
+PIECE = _PrefixTree.PIECE
 
 
 def call(*pieces: int, tail: int = 3) -> Call:
@@ -29,7 +29,7 @@ def replicas(*loads: int) -> list:
 
 
 def test_the_tree_finds_what_comparing_all_prompts_finds():
-    rng, tree, sent = random.Random(0), PrefixTree(), []
+    rng, tree, sent = random.Random(0), _PrefixTree(), []
     for _ in range(500):
         asked = [rng.randrange(2) for _ in range(rng.randrange(6))]
         among = set(rng.sample(range(4), rng.randint(1, 4)))
@@ -55,7 +55,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 def test_the_tree_forgets_the_oldest_ends_first():
-    tree = PrefixTree(most_tokens=4 * PIECE)
+    tree = _PrefixTree(most_tokens=4 * PIECE)
     tree.insert(call(1, 2, 3).prompt, 0)
     tree.insert(call(1, 4).prompt, 0)
     assert tree.match(call(1, 2, 3).prompt, {0})[0] == 3 * PIECE

@@ -9,10 +9,10 @@ from kvq.capacity.plan.cost import (
     requests_a_month,
     usd_per_million,
 )
-from kvq.capacity.plan.speed import steady_state
+from kvq.capacity.plan.speed import closed_loop
 from kvq.capacity.plan.step_time import (
     Efficiency,
-    Machine,
+    _Machine,
     expert_share,
 )
 from kvq.errors import ConfigError
@@ -21,7 +21,7 @@ PERFECT = Efficiency(bandwidth=1, step=1, arithmetic=1)
 
 
 def test_an_h100_reads_14_gb_of_weights():
-    machine = Machine(bandwidth=3.35e12, flops=989e12, efficiency=PERFECT)
+    machine = _Machine(bandwidth=3.35e12, flops=989e12, efficiency=PERFECT)
     step = machine.linear_s(14e9, 2 * 7e9, tokens=1)
     assert 1e3 * step == pytest.approx(4.2, abs=0.05)
     assert 238 <= 1 / step <= 240
@@ -29,14 +29,14 @@ def test_an_h100_reads_14_gb_of_weights():
 
 @pytest.mark.parametrize(("context", "wanted"), [(0, 320), (1024, 93), (4096, 30)])
 def test_an_a100_with_16_requests(context, wanted):
-    machine = Machine(bandwidth=2e12, flops=312e12, efficiency=Efficiency(bandwidth=0.8, step=0.7))
+    machine = _Machine(bandwidth=2e12, flops=312e12, efficiency=Efficiency(bandwidth=0.8, step=0.7))
     kv = 16 * context * 524_288
     step = machine.linear_s(3.5e9, 2 * 7e9 * 16, tokens=16) + machine.read_s(kv)
     assert 1 / step == pytest.approx(wanted, rel=0.02)
 
 
 def test_what_is_not_bound_by_bytes_is_bound_by_arithmetic():
-    machine = Machine(bandwidth=1e12, flops=1e12, efficiency=PERFECT)
+    machine = _Machine(bandwidth=1e12, flops=1e12, efficiency=PERFECT)
     assert machine.linear_s(1e12, 1e11, tokens=1) == 1
     assert machine.linear_s(1e11, 2e12, tokens=1) == 2
 
@@ -48,7 +48,7 @@ def test_experts_that_a_step_reads():
 
 
 def test_users_that_take_turns():
-    found = steady_state(users=10, step_s=0.02, prefill_s=0.1, output_tokens=100)
+    found = closed_loop(users=10, step_s=0.02, prefill_s=0.1, output_tokens=100)
     assert found.itl_s == pytest.approx(0.03)
     assert found.tokens_per_s == pytest.approx(333.3, abs=0.1)
     seconds = found.itl_s * 100

@@ -13,7 +13,7 @@ from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.plan import CapacityPlan, make_plan
 from kvq.capacity.plan.target import make_target
 from kvq.capacity.plan.vllm import VllmEngine, batch_defaults, cache_dtype
-from kvq.capacity.plan.vllm_blocks import Kind, group_layers
+from kvq.capacity.plan.vllm_blocks import _LayerKind, group_layers
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.integrations.vllm.names import recipe_of, without_prefix
@@ -33,7 +33,7 @@ def planned(
     model: str | Path, kv: str, *, tensor: int = 1, context: int = 512, **engine: object
 ) -> CapacityPlan:
     """On an H100."""
-    settings = VllmEngine.on(find_gpu("h100"), **engine)
+    settings = replace(VllmEngine.on(find_gpu("h100")), **engine)
     return kvq.plan(model, gpu="h100", kv=kv, context=context, split=Split(tensor=tensor), engine=settings)
 
 
@@ -124,7 +124,7 @@ def test_pages_of_several_sizes_share_blocks_as_vllm_has_them_do(tmp_path, forma
     ],
 )
 def test_groups_are_about_as_large_as_the_rarest_kind(kinds, sizes):
-    counted = Counter({Kind(window=window, block_size=16): count for window, count in kinds.items()})
+    counted = Counter({_LayerKind(window=window, block_size=16): count for window, count in kinds.items()})
     groups = group_layers(counted)
     assert [count for _, count in groups] == sizes
     assert [kind.window for kind, _ in groups] == sorted(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.evals.report.bootstrap import Bootstrap, _t_quantile, expanded_tail, share_interval, told_change
+from kvq.evals.report.bootstrap import Bootstrap, _t_quantile, change_text, expanded_tail, share_interval
 
 
 def plain_interval(values, resamples, seed):
@@ -54,7 +54,7 @@ def test_a_seed_repeats_itself_and_memory_is_bounded(monkeypatch):
 def test_too_few_documents_have_no_interval_and_say_so():
     assert Bootstrap().interval(lambda mean: mean, np.arange(7.0)) is None
     assert share_interval(3, 7) is None
-    assert told_change(0.01, None, 3) == "+1.00%; 3 documents are too few for an interval"
+    assert change_text(0.01, None, 3) == "+1.00%; 3 documents are too few for an interval"
     with pytest.raises(ConfigError, match="at least 100 resamples, got 99"):
         Bootstrap(resamples=99)
 
@@ -81,4 +81,4 @@ def test_a_share_of_all_or_nothing_still_has_an_error_bar():
     ],
 )
 def test_changes_carry_their_error_bar(change, interval, words):
-    assert told_change(change, interval, 40) == words
+    assert change_text(change, interval, 40) == words

@@ -6,14 +6,14 @@ from itertools import count
 
 import pytest
 
-from kvq.capacity.fleet.routing import PrefixTree
+from kvq.capacity.fleet.routing import _PrefixTree
 
 ray = pytest.importorskip("ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree")
-PIECE = PrefixTree.PIECE
+PIECE = _PrefixTree.PIECE
 
 
 def test_both_trees_know_the_same():
-    rng, clock, mine, rays = random.Random(0), count(), PrefixTree(), ray.PrefixTree()
+    rng, clock, mine, rays = random.Random(0), count(), _PrefixTree(), ray._PrefixTree()
     rays.add_tenants([str(i) for i in range(4)], 0.0)
     for _ in range(2000):
         pieces = [rng.randrange(3) for _ in range(rng.randrange(1, 8))]
