@@ -1,4 +1,4 @@
-"""How long requests are: drawn at random one by one, or all together as a plan needs them."""
+"""Request lengths: drawn at random one by one, or all together for a plan."""
 
 import math
 import random
@@ -21,14 +21,14 @@ class Lengths:
     sigma: float | None = None  # of the logarithm
 
     def draw(self, rng: random.Random) -> int:
-        """One length, at least 1."""
+        """Draw one length, at least 1."""
         if self.sigma is None:
             return rng.randint(self.low, self.high)
         return max(1, round(rng.lognormvariate(math.log(self.low), self.sigma)))
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """Lengths from "128", "16:512" (uniform) or "lognormal:MEDIAN:SIGMA".
+    """Read lengths from "128", "16:512" (uniform) or "lognormal:MEDIAN:SIGMA".
 
     Raises:
         ConfigError: none of these.
@@ -53,20 +53,20 @@ _QUANTILES = 1000  # points that stand for a distribution
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """One request's tokens."""
+    """Token counts of one request."""
 
     prompt: int
     output: int
 
     @property
     def total(self) -> int:
-        """When it ends."""
+        """Tokens at the end of the request."""
         return self.prompt + self.output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What requests want of memory: how long they are, and what they share."""
+    """Memory demand of requests: their lengths, and their shared prefix."""
 
     lengths: Sequence[Length]  # that stand for all of them
     slot_tokens: int | None = None  # that an engine without blocks reserves for each; None: for the longest
@@ -85,12 +85,12 @@ class Demand:
 
     @property
     def slot(self) -> int:
-        """Tokens that are reserved for each request without blocks."""
+        """Tokens that an engine without blocks reserves for each request."""
         return self.slot_tokens or self.longest
 
 
 def fixed(context: int, output: int = 0) -> list[Length]:
-    """All requests alike: `context` tokens, of which `output` are generated.
+    """Return one length for all requests: `context` tokens, of which `output` are generated.
 
     Raises:
         ConfigError: not a positive number, or more output than context.
@@ -101,7 +101,7 @@ def fixed(context: int, output: int = 0) -> list[Length]:
 
 
 def lognormal(median: int, sigma: float, *, most: int) -> list[Length]:
-    """Quantiles of a log-normal distribution of total lengths, half output, cut at the model's context.
+    """Return quantiles of log-normal total lengths, half of them output, cut at the model's context.
 
     Raises:
         ConfigError: a number out of its range.
@@ -120,7 +120,7 @@ def lognormal(median: int, sigma: float, *, most: int) -> list[Length]:
 
 
 def read_trace(path: Path) -> list[Length]:
-    """Lengths of a trace; see `kvq.capacity.trace_file`.
+    """Read the lengths of a trace; see `kvq.capacity.trace_file`.
 
     Raises:
         ConfigError: no such file, or a line that is none.

@@ -1,4 +1,4 @@
-"""Traces of requests: how long they are, when they came, what they share.
+"""Trace files of requests: lengths, arrival times and shared prefixes.
 
 JSON lines with `prompt_tokens` and `output_tokens`, maybe `arrival_s`, `session`, `tenant` and `priority`;
 the lines of Mooncake's traces (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of blocks of
@@ -29,7 +29,7 @@ _FORMS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TraceLine:
-    """One request."""
+    """One request of a trace."""
 
     prompt_tokens: int
     output_tokens: int
@@ -41,7 +41,7 @@ class _TraceLine:
 
 
 def read_lines(path: Path) -> Iterator[_TraceLine]:
-    """The requests of a file, one after another, whatever its size.
+    """Yield the requests of a file of any size, one after another.
 
     Raises:
         ConfigError: no such file, or a line that is none; with its number.

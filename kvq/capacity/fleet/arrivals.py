@@ -1,4 +1,4 @@
-"""Loads to come: drawn at random, or read from a trace."""
+"""Arriving requests of a simulation, drawn at random or read from a trace."""
 
 import random
 from array import array
@@ -20,7 +20,7 @@ _ANSWERS = 1 << 31  # first tokens that answers may have
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """One request to come, its output's length known to nobody but the simulation."""
+    """One request to come. Only the simulation knows the length of its output."""
 
     number: int  # by arrival
     arrival_s: float
@@ -35,11 +35,11 @@ class Call:
 
     @property
     def tokens_taken(self) -> int:
-        """Of its output, what is generated for it."""
+        """Number of output tokens that are generated before its client leaves."""
         return self.output_tokens if self.kept_tokens is None else self.kept_tokens
 
     def answer(self, first: int, count: int) -> "array[int]":
-        """Its output's tokens `first` and those after it: made up, the same every time."""
+        """Return `count` output tokens from `first` on: made up, the same every time."""
         begin = self.number * _MULTIPLIER % _ANSWERS + first
         return array("I", range(begin, begin + count))
 
@@ -68,7 +68,7 @@ class Arrivals:
         check_positive("the time between turns", self.think_s)
 
     def calls(self, number: int, seed: int) -> Iterator[Call]:
-        """So many requests, in order of arrival; the same for the same seed."""
+        """Yield `number` requests in order of arrival, the same for the same seed."""
         rng = random.Random(seed)
         starts = self._conversations(rng)
         due: list[tuple[float, int, _Conversation]] = []  # heap of next turns
@@ -127,7 +127,7 @@ class Arrivals:
 
 
 def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> Iterator[Call]:
-    """The requests of a trace; cut to the context as a client would cut them.
+    """Yield the requests of a trace, cut to the context as a client would cut them.
 
     `rate`: requests a second with exponential gaps, instead of the trace's times. Prompts with equal
     `hash_ids` begin alike, all others are random.
@@ -165,7 +165,7 @@ def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> It
 
 
 def _hashed(hash_ids: Sequence[int], length: int) -> "array[int]":
-    """Tokens that are the same for the same ids, every time."""
+    """Return tokens that are the same for the same ids, every time."""
     tokens = array("I")
     for one in hash_ids[: -(-length // HASHED_TOKENS)]:
         tokens += _tokens(random.Random(one), HASHED_TOKENS)

@@ -1,4 +1,4 @@
-"""Drafts in a simulated engine: how many are made, what they take, how many of them are right."""
+"""Speculative drafts in a simulated engine: their number, their time, and how many are accepted."""
 
 import random
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _SPELLING = "k=4,acceptance=0.8,draft=0.1, where acceptance alone is needed, and
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
-    """What is assumed of drafts, and the seed that decides which of them are right."""
+    """Assumptions about drafts, and the seed that decides which of them are right."""
 
     k: int = 4  # most drafts of a sequence in a step
     acceptance: float  # how probably a draft is right, given that those before it were
@@ -72,10 +72,10 @@ def _value(name: str, text: str) -> Any:
 
 
 class ArrivedCosts(MeasuredCosts):
-    """Of an engine whose prompts come computed: these never wait for a measurement."""
+    """Costs of an engine whose prompts arrive computed: they never wait for a measurement."""
 
     def prefill_share(self, num_decodes: int) -> float:
-        """All of it."""
+        """Return 1: prompts may take all of a step."""
         return 1.0
 
 
@@ -90,7 +90,7 @@ class Guesser:
         self.depth = Depth(scheduler.costs, drafting.draft > 0, adapts=drafting.adapts)
 
     def plan(self, *, is_steady: bool) -> None:
-        """Say how many drafts each branch shall have in the step that is planned next.
+        """Set how many drafts each branch has in the step that is planned next.
 
         `is_steady`: it will be as the last one was, so that it need not be asked about each time.
         """
@@ -103,7 +103,7 @@ class Guesser:
             branch.num_drafts = count
 
     def drafting_s(self, plan: StepPlan) -> float:
-        """What the drafts of a plan take: as many passes as the deepest has, over those that still grow."""
+        """Return the seconds of a plan's drafts: a pass for each draft of the deepest, over those that grow."""
         if not plan.num_drafts or not self.depth.takes_passes:
             return 0.0
         seconds, passes = 0.0, max(plan.drafts)

@@ -1,4 +1,4 @@
-"""What production sees, at moments that a seed decides: clients that leave, slow steps, engines that die."""
+"""Fault injection at moments that a seed decides: clients that leave, slow steps, engines that die."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from kvq.capacity.fleet.arrivals import Call
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """How often what goes wrong, and the seed that decides when."""
+    """Rates of faults, and the seed that decides when they happen."""
 
     seed: int = 0
     leaving: float = 0.05  # of the requests, whose clients leave in the middle of the answer
@@ -20,7 +20,7 @@ class Faults:
     restart_s: float = 30.0  # until the next one is ready
 
     def visit(self, calls: Iterable[Call]) -> Iterator[Call]:
-        """The same requests, some of whose clients will leave."""
+        """Yield the requests; the clients of some will leave."""
         rng = random.Random(f"clients/{self.seed}")
         for call in calls:
             leaves = rng.random() < self.leaving and call.output_tokens > 1
@@ -31,7 +31,7 @@ NONE = Faults(leaving=0.0, slow_steps=0.0, life_s=inf)
 
 
 class Trouble:
-    """What one replica will see next."""
+    """Next faults of one replica."""
 
     def __init__(self, faults: Faults, index: int) -> None:
         self._faults = faults
@@ -40,18 +40,18 @@ class Trouble:
         self.death_s = self._draw_life()
 
     def slowness(self) -> float:
-        """What the slow step's time is multiplied by; draws the next one."""
+        """Return the factor of the slow step's time, and draw the next slow step."""
         self.slow_step += 1 + self._draw_steps()
         return self._rng.uniform(10, 100)
 
     def die(self, now: float) -> float:
-        """When the engine that follows is ready; draws when that one dies."""
+        """Return when the next engine is ready, and draw when that one dies."""
         ready_s = now + self._faults.restart_s
         self.death_s = ready_s + self._draw_life()
         return ready_s
 
     def _draw_steps(self) -> int:
-        """Steps before the next slow one."""
+        """Draw the number of steps before the next slow one."""
         share = self._faults.slow_steps
         if share in (0, 1):
             return maxsize if share == 0 else 0

@@ -1,4 +1,4 @@
-"""Several replicas under one load: routed, split into prefill and decode, or spilling over to an API.
+"""Fleet of replicas under one load: routed, split into prefill and decode, or overflowing to an API.
 
 And how many of them a load needs.
 """
@@ -26,7 +26,7 @@ _OBJECTS = 100_000  # between two collections of the young
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetSpec:
-    """How many engines of one kind, and what they do for each other."""
+    """Number of engines of one kind, and how they work together."""
 
     engine: EngineSpec
     replicas: int = 1
@@ -39,13 +39,13 @@ class FleetSpec:
 
     @property
     def engines(self) -> int:
-        """In all."""
+        """Engines in total."""
         return self.replicas + self.prefill_replicas
 
 
 @dataclass(kw_only=True, slots=True)
 class FleetRun:
-    """What came of a load."""
+    """Result of serving a load."""
 
     records: Records
     gauges: list[Gauges]  # of the replicas, those for prefill first
@@ -54,7 +54,7 @@ class FleetRun:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits over everything; equal for equal runs."""
+        """Digest of everything, 16 hexadecimal digits; equal for equal runs."""
         sha = sha256()
         records = self.records
         for times in (records.arrival_s, records.admitted_s, records.first_s, records.end_s):
@@ -94,7 +94,7 @@ def serve(
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let the garbage collector look less often: it takes a tenth of the time, and finds little."""
+    """Run the garbage collector less often: it takes a tenth of the time, and finds little."""
     usual = gc.get_threshold()
     gc.set_threshold(_OBJECTS, 50, 50)
     try:
@@ -124,7 +124,7 @@ class _Fleet:
         self._looks = chooses or spec.overflow_waiting is not None or spec.faults.life_s < inf
 
     def take(self, call: Call) -> None:
-        """A request has come."""
+        """Take a request that arrives now."""
         self.records.open(call)
         most = self._spec.overflow_waiting
         if self._prefill:
@@ -139,13 +139,13 @@ class _Fleet:
         self._place(call, self._route, self._rest, most)
 
     def end(self) -> None:
-        """No more will come."""
+        """Serve what is left: no more requests will arrive."""
         _advance(self._prefill, inf)
         self._deliver(inf)
         _advance(self._rest, inf)
 
     def _hand_over(self, call: Call, now: float) -> bool:
-        """A prompt is computed, and its first token there; False if there are no others."""
+        """Pass a computed prompt with its first token on; False if there are no further tokens."""
         whole = call.whole
         if whole is None or whole.output_tokens == 1:
             return False
@@ -161,7 +161,7 @@ class _Fleet:
         return True
 
     def _deliver(self, until: float) -> None:
-        """Pass on the KV that has arrived: nothing that comes later can be earlier."""
+        """Pass on the KV that has arrived by then. Nothing later can arrive earlier."""
         while self._sent and self._sent[0][0] <= until:
             there, _, rest = heappop(self._sent)
             _advance(self._rest, there)
@@ -190,7 +190,7 @@ def _advance(replicas: Sequence[Replica], until: float) -> None:
 
 
 def _decoding(spec: EngineSpec) -> EngineSpec:
-    """An engine that gets the KV of its prompts, which take no part of a step."""
+    """Return the engine of a decode replica: prompts come with their KV and take no part of a step."""
     most = 1 << 24
     config = replace(spec.config, max_num_batched_tokens=most, min_chunk=most, prefix_caching=False)
     return replace(spec, computes_prompts=False, config=config)
@@ -201,7 +201,7 @@ _IDLE = 0.5  # utilization below which more replicas don't help those who wait
 
 
 def fewest_replicas(run: Callable[[int], dict[str, Any]], share: float) -> tuple[int, dict[str, Any]]:
-    """The fewest replicas with which that share of the requests keeps the SLO, and their figures.
+    """Return the fewest replicas with which that share of the requests keeps the SLO, and their figures.
 
     `run` serves the load with so many. They are doubled until it does, then halved in between: more
     replicas are taken to be no worse.

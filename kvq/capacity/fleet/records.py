@@ -1,4 +1,4 @@
-"""What became of every request: columns of numbers and histograms, so that a million of them stay small."""
+"""Request records as columns of numbers and histograms, so that a million requests stay small."""
 
 from array import array
 from collections import Counter
@@ -13,7 +13,7 @@ _LOG = log
 
 
 class Histogram:
-    """Counts of positive numbers by their logarithm; what it tells is right within 0.13%."""
+    """Counts of positive numbers by their logarithm. Percentiles are exact to 0.13%."""
 
     def __init__(self) -> None:
         self._counts = Counter[int]()
@@ -28,13 +28,13 @@ class Histogram:
         self.total += value * times
 
     def merge(self, other: "Histogram") -> None:
-        """Count what another one counted."""
+        """Add the counts of another histogram."""
         self._counts.update(other._counts)
         self.count += other.count
         self.total += other.total
 
     def percentile(self, rank: float) -> float | None:
-        """The smallest value that at least `rank` percent don't exceed; None of none."""
+        """Return the smallest value that at least `rank` percent don't exceed; None without values."""
         left = self.count * rank / 100
         for key in sorted(self._counts):
             left -= self._counts[key]
@@ -43,7 +43,7 @@ class Histogram:
         return None
 
     def items(self) -> list[tuple[int, int]]:
-        """What was counted, for comparing runs."""
+        """Return all counts, for comparing runs."""
         return sorted(self._counts.items())
 
 
@@ -51,13 +51,13 @@ _LEAST = -(1 << 30)  # the bin of zero
 
 
 def percentile(values: list[float], rank: float) -> float:
-    """The smallest value that at least `rank` percent of them don't exceed; 0.0 for none."""
+    """Return the smallest value that at least `rank` percent don't exceed; 0.0 without values."""
     ordered = sorted(values)
     return ordered[max(0, -int(-len(ordered) * rank // 100) - 1)] if ordered else 0.0
 
 
 class Fate(IntEnum):
-    """How a request ended."""
+    """End of a request."""
 
     OPEN = 0  # it has not
     SERVED = 1
@@ -77,7 +77,7 @@ def _counts() -> "array[int]":
 
 @dataclass(slots=True)
 class Records:
-    """One entry of each column a request, by its number. Times in seconds; NaN for what never happened."""
+    """Columns with one entry per request, by its number. Times in seconds; NaN for what never happened."""
 
     arrival_s: "array[float]" = field(default_factory=_doubles)
     admitted_s: "array[float]" = field(default_factory=_doubles)  # when it got blocks first
@@ -107,19 +107,19 @@ class Records:
             counts.append(0)
 
     def begin(self, number: int, now: float) -> None:
-        """A replica has its first token of a request; one whose prompt another computed has the second."""
+        """Record a replica's first token of a request: the second one, if another replica computed the prompt."""
         if isnan(self.first_s[number]):
             self.first_s[number] = now
         else:
             self.handovers.add(now - self.first_s[number])
 
     def close(self, number: int, fate: Fate, now: float) -> None:
-        """A request ended."""
+        """Record the end of a request."""
         assert self.fate[number] == Fate.OPEN, f"request {number} ended twice"
         self.fate[number] = fate
         self.end_s[number] = now
 
     def itl_s(self, number: int) -> float:
-        """Mean time between a served request's tokens; 0 of a single one."""
+        """Return the mean time between a served request's tokens; 0 for a single token."""
         gaps = self.output_tokens[number] - 1
         return (self.end_s[number] - self.first_s[number]) / gaps if gaps else 0.0

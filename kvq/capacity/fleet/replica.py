@@ -1,4 +1,4 @@
-"""One engine: the real scheduler and block manager, and a clock that modelled steps move on."""
+"""Replica: the real scheduler and block manager, with a clock that modelled steps advance."""
 
 import random
 from array import array
@@ -31,7 +31,7 @@ _IDLE_S = 1e-3  # until the next attempt when nothing can run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """What one replica has; one entry of `num_blocks` per layer group."""
+    """Configuration of one replica; one entry of `num_blocks` per layer group."""
 
     num_blocks: list[int]
     block_size: int  # tokens
@@ -56,12 +56,12 @@ class _Ticket:
     last_s: float | None = None  # when its last token was there
 
     def next_token(self) -> int:
-        """The next one."""
+        """Return the next token."""
         self.left -= 1
         return self.first_token + self.call.tokens_taken - self.left - 1
 
     def take(self, count: int) -> "array[int]":
-        """The next tokens."""
+        """Return the next `count` tokens."""
         first = self.call.tokens_taken - self.left
         self.left -= count
         return self.call.answer(first, count)
@@ -69,7 +69,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class Gauges:
-    """Of one replica, over its time; `..._s` are integrals over seconds."""
+    """Totals of one replica over its time; `..._s` are integrals over seconds."""
 
     steps: int = 0
     busy_s: float = 0.0
@@ -109,7 +109,7 @@ class Replica:
         faults: Faults = NONE,
         hand_over: Callable[[Call, float], bool] = lambda call, now: False,
     ) -> None:
-        """`hand_over` is told of every request that has its tokens; True if it goes on elsewhere."""
+        """`hand_over` is called with every request that has its tokens; True if it continues elsewhere."""
         self.index = index
         self.now = self.ready_s = 0.0
         self.gauges = Gauges()
@@ -123,7 +123,7 @@ class Replica:
         self._begin()
 
     def _begin(self) -> None:
-        """An engine that holds nothing."""
+        """Start an empty engine."""
         spec = self._spec
         self.manager = BlockManager(
             num_blocks=spec.num_blocks,
@@ -148,17 +148,17 @@ class Replica:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks."""
+        """Number of requests without blocks."""
         return len(self.scheduler.lines)
 
     def cached(self, call: Call) -> int:
-        """Tokens of a prompt that need not be computed here."""
+        """Return the tokens of a prompt that need not be computed here."""
         if not self._spec.config.prefix_caching:
             return 0
         return self.manager.lookup(self.manager.prompt(call.prompt, tenant=call.tenant)).length
 
     def add(self, call: Call, now: float) -> None:
-        """Take a request in, which may be refused."""
+        """Add a request, which may be refused."""
         records, number = self._records, call.number
         records.replica[number] = self.index
         request = Request(
@@ -180,7 +180,7 @@ class Replica:
         self.gauges.peak_waiting = max(self.gauges.peak_waiting, self.num_waiting)
 
     def advance(self, until: float) -> None:
-        """Every step that begins before `until`."""
+        """Run every step that begins before `until`."""
         while self.live and self.now < until:
             if self.now >= self._trouble.death_s:
                 self._die(self.now)
@@ -190,7 +190,7 @@ class Replica:
             self._die(max(self.now, self._trouble.death_s))
 
     def _die(self, now: float) -> None:
-        """The engine ends: whoever waits for it is told at once, and another one starts."""
+        """End the engine: its requests fail at once, and another engine starts."""
         for request in list(self.live):
             self._end(request, Fate.FAILED, now)
         self.now = self.ready_s = self._trouble.die(now)
@@ -230,7 +230,7 @@ class Replica:
             self._steady = plan.branches
 
     def _seconds(self, plan: StepPlan) -> float:
-        """What a step takes, and that the scheduler learns of it."""
+        """Return the seconds of a step, and let the scheduler learn them."""
         time, num_decodes = self._spec.time, plan.num_decodes
         decode_tokens = tokens = sum(plan.counts[:num_decodes])
         attention_s = 0.0
@@ -262,7 +262,7 @@ class Replica:
     def _accept(
         self, guesser: Guesser, plan: StepPlan, tickets: list[_Ticket], tokens: list[list[int]]
     ) -> None:
-        """Add the drafts that are right to the tokens of a step, as far as they are wanted."""
+        """Add accepted drafts to the tokens of a step, as far as they are needed."""
         gauges = self.gauges
         for i, (branch, drafts) in enumerate(zip(plan.branches, plan.drafts, strict=True)):
             if drafts:
@@ -275,7 +275,7 @@ class Replica:
                 gauges.decoded_tokens += len(tokens[i])
 
     def _mark(self, tickets: list[_Ticket], counts: list[int], began: float, end: float) -> list[int]:
-        """Note when tokens were there; several of a request share the gap before them.
+        """Record when tokens were ready; several tokens of a request share the gap before them.
 
         Returns whose last one it was, by their places in the step.
         """
@@ -300,7 +300,7 @@ class Replica:
         return ended
 
     def _leap(self, until: float) -> bool:
-        """Take as many steps as are alike; False if that is not even two."""
+        """Take all equal steps at once; False if there are fewer than two."""
         branches, scheduler = self._steady, self.scheduler
         tickets = [self.live[branch.request] for branch in branches]
         lengths = [len(branch.tokens) for branch in branches]
@@ -347,7 +347,7 @@ class Replica:
         return True
 
     def _fitting(self, lengths: list[int], most: int) -> int:
-        """How many steps, of `most`, there are blocks for without anybody giving way; 0 or 1 for too few."""
+        """Return how many of `most` steps have free blocks without a preemption; 0 or 1 for too few."""
         size = self._spec.block_size
         available = min([pool.num_available for pool in self.manager.pools])
         held = sum([-(-(length - 1) // size) for length in lengths])
@@ -365,7 +365,7 @@ class Replica:
             gauges.peak_live = live
 
     def _finish(self, branch: Branch, now: float) -> None:
-        """A request has all its tokens, or all that its client waits for."""
+        """Finish a request that has all its tokens, or all that its client waits for."""
         self.scheduler.finish(branch)
         stays = self.live[branch.request].call.kept_tokens is None
         self._end(branch.request, Fate.SERVED if stays else Fate.CANCELLED, now)

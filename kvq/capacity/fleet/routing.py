@@ -1,4 +1,4 @@
-"""Which replica gets a request: kvq's policies, and those of Ray Serve."""
+"""Routing policies of a fleet: kvq's, and those of Ray Serve."""
 
 import random
 from array import array
@@ -21,7 +21,7 @@ Router = Callable[[Call, Sequence[Replica]], Replica]
 
 
 class Routing(Enum):
-    """Policies."""
+    """Routing policy, by its name on the command line."""
 
     ROUND_ROBIN = "round-robin"
     LEAST_LOADED = "least-loaded"  # fewest requests that have not ended
@@ -37,7 +37,7 @@ class Routing(Enum):
 
 
 def make_router(routing: Routing, seed: int = 0) -> Router:
-    """A function that chooses among replicas that are ready, and have come as far as the arrival."""
+    """Return a function that chooses among replicas that are ready and have advanced to the arrival."""
     turn = count()
 
     def in_turn(call: Call, replicas: Sequence[Replica]) -> Replica:
@@ -69,7 +69,7 @@ def _least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
 
 
 def two_choices(seed: int = 0) -> Router:
-    """Take of two random replicas the one with fewer requests.
+    """Return a router that takes the one of two random replicas with fewer requests.
 
     Source: Mitzenmacher 2001, The Power of Two Choices; `PowerOfTwoChoicesRequestRouter` of Ray 2.60.
     """
@@ -82,7 +82,7 @@ def two_choices(seed: int = 0) -> Router:
 
 
 class Affinity:
-    """The replicas that got most of the prompt before; where that is little, those that got least in all.
+    """Router to the replicas that got most of the prompt before; if that is little, those that got least.
 
     Of several the one with fewest requests. Where one replica has more than `MOST_AHEAD` requests more than
     another, or none was ever asked, two random ones.
@@ -96,7 +96,7 @@ class Affinity:
         self._restarts: dict[int, int] = {}
 
     def __call__(self, call: Call, replicas: Sequence[Replica]) -> Replica:
-        """Choose, and remember it."""
+        """Choose a replica, and remember the choice."""
         self._forget_ended(replicas)
         loads = [len(replica.live) for replica in replicas]
         chosen = self._elsewhere(call, replicas)
@@ -110,7 +110,7 @@ class Affinity:
         return chosen
 
     def _forget_ended(self, replicas: Sequence[Replica]) -> None:
-        """Who comes back comes back empty, and as another replica."""
+        """Forget the prompts of replicas that restarted: they are empty now."""
         for replica in replicas:
             if self._restarts.setdefault(replica.index, 0) < replica.gauges.restarts:
                 self._restarts[replica.index] = replica.gauges.restarts
@@ -126,7 +126,7 @@ class _Node:
 
 
 class _PrefixTree:
-    """Which replica got prompts that begin how.
+    """Prefix tree of the prompts that each replica got.
 
     Pieces of `PIECE` tokens, where Ray's tree splits wherever two texts part. Of each replica the least
     recently used pieces are forgotten beyond `most_tokens`; a piece is never forgotten before those after it.
@@ -140,7 +140,7 @@ class _PrefixTree:
         self._of: dict[int, OrderedDict[_Node, None]] = {}  # by replica, least recently used first
 
     def match(self, prompt: "array[int]", among: Collection[int]) -> tuple[int, set[int]]:
-        """Tokens at the prompt's beginning that one of the replicas got before, and which ones did."""
+        """Return the longest prefix in tokens that some replica got before, and the replicas that got it."""
         node, length = self._root, 0
         for piece in self._pieces(prompt):
             after = node.children.get(piece)
@@ -150,12 +150,12 @@ class _PrefixTree:
         return length, node.holders.intersection(among)
 
     def smallest(self, among: Collection[int]) -> set[int]:
-        """The replicas of which least is remembered."""
+        """Return the replicas with the fewest remembered pieces."""
         least = min(self._size(index) for index in among)
         return {index for index in among if self._size(index) == least}
 
     def insert(self, prompt: "array[int]", replica: int) -> None:
-        """A replica gets a prompt."""
+        """Remember that a replica gets a prompt."""
         held, path = self._of.setdefault(replica, OrderedDict()), []
         node = self._root
         for piece in self._pieces(prompt):
@@ -169,7 +169,7 @@ class _PrefixTree:
             self._drop(held.popitem(last=False)[0], replica)
 
     def remove(self, replica: int) -> None:
-        """Forget all that a replica got."""
+        """Forget all prompts of a replica."""
         for node in self._of.pop(replica, ()):
             self._drop(node, replica)
 

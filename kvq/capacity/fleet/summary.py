@@ -1,4 +1,4 @@
-"""The figures of a simulated run."""
+"""Summary figures of a simulated run."""
 
 from array import array
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ _RANKS = (50, 95, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """What a request must keep to count as served well."""
+    """Latency limits that a request must keep to count as served well."""
 
     ttft_s: float | None = None
     itl_s: float | None = None  # on average over its tokens
 
     def is_met(self, records: Records, number: int) -> bool:
-        """By a request that was served."""
+        """True if a request was served within the limits."""
         if records.fate[number] != Fate.SERVED:
             return False
         ttft = records.first_s[number] - records.arrival_s[number]
@@ -30,14 +30,14 @@ class Slo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """What running costs."""
+    """Prices of a run."""
 
     usd_per_hour: float  # of all GPUs together
     api: Prices | None = None  # for what overflows
 
 
 def summarize(run: FleetRun, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
-    """Figures by name; times in milliseconds, None where there is nothing to tell.
+    """Return figures by name; times in milliseconds, None where nothing was measured.
 
     Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
     of all requests but those that an API got or whose clients left.

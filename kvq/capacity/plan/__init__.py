@@ -1,1 +1,1 @@
-"""What fits: memory, users, GPUs and models, as facts and formulas."""
+"""Capacity plan: memory, users, GPUs and models, as facts and formulas."""

@@ -1,4 +1,4 @@
-"""Models that are known by their names: what of their published config.json decides about memory.
+"""Model catalogue: the facts of published config.json files that decide about memory.
 
 Most shapes are read from the config's facts, as a folder's are. Of families whose layers differ in more than
 windows the shape stands beside them, as transformers' own code has it: tools/model_catalogue.py writes it.
@@ -21,7 +21,7 @@ OF_A_LAYER = ("kv_heads", "k_head_dim", "v_head_dim", "window", "is_latent")
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
-    """One model."""
+    """One model of the catalogue."""
 
     name: str
     model: str  # its repository on the Hugging Face hub
@@ -36,12 +36,12 @@ class KnownModel:
 
     @cached_property
     def geometry(self) -> ModelGeometry:
-        """Its layers."""
+        """Geometry of the model's layers."""
         return parse_geometry(self.config) if self.shape is None else decode_shape(self.shape)
 
     @cached_property
     def parameters(self) -> Parameters:
-        """How many, by kind."""
+        """Parameter counts by kind."""
         if self.counted is not None:
             return Parameters(matrices=(), **self.counted)
         return count_parameters(self.config, self.geometry)
@@ -65,7 +65,7 @@ def is_known(name: str) -> bool:
 
 
 def find_model(name: str) -> KnownModel:
-    """A model by its name, here or on the hub.
+    """Return a model by its name in the catalogue or on the hub.
 
     Raises:
         ConfigError: none has it; the message has the nearest one.
@@ -77,7 +77,7 @@ def find_model(name: str) -> KnownModel:
 
 
 def decode_shape(shape: Mapping[str, Any]) -> ModelGeometry:
-    """Read a geometry: the catalogue has equal layers once, with their numbers."""
+    """Read a geometry; the catalogue stores equal layers once, with their numbers."""
     places: dict[int, dict[str, Any]] = {}
     for entry in shape["layers"]:
         own = {key: entry[key] for key in OF_A_LAYER if key in entry}

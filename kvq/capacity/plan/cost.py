@@ -1,4 +1,4 @@
-"""What tokens cost: a GPU by the hour against an API by the token."""
+"""Cost of tokens: a GPU by the hour against an API by the token."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _HOURS_A_MONTH = 24 * 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """Of an API, in $ a million tokens."""
+    """Prices of an API, in $ per million tokens."""
 
     input: float
     output: float
@@ -20,12 +20,12 @@ class Prices:
         check_positive("the price of output", self.output)
 
     def request_usd(self, prompt_tokens: float, output_tokens: float) -> float:
-        """$ of one request."""
+        """Return the $ of one request."""
         return (prompt_tokens * self.input + output_tokens * self.output) / 1e6
 
 
 def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: float = 1.0) -> float:
-    """$ a million tokens of a machine that makes `tokens_per_s` while it is used.
+    """Return $ per million tokens of a machine that makes `tokens_per_s` while it is used.
 
     Raises:
         ConfigError: a number out of its range.
@@ -37,17 +37,17 @@ def usd_per_million(usd_per_hour: float, tokens_per_s: float, *, utilization: fl
 
 
 def monthly_usd(usd_per_hour: float, *, gpus: int = 1, operations_usd: float = 0.0) -> float:
-    """$ of a month of 30 days: GPUs that run all the time, and who looks after them."""
+    """Return $ per month of 30 days for GPUs that run all the time, and for their operation."""
     return usd_per_hour * _HOURS_A_MONTH * gpus + operations_usd
 
 
 def requests_a_month(requests_per_s: float, *, utilization: float = 1.0) -> float:
-    """Requests of 30 days."""
+    """Return the requests of 30 days."""
     return requests_per_s * utilization * 3600 * _HOURS_A_MONTH
 
 
 def break_even_requests(usd_a_month: float, usd_per_request: float) -> float:
-    """Requests a month from which on a fixed cost is less than a price for each."""
+    """Return the requests per month above which a fixed cost is less than a price per request."""
     return usd_a_month / usd_per_request
 
 

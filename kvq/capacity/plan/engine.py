@@ -1,4 +1,4 @@
-"""kvq's own engine: how it shares out the memory that it finds."""
+"""kvq's own engine in a plan: its settings, and how it divides memory into pools."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine(EngineSettings):
-    """kvq's; as they are, those of `kvq serve` without options."""
+    """Settings of kvq's engine; the defaults are those of `kvq serve`."""
 
     block_size: int = BLOCK_SIZE
     step_tokens: int = MAX_NUM_BATCHED_TOKENS
     memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """Its share of what weights and runtime leave free, less what a step needs."""
+        """Return the pool bytes: a share of the memory left by weights and runtime, minus that of a step."""
         free = total_bytes - taken_bytes
         return pool_budget(
             free, activation_bytes=activation_bytes, on_gpu=True, fraction=self.memory_fraction
         )
 
     def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> Pools:
-        """One pool for each layer group.
+        """Plan one pool for each layer group.
 
         Raises:
             ConfigError: the model doesn't fit.
@@ -53,7 +53,7 @@ class Engine(EngineSettings):
         )
 
     def _shared(self, layout: KVLayout, target: Target, budget: int, demand: Demand) -> PoolPlan:
-        """What each layer group gets, as in an engine for as many sequences, or for more than fit.
+        """Divide the budget among layer groups, as an engine for `sequences` sequences does.
 
         Staging areas and recurrent states take memory for every sequence that may run: for as many as fit.
         """

@@ -1,4 +1,4 @@
-"""GPUs: memory, bandwidth, dense arithmetic and price, as a file of facts that anybody may replace."""
+"""GPU catalogue: memory, bandwidth, dense arithmetic and price, from a file that users may replace."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -48,12 +48,12 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> int:
-        """That a process is told the GPU has; the data sheet's where that is not known."""
+        """Memory that the driver reports to a process; if unknown, that of the data sheet."""
         return round(self.memory_gb * 1e9 if self.total_mib is None else self.total_mib * 2**20)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Memory bandwidth in bytes per second."""
         return self.bandwidth_tb_s * 1e12
 
 
@@ -71,7 +71,7 @@ def known_gpus() -> Mapping[str, Gpu]:
 
 
 def read_gpus(path: Path) -> dict[str, Gpu]:
-    """GPUs of a JSON file: `{"format_version": 1, "gpus": {name: {memory_gb, bandwidth_tb_s, ...}}}`.
+    """Read GPUs from JSON: `{"format_version": 1, "gpus": {name: {memory_gb, bandwidth_tb_s, ...}}}`.
 
     Raises:
         ConfigError: no such file, another version, or a GPU that is described wrongly.
@@ -97,7 +97,7 @@ def read_gpus(path: Path) -> dict[str, Gpu]:
 
 
 def find_gpu(name: str, gpus: Mapping[str, Gpu] | None = None) -> Gpu:
-    """A GPU by its name.
+    """Return a GPU by its name.
 
     Raises:
         ConfigError: none has it; the message has the nearest one.

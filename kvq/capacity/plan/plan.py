@@ -1,4 +1,4 @@
-"""Where a GPU's memory goes, and how many users what is left holds; `kvq.plan` says it in one call.
+"""Capacity plan: the use of a GPU's memory, and how many users fit. `kvq.plan` is one call for it.
 
 Beside it what it would be for other lengths and other numbers of users, for plots.
 """
@@ -28,7 +28,7 @@ _SHORTEST = 1024  # tokens, of plots
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityPlan(Pools):
-    """One KV format of one model on one kind of GPU, `split.gpus` of them; its blocks are the fullest's."""
+    """Plan of one KV format of one model on `split.gpus` GPUs; its blocks are those of the fullest GPU."""
 
     model: str
     gpu: str
@@ -44,12 +44,12 @@ class CapacityPlan(Pools):
 
     @property
     def pool_bytes(self) -> int:
-        """For KV, on the fullest GPU."""
+        """Bytes for KV on the fullest GPU."""
         return self.terms[-1].nbytes
 
     @property
     def weights_bytes(self) -> int:
-        """On the fullest GPU."""
+        """Bytes of weights on the fullest GPU."""
         return sum(term.nbytes for term in self.terms if "weight" in term.name or "embedding" in term.name)
 
 
@@ -104,7 +104,7 @@ def make_plan(
 
 
 class _PlanOptions(TypedDict, total=False):
-    """What `plan` takes of the model's weights, of the engine and of what requests share."""
+    """Options of `plan` about weights, engine and shared prefixes."""
 
     weights: str
     weight_bytes: int | None
@@ -124,7 +124,7 @@ def plan(
     lengths: Sequence[Length] | None = None,
     **options: Unpack[_PlanOptions],
 ) -> CapacityPlan:
-    """How many requests of `context` tokens, or of these `lengths`, fit on a GPU.
+    """Plan how many requests of `context` tokens, or of these `lengths`, fit on a GPU.
 
     `model`: a name of `kvq models`, or a folder with a config.json. `output`: of the context, an eighth
     unless said. `weights`: the format of the linear layers, by default what the config says of
@@ -151,7 +151,7 @@ def plan(
 
 
 def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine | VllmEngine) -> list[tuple[int, int]]:
-    """(context, requests that fit at once), the context doubling up to the longest that the engine takes."""
+    """Return (context, requests that fit at once), with contexts doubling up to the engine's longest."""
     longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
     return [
         (context, make_plan(target, gpu, kv, Demand(lengths=fixed(context)), engine=engine).users.paged)
@@ -160,7 +160,7 @@ def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine | VllmEng
 
 
 def speed_by_users(plan: CapacityPlan, usd_per_hour: float) -> list[dict[str, Any]]:
-    """Latency and cost as more requests run side by side, doubling up to as many as fit."""
+    """Return latency and cost for concurrent requests, doubling up to as many as fit."""
     if plan.serve is None or not plan.users.paged:
         return []
     return [

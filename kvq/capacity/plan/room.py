@@ -1,4 +1,4 @@
-"""What lies on a GPU beside KV, and what that leaves for an engine's blocks."""
+"""GPU memory used by weights, activations and runtime, and the memory left for an engine's blocks."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for K
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings(ABC):
-    """What of any engine's settings takes memory."""
+    """Settings of an engine that take memory."""
 
     block_size: int  # tokens
     step_tokens: int  # most new tokens of a step
@@ -34,12 +34,12 @@ class EngineSettings(ABC):
 
     @abstractmethod
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """What blocks get beside `taken_bytes` of weights and runtime; below 0: so much is missing."""
+        """Return the bytes for blocks beside `taken_bytes` of weights and runtime; negative if missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmCache:
-    """What vLLM says of its KV cache when it starts."""
+    """KV cache figures that vLLM prints when it starts."""
 
     num_gpu_blocks: int
     max_model_len: int  # tokens
@@ -47,13 +47,13 @@ class VllmCache:
 
     @property
     def tokens(self) -> int:
-        """Its "GPU KV cache size"."""
+        """vLLM's "GPU KV cache size"."""
         return int(self.max_concurrency * self.max_model_len)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
-    """An engine's blocks on the fullest GPU, and all that lies beside them."""
+    """Blocks of an engine on the fullest GPU, and all other memory terms."""
 
     terms: tuple[Term, ...]  # the pool last
     block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
@@ -65,7 +65,7 @@ class Pools:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """All terms but the pool, of the fullest GPU, and what they leave for it."""
+    """Memory terms of the fullest GPU without the pool, and the memory left for the pool."""
 
     terms: tuple[Term, ...]
     total_bytes: int
@@ -75,7 +75,7 @@ class Room:
 
     @classmethod
     def of(cls, target: Target, gpu: Gpu, engine: EngineSettings) -> "Room":
-        """As an engine finds it once the weights are loaded."""
+        """Return the memory as an engine finds it once the weights are loaded."""
         runtime = Term(
             name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
         )
@@ -95,14 +95,14 @@ class Room:
         )
 
     def with_pool(self, pool: Term, why_free: str) -> tuple[Term, ...]:
-        """All terms: these, what the pool does not take, and the pool."""
+        """Return all terms: these, the memory that stays free, and the pool."""
         rest = self.free_bytes - self.activation_bytes - pool.nbytes
         left = (Term(name=FREE_TERM, nbytes=rest, formula=why_free),) if rest > 0 else ()
         return (*self.terms, *left, pool)
 
 
 def does_not_fit(target: Target, gpu: Gpu, engine: EngineSettings, room: Room, block_bytes: int) -> str:
-    """By how much, and what would help."""
+    """Return the message of a model that does not fit: by how much, and what would help."""
     taken = sum(term.nbytes for term in room.terms)
     more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)
     ways = ["take narrower weights (--weights int4)", "or a larger GPU"]

@@ -1,4 +1,4 @@
-"""How fast a plan serves: its steps on the roofline."""
+"""Serving speed of a plan, from its steps on the roofline."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from kvq.capacity.plan.step_time import StepTime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """What `users` at once see when prompts and answers take turns."""
+    """Latency and throughput of `users` concurrent requests."""
 
     users: int
     ttft_s: float  # of a prompt computed alone, without a queue
@@ -22,7 +22,7 @@ class Serving:
 
 
 def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
-    """Everybody decodes, and whoever ends is followed by a new prompt, for which the others wait.
+    """Return the speed when every request that ends is followed by a new prompt, for which others wait.
 
     By Little's law `users` = requests a second x seconds of each.
     """
@@ -37,7 +37,7 @@ def closed_loop(*, users: int, step_s: float, prefill_s: float, output_tokens: f
 
 
 def serving(time: StepTime, demand: Demand, users: int) -> Serving:
-    """What `users` at once see, on average over the lengths; a shared prefix is computed by nobody."""
+    """Return the speed of `users` concurrent requests, averaged over lengths; shared prefixes are cached."""
     lengths = demand.lengths
     halfway = [x.prompt + x.output // 2 for x in lengths]
     seen = [users * tokens / len(lengths) for tokens in time.seen(halfway)]
@@ -49,7 +49,7 @@ def serving(time: StepTime, demand: Demand, users: int) -> Serving:
 
 
 def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:
-    """What requests see that arrive at `rate` a second; None where `most` side by side don't keep up.
+    """Return the speed of requests at `rate` per second; None if `most` concurrent ones don't keep up.
 
     `serve`: what so many at once see.
 

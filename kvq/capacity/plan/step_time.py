@@ -1,4 +1,4 @@
-"""What a step takes, from bytes and operations: as a GPU's bandwidth and arithmetic allow, less what is lost.
+"""Roofline model of a step's time, from bytes and operations, a GPU's data sheet, and efficiencies.
 
 Linear layers read the weights once or multiply for every token, whatever takes longer; attention of decodes
 reads the KV of each; attention of prefill multiplies; and the engine does something for every sequence
@@ -22,7 +22,7 @@ from kvq.sizing.parameters import Parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """What of a GPU's figures an engine reaches. Assumed, until a benchmark has measured yours.
+    """Share of a GPU's data sheet that an engine reaches. Assumed, until a benchmark measures yours.
 
     `measured`: (tokens, share) of steps' linear layers, in rising order: what of the roofline they reach
     there. It takes the place of the assumed shares of bandwidth and arithmetic for them.
@@ -48,14 +48,14 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Machine:
-    """What one step runs on: one GPU, with its own share of the bytes and operations."""
+    """One GPU, which runs its share of a step's bytes and operations."""
 
     bandwidth: float  # bytes a second
     flops: float  # operations a second, dense
     efficiency: Efficiency
 
     def linear_s(self, weight_bytes: float, flops: float, *, tokens: int) -> float:
-        """Seconds of linear layers for so many tokens."""
+        """Return the seconds of linear layers for `tokens` tokens."""
         reached = self.efficiency
         if reached.measured:
             return self._measured_s(weight_bytes, flops / tokens, tokens)
@@ -63,7 +63,7 @@ class _Machine:
         return max(read, flops / (self.flops * reached.arithmetic))
 
     def _measured_s(self, weight_bytes: float, token_flops: float, tokens: int) -> float:
-        """A line between the points that were measured; beyond them as efficient as at the nearest."""
+        """Interpolate between measured points; beyond them, use the efficiency of the nearest."""
 
         def at(number: int, share: float) -> float:
             return max(weight_bytes / self.bandwidth, token_flops * number / self.flops) / share
@@ -79,20 +79,20 @@ class _Machine:
         return at(tokens, before[1])
 
     def read_s(self, kv_bytes: float) -> float:
-        """Seconds of reading so much KV."""
+        """Return the seconds of reading `kv_bytes` of KV."""
         reached = self.efficiency
         share = reached.bandwidth * reached.step if reached.kv is None else reached.kv
         return kv_bytes / (self.bandwidth * share)
 
     def attention_s(self, flops: float) -> float:
-        """Seconds of so many operations of a prefill's attention."""
+        """Return the seconds of `flops` operations of prefill attention."""
         reached = self.efficiency
         share = reached.arithmetic if reached.attention is None else reached.attention
         return flops / (self.flops * share)
 
 
 def expert_share(experts: float, chosen: float, tokens: int) -> float:
-    """Of the routed experts, those that a step of so many tokens reads on average, chosen evenly."""
+    """Return the share of routed experts that a step of `tokens` tokens reads, if chosen evenly."""
     return 1 - (1 - chosen / experts) ** tokens if experts else 0.0
 
 
@@ -100,7 +100,7 @@ _KEYS = {"linear", "read_s", "pair_s", "sequence_s", "weight_bytes", "token_flop
 
 
 def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
-    """Of a KV format, from the results of `kvq bench engine --json`.
+    """Read the efficiency with a KV format from the results of `kvq bench engine --json`.
 
     Raises:
         ConfigError: no such file or format, or what was measured is faster than the data sheet allows.
@@ -120,7 +120,7 @@ def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
 
 
 def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency:
-    """What of a GPU's data sheet was reached.
+    """Return the share of a GPU's data sheet that was reached.
 
     `costs`: seconds of steps' linear layers by their tokens (`linear`, [tokens, s] each), of a token of KV
     that a decode reads, of a pair in prefill, of a sequence; and what those parts read and compute.
@@ -142,13 +142,13 @@ def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency
 
 
 def _share(ideal_s: float, measured_s: float) -> float:
-    """At most all of it: what is a small part of every step may come out as less than it can be."""
+    """Return the share, at most 1: a small part of every step may be measured as faster than it can be."""
     return min(1.0, ideal_s / measured_s) if measured_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """What the parts of a step take, in seconds; one entry of each tuple per layer group."""
+    """Seconds of the parts of a step; one entry of each tuple per layer group."""
 
     stage_s: Callable[[int], float]  # linear layers of one stage of a pipeline, for so many tokens
     stages: int = 1
@@ -161,46 +161,46 @@ class StepTime:
     sequence_s: float = 0.0  # of a sequence that gets a token
 
     def linear_s(self, tokens: int) -> float:
-        """Linear layers for so many tokens, of many sequences: stages have their shares in turn."""
+        """Return the seconds of linear layers for `tokens` tokens; pipeline stages take shares in turn."""
         return self.stages * self.stage_s(-(-tokens // self.stages))
 
     def read(self, seen: Sequence[int]) -> float:
-        """Attention of decodes that see so many tokens together, per layer group."""
+        """Return the seconds of attention of decodes that see `seen` tokens together, per layer group."""
         if len(seen) == 1:
             return self.read_s[0] * seen[0]
         return sum([each * tokens for each, tokens in zip(self.read_s, seen, strict=True)])
 
     def seen(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens that decodes of sequences of these lengths see together, per layer group."""
+        """Return the tokens that decodes of sequences of these lengths see together, per layer group."""
         full = sum(lengths)
         return [
             full if most is None else sum([min(length, most) for length in lengths]) for most in self._most
         ]
 
     def decode_s(self, lengths: Sequence[int]) -> float:
-        """A step of decodes alone, of sequences of these lengths."""
+        """Return the seconds of a step that decodes sequences of these lengths."""
         each_s = self.sequence_s * len(lengths)
         return self.linear_s(len(lengths)) + self.read(self.seen(lengths)) + each_s
 
     @cached_property
     def _most(self) -> list[int | None]:
-        """Tokens that a decode sees at most, per layer group."""
+        """Most tokens that a decode sees, per layer group."""
         limits = self.limits or (None,) * len(self.windows)
         return [window or limit for window, limit in zip(self.windows, limits, strict=True)]
 
     def prompt_s(self, start: int, end: int) -> float:
-        """Computing one sequence's tokens from `start` to `end`: stages of a pipeline wait for each other."""
+        """Return the seconds of tokens `start` to `end` of one sequence; pipeline stages run one by one."""
         return self.stages * (self.stage_s(end - start) + self.prefill_attention(start, end))
 
     def prefill_attention(self, start: int, end: int) -> float:
-        """Attention of a chunk: the tokens at positions `start` to `end` - 1."""
+        """Return the seconds of attention of a chunk: positions `start` to `end` - 1."""
         return sum(
             [each * _pairs(start, end, window) for each, window in zip(self.pair_s, self._most, strict=True)]
         )
 
 
 def _pairs(start: int, end: int, window: int | None) -> int:
-    """Of tokens and those that they see, themselves included."""
+    """Count the pairs of a token and one that it sees, itself included."""
     if window is None or end <= window:
         return (end * (end + 1) - start * (start + 1)) // 2
     within = _pairs(start, window, None) if start < window else 0
@@ -208,7 +208,7 @@ def _pairs(start: int, end: int, window: int | None) -> int:
 
 
 def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-    """What data sheet and efficiencies allow a model whose parameters are known.
+    """Return the step time that data sheet and efficiencies allow a model with known parameters.
 
     `layout` is the fullest GPU's. Arithmetic counts in 16 bits, whatever the weights have. Of a pipeline
     each stage has its share of the sequences, in turn.
@@ -249,7 +249,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
 
 
 def read_share(parameters: Parameters, tokens: int) -> float:
-    """Of the weights, what a step of so many tokens reads: looked-up rows and idle experts are left out."""
+    """Return the share of weights that a step of `tokens` tokens reads, without tables and idle experts."""
     read: float = parameters.total - parameters.tables
     if parameters.head:
         read -= parameters.embedding

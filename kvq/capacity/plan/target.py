@@ -1,4 +1,4 @@
-"""A model as it shall be served: its shape, what its weights take, and over how many GPUs it is spread.
+"""Model to plan for: its shape, the bytes of its weights, and the GPUs it is spread over.
 
 Its shape is a folder's, or one of the catalogue's.
 """
@@ -26,7 +26,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """One model."""
+    """One model, with its weights and its split over GPUs."""
 
     name: str
     geometry: ModelGeometry
@@ -37,11 +37,11 @@ class Target:
     refused: str | None = None  # why kvq's engine does not run it
 
     def formats(self, kv: Iterable[str]) -> list[str]:
-        """These KV formats once each; `auto` is the type that the model computes in."""
+        """Return these KV formats once each; `auto` becomes the type that the model computes in."""
         return list(dict.fromkeys(self.held.other.name if name == "auto" else name for name in kv))
 
     def terms(self) -> tuple[Term, ...]:
-        """The weights of the fullest GPU."""
+        """Return the weight terms of the fullest GPU."""
         if self.weight_bytes is not None:
             terms: tuple[Term, ...] = (Term(name="weights", nbytes=self.weight_bytes, formula="as given"),)
         elif self.parameters is not None:
@@ -60,7 +60,7 @@ def make_target(
     shape: ModelShape | None = None,
     max_context: int | None = None,
 ) -> Target:
-    """A model by its name or folder. `weights`: the format of Linear layers, else what the config says.
+    """Make a target of a model's name or folder. `weights`: format of Linear layers, else the config's.
 
     `shape`: of a folder whose config.json does not say it by itself. `max_context`: that it is served with.
 
@@ -89,7 +89,7 @@ def make_target(
 def _why_refused(
     config: Mapping[str, Any], held: HeldAs, weights: str, max_context: int | None
 ) -> str | None:
-    """What of a config.json, or of weights that are rounded at load, kvq's engine does not take."""
+    """Return why kvq's engine refuses a config.json, or weights that are rounded at load; or None."""
     why = why_refused(config, max_context=max_context) or held.unread
     if why or config.get("quantization_config") is None or weights in (AUTO, NF4.name, *PLAIN):
         return why
@@ -97,7 +97,7 @@ def _why_refused(
 
 
 def _shape(model: str | Path, *, counted: bool) -> ModelShape:
-    """Of a folder, which a Path always is and a text may be; else of a model that is known by name."""
+    """Return the shape of a folder (a Path, or a text that names one), else of a known model."""
     if isinstance(model, str) and (
         model.lower() in known_models() or not Path(model, "config.json").is_file()
     ):
@@ -120,7 +120,7 @@ def _shape(model: str | Path, *, counted: bool) -> ModelShape:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """A folder's config.json; of a model that sees or hears the text part, with what stands beside it.
+    """Read a folder's config.json, of a multimodal model its text part, with ModelOpt's quantization.
 
     Raises:
         ConfigError: it can't be read.

@@ -1,4 +1,4 @@
-"""How many requests fit at once: in blocks, and in reserved slots."""
+"""Number of requests that fit at once, in blocks and in reserved slots."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Users:
-    """Requests that hold KV side by side, each as much as it holds at its end."""
+    """Requests that hold KV at once, each with as much as at its end."""
 
     paged: int  # in blocks
     contiguous: int  # a slot of one length reserved for each, in the same format
@@ -22,7 +22,7 @@ class Users:
 def count_users(
     layout: KVLayout, num_blocks: Sequence[int], demand: Demand, *, step_tokens: int, most: int | None = None
 ) -> Users:
-    """Requests in pools, in blocks and in reserved slots.
+    """Count the requests that fit into pools, in blocks and in reserved slots.
 
     A prefix that all have in common is held once in blocks, where no layer slides and all tokens are kept.
     `most`: sequences that the engine runs side by side at most.

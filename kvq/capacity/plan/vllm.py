@@ -1,4 +1,4 @@
-"""vLLM with kvq's plug-in, or with its own cache: which blocks it makes of a GPU's memory.
+"""vLLM in a plan, with kvq's plug-in or with its own cache: its settings, and its blocks.
 
 Source: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py and engine/arg_utils.py of vLLM 0.32; 0.33 counts
 the same.
@@ -26,18 +26,18 @@ OWN_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of vLL
 
 
 def own_type(kv: str) -> str | None:
-    """The plain type of vLLM's own cache that a format's name stands for; None: it is kvq's."""
+    """Return the type of vLLM's own cache that a format's name stands for; None for a format of kvq."""
     name = FOREIGN_NAMES.get(kv, kv)
     return name if name in OWN_TYPES else None
 
 
 def cache_dtype(kv: str) -> str:
-    """What `--kv-cache-dtype` calls a format of kvq's."""
+    """Return the name of a format of kvq in `--kv-cache-dtype`."""
     return (VLLM_FILE_PREFIX if kv.endswith(".json") else VLLM_PREFIX) + kv
 
 
 def batch_defaults(gpu: Gpu) -> tuple[int, int]:
-    """The most new tokens of a step, and the most sequences side by side, of `vllm serve` on a GPU."""
+    """Return `vllm serve`'s most new tokens of a step and most concurrent sequences on a GPU."""
     gib = gpu.memory_bytes / 2**30
     if gib >= 160:
         return 16384, 1024
@@ -46,7 +46,7 @@ def batch_defaults(gpu: Gpu) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmEngine(EngineSettings):
-    """vLLM's; `on` has those of `vllm serve` without options."""
+    """Settings of vLLM; `on` returns those of `vllm serve` without options."""
 
     block_size: int = BLOCK_SIZE
     step_tokens: int = 2048
@@ -60,13 +60,13 @@ class VllmEngine(EngineSettings):
         return cls(step_tokens=batch_defaults(gpu)[0])
 
     def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
-        """What weights, runtime and a step leave of its share of the whole GPU, unless it is given."""
+        """Return the bytes left by weights, runtime and a step in vLLM's share of the GPU, or `kv_memory`."""
         if self.kv_memory is not None:
             return self.kv_memory
         return math.ceil(total_bytes * self.memory_fraction) - taken_bytes - activation_bytes
 
     def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> Pools:
-        """The one pool that all layers share.
+        """Plan the one pool that all layers share.
 
         Raises:
             ConfigError: what vLLM or the plug-in does not serve, and what doesn't fit.
@@ -111,7 +111,7 @@ class VllmEngine(EngineSettings):
         )
 
     def _cache(self, blocks: VllmBlocks, count: int, target: Target) -> VllmCache:
-        """What vLLM says of them; it starts only if a request of full length fits."""
+        """Return the figures that vLLM prints. It starts only if a request of full length fits."""
         most = self.max_context or target.geometry.max_context
         one = blocks.held(most)
         if count <= one:

@@ -1,4 +1,4 @@
-"""How a model's layers share vLLM's blocks.
+"""vLLM's block pool: how a model's layers share its blocks.
 
 A page is one layer's part of a block, as large as that layer's part of a block of kvq's own. Where all
 layers have full attention, or all the same window, they are one group. Otherwise layers are sorted into
@@ -23,7 +23,7 @@ _FEW_MORE = 1.5  # times the rarest kind's layers, up to which groups are as lar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayerKind:
-    """What layers of one group have in common."""
+    """Properties that all layers of a group share."""
 
     window: int | None  # tokens; None: full attention
     block_size: int  # tokens
@@ -32,7 +32,7 @@ class _LayerKind:
 
     @classmethod
     def of(cls, layer: LayerLayout, block_size: int, largest: int) -> "_LayerKind":
-        """A layer beside others of pages up to `largest` bytes."""
+        """Return the kind of a layer in a model with pages up to `largest` bytes."""
         times = 1 if largest % layer.nbytes else largest // layer.nbytes
         return cls(
             window=layer.geometry.window,
@@ -42,7 +42,7 @@ class _LayerKind:
         )
 
     def held(self, tokens: int, in_flight: int) -> int:
-        """Blocks of a request; of a window one more than it is long, since it begins anywhere in one."""
+        """Return the blocks of a request; a window takes one more, since it may begin inside a block."""
         if self.window is None:
             return -(-tokens // self.block_size)
         return -(-min(self.window - 1 + in_flight, tokens) // self.block_size) + 1
@@ -50,7 +50,7 @@ class _LayerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmBlocks:
-    """The blocks of one model in one format."""
+    """vLLM's blocks of one model in one format."""
 
     groups: tuple[tuple[_LayerKind, int], ...]  # with the number of layers
     block_size: int  # tokens
@@ -59,7 +59,7 @@ class VllmBlocks:
 
     @classmethod
     def of(cls, layout: KVLayout, *, in_flight: int) -> "VllmBlocks":
-        """Those of a layout's layers.
+        """Return the blocks of a layout's layers.
 
         Raises:
             ConfigError: a block size that pages can't have.
@@ -78,15 +78,15 @@ class VllmBlocks:
         return cls(groups=tuple(groups), block_size=size, block_bytes=block_bytes, in_flight=in_flight)
 
     def held(self, tokens: int) -> int:
-        """What vLLM reserves for a request of so many tokens, in all groups together."""
+        """Return the blocks that vLLM reserves for a request of `tokens` tokens, over all groups."""
         return sum(kind.held(tokens, self.in_flight) for kind, _ in self.groups)
 
     def longest(self, num_blocks: int, most: int) -> int:
-        """The longest request up to `most` tokens that vLLM starts with: one block is never given out."""
+        """Return the longest request up to `most` tokens that vLLM starts with; it never uses one block."""
         return bisect_right(range(1, most + 1), num_blocks - 1, key=self.held)
 
     def users(self, num_blocks: int, demand: Demand) -> int:
-        """Requests side by side; a prefix that all have in common is held once, in full layers."""
+        """Return the number of concurrent requests; a shared prefix is held once, in full-attention layers."""
         held = [self.held(length.total) for length in demand.lengths]
         shared = [self._whole(int(x.prompt * demand.prefix_share)) for x in demand.lengths]
         common = max(shared)
@@ -94,16 +94,16 @@ class VllmBlocks:
         return max(0, int((num_blocks - 1 - common) / each))
 
     def _whole(self, tokens: int) -> int:
-        """Full layers' blocks that so many tokens fill."""
+        """Return the blocks of full-attention layers that `tokens` tokens fill."""
         return sum(tokens // kind.block_size for kind, _ in self.groups if kind.window is None)
 
     def request_bytes(self, demand: Demand) -> float:
-        """Of a request's blocks, on average."""
+        """Return the mean bytes of a request's blocks."""
         return self.block_bytes * fmean([self.held(length.total) for length in demand.lengths])
 
 
 def group_layers(kinds: Counter[_LayerKind]) -> list[tuple[_LayerKind, int]]:
-    """Groups, with their numbers of layers; `kinds`: how many layers are of which.
+    """Return groups with their numbers of layers; `kinds` counts the layers of each kind.
 
     A group is as large as the rarest kind, or as the commonest where that is hardly commoner.
     """
