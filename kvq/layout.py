@@ -31,7 +31,7 @@ UNPADDED_TOKENS = 16  # of a block, or a multiple of them: then no region is pad
 
 
 class BlockOrder(Enum):
-    """How blocks of several layers follow each other in a pool."""
+    """Order of the blocks of several layers in a pool."""
 
     LAYER_MAJOR = "layer-major"  # [layer, block, bytes]
     BLOCK_MAJOR = "block-major"  # [block, layer, bytes]
@@ -62,7 +62,7 @@ class LayerLayout:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """All of them, in the order of their offsets."""
+        """All regions, in the order of their offsets."""
         return self.k_codes, self.v_codes, self.k_scales, self.v_scales, self.k_means, self.v_means
 
 
@@ -90,7 +90,7 @@ class Holding(TypedDict, total=False):
 
 
 class Role(Enum):
-    """What a layer group's blocks hold."""
+    """Content of a layer group's blocks."""
 
     SEALED = "sealed"  # tokens as the recipe stores them
     RECENT = "recent"  # the youngest ones, unquantized
@@ -140,7 +140,7 @@ class GroupLayout:
 
     @property
     def name(self) -> str:
-        """The layer group's, or what blocks are for: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
+        """Name of the group, by what its blocks hold: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
         if self.role is Role.STATES:
             return "states"
         held = {Role.RECENT: self.group.window, Role.SINKS: self.limit}.get(self.role)
@@ -148,32 +148,32 @@ class GroupLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of the group."""
+        """Bytes of one block, over all layers of the group."""
         return sum(layer.nbytes for layer in self.layers) + max((x.end for x in self.states), default=0)
 
     def pool_bytes(self, num_blocks: int) -> int:
-        """Bytes of a pool; exactly what is allocated for it."""
+        """Return the bytes of a pool, exactly as allocated."""
         return num_blocks * self.block_bytes
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Bytes of the blocks that a sequence of `tokens` tokens holds here."""
+        """Return the bytes of the blocks that a sequence of `tokens` tokens holds in this group."""
         first = 0 if self.group.window is None else max(0, tokens - self.group.window + 1)
         held = -(-min(tokens, self.limit or tokens) // self.block_size) - first // self.block_size
         return held * self.block_bytes
 
     def block_stride(self, position: int) -> int:
-        """Bytes from one block to the next for the layer at `position` in the group."""
+        """Return the bytes from one block to the next for the layer at `position` in the group."""
         if self.order is BlockOrder.BLOCK_MAJOR:
             return self.block_bytes
         return self.layers[position].nbytes
 
     def base(self, position: int, num_blocks: int) -> int:
-        """Byte offset in the pool of block 0's part for the layer at `position`."""
+        """Return the byte offset in the pool of block 0's part for the layer at `position`."""
         before = sum(layer.nbytes for layer in self.layers[:position])
         return before if self.order is BlockOrder.BLOCK_MAJOR else before * num_blocks
 
     def runs(self, block: int, num_blocks: int) -> tuple[_Run, ...]:
-        """The runs of bytes that make up one block: one, or one per layer."""
+        """Return the runs of bytes that make up one block: one, or one per layer."""
         if self.order is BlockOrder.BLOCK_MAJOR:
             return (_Run(offset=block * self.block_bytes, nbytes=self.block_bytes),)
         return tuple(
@@ -203,7 +203,7 @@ class KVLayout:
 
     @property
     def is_staged(self) -> bool:
-        """True if there is a staging area, in which tokens wait."""
+        """True if tokens wait in a staging area."""
         return any(group.role is Role.RECENT for group in self.groups)
 
     @property
@@ -212,12 +212,12 @@ class KVLayout:
         return self.groups[-1] if self.groups[-1].role is Role.STATES else None
 
     def blocks_for(self, sequences: int, tokens: int) -> list[int]:
-        """Blocks per layer group in which so many sequences of `tokens` tokens fit, window or not."""
+        """Return blocks per layer group that hold `sequences` sequences of `tokens` tokens, window or not."""
         each = -(-tokens // self.block_size)
         return [sequences * (2 if group.role is Role.STATES else each) for group in self.groups]
 
     def staging_of(self, group: int) -> GroupLayout:
-        """The group of a sealed group's youngest tokens, under a staged recipe."""
+        """Return the group of a sealed group's youngest tokens, under a staged recipe."""
         return self.groups[len(self.sealed) + group]
 
     @property
@@ -227,7 +227,7 @@ class KVLayout:
         return replace(self.recipe.exact, sinks=sinks)
 
     def written_from(self, group: int) -> int | None:
-        """The first token that is ever written to a group's blocks; None: no token is.
+        """Return the first token that is ever written to a group's blocks; None if no token is.
 
         Sealed blocks of tokens that stay in the sinks hold nothing, nor do any if a window ends within the
         recent tokens.
@@ -240,7 +240,7 @@ class KVLayout:
 
     @property
     def holding(self) -> Holding:
-        """What a `BlockManager` of these groups has to know of them."""
+        """Rules for the `BlockManager` of these groups."""
         return Holding(
             windows=[group.group.window for group in self.groups],
             limits=[group.limit for group in self.groups],
@@ -255,7 +255,7 @@ class KVLayout:
         return sum(group.block_bytes for group in self.sealed) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Pool bytes that a sequence of `tokens` tokens holds, those waiting to be quantized included."""
+        """Return the pool bytes of a sequence of `tokens` tokens, including tokens not yet quantized."""
         return sum(group.sequence_bytes(tokens) for group in self.groups)
 
 
@@ -309,7 +309,7 @@ def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:
 
 
 def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[GroupLayout, ...]:
-    """The groups that hold tokens unquantized; see `attend.staged` for which tokens those are."""
+    """Return the groups that hold tokens unquantized; `attend.staged` says which tokens."""
     size = groups[0].block_size
     recent = [_plain(group, len(groups) + i, window=exact.recent + size) for i, group in enumerate(groups)]
     if not exact.sinks:
@@ -320,7 +320,7 @@ def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[Group
 
 
 def _states(geometry: ModelGeometry, index: int, block_size: int) -> GroupLayout:
-    """The group of the recurrent states; a block is one piece, whatever the order of others."""
+    """Return the group of the recurrent states; a block is one piece, whatever the order of others."""
     regions: list[StateRegion] = []
     for state in geometry.states:
         for tensor in state.tensors:
@@ -339,7 +339,7 @@ def _states(geometry: ModelGeometry, index: int, block_size: int) -> GroupLayout
 def _plain(
     group: GroupLayout, index: int, *, window: int | None = None, limit: int | None = None
 ) -> GroupLayout:
-    """A group over the same layers, in bf16."""
+    """Return a group over the same layers, in bf16."""
     layers = tuple(
         plan_layer(
             x.geometry,
@@ -381,7 +381,7 @@ def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
 
 
 def _scales(fmt: KVFormat, dim: int, block_size: int) -> tuple[int, int]:
-    """How many rows of scales a block has for a KV head, and the bytes of one."""
+    """Return the number of scale rows in a block for a KV head, and the bytes of one row."""
     return (1, fmt.channel_bytes(dim)) if fmt.is_per_channel else (block_size, fmt.scale_bytes(dim))
 
 

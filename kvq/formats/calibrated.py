@@ -1,4 +1,4 @@
-"""What calibration leaves in a kvq.json: static scales and centers, each list of numbers with a digest.
+"""Calibration results in a kvq.json: static scales and centers, each list of numbers with a digest.
 
 A digest is over the model, the layer, the field's name and the numbers, so that a list that was moved to
 another layer or field, cut, reordered or edited is found, and named.
@@ -25,7 +25,7 @@ Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, of s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Calibrated(Generic[Layer]):
-    """Numbers of every layer of one model, and what they come from."""
+    """Numbers of every layer of one model, and their origin."""
 
     name: ClassVar[str]  # in kvq.json
     kind: ClassVar[Any]  # of `layers`; its `read(where, data)` checks the lists of a JSON object
@@ -45,7 +45,7 @@ class _Calibrated(Generic[Layer]):
         return {**header, "layers": layers}
 
     def share(self, rank: int, processes: int) -> Self:
-        """What process `rank` holds where KV heads are shared out; a head is several's if there are fewer."""
+        """Return the share of process `rank` of the KV heads; processes share a head if there are fewer."""
         names = [field.name for field in fields(self.kind)]
         layers = [
             self.kind(**{name: _share(getattr(layer, name), rank, processes) for name in names})
@@ -112,7 +112,7 @@ def _lists(values: Any) -> Any:
 
 
 def field_digest(model_digest: str, layer: int, field: str, values: object) -> str:
-    """The first 16 hex digits of SHA-256 of a field's numbers and of where they belong."""
+    """Return the first 16 hex digits of SHA-256 of a field's numbers and of where they belong."""
     text = json.dumps([model_digest, layer, field, values])
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
@@ -127,7 +127,7 @@ def check_model(what: str, found: str, expected: str) -> None:
 
 
 def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float, ...]:
-    """A JSON list as floats.
+    """Return a JSON list as floats.
 
     Raises:
         ConfigError: no list, empty, or not all finite fp32 numbers (above zero, if `positive`).
@@ -190,7 +190,7 @@ class HeadMaxima:
 
     @classmethod
     def read(cls, where: str, data: dict[str, Any]) -> Self:
-        """From lists of one number above 0 per KV head."""
+        """Read lists of one number above 0 per KV head."""
         parts = [field.name for field in fields(cls)]
         parts = [part for part in parts if data[part] is not None or not part.endswith("_rotated")]
         heads = {part: check_numbers(f"{where}.{part}", data[part], positive=True) for part in parts}
@@ -226,7 +226,7 @@ class LayerCenters:
 
     @classmethod
     def read(cls, where: str, data: dict[str, Any]) -> Self:
-        """From lists of one list per KV head, or null."""
+        """Read lists of one list per KV head, or null."""
         return cls(**{part: _rows(f"{where}.{part}", data[part]) for part in ("k", "v")})
 
 
@@ -252,7 +252,7 @@ class Centers(_Calibrated[LayerCenters]):
                     check_shape(f"centers.layers[{index}].{part}", rows, heads, "KV heads")
 
     def some(self, wanted: Iterable[tuple[bool, bool]]) -> "Centers":
-        """Those of some halves: `wanted` says of every layer whether of K and whether of V."""
+        """Return the centers of some halves: `wanted` has (K, V) flags for every layer."""
         layers = (
             LayerCenters(k=own.k if k else None, v=own.v if v else None)
             for own, (k, v) in zip(self.layers, wanted, strict=True)

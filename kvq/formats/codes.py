@@ -1,4 +1,4 @@
-"""The table of codes: how one stored element looks. An entry here is all that a code of a known kind needs.
+"""Table of codes: the stored form of one element. A code of a known kind needs only an entry here.
 
 Names, sizes, packing, the CPU kernels and the Triton kernels read it; CONTRIBUTING tells how to add one.
 """
@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 
 
 class Kind(Enum):
-    """What an element's bits mean."""
+    """Meaning of an element's bits."""
 
     FLOAT = "float"  # the element itself; no scale
     SCALED = "scaled"  # times one scale of its token row, or of its KV head

@@ -1,4 +1,4 @@
-"""Names of formats: canonical, short, and the spellings that other engines use."""
+"""Format names: canonical, short, and the spellings of other engines."""
 
 import re
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
 
 def known_names() -> tuple[str, ...]:
-    """What errors and `kvq inspect` show; any legal group size and `_rot` may be combined besides."""
+    """Return the names that errors and `kvq inspect` show; others have any legal group size, or `_rot`."""
     scaled = ("", "_per_token_head", "_per_head")
     return (
         *(code.name for code in CODES.values() if code.is_float),
@@ -224,7 +224,7 @@ def _read(name: str, given: str) -> _Read:
 
 
 def _of_widths(name: str) -> _KVName | None:
-    """What a pair such as k8v4 stands for."""
+    """Return the names that a pair such as k8v4 stands for."""
     pair = _PAIR.fullmatch(name)
     grouped = {
         code.bits: code.name for code in reversed(CODES.values()) if code.is_grouped
@@ -234,7 +234,7 @@ def _of_widths(name: str) -> _KVName | None:
 
 
 def _unknown(name: str, given: str) -> ConfigError:
-    """The error of a name that is no format's, alone or a part of what was `given`."""
+    """Return the error of an unknown name, alone or as a part of `given`."""
     known = (*known_names(), *Own.registered)
     grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     shown = f"{name!r} in {given!r}" if "/" in given and name != given else repr(given)
@@ -247,7 +247,7 @@ def _unknown(name: str, given: str) -> ConfigError:
 
 
 def _meant(name: str, known: tuple[str, ...]) -> str:
-    """`; did you mean 'x'?` of what the name may have been meant for, never itself, or an empty text."""
+    """Return `; did you mean 'x'?` with a name other than the given one, or an empty text."""
     lower = name.lower()
     if "/" in name or _of_widths(lower):
         return "; a pair is two formats, and here is room for one;"
@@ -258,7 +258,7 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 
 
 def _in_order(name: str) -> str:
-    """The name of a format that has the words of a name, those that its kind of code can have."""
+    """Return the format name made of the words of a name that its kind of code can have."""
     found, ends = respelled(name, CODES, ("per", "token", "head", "channel", GROUP, "s8", "mean", "rot"))
     if not found:
         return ""

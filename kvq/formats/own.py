@@ -1,4 +1,4 @@
-"""Quantizers that a program registers under a name of its own, and where they are found by it."""
+"""Registered quantizers: a program's own, found by the names it gave them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whol
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Own:
-    """What becomes of rows of K or V, and what that is said to take; blocks hold the result, in fp32."""
+    """Quantizer of rows of K or V, with the bits it is said to take; blocks hold the result in fp32."""
 
     registered: ClassVar[dict[str, "Own"]] = {}
     name: str
@@ -29,7 +29,7 @@ class Own:
 
 
 def tokens_of(own: list[Own]) -> int | None:
-    """The tokens of a block that some of them take whole, if any does."""
+    """Return the block size in tokens of quantizers that take whole blocks, or None."""
     sizes = {one.tokens for one in own if one.tokens is not None}
     if len(sizes) > 1:
         raise ConfigError(f"registered formats take blocks of {sizes} tokens; all layers have one size")

@@ -1,4 +1,4 @@
-"""Recipes: which format K and V of every layer use, plus what was calibrated; saved as kvq.json."""
+"""KV recipe: the formats of K and V of every layer and their calibration; saved as kvq.json."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ class LayerFormats:
 
     @classmethod
     def plain(cls, name: str, k_dim: int, v_dim: int) -> "LayerFormats":
-        """Rows as they come, by the name of their dtype."""
+        """Return unquantized rows, by the name of their dtype."""
         return cls(
             k=parse_format(name, k_dim), v=parse_format(name, v_dim), k_head_dim=k_dim, v_head_dim=v_dim
         )
@@ -74,7 +74,7 @@ class LayerFormats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVRecipe:
-    """The formats of every layer, and what was calibrated, if anything was.
+    """Formats of every layer, with calibrated numbers if there are any.
 
     `centers` are taken from the rows of grouped formats before they are stored.
     """
@@ -106,7 +106,7 @@ class KVRecipe:
 
     @classmethod
     def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = False) -> "KVRecipe":
-        """One `--kv` name for all layers; `head_dims` is (k_head_dim, v_head_dim) per layer.
+        """Make a recipe of one `--kv` name; `head_dims` is (k_head_dim, v_head_dim) per layer.
 
         `whole_blocks`: True where tokens may wait unquantized until their block is full; K's half of a bare
         name then has scales per channel.
@@ -131,7 +131,7 @@ class KVRecipe:
     def named(
         cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]], *, whole_blocks: bool = False
     ) -> "KVRecipe":
-        """What a user named: a format or a pair for all layers, a kvq.json's path, or a recipe itself.
+        """Return the recipe a user named: a format or pair for all layers, a kvq.json, or a recipe itself.
 
         `whole_blocks`: as `uniform` takes it.
 
@@ -179,7 +179,7 @@ class KVRecipe:
         return any(layer.k.is_quantized or layer.v.is_quantized for layer in self.layers)
 
     def bits_per_element(self, kv_heads: list[int], block_size: int = BLOCK_SIZE) -> Fraction:
-        """Stored bits per K or V element over all layers, scales and means of blocks included.
+        """Return stored bits per K or V element over all layers, with scales and means of blocks.
 
         Block padding is not, nor are tokens in the staging area.
         """
@@ -231,11 +231,11 @@ class KVRecipe:
             )
 
     def with_scales(self, scales: StaticScales | None) -> "KVRecipe":
-        """The same formats with those static scales."""
+        """Return the recipe with these static scales."""
         return replace(self, static_scales=scales)
 
     def share(self, rank: int, processes: int) -> "KVRecipe":
-        """The same formats, with what was calibrated for the KV heads that process `rank` holds."""
+        """Return the recipe with the calibration of the KV heads that process `rank` holds."""
         return replace(
             self,
             static_scales=self.static_scales and self.static_scales.share(rank, processes),
@@ -243,12 +243,12 @@ class KVRecipe:
         )
 
     def digest(self) -> str:
-        """SHA-256 of everything that decides how bytes are read, in hex."""
+        """Return SHA-256 of everything that decides how bytes are read, in hex."""
         text = json.dumps(self.to_json(), sort_keys=True) + "".join(own.nonce for own in self.own)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, object]:
-        """The JSON object that kvq.json holds."""
+        """Return the JSON object that kvq.json holds."""
         return {
             "format_version": FORMAT_VERSION,
             "model_digest": self.model_digest or None,
@@ -269,7 +269,7 @@ class KVRecipe:
         return {**data, "digest": self._layer_digest(index)} if self.model_digest else data
 
     def _layer_digest(self, index: int) -> str:
-        """Over all that says how a layer is stored, but for calibrated numbers, which have their own."""
+        """Return the digest of a layer's storage, without calibrated numbers, which have digests."""
         layer = self.layers[index]
         centers = None if self.centers is None else self.centers.layers[index]
         is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]

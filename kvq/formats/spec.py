@@ -1,4 +1,4 @@
-"""What a KV format is: how token rows become bytes. Counts and describes; never touches tensors."""
+"""KV format: the conversion of token rows to bytes. Counts and describes; never touches tensors."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -58,14 +58,14 @@ ScaleMode = PerTokenHead | PerHead | Grouped | PerChannel
 
 
 def legal_group_sizes(head_dim: int) -> list[int]:
-    """Group sizes of at least 4 elements that a row of `head_dim` elements can be cut into."""
+    """Return group sizes of at least 4 elements that a row of `head_dim` elements can be cut into."""
     half = head_dim // 2
     return [n for n in range(4, half + 1) if half % n == 0] + [head_dim]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVFormat:
-    """How token rows become bytes: code, scale mode, and a block Hadamard rotation before both.
+    """Conversion of token rows to bytes: code, scale mode, and a block Hadamard rotation before both.
 
     `mean`: the mean of every block's rows is stored once and taken from them; a block must be whole for it.
     `own`: a registered quantizer that rows go through first; what it gives is held as it is, in `code`.
@@ -162,34 +162,34 @@ class KVFormat:
             self.own.bits(head_dim)
 
     def num_groups(self, head_dim: int) -> int:
-        """Groups per token row; 0 unless the format is grouped."""
+        """Return groups per token row; 0 unless the format is grouped."""
         return head_dim // self.scale.group_size if isinstance(self.scale, Grouped) else 0
 
     def code_bytes(self, head_dim: int) -> int:
-        """Bytes of codes per token row."""
+        """Return bytes of codes per token row."""
         return head_dim * self.code.bits // 8
 
     def scale_bytes(self, head_dim: int) -> int:
-        """Bytes of scales (and minimums) stored per token row."""
+        """Return bytes of scales (and minimums) stored per token row."""
         if isinstance(self.scale, PerTokenHead):
             return 2
         return (2 if self.is_narrow else 4) * self.num_groups(head_dim)
 
     def channel_bytes(self, head_dim: int) -> int:
-        """Bytes of a KV head's scales, then offsets, per block; 0 unless they are per channel."""
+        """Return bytes of a KV head's scales, then offsets, per block; 0 unless they are per channel."""
         if not self.is_per_channel:
             return 0
         return (3 if self.code.is_grouped else 2) * head_dim
 
     def mean_bytes(self, head_dim: int) -> int:
-        """Bytes of a KV head's mean, codes and then scales, per block; 0 without `mean`."""
+        """Return bytes of a KV head's mean, codes and then scales, per block; 0 without `mean`."""
         if not self.mean:
             return 0
         fmt = mean_format(head_dim)
         return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
-        """Stored bits per element, all that blocks of `block_size` tokens hold once included.
+        """Return stored bits per element, with the once-per-block parts of blocks of `block_size` tokens.
 
         Of what is registered those that it is said to take.
         """
@@ -201,6 +201,6 @@ class KVFormat:
 
 
 def mean_format(head_dim: int) -> KVFormat:
-    """In which block means are stored, rotated where their rows are: INT4, the largest groups up to 64."""
+    """Return the format of block means, rotated like their rows: INT4 in the largest groups up to 64."""
     fitting = [n for n in legal_group_sizes(head_dim) if n <= _MEAN_GROUP]
     return KVFormat(code=Code.INT4, scale=Grouped(max(fitting, default=head_dim), is_narrow=True))

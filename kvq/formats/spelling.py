@@ -1,4 +1,4 @@
-"""What a misspelt name of a format was to be: its words as they are spelled, in their order."""
+"""Spelling correction of format names: known words, in their order."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ _ALIKE, _ALIKE_CODE = 0.5, 0.6  # from 0 to 1, of a suffix and of a code
 
 
 def respelled(name: str, codes: Iterable[str], suffixes: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """The code that a name begins with, or an empty text, and its suffixes in the order of `suffixes`.
+    """Return the code that a name begins with (or ""), and its suffixes in the order of `suffixes`.
 
     `int4_rto_g064` of codes with `gN` and `rot` is `int4` and {"gN": "g64", "rot": "rot"}. Words that
     are like none are left out.

@@ -1,4 +1,4 @@
-"""What a quantized weight is: code, grouping, and how its layer's inputs are rounded. No tensors."""
+"""Weight formats: code, grouping, and rounding of the layer's inputs. No tensors."""
 
 import re
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ INTEGER_CODES = {code.bits: code for code in WeightCode if code.is_integer}  # b
 
 
 class Inputs(Enum):
-    """How a layer's inputs are rounded before the product, each token by its own maximum."""
+    """Rounding of a layer's inputs before the product, each token by its own maximum."""
 
     FULL = "full"  # not at all
     INT8 = "int8"  # symmetric, [-127, 127]
@@ -40,7 +40,7 @@ class Inputs(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
-    """How a Linear layer's weight [out, in] becomes bytes.
+    """Conversion of a Linear layer's weight [out, in] to bytes.
 
     w = (q - zero) * scale with one scale, and one zero point unless symmetric, for every `group_size`
     neighbouring inputs of an output row, or for the whole row. Integer codes are signed:
@@ -69,7 +69,7 @@ class WeightFormat:
         return self.code.value + group + asymmetric + _SUFFIXES[self.inputs]
 
     def groups(self, in_features: int) -> int:
-        """Scales of one output row.
+        """Return the number of scales of one output row.
 
         Raises:
             ConfigError: the groups don't fit.
@@ -92,7 +92,7 @@ WEIGHT_NAMES = ("int8", "int4", "int4_g64", "int3", "fp8", "fp8_a8", "w8a8", "w4
 
 
 def parse_weight_format(name: str) -> WeightFormat:
-    """The format of a name: `int8`, `int4_g64`, `int4_g128_asym`, `fp8`, `w8a8` ...
+    """Return the format of a name: `int8`, `int4_g64`, `int4_g128_asym`, `fp8`, `w8a8` ...
 
     Raises:
         ConfigError: no such format.
@@ -114,7 +114,7 @@ def parse_weight_format(name: str) -> WeightFormat:
 
 
 def _meant(name: str) -> str:
-    """`; did you mean 'x'?` of what the name may have been meant for, or an empty text."""
+    """Return `; did you mean 'x'?`, or an empty text."""
     code, ends = respelled(name, [code.value for code in WeightCode], (GROUP, "channel", "asym", "a8"))
     hint = "_".join([code, *ends.values()])
     return f"; did you mean {hint!r}?" if _NAME.fullmatch(hint) else nearest(name, list(WEIGHT_NAMES))

@@ -1,4 +1,4 @@
-"""Geometry: the numbers of a model that decide how large its KV cache is and who attends to whom."""
+"""Model geometry: the numbers that decide the size of the KV cache, and which tokens attend to which."""
 
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -8,7 +8,7 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expansion:
-    """What the model's code multiplies a latent vector out to, for every query head."""
+    """Sizes of the key and value that model code expands a latent vector to, for every query head."""
 
     k_dim: int  # elements of its key beside those that positions turn
     v_dim: int  # elements of its value
@@ -55,7 +55,7 @@ class LayerGeometry:
         return self.kv_heads * (self.k_head_dim + self.v_head_dim)
 
     def expanded(self, q_heads: int) -> "LayerGeometry":
-        """The layer with K and V of every head in place of latent vectors, as the model's code attends."""
+        """Return the layer with K and V of every head in place of latent vectors, as the model attends."""
         if self.expansion is None:
             return self
         own = self.expansion
@@ -79,7 +79,7 @@ class StateTensor:
     dtype: str | None  # torch's name of it; None: what the model computes in
 
     def nbytes(self, compute_bytes: int) -> int:
-        """Its size where the model computes in numbers of so many bytes."""
+        """Return the tensor's bytes in a model that computes in numbers of `compute_bytes`."""
         return prod(self.shape) * (_STATE_BYTES[self.dtype] if self.dtype else compute_bytes)
 
 
@@ -138,16 +138,16 @@ class ModelGeometry:
                 )
 
     def place(self, number: int) -> int | None:
-        """Where in `layers` the K and V lie that a layer of the model's code attends over; None: nowhere."""
+        """Return the index in `layers` of the K and V that a model layer attends over, or None."""
         return self._places.get(number)
 
     def q_heads_of(self, place: int) -> int:
-        """Query heads of the layer at a place."""
+        """Return the query heads of the layer at an index of `layers`."""
         own = self.layers[place].q_heads
         return self.q_heads if own is None else own
 
     def has_sinks_of(self, place: int) -> bool:
-        """Whether the layer at a place has sinks."""
+        """True if the layer at an index of `layers` has sinks."""
         own = self.layers[place].has_sinks
         return self.has_sinks if own is None else own
 
@@ -162,11 +162,11 @@ class ModelGeometry:
         return place is not None and self.layers[place].number == number
 
     def state_bytes(self, compute_bytes: int) -> int:
-        """Bytes of all states of one sequence, where the model computes in numbers of so many bytes."""
+        """Return the bytes of all states of one sequence, if the model computes in `compute_bytes`."""
         return sum(x.nbytes(compute_bytes) for state in self.states for x in state.tensors)
 
     def computed_in(self, dtype: str) -> "ModelGeometry":
-        """The same of a model that computes in a type, torch's name of it: so are states that follow it."""
+        """Return the geometry of the model computing in `dtype` (torch's name), which states take over."""
 
         def held(state: StateGeometry) -> StateGeometry:
             tensors = tuple(replace(tensor, dtype=tensor.dtype or dtype) for tensor in state.tensors)
@@ -175,7 +175,7 @@ class ModelGeometry:
         return replace(self, states=tuple(map(held, self.states)))
 
     def expanded(self) -> "ModelGeometry":
-        """The same with K and V of every head in place of latent vectors."""
+        """Return the geometry with K and V of every head in place of latent vectors."""
         return replace(self, layers=tuple(layer.expanded(self.q_heads) for layer in self.layers))
 
     @property
@@ -194,7 +194,7 @@ class ModelGeometry:
         return sum(layer.elements_per_token for layer in self.layers)
 
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The layer groups, full attention first, then by falling window."""
+        """Return the layer groups, full attention first, then by falling window."""
         windows = {layer.window for layer in self.layers}
         ordered = sorted(windows, key=lambda w: (w is not None, -(w or 0)))
         return tuple(

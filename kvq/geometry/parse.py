@@ -63,7 +63,7 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
 
 
 def field_name(model_type: str, name: str) -> str:
-    """What a family's config.json calls a field."""
+    """Return the name of a field in a family's config.json."""
     return _GPT2_NAMES.get(name, name) if model_type == "gpt2" else name
 
 
@@ -82,7 +82,7 @@ class _Reader:
         self.family: Family = known[self.model_type]
 
     def count(self, key: str, default: int, *, most: int | None = None) -> int:
-        """A positive integer of the config, or its default."""
+        """Return a positive integer of the config, or its default."""
         name = field_name(self.model_type, key)
         value = self.config.get(name)
         if value is None:
@@ -94,7 +94,7 @@ class _Reader:
         return value
 
     def heads(self, hidden: int, q_heads: int) -> LayerGeometry:
-        """A layer that stores K and V of each of its heads."""
+        """Return a layer that stores K and V of each of its heads."""
         derived = self.family.head_dim or hidden // q_heads
         dim = derived if self.family.head_dim_is_fixed else self.count("head_dim", derived)
         default = None if "num_key_value_heads" in self.config else self.family.kv_heads  # null: q_heads
@@ -102,7 +102,7 @@ class _Reader:
         return LayerGeometry(index=0, kv_heads=kv_heads, k_head_dim=dim, v_head_dim=dim)
 
     def latents(self) -> LayerGeometry:
-        """A layer that stores a latent vector for all heads, and the part of keys that positions turn."""
+        """Return a layer that stores a latent vector for all heads, and the rotated part of keys."""
         k_dim, v_dim = self.count("qk_nope_head_dim", 128), self.count("v_head_dim", 128)
         return LayerGeometry(
             index=0,
@@ -114,7 +114,7 @@ class _Reader:
         )
 
     def windows(self, num_layers: int) -> list[int | None]:
-        """The window of every layer; None for full attention."""
+        """Return the window of every layer; None for full attention."""
         if self.family.window_rule == "never":
             return [None] * num_layers
         window = self._window()

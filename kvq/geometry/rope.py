@@ -1,4 +1,4 @@
-"""The RoPE types that a config.json names, and those that there are."""
+"""RoPE types: the known ones, and those that a config.json names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPE
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:
-    """The RoPE types named in a config, for all layer types."""
+    """Return the RoPE types named in a config, for all layer types."""
     found = set()
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)

@@ -1,4 +1,4 @@
-"""Why a config.json alone is enough to refuse a model: what would be wrong, not merely slow."""
+"""Support check of a config.json: refuses models whose results would be wrong, not merely slow."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,12 +21,12 @@ _REFUSED = {
 
 
 def _is_model(name: str, part: object) -> bool:
-    """Whether a field describes a model; DBRX's attention and experts are described alike."""
+    """True if a field describes a model; DBRX describes its attention and experts in the same way."""
     return isinstance(part, Mapping) and "model_type" in part and name not in ("attn_config", "ffn_config")
 
 
 def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | None:
-    """Why kvq does not run the model of a config.json's dict; None: nothing there speaks against it."""
+    """Return why kvq does not run the model of a config.json's dict, or None if it may run."""
     model_type = str(config.get("model_type", ""))
     if config.get("auto_map"):
         return "it has auto_map, code that would run at load; kvq never runs it"

@@ -1,4 +1,4 @@
-"""Models that read images or sound too: what of their config.json and tensors is the language part.
+"""Text part of multimodal models: its config.json, and its tensors' names.
 
 Which are served is a list: each was compared, on text, with the logits of transformers' whole model.
 """
@@ -62,7 +62,7 @@ KINDS: dict[str, _TextPart] = {
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A config.json's dict of the text part of a whole model's; None of any other model."""
+    """Return the text part's config.json as a dict, for a multimodal model; None for any other."""
     kind = KINDS.get(str(config.get("model_type")))
     if kind is None:
         return None
@@ -81,7 +81,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def text_name(name: str) -> str | None:
-    """What the text model calls a tensor of the whole one; None of other parts' tensors."""
+    """Return the text model's name for a tensor of the whole model; None for other parts."""
     if match := _HEAD.match(name):
         return f"lm_head.{name[match.end() :]}"
     match = _BODY.match(name)

@@ -1,1 +1,1 @@
-"""What a model takes, as the engine lays it out: parameters, types of weights, memory, pools of blocks."""
+"""Sizing of a model as the engine lays it out: parameters, types of weights, memory, block pools."""

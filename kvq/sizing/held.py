@@ -1,4 +1,4 @@
-"""In which types an engine holds a model's weights."""
+"""Types in which an engine holds a model's weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ NAMES = (*PLAIN, "fp8", "int8", "int4", "int3", NF4.name)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldAs:
-    """What Linear layers, the head, and everything else is held in.
+    """Stored forms of Linear layers, the head, and everything else.
 
     `rules`: of Linear layers, by patterns of their names; the first counts, and None means as `kept`, which
     is as the rest unless said. `head`: of a head that is no embedding too, unless it is as a Linear layer of
@@ -39,15 +39,15 @@ class HeldAs:
     unread: str | None = None
 
     def of(self, name: str) -> Stored:
-        """What the Linear layer of that name is held in."""
+        """Return the form of the Linear layer of that name."""
         return first_of(self.rules, name) or self.kept or self.other
 
     def is_shared(self, parameters: Parameters) -> bool:
-        """Whether the embedding is held as the head."""
+        """True if the embedding is held as the head."""
         return self.shares_head and not parameters.head and not self._rounds_head
 
     def held_head(self, parameters: Parameters) -> tuple[int, str]:
-        """Bytes of the head, and what it is in; 0 where the embedding serves for it, held as the rest."""
+        """Return the head's bytes and form; 0 bytes if the embedding serves for it, held as the rest."""
         is_apart = self._rounds_head or self.is_shared(parameters)
         count, form = parameters.embedding if is_apart else parameters.head, self.head or self.of("lm_head")
         return round(count * form.weight_bytes + form.num_scales(count, 0) * form.scale_bytes), form.name
@@ -58,12 +58,12 @@ class HeldAs:
 
 
 def everywhere(form: Stored) -> tuple[Rule[Stored]]:
-    """All layers of blocks in one form."""
+    """Return the rule that all layers of blocks have one form."""
     return ((IN_BLOCKS, form),)
 
 
 def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
-    """What a GPU holds of a checkpoint, by its config.json; `weights` names another format of Linear layers.
+    """Return the forms of a checkpoint's weights on a GPU; `weights` names another for Linear layers.
 
     Raises:
         ConfigError: no such weight format.

@@ -1,4 +1,4 @@
-"""What fills a GPU, term by term, each with the formula that it comes from."""
+"""Memory terms of a GPU: weights, activations and KV, each with its formula."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Over how many GPUs a model is spread."""
+    """Number of GPUs that a model is spread over."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -45,12 +45,12 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        """In all."""
+        """GPUs in total."""
         return self.tensor * self.pipeline
 
 
 def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
-    """The whole model's, as an engine holds them."""
+    """Return the weight terms of the whole model, as an engine holds them."""
     kept = parameters.tables + parameters.other
     if not held.is_shared(parameters):
         kept += parameters.embedding
@@ -76,7 +76,7 @@ def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
 
 
 def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
-    """A term of so many numbers of so many bytes each."""
+    """Return a term of (count, bytes each, note) parts."""
     return Term(
         name=name,
         nbytes=round(sum(count * each for count, each, _ in parts)),
@@ -85,7 +85,7 @@ def _sum(name: str, parts: list[tuple[int, float, str]]) -> Term:
 
 
 def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -> tuple[Term, ...]:
-    """Weights of the fullest GPU: a tensor-parallel share of the longest pipeline stage.
+    """Return the weights of the fullest GPU: a tensor-parallel share of the longest pipeline stage.
 
     The embedding and the head are taken to be on it whole: they are on the first and the last stage.
     """
@@ -104,7 +104,7 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
 
 
 def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
-    """The KV heads, states and layers of the fullest GPU.
+    """Return the geometry of the fullest GPU: its KV heads, states and layers.
 
     Heads that don't go around are held by several GPUs, latent vectors by all. Of recurrent states each has
     a share, by heads or channels. Layers that share K and V are taken to be on the GPU that stores them.
@@ -139,19 +139,19 @@ def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
 
 
 def _within(geometry: ModelGeometry, numbers: range) -> list[LayerGeometry]:
-    """The layers of a stage."""
+    """Return the layers of a stage."""
     return [layer for layer in geometry.layers if layer.number in numbers]
 
 
 def _share(tensor: StateTensor, ranks: int) -> StateTensor:
-    """Of a state, whose first dimension is heads or channels."""
+    """Return one rank's share of a state, whose first dimension is heads or channels."""
     return replace(tensor, shape=(-(-tensor.shape[0] // ranks), *tensor.shape[1:]))
 
 
 def kv_layout(
     geometry: ModelGeometry, kv: str, *, block_size: int = BLOCK_SIZE, whole_blocks: bool = True
 ) -> KVLayout:
-    """The blocks as an engine lays them out; `kv` is a format or a recipe's file.
+    """Return the block layout of an engine; `kv` is a format or a recipe's file.
 
     `whole_blocks`: False for engines that store every token when it comes, as `KVRecipe.uniform` takes it.
     """
@@ -164,7 +164,7 @@ def kv_layout(
 def activation_term(
     geometry: ModelGeometry, parameters: Parameters | None, *, step_tokens: int, split: Split
 ) -> Term:
-    """What a prefill step holds beside weights and KV at most: while an MLP multiplies, in 16 bits.
+    """Return the peak activations of a prefill step: while an MLP multiplies, in 16 bits.
 
     The engine measures the same before it sizes its pools. Without parameters an MLP is taken to be four
     times as wide as the model.

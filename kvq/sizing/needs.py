@@ -1,4 +1,4 @@
-"""What sequences need: blocks per layer group, of one and of many at once."""
+"""Block demand of sequences per layer group: of one, and of many at once."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ STATES_EACH = 3  # blocks of recurrent states that are worth having a sequence: 
 
 
 def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int) -> list[int]:
-    """The most blocks per layer group that so many sequences of full length could use."""
+    """Return the most blocks per layer group that `sequences` sequences of full length could use."""
     size = layout.block_size
     blocks = []
     for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
@@ -24,7 +24,7 @@ def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_to
 
 
 def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
-    """Blocks per layer group for the tokens of a step, where they are not counted with each sequence.
+    """Return blocks per layer group for a step's tokens, if they are not counted with each sequence.
 
     Where recent tokens are staged: for all sequences together, which share them. 0 in other groups. A step
     that is planned while another runs has a token for each sequence, which its own blocks have room for.
@@ -34,7 +34,7 @@ def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
 
 
 def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
-    """Blocks per layer group that a sequence holds at most, `step_tokens` being a step's most.
+    """Return the most blocks per layer group of a sequence, with steps of `step_tokens` at most.
 
     Beside those of `step_blocks`, where there are any.
     """
@@ -46,7 +46,7 @@ def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: 
 
 
 def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
-    """Blocks per layer group that a sequence holds at most, those of a step's tokens included.
+    """Return the most blocks per layer group of a sequence, including those of a step's tokens.
 
     What decides whether a request is refused: `kvq.scheduler.fit`.
     """
@@ -57,7 +57,7 @@ def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: i
 def sequences_blocks(
     layout: KVLayout, prompt: int, output: int, *, count: int, step_tokens: int
 ) -> list[int]:
-    """Blocks per layer group for `count` sequences, and for the tokens of the step that they share."""
+    """Return blocks per layer group for `count` sequences, and for the tokens of the step they share."""
     own = sequence_blocks(layout, prompt, output, step_tokens=step_tokens)
     alone = sequence_alone(layout, prompt, output, step_tokens=step_tokens)
     return [(count - 1) * each + most for each, most in zip(own, alone, strict=True)]
@@ -68,5 +68,5 @@ def _reach(group: GroupLayout) -> Reach:
 
 
 def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:
-    """Of so many blocks per layer group."""
+    """Return the bytes of `blocks` blocks per layer group."""
     return sum(count * group.block_bytes for count, group in zip(blocks, layout.groups, strict=True))

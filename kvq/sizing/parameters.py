@@ -1,4 +1,4 @@
-"""How many parameters a model has, from the dict of its config.json."""
+"""Parameter counts of a model, from the dict of its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ Matrix = tuple[str, int, int]  # a Linear layer's name, its weights, its output 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
-    """Numbers of values, by what quantizers treat alike and by what a token reads."""
+    """Parameter counts by what quantizers treat alike, and by what a token reads."""
 
     embedding: int = 0  # the input's; a lookup reads one row
     tables: int = 0  # further ones of which a token reads a row, such as those of every layer in Gemma 3n
@@ -29,18 +29,18 @@ class Parameters:
     matrices: tuple[Matrix, ...] = field(default=(), compare=False, repr=False)  # where they are known
 
     def __add__(self, more: "Parameters") -> "Parameters":
-        """Both, one after the other."""
+        """Return the sum of both."""
         sums = {one.name: getattr(self, one.name) + getattr(more, one.name) for one in fields(self)}
         return Parameters(**sums | {"inner": max(self.inner, more.inner)})
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.embedding + self.tables + self.head + self.linear + self.experts + self.other
 
     @property
     def linear(self) -> int:
-        """In weights of Linear layers; all experts of a layer are one tensor, which has a term of its own."""
+        """Weights of Linear layers; all experts of a layer are one tensor, with a term of its own."""
         return self.attention + self.mlp
 
     @property
@@ -51,7 +51,7 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """That one token multiplies with: a tied embedding is read as the head."""
+        """Parameters that one token multiplies with; a tied embedding is read as the head."""
         head = self.head or self.embedding
         return head + self.attention + self.mlp + self.active_experts + self.other
 
@@ -67,7 +67,7 @@ class ModelShape:
 
 
 def is_counted(family: str) -> bool:
-    """Whether a config.json of the family says how many parameters there are."""
+    """True if parameters of the family can be counted from its config.json."""
     return family in _LAYERS
 
 
@@ -107,12 +107,12 @@ def _get(config: Config, name: str, default: int | None = None) -> int:
 
 
 def _experts(config: Config, name: str, default: int) -> int:
-    """How many there are, under the family's own name or the one that transformers writes since version 5."""
+    """Return the number of experts, by the family's key or by that of transformers since version 5."""
     return _get(config, name if name in config else "num_local_experts", default)
 
 
 def _matrices(kind: str, place: str, shapes: Mapping[str, tuple[int, int]], copies: int = 1) -> Parameters:
-    """Weights [out, in] in a layer's part, by what it calls them, as often as said."""
+    """Count weights [out, in] of a layer's part, by their names in it, `copies` times."""
     rows = "expert_outputs" if kind == "experts" else "outputs"
     found = tuple(
         (f"model.layers.{place}.{name}", copies * out * inputs, copies * out)
@@ -123,7 +123,7 @@ def _matrices(kind: str, place: str, shapes: Mapping[str, tuple[int, int]], copi
 
 
 def _attention(geometry: ModelGeometry, index: int) -> Parameters:
-    """Four projections, without biases; Phi 3's have three in one."""
+    """Count four projections, without biases; Phi 3 has three in one."""
     layer, hidden, family = geometry.layers[index], geometry.hidden_size, geometry.model_type
     q, k = geometry.q_heads * layer.k_head_dim, layer.kv_heads * layer.k_head_dim
     v, out = layer.kv_heads * layer.v_head_dim, geometry.q_heads * layer.v_head_dim
@@ -135,14 +135,14 @@ def _attention(geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _gated(place: str, hidden: int, inner: int, *, fused: bool = False) -> Parameters:
-    """An MLP of three matrices, two of which may be fused."""
+    """Count an MLP of three matrices, two of which may be fused."""
     first = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
     shapes = {name: (out, hidden) for name, out in first.items()} | {"down_proj": (hidden, inner)}
     return _matrices("mlp", place, shapes) + Parameters(inner=inner)
 
 
 def _routed(place: str, hidden: int, inner: int, *, count: int, chosen: int) -> Parameters:
-    """So many experts of three matrices, and the router that chooses some for each token."""
+    """Count `count` experts of three matrices, and the router that chooses `chosen` for each token."""
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     return _matrices("experts", f"{place}.experts.0", shapes, count) + Parameters(
         active_experts=chosen * 3 * hidden * inner, other=count * hidden, inner=chosen * inner
@@ -150,7 +150,7 @@ def _routed(place: str, hidden: int, inner: int, *, count: int, chosen: int) -> 
 
 
 def _llama_attention(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """With two norms, four in Gemma 2 and 3; biases and norms of heads where the family has them."""
+    """Count attention with its norms, and with biases and norms of heads if the family has them."""
     family, hidden = geometry.model_type, geometry.hidden_size
     attention = _attention(geometry, index)
     other = (4 if family in ("gemma2", "gemma3_text") else 2) * hidden
@@ -164,14 +164,14 @@ def _llama_attention(config: Config, geometry: ModelGeometry, index: int) -> Par
 
 
 def _llama(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """A gated MLP."""
+    """Count attention and a gated MLP."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size")
     mlp = _gated(f"{index}.mlp", hidden, inner, fused=geometry.model_type == "phi3")
     return _llama_attention(config, geometry, index) + mlp
 
 
 def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Experts in every layer."""
+    """Count attention and experts."""
     return _llama_attention(config, geometry, index) + _routed(
         f"{index}.mlp",
         geometry.hidden_size,
@@ -182,7 +182,7 @@ def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Experts in every `decoder_sparse_step`-th layer but those that are named dense."""
+    """Count a layer with experts, if it is a `decoder_sparse_step`-th one and not named dense."""
     step, count = _get(config, "decoder_sparse_step", 1), _experts(config, "num_experts", 128)
     if index in (config.get("mlp_only_layers") or ()) or not count or (index + 1) % step:
         return _llama(config, geometry, index)
@@ -196,7 +196,7 @@ def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> Parameter
 
 
 def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Experts and router with biases; biases on all projections; a sink for each query head."""
+    """Count experts and router with biases, projections with biases, and a sink for each query head."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 2880)
     count, chosen = _get(config, "num_local_experts", 128), _get(config, "num_experts_per_tok", 4)
     attention = _attention(geometry, index)
@@ -206,7 +206,7 @@ def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Multi-head latent attention; the first layers dense, then routed experts beside a shared one.
+    """Count multi-head latent attention; dense first layers, then routed experts beside a shared one.
 
     Source: DeepSeek-V3 Technical Report (arXiv:2412.19437), section 2.1.
     """
@@ -236,7 +236,7 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> Paramet
 
 
 def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """Routed experts beside a shared one in every `interleave_moe_layer_step`-th layer, the others dense."""
+    """Count routed experts and a shared one in each `interleave_moe_layer_step`-th layer, else an MLP."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 8192)
     attention, place = _llama_attention(config, geometry, index), f"{index}.feed_forward"
     if (index + 1) % (_get(config, "interleave_moe_layer_step", 1) or 1):
@@ -248,7 +248,7 @@ def _llama4(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
 
 
 def _phi(config: Config, geometry: ModelGeometry, index: int) -> Parameters:
-    """An MLP of two matrices, biases everywhere, one norm (Phi 1 and 2)."""
+    """Count an MLP of two matrices, biases everywhere, one norm (Phi 1 and 2)."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 4 * geometry.hidden_size)
     attention = _attention(geometry, index)
     biases = attention.outputs + inner + hidden

@@ -1,4 +1,4 @@
-"""How the memory for KV is shared out among the layer groups, for the engine and for the planner."""
+"""Pool sizes: the division of KV memory among layer groups, for the engine and for the planner."""
 
 import math
 from bisect import bisect_left
@@ -29,7 +29,7 @@ MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine that is told no
 def pool_budget(
     free_bytes: int, *, activation_bytes: int, on_gpu: bool, fraction: float | None = None
 ) -> int:
-    """What the pools may take, of what is free when the weights are loaded.
+    """Return the bytes that pools may take of the memory that is free when the weights are loaded.
 
     `activation_bytes`: what the largest step needs beside weights and pools. `fraction`: of the free
     bytes, where it is not the device's own; then a host gives as much as that.
@@ -41,7 +41,7 @@ def pool_budget(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolPlan:
-    """What an engine is sized for."""
+    """Blocks, step size and concurrency of an engine."""
 
     num_blocks: list[int]  # per layer group
     step_tokens: int  # most new tokens of a step
@@ -49,7 +49,7 @@ class PoolPlan:
 
     @property
     def chunk(self) -> int:
-        """New tokens of a step: one for each sequence at least."""
+        """Most new tokens of a step: at least one for each sequence."""
         return max(self.step_tokens, self.sequences)
 
 
@@ -130,18 +130,18 @@ def _with_states(
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """The sequence that memory is shared out for first."""
+    """The sequence that gets memory first."""
 
     layout: KVLayout
     budget_bytes: int
     step_tokens: int
 
     def blocks(self, tokens: int) -> list[int]:
-        """What it holds at most."""
+        """Return the most blocks that the sequence holds, per layer group."""
         return sequence_alone(self.layout, tokens, 1, step_tokens=self.step_tokens)
 
     def longest(self, most: int, *, staging_bytes: float = 0) -> int:
-        """Tokens that fit, `most` at most, if staging groups take `staging_bytes` or what they need; or 0."""
+        """Return the most tokens that fit if staging groups take `staging_bytes` or what they need; or 0."""
 
         def is_too_long(tokens: int) -> bool:
             blocks = self.blocks(tokens)
@@ -153,7 +153,7 @@ class _First:
 
 
 def _staged_step(layout: KVLayout, step_tokens: int, budget_bytes: int, longest: int) -> int:
-    """The most tokens of a step, in whole blocks, that a sixteenth of the memory holds.
+    """Return the most tokens of a step, in whole blocks, that a sixteenth of the memory holds.
 
     They fit beside a sequence of `longest` tokens; a block of tokens does in any case.
     """
@@ -177,7 +177,7 @@ def _side_by_side(
     max_context: int,
     step_tokens: int,
 ) -> list[int]:
-    """Blocks for as many sequences as fit of `_SHORT` tokens; staging groups' for as long ones as fit."""
+    """Return blocks for all sequences of `_SHORT` tokens that fit; staging groups for longer ones."""
 
     def blocks(count: int, tokens: int) -> list[int]:
         return _at_least(sequences_blocks(layout, tokens, 1, count=count, step_tokens=step_tokens), least)
@@ -200,14 +200,14 @@ def _side_by_side(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Crowd:
-    """How many equal sequences run at once."""
+    """Number of equal sequences that run at once."""
 
     count: int
     limit: GroupLayout | None  # the layer group whose blocks run out first; None: as many as may run at all
 
 
 def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> _Crowd:
-    """How many sequences of so many tokens fit into pools, each with what it holds at most; maybe none."""
+    """Return how many sequences of `tokens` tokens fit into pools, each with its most blocks; maybe 0."""
     own = sequence_blocks(layout, tokens, 1, step_tokens=pools.chunk)
     alone = sequence_alone(layout, tokens, 1, step_tokens=pools.chunk)
     fits = [
@@ -220,7 +220,7 @@ def at_once(layout: KVLayout, pools: PoolPlan, tokens: int) -> _Crowd:
 
 
 def longest_context(layout: KVLayout, pools: PoolPlan, max_context: int) -> int:
-    """Tokens of the longest sequence that is not refused, `max_context` at most."""
+    """Return the tokens of the longest sequence that is not refused, at most `max_context`."""
     return bisect_left(
         range(1, max_context + 1), True, key=lambda tokens: at_once(layout, pools, tokens).count < 1
     )
@@ -229,7 +229,7 @@ def longest_context(layout: KVLayout, pools: PoolPlan, max_context: int) -> int:
 def share_blocks(
     layout: KVLayout, wanted: Sequence[int], budget_bytes: float, least: Sequence[int] | None = None
 ) -> list[int]:
-    """The same share of what each layer group wants, so that `budget_bytes` hold the blocks of all.
+    """Return one share of what each layer group wants, such that `budget_bytes` hold all blocks.
 
     No group gets less than its `least`, for which there is room in any case.
     """
@@ -251,16 +251,16 @@ def _at_least(blocks: Sequence[int], least: Sequence[int]) -> list[int]:
 
 
 def _staging(layout: KVLayout, blocks: Sequence[int]) -> list[int]:
-    """Those of staging groups; 0 in the others."""
+    """Return the blocks of staging groups, and 0 for the others."""
     return _merged(layout, sealed=[0] * len(blocks), staging=blocks)
 
 
 def _merged(layout: KVLayout, *, sealed: Sequence[int], staging: Sequence[int]) -> list[int]:
-    """The blocks of each group from the list for its kind."""
+    """Return the blocks of each group from the list for its kind."""
     pairs = zip(layout.groups, sealed, staging, strict=True)
     return [other if group.is_staging else own for group, own, other in pairs]
 
 
 def reserve_blocks(num_blocks: Sequence[int], fraction: float = RESERVE_FRACTION) -> int:
-    """Blocks of every pool that are kept from new requests."""
+    """Return the blocks of every pool that are kept from new requests."""
     return min(int(fraction * min(num_blocks)), min(num_blocks) - 1)

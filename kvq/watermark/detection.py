@@ -1,4 +1,4 @@
-"""Is a text marked? A test of its tokens against the key, whose error is known before."""
+"""Watermark detection: a test of a text's tokens against the key, with a known error rate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvq.watermark.words import is_green, layer_bits, token_words
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detection:
-    """What a text's tokens say.
+    """Result of a test.
 
     `tokens`: of the text; `counted`: those that follow a context, each context and token once. `share`: of
     green tokens, or of bits that are 1 in a tournament's layers; `expected`: without a mark. `z`: standard
@@ -56,18 +56,18 @@ def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:
 
 
 def least_p(counted: int, scheme: Scheme) -> float:
-    """The p of so many counted tokens that are all as marked as can be."""
+    """Return the p of `counted` tokens that are all fully marked."""
     trials, expected = _chance(counted, scheme)
     return float(expected**trials)
 
 
 def _chance(counted: int, scheme: Scheme) -> tuple[int, float]:
-    """Bits that so many tokens have, and the share of 1 among them without a mark."""
+    """Return the bits of `counted` tokens, and the share of 1 among them without a mark."""
     return (counted, scheme.gamma) if isinstance(scheme, Green) else (counted * scheme.layers, 0.5)
 
 
 def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.int64]:
-    """Contexts and their tokens, [counted, context + 1], in the text's order.
+    """Return contexts and their tokens, [counted, context + 1], in the text's order.
 
     Of a tournament only the first token of a context was drawn with its bits.
     """
@@ -80,7 +80,7 @@ def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.i
 
 
 def binomial_tail(successes: int, trials: int, share: float) -> float:
-    """P(X >= successes) for a binomial X, to 1e-9 of itself; the terms are added from the largest on."""
+    """Return P(X >= successes) for a binomial X, to 1e-9 of itself; terms are added from the largest on."""
     if successes <= 0:
         return 1.0
     if successes <= trials * share:
@@ -89,7 +89,7 @@ def binomial_tail(successes: int, trials: int, share: float) -> float:
 
 
 def _upper(successes: int, trials: int, share: float) -> float:
-    """The tail above the mean, where terms fall."""
+    """Return the tail above the mean, where terms fall."""
     if successes > trials:
         return 0.0
     first = (

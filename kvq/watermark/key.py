@@ -1,4 +1,4 @@
-"""The secret by which texts are marked, and by which alone a mark is found."""
+"""Watermark key: the secret that marks texts, and without which no mark is found."""
 
 import os
 import secrets
@@ -25,7 +25,7 @@ class Key:
     _secret: bytes = field(repr=False)
 
     def word(self, tag: bytes, context: Sequence[int]) -> int:
-        """64 bits that are a function of the key, a scheme and the tokens before a place.
+        """Return 64 bits, a function of the key, a scheme and the tokens before a place.
 
         BLAKE2b with a key is a pseudo-random function: who learns the words of some contexts, as from
         the texts themselves, learns nothing of other contexts' and nothing of the key.
@@ -35,12 +35,12 @@ class Key:
 
 
 def key_from(secret: bytes) -> Key:
-    """A key from a file's bytes, without the blanks around them."""
+    """Return the key of a file's bytes, without the blanks around them."""
     return Key(blake2b(secret.strip(), person=b"kvq-watermark", digest_size=32).digest())
 
 
 def read_key(path: str | Path) -> Key:
-    """The key of a file: 16 bytes or more, as hexadecimal digits or as any text.
+    """Read a key from a file: 16 bytes or more, as hexadecimal digits or as any text.
 
     Raises:
         ConfigError: no such file, too short a secret in it, or others may read it (`check_secret`).
@@ -80,7 +80,7 @@ def make_key(path: str | Path) -> None:
 
 
 def _secret_bytes(secret: bytes) -> int:
-    """Bytes of a secret: two hexadecimal digits are one."""
+    """Return the bytes of a secret: two hexadecimal digits are one."""
     try:
         return len(bytes.fromhex(secret.decode("ascii")))
     except (ValueError, UnicodeDecodeError):

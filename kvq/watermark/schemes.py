@@ -1,4 +1,4 @@
-"""How a text is marked: green lists or a tournament, and the numbers of each."""
+"""Watermark schemes: green lists and tournaments, with their parameters."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
@@ -57,7 +57,7 @@ SCHEMES: dict[str, type[Green] | type[Tournament]] = {"green": Green, "tournamen
 
 
 def parse_scheme(text: str) -> Scheme:
-    """A scheme from its name and those of its numbers that are unusual: `green,delta=3`.
+    """Return a scheme from its name and the numbers that differ from the defaults: `green,delta=3`.
 
     Raises:
         ConfigError: no such scheme or number, or one out of range.
@@ -80,7 +80,7 @@ def parse_scheme(text: str) -> Scheme:
 
 
 def spelled(scheme: Scheme) -> str:
-    """The text that `parse_scheme` makes it of, with all its numbers."""
+    """Return the text that `parse_scheme` reads, with all numbers."""
     name = next(name for name, kind in SCHEMES.items() if isinstance(scheme, kind))
     return ",".join([name, *(f"{key}={value}" for key, value in asdict(scheme).items())])
 

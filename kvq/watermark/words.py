@@ -1,4 +1,4 @@
-"""A token's 64 random bits after a context: SplitMix64 of the context's word and the token.
+"""Random words of tokens: 64 bits after a context, SplitMix64 of the context's word and the token.
 
 The sampler has the same in torch (`kvq/engine/sampling/watermarks.py`); a test holds them together.
 
@@ -17,7 +17,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:
-    """The words of tokens. `contexts`: `Key.word` of what is before each, of a shape that fits `tokens`."""
+    """Return the words of tokens. `contexts`: `Key.word` of each token's context, in a fitting shape."""
     words = contexts + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(FIRST)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(SECOND)
@@ -26,16 +26,16 @@ def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:
 
 
 def green_bar(scheme: Green) -> int:
-    """A token is green if the highest 32 bits of its word are below this."""
+    """Return the bound below which the highest 32 bits of a green token's word lie."""
     return int(scheme.gamma * (1 << GREEN_BITS))
 
 
 def is_green(words: Words, scheme: Green) -> npt.NDArray[np.bool_]:
-    """Which tokens are green, in the shape of their words."""
+    """Return a mask of the green tokens, in the shape of their words."""
     return words >> np.uint64(64 - GREEN_BITS) < np.uint64(green_bar(scheme))
 
 
 def layer_bits(words: Words, layers: int) -> npt.NDArray[np.uint8]:
-    """The bits of tokens in a tournament's layers, [..., layers]; the lowest bit is the first layer's."""
+    """Return the bits of tokens in a tournament's layers, [..., layers]; the lowest is the first layer's."""
     shifts = np.arange(layers, dtype=np.uint64)
     return (words[..., None] >> shifts & np.uint64(1)).astype(np.uint8)

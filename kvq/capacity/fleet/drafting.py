@@ -103,7 +103,7 @@ class Guesser:
             branch.num_drafts = count
 
     def drafting_s(self, plan: StepPlan) -> float:
-        """Return the seconds of a plan's drafts: a pass for each draft of the deepest, over those that grow."""
+        """Return the seconds of a plan's drafts: a pass for each draft of the deepest branch."""
         if not plan.num_drafts or not self.depth.takes_passes:
             return 0.0
         seconds, passes = 0.0, max(plan.drafts)

@@ -107,7 +107,7 @@ class Records:
             counts.append(0)
 
     def begin(self, number: int, now: float) -> None:
-        """Record a replica's first token of a request: the second one, if another replica computed the prompt."""
+        """Record a replica's first token of a request; the second, if another computed the prompt."""
         if isnan(self.first_s[number]):
             self.first_s[number] = now
         else:

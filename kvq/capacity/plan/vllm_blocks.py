@@ -86,7 +86,7 @@ class VllmBlocks:
         return bisect_right(range(1, most + 1), num_blocks - 1, key=self.held)
 
     def users(self, num_blocks: int, demand: Demand) -> int:
-        """Return the number of concurrent requests; a shared prefix is held once, in full-attention layers."""
+        """Return how many requests fit; full-attention layers hold a shared prefix once."""
         held = [self.held(length.total) for length in demand.lengths]
         shared = [self._whole(int(x.prompt * demand.prefix_share)) for x in demand.lengths]
         common = max(shared)

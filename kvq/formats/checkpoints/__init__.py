@@ -1,4 +1,4 @@
-"""What a config.json says of quantized weights: which layers, how, under which tensor names. No tensors."""
+"""Quantized checkpoints by their config.json: layers, formats and tensor names. No tensors."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -40,7 +40,7 @@ def parse_config(config: object) -> QuantizationScheme:
 
 
 def with_modelopt_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json's dict with the quantization_config that ModelOpt leaves in a file of its own."""
+    """Return a config.json's dict with the quantization_config that ModelOpt keeps in another file."""
     path, own = folder / "hf_quant_config.json", None
     if config.get("quantization_config") is not None or not path.is_file():
         return dict(config)

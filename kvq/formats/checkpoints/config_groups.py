@@ -44,14 +44,14 @@ _KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "te
 
 
 def version_of(fmt: WeightFormat) -> str:
-    """The compressor that writes weights of this format."""
+    """Return the compressor that writes weights of this format."""
     if fmt.code is WeightCode.FP8:
         return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
     return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM keeps W4A8's nibbles as bytes, too
 
 
 def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) -> LayerScheme:
-    """How a layer of that format lies on disk."""
+    """Return the tensors on disk of a layer in that format."""
     suffixes = (
         ["weight_packed", "weight_scale", "weight_shape"] if version == PACKED else ["weight", "weight_scale"]
     )
@@ -63,7 +63,7 @@ def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) ->
 
 
 def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
-    """The config of layers in these formats; of several, each group names its layers."""
+    """Return the config of layers in these formats; with several, each group names its layers."""
     kinds = list(dict.fromkeys(formats.values()))
     versions = {version_of(fmt) for fmt in kinds}
     groups = {}
@@ -134,7 +134,7 @@ def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
 
 
 def _group(group: Fields, version: str) -> LayerScheme:
-    """How its layers lie on disk."""
+    """Return how a group's layers lie on disk."""
     group.only(_GROUP)
     group.absent("output_activations")
     weights = group.object("weights")
@@ -191,7 +191,7 @@ def _target(text: str, where: str) -> re.Pattern[str]:
 
 
 def _token_inputs(kind: str) -> dict[str, Any]:
-    """How inputs are rounded, token by token."""
+    """Return the scheme of inputs rounded token by token."""
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
 
 

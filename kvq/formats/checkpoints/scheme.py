@@ -1,4 +1,4 @@
-"""Which Linear layers of a checkpoint are quantized, how, and under which tensor names."""
+"""Quantization scheme of a checkpoint: its quantized Linear layers, their formats and tensor names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -53,7 +53,7 @@ def fitting(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerScheme:
-    """How one layer lies on disk."""
+    """Format of one layer on disk."""
 
     fmt: WeightFormat
     version: str  # of the file format: "pack-quantized", "gptq_v2", "gemm" ...
@@ -64,13 +64,13 @@ Rule = tuple[re.Pattern[str], Layer | None]  # layers of these names, and what i
 
 
 def first_of(rules: Iterable[Rule[Layer]], name: str) -> Layer | None:
-    """What the first rule that chooses a layer says of it; None: it is kept as it was."""
+    """Return the form of the first rule that matches a layer; None if it is kept as it was."""
     return next((layer for pattern, layer in rules if pattern.match(name)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationScheme:
-    """What a checkpoint's quantization_config says; of its rules the first that chooses a layer counts."""
+    """Content of a checkpoint's quantization_config; the first rule that matches a layer counts."""
 
     file_format: str  # one of FILE_FORMATS
     version: str
@@ -78,7 +78,7 @@ class QuantizationScheme:
     kv_scales: bool = False  # static FP8 scales of K and V are among the tensors
 
     def layer_of(self, name: str) -> LayerScheme | None:
-        """How the Linear layer of that name is stored; None: not quantized."""
+        """Return how the Linear layer of that name is stored; None if it is not quantized."""
         return first_of(self.rules, name)
 
     def format_of(self, name: str) -> WeightFormat | None:

@@ -1,4 +1,4 @@
-"""What each layer's weights take, by a quantization_config of any method, loaded by kvq or not."""
+"""Stored size of each layer's weights, by a quantization_config of any method, loaded by kvq or not."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Stored:
         return cls(fmt.name, 0.5 if narrow else 1, fmt.group_size, scale_bytes + (not fmt.symmetric))
 
     def num_scales(self, weights: int, rows: int) -> float:
-        """Of so many weights in so many output rows."""
+        """Return the number of scales of `count` weights in `rows` output rows."""
         each = weights / self.group if self.group else rows
         return each if self.scale_bytes else 0
 
@@ -66,7 +66,7 @@ _EXPERTS = re.compile(r".*\.experts\.")
 def stored_layers(
     config: object, scheme: QuantizationScheme | None, scale_bytes: int
 ) -> Sequence[Rule[Stored]] | None:
-    """What layers are stored as, by patterns of their names: the first that fits; None: nobody knows.
+    """Return stored forms by patterns of layer names, of which the first match counts; None if unknown.
 
     `scheme`: where kvq reads it, with scales of so many bytes.
     """
@@ -80,7 +80,7 @@ def stored_layers(
 
 
 def _unread(fields: Fields) -> list[Rule[Stored]] | None:
-    """Those of a method, or of a feature of one, that kvq doesn't load."""
+    """Return the rules of a method, or of a feature of one, that kvq doesn't load."""
     nested = fields.values.get("quantization")
     said = {**fields.values, **(nested if isinstance(nested, Mapping) else {})}
     method = str(said.get("quant_method", "bitsandbytes" if "load_in_4bit" in said else "")).lower()
@@ -101,21 +101,21 @@ def _unread(fields: Fields) -> list[Rule[Stored]] | None:
 
 
 def _at(said: object, path: tuple[str, ...]) -> object:
-    """What stands there, as far as the path goes."""
+    """Return the value at the end of a path, or where the path ends."""
     for key in path:
         said = said[key] if isinstance(said, Mapping) and key in said else said
     return said
 
 
 def _layers(said: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, object]]:
-    """Layers that are told of by name; hqq has them where others have the whole."""
+    """Yield the layers described by name; hqq has them where others have the whole."""
     for key in (*_OWN, *path[:1]):
         if isinstance(named := said.get(key), Mapping):
             yield from ((name, one) for name, one in named.items() if isinstance(one, Mapping))
 
 
 def _named(text: str) -> re.Pattern[str]:
-    """Layers by an expression, or by whole words of their names, in which * stands for anything."""
+    """Return a pattern of layers: an expression, or words of their names with * for anything."""
     if text.startswith("re:"):
         return fitting(text.removeprefix("re:"))
     words = ".*".join(map(re.escape, text.split("*")))
@@ -123,7 +123,7 @@ def _named(text: str) -> re.Pattern[str]:
 
 
 def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
-    """The form that a text or an object describes; None: none, or one that keeps 16 bits."""
+    """Return the form that a text or an object describes; None for none, or for one of 16 bits."""
     values = {**beside, "quant_algo": said} if isinstance(said, str) else said
     if not isinstance(values, Mapping):
         return None
@@ -152,5 +152,5 @@ def _described(said: object, beside: Mapping[str, Any]) -> Stored | None:
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...], kind: type) -> Any:
-    """The first of these fields that has a value of that type."""
+    """Return the first of these fields that has a value of that type."""
     return next((values[name] for name in names if type(values.get(name)) is kind), None)
