@@ -1,4 +1,4 @@
-"""Spending a memory budget: one option per unit, least total cost, exactly.
+"""Memory budget allocation: one option per unit, exactly at least total cost.
 
 The multiple-choice knapsack problem, solved by dynamic programming over bytes; costs of units are taken
 to add up, which `kvq tune` then verifies on the whole recipe. Source: Kellerer, Pferschy and Pisinger
@@ -18,7 +18,7 @@ from kvq.errors import ConfigError
 
 
 class Allocation:
-    """The best choices for every budget at once."""
+    """Best choices for every budget."""
 
     def __init__(self, units: Sequence[Sequence[Trial]]) -> None:
         """Solve for all budgets, O(units x options x bytes / their greatest common divisor).
@@ -47,11 +47,11 @@ class Allocation:
         self.most_bytes = self.least_bytes + (len(best) - 1) * self._unit_bytes  # of the largest choice
 
     def cost(self, budget: Fraction | int) -> float:
-        """The least total cost within `budget` bytes per token."""
+        """Return the least total cost within `budget` bytes per token."""
         return float(self._costs[self._best(budget)])
 
     def choose(self, budget: Fraction | int) -> list[Trial]:
-        """The options of least total cost within `budget` bytes per token, one per unit.
+        """Return the options of least total cost within `budget` bytes per token, one per unit.
 
         Raises:
             ConfigError: not even the smallest choices fit.
@@ -66,7 +66,7 @@ class Allocation:
         return chosen[::-1]
 
     def budget_for(self, cost: float) -> Fraction:
-        """The fewest bytes per token whose least total cost is at most `cost`.
+        """Return the fewest bytes per token whose least total cost is at most `cost`.
 
         Raises:
             ConfigError: no choice costs so little.
@@ -90,6 +90,6 @@ class Allocation:
 
 
 def _common_divisor(sizes: Sequence[Fraction | int]) -> Fraction:
-    """The largest number that all sizes are multiples of; 1 if all are zero."""
+    """Return the largest number that all sizes are multiples of; 1 if all are zero."""
     whole = math.lcm(*(size.denominator for size in sizes))
     return Fraction(math.gcd(*(int(size * whole) for size in sizes)) or whole, whole)

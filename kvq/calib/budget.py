@@ -1,4 +1,4 @@
-"""What `kvq tune` is asked for: a budget in bytes per token, formats that meet it, text to try them on."""
+"""Plan of `kvq tune`: a budget in bytes per token, formats that meet it, text to try them on."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunePlan:
-    """What is searched for, among which formats, and on how much text.
+    """Goal of a search, the formats it tries, and the text it uses.
 
     Exactly one of `budget_bytes` (per token, without block padding) and `max_kl` (nats per token) is given.
     `recent` and `sinks` tokens of every sequence, the youngest and the first, stay unquantized.
@@ -57,7 +57,7 @@ class TunePlan:
         return ExactTokens(recent=self.recent, sinks=self.sinks)
 
     def windows(self, model: PreparedModel, text: str, count: int) -> list[list[int]]:
-        """So many windows, spread over a text, as token ids.
+        """Return `count` windows, spread over a text, as token ids.
 
         Raises:
             RequestError: a text or context that can't be used.
@@ -66,7 +66,7 @@ class TunePlan:
         return spread_windows(model, text, context=context, max_windows=count)
 
     def check(self, model: PreparedModel, text: EvalText, held_out: EvalText) -> int:
-        """Tokens of a window, if this can be done on these texts; asked before the weights are loaded.
+        """Return the tokens of a window, after checks on these texts, before the weights are loaded.
 
         Raises:
             ConfigError: a budget below the smallest formats searched, or windows that stay unquantized.
@@ -88,7 +88,7 @@ class TunePlan:
         return window
 
     def check_exact(self, model: PreparedModel, window: int) -> list[str]:
-        """A warning, if most of a window of so many tokens stays unquantized.
+        """Return a warning if most of a window of `window` tokens stays unquantized.
 
         Raises:
             ConfigError: all of it does: every recipe would look lossless.
@@ -101,7 +101,7 @@ class TunePlan:
 
 
 def parse_budget(model: PreparedModel, text: str) -> int:
-    """Bytes per token of a budget: bits per element (`4.5bits`), bytes per token (`900B`) or a format.
+    """Return a budget's bytes per token: bits per element (`4.5bits`), bytes (`900B`) or a format.
 
     Raises:
         ConfigError: none of these.
@@ -132,18 +132,18 @@ def parse_budget(model: PreparedModel, text: str) -> int:
 
 
 def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe, block_size: int = BLOCK_SIZE) -> Fraction:
-    """Bytes per token of a recipe's rows, scales included, block padding not."""
+    """Return bytes per token of a recipe's rows, with scales and without block padding."""
     units = halves(geometry, block_size)
     return sum((half.nbytes(format_in(recipe, half)) for half in units), Fraction(0))
 
 
 def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
-    """Bytes per token of so many bits per element."""
+    """Return bytes per token of `bits` bits per element."""
     return int(bits * sum(half.kv_heads * half.head_dim for half in halves(geometry)) / 8 + 1e-6)
 
 
 def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:
-    """A plan's codes that fit, less those that its budget makes no use of or that have no compiled attention.
+    """Return a plan's codes that fit, are useful for its budget, and have compiled attention.
 
     Codes whose attention isn't compiled here are left out unless the others can't meet the budget.
     """
@@ -159,7 +159,7 @@ def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:
 
 
 def slow_codes(model: PreparedModel, codes: Sequence[Code]) -> list[Code]:
-    """Those codes of which some layer's rows would be read by the reference kernel here."""
+    """Return the codes for which some layer would use the reference kernel on this device."""
     return [code for code in codes if not has_fast_kernel(model, code)]
 
 
@@ -182,6 +182,6 @@ def has_fast_kernel(model: PreparedModel, code: Code) -> bool:
 
 
 def smallest_bytes(model: PreparedModel, codes: Sequence[Code]) -> Fraction:
-    """Bytes per token where every half takes the smallest format of these codes."""
+    """Return bytes per token if every half takes the smallest format of these codes."""
     found = candidates(model, codes).items()
     return sum((min(map(half.nbytes, formats)) for half, formats in found), Fraction(0))

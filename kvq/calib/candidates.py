@@ -1,4 +1,4 @@
-"""Formats that `kvq tune` chooses from, for K and V of every layer."""
+"""Candidate formats of `kvq tune`, for K and V of every layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,13 +36,13 @@ class Half:
     block_size: int = BLOCK_SIZE  # tokens
 
     def nbytes(self, fmt: KVFormat) -> Fraction:
-        """Bytes per token, all that blocks hold once included, block padding not."""
+        """Return bytes per token, with the once-per-block parts and without block padding."""
         return self.kv_heads * self.head_dim * fmt.bits_per_element(self.head_dim, self.block_size) / 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What storing one half in one format costs, all others unquantized."""
+    """Cost of storing one half in one format, with all others unquantized."""
 
     half: Half
     fmt: KVFormat
@@ -51,12 +51,12 @@ class Trial:
 
     @property
     def nbytes(self) -> Fraction:
-        """Per token."""
+        """Bytes per token."""
         return self.half.nbytes(self.fmt)
 
 
 def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
-    """K and V of every layer, in the order of layers."""
+    """Return K and V of every layer, in the order of layers."""
     return [
         Half(layer=layer.index, part=part, kv_heads=layer.kv_heads, head_dim=dim, block_size=block_size)
         for layer in geometry.layers
@@ -65,7 +65,7 @@ def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
 
 
 def candidates(model: PreparedModel, codes: Sequence[Code]) -> dict[Half, list[KVFormat]]:
-    """What each half may be stored in: of every code what `formats_of` gives.
+    """Return the candidate formats of each half: for every code those of `formats_of`.
 
     Raises:
         UnfitFormat: a code that rows of some half don't fit.
@@ -78,7 +78,7 @@ def candidates(model: PreparedModel, codes: Sequence[Code]) -> dict[Half, list[K
 
 
 def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVFormat]:
-    """The formats of a code that are searched for a half, smallest first.
+    """Return the formats of a code that are searched for a half, smallest first.
 
     K has scales per channel where blocks are quantized as wholes and its rows fit. V, and K elsewhere, is
     stored token by token: rotated, with scales of 8 bits, in groups of 64 down to the bare name's.
@@ -95,7 +95,7 @@ def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVF
 def recipe_of(
     geometry: ModelGeometry, chosen: Mapping[tuple[int, str], KVFormat], rest: KVFormat, label: str = ""
 ) -> KVRecipe:
-    """A recipe of some halves, (layer, part) -> its format; all others in format `rest`."""
+    """Return a recipe with formats `chosen` by (layer, part), and format `rest` for all others."""
     layers = (
         LayerFormats(
             k=chosen.get((layer.index, "k"), rest),
@@ -109,13 +109,13 @@ def recipe_of(
 
 
 def format_in(recipe: KVRecipe, half: Half) -> KVFormat:
-    """The format that a recipe stores a half in."""
+    """Return the format that a recipe stores a half in."""
     fmt: KVFormat = getattr(recipe.layers[half.layer], half.part)
     return fmt
 
 
 def codes_of(names: Sequence[str]) -> tuple[Code, ...]:
-    """The codes behind `--formats int8,int4,int3`.
+    """Return the codes named by `--formats int8,int4,int3`.
 
     Raises:
         ConfigError: another name.

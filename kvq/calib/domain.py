@@ -1,4 +1,4 @@
-"""Does what was calibrated on one text serve another? Scales of one kind of text may clip another's."""
+"""Domain check of a calibration: scales of one kind of text may clip another's."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ _WORSE = 1.25  # times the divergence of what is calibrated on the checked text 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainCheck:
-    """What one text calibrated, tried on another. Fields are JSON keys of `kvq calibrate --check`."""
+    """Result of a calibration tried on another text. Fields are JSON keys of `kvq calibrate --check`."""
 
     calibrated_on: str
     checked_on: str
@@ -40,7 +40,7 @@ class DomainCheck:
     cautions: list[str]  # why figures of this model on the text say nothing
 
     def line(self) -> str:
-        """The verdict in a sentence."""
+        """Return the verdict in a sentence."""
         cause = "see above" if self.cautions else "too few windows to tell"
         words = {True: "is fit", False: "is NOT fit", None: f"may or may not be fit ({cause})"}
         span = (
@@ -116,14 +116,14 @@ def check_length(model: PreparedModel, text: EvalText, context: int | None) -> N
 
 
 def _beginning(model: Model, text: EvalText, window: int) -> EvalText:
-    """As much of a text as that many windows take: what is observed is what is measured."""
+    """Return the text of the measured windows, so that the same tokens are observed and measured."""
     tokens = len(text_ids(model.tokenizer, text.text)) + len(begin_ids(model.tokenizer))
     share = min(1.0, (_WINDOWS + 0.5) * window / tokens)
     return replace(text, text=text.text[: int(share * len(text.text))])
 
 
 def _excess(seen: Observations, own: Observations) -> list[tuple[float, str]]:
-    """Per head, the text's own maximum over the calibrated one."""
+    """Return, per head, the text's own maximum over the calibrated one."""
     return [
         (found / allowed, f"{part.upper()} of layer {index}, head {head}")
         for index, (mine, given) in enumerate(zip(own.scales().layers, seen.scales().layers, strict=True))

@@ -1,4 +1,4 @@
-"""What K and V of a model look like, seen through the attention that serves it, unquantized."""
+"""Observation of a model's K and V, unquantized, through the attention that serves it."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class _Magnitudes:
         self._counts = torch.zeros(heads, _BINS, dtype=torch.int64)
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows [tokens, heads, dim]."""
+        """Add rows [tokens, heads, dim]."""
         size = rows.abs().float()
         self.absmax = torch.maximum(self.absmax, size.amax(dim=(0, 2)).cpu())
         heads = size.shape[1]
@@ -42,13 +42,13 @@ class _Magnitudes:
         self._counts += torch.bincount(flat, minlength=heads * _BINS).view(heads, _BINS).cpu()
 
     def percentile(self, share: float) -> list[float]:
-        """The magnitude that `share` (0 to 1) of each head's elements do not exceed, to a bin's width."""
+        """Return the magnitude that `share` (0 to 1) of each head's elements don't exceed, to a bin."""
         reached = self._counts.cumsum(1).double() / self._counts.sum(1, keepdim=True)
         index = (reached < share).sum(1).clamp(max=_BINS - 1)
         return torch.minimum(_edges()[index + 1].float(), self.absmax).tolist()
 
     def least_squares_clip(self, levels: int) -> list[float]:
-        """Per head, the largest magnitude that symmetric codes of +-`levels` should reach.
+        """Return, per head, the largest magnitude that symmetric codes of +-`levels` should reach.
 
         It minimizes the squared error: (c / levels)^2 / 12 of each element within c, (|x| - c)^2 of
         each beyond. Source: Choi et al. 2018, PACT, for why; found here by trying every bin's edge.
@@ -67,7 +67,7 @@ class _Magnitudes:
 
 
 def _edges() -> Tensor:
-    """Lower edges of the bins and the last one's upper edge, fp64 [bins + 1]."""
+    """Return lower edges of the bins and the last one's upper edge, fp64 [bins + 1]."""
     exponents = torch.arange(_BINS, dtype=torch.float64) / _PER_OCTAVE + _LOWEST
     return torch.cat((torch.zeros(1, dtype=torch.float64), 2.0**exponents))
 
@@ -83,7 +83,7 @@ class _RowStatistics:
         self.tokens = 0
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows [tokens, kv_heads, dim]."""
+        """Add rows [tokens, kv_heads, dim]."""
         rows = rows.float()
         self.magnitudes.update(rows)
         self.rotated.update(rotate(rows))
@@ -109,7 +109,7 @@ class _RowStatistics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observations:
-    """What a run over a text showed of every layer's K and V."""
+    """Statistics of every layer's K and V over a text."""
 
     model_digest: str
     text: EvalText

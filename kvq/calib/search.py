@@ -35,7 +35,7 @@ _RIVALS = 2  # uniform pairs of formats that are measured beside the short names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Point:
-    """A recipe or format, and what it cost on text that the search did not see."""
+    """A recipe or format with its cost on text that the search did not see."""
 
     kind: str  # "uniform", "tuned" or "chosen"
     row: PerplexityRow
@@ -43,13 +43,13 @@ class _Point:
     expected_kl: float | None = None  # by the search, of tuned recipes
 
     def ratio(self, other: "_Point") -> Interval | None:
-        """Divergence over another's, 95% interval by drawing windows anew; None for too few of them."""
+        """Return the 95% interval of the ratio of divergences, by resampling windows; None for too few."""
         return Bootstrap().interval(np.divide, self.window_kl, other.window_kl)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """What `tune` found."""
+    """Result of `tune`."""
 
     recipe: KVRecipe
     budget_bytes: int  # per token
@@ -61,18 +61,18 @@ class Tuned:
 
     @property
     def chosen(self) -> PerplexityRow:
-        """The chosen recipe on text that the search did not see."""
+        """Figures of the chosen recipe on text that the search did not see."""
         return self.points[-1].row
 
     @property
     def rival(self) -> _Point | None:
-        """The best uniform format of at most the chosen recipe's bytes."""
+        """Best uniform format of at most the chosen recipe's bytes."""
         most = self.chosen.kv_bytes_per_token
         fitting = [x for x in self.points[1:-1] if x.kind == "uniform" and x.row.kv_bytes_per_token <= most]
         return min(fitting, key=lambda x: x.row.kl_mean, default=None)
 
     def front(self) -> list[_Point]:
-        """The points that nothing else beats in both bytes and divergence, smallest first."""
+        """Return the points that no other beats in both bytes and divergence, smallest first."""
         best, kept = float("inf"), []
         for point in sorted(self.points, key=lambda p: (p.row.kv_bytes_per_token, p.row.kl_mean)):
             if point.row.kl_mean < best:
@@ -142,7 +142,7 @@ def tune(
 
 
 class _Search:
-    """The best recipe for every budget, from sensitivities, beside the uniform formats."""
+    """Best recipe for every budget, from sensitivities, and the uniform formats to compare with."""
 
     def __init__(self, model: Model, found: Sensitivities, plan: TunePlan) -> None:
         self._model, self._found, self._plan = model, found, plan
@@ -151,11 +151,11 @@ class _Search:
         self._named = [model.prepared.recipe(f"{code.name}{plan.exact}") for code in plan.codes]
 
     def nbytes(self, recipe: KVRecipe) -> Fraction:
-        """Per token."""
+        """Return a recipe's bytes per token."""
         return recipe_bytes(self._model.geometry, recipe, self._model.prepared.block_size)
 
     def recipe(self, budget: Fraction | int, label: str) -> KVRecipe:
-        """The recipe of least expected cost within `budget` bytes per token."""
+        """Return the recipe of least expected cost within `budget` bytes per token."""
         return self._recipe(self.allocation.choose(budget), label)
 
     def _recipe(self, chosen: list[Trial], label: str) -> KVRecipe:
@@ -164,7 +164,7 @@ class _Search:
         return replace(recipe, exact=self._plan.exact)
 
     def budget_for(self, max_kl: float) -> int:
-        """Few bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`.
+        """Return few bytes per token at which the recipe, measured on the search's text, meets `max_kl`.
 
         Expected and measured divergence are nearly proportional: a few tries narrow it down from both sides.
         """
@@ -188,7 +188,7 @@ class _Search:
     def best(
         self, budget: int, windows: list[list[int]], progress: Callable[[int, int], None]
     ) -> tuple[KVRecipe, float, bool]:
-        """The recipe of least divergence within a budget, its divergence, and whether it is the search's.
+        """Return the recipe of least divergence within a budget, its divergence, and if it is the search's.
 
         `windows`: others than costs were measured on, where there are any; those would favour the search's.
         """
@@ -212,7 +212,7 @@ class _Search:
         return named[: sum(self.nbytes(recipe) <= budget for recipe in named) + 1]
 
     def _pairs(self, budget: int) -> list[KVRecipe]:
-        """Uniform recipes of least expected cost within a budget, of one format for K and one for V each."""
+        """Return uniform recipes of least expected cost within a budget, one format for K and one for V."""
         of_part: dict[str, dict[KVFormat, list[Trial]]] = {"k": {}, "v": {}}
         for trial in self._found.trials:
             of_part[trial.half.part].setdefault(trial.fmt, []).append(trial)

@@ -1,4 +1,4 @@
-"""What each format costs in each half of each layer: KL divergence of served decoding, one half at a time.
+"""Sensitivity of each half of each layer to each format: KL divergence, one half at a time.
 
 K is tried in the two narrowest codes of at most 4 bits, since what 2 bits do to single attention patterns
 follows no law; V in the narrowest. Divergence is linear in the square of a code's step as long as it is
@@ -25,7 +25,7 @@ _LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivities:
-    """What every half costs in every format, and what it was measured with."""
+    """Cost of every half in every format, with the windows it was measured on."""
 
     trials: tuple[Trial, ...]
     rest: KVFormat  # of the halves that were not tried
@@ -79,7 +79,7 @@ def measure_sensitivities(
 
 
 def _tried(half: Half, formats: Sequence[KVFormat], known: Sequence[Trial]) -> list[KVFormat]:
-    """The formats of a half to measure: of a code the largest, which is of its smallest groups."""
+    """Return the formats of a half to measure: a code's largest one, which has its smallest groups."""
     before = [trial.fmt for trial in known if trial.half == half]
     largest = {fmt.code: fmt for fmt in (*formats, *before)}  # the last of a code
     codes = sorted(largest, key=lambda code: code.bits)
@@ -88,7 +88,7 @@ def _tried(half: Half, formats: Sequence[KVFormat], known: Sequence[Trial]) -> l
 
 
 def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:
-    """A format's trial, or what follows from the measured one of the widest code that is no wider."""
+    """Return a format's trial, or an estimate from the measured one of the widest code that is no wider."""
     nearest = max((x for x in measured if x.fmt.code.bits <= fmt.code.bits), key=lambda x: x.fmt.code.bits)
     if nearest.fmt == fmt:
         return nearest
@@ -98,7 +98,7 @@ def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:
 
 
 def _noise(fmt: KVFormat, half: Half) -> float:
-    """The square of a code's step, in a unit that all formats of a half share.
+    """Return the square of a code's step, in a unit that all formats of a half share.
 
     A step is the range of what shares a scale over 2^bits; the square of the range of n numbers of a normal
     distribution goes as log n.

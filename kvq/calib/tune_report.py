@@ -1,4 +1,4 @@
-"""A search's result: as rows, as a plot of the front, and as a page that needs no other file."""
+"""Tuning report: rows, a plot of the front, and a self-contained page."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ _KINDS = {"uniform": ("#7d8590", "o"), "tuned": ("#0969da", "s"), "chosen": ("#c
 
 
 def point_rows(tuned: Tuned) -> list[Row]:
-    """The verified points as JSON rows: keys of `kvq perplexity`, and how each came about."""
+    """Return the verified points as JSON rows: keys of `kvq perplexity`, and the kind of each."""
     front = {id(point) for point in tuned.front()}
     return [
         {
@@ -51,7 +51,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
 
 
 def tuned_facts(model: Model, tuned: Tuned) -> Row:
-    """What the JSON says beside the points."""
+    """Return the JSON beside the points."""
     return {
         "cautions": list(tuned.cautions),
         "budget_bytes": tuned.budget_bytes,
@@ -67,7 +67,7 @@ def tuned_facts(model: Model, tuned: Tuned) -> Row:
 
 
 def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
-    """What each half of each layer costs in each way it was stored, as JSON rows."""
+    """Return the cost of each half of each layer in each format tried, as JSON rows."""
     return [
         {
             "layer": trial.half.layer,
@@ -109,7 +109,7 @@ def read_trials(path: str | Path, model: Model, same: Row) -> list[Trial]:
 
 
 def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
-    """A recipe as a table: layer, K, V."""
+    """Return a recipe as a table: layer, K, V."""
     cells: dict[int, list[str]] = {}
     for half in halves(model.geometry):
         cells.setdefault(half.layer, [str(half.layer)]).append(format_in(recipe, half).name)
@@ -117,17 +117,17 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
 
 
 def point_columns(rows: Sequence[Row]) -> Columns:
-    """What the table of points shows."""
+    """Return the columns of the table of points."""
     return {"kv": ("recipe", ""), **sizes(rows), **_QUALITY}
 
 
 def marked(rows: list[Row]) -> list[Row]:
-    """Points as their table shows them: a star at those on the front."""
+    """Return points as their table shows them, with a star for those on the front."""
     return [row | {"kv": f"{row['kv']} *"} if row["is_on_front"] else row for row in rows]
 
 
 def front_figure(rows: list[Row]) -> Any:
-    """Mean KL over bits per element, logarithmic: uniform formats, tuned recipes, and the front."""
+    """Plot mean KL over bits per element, logarithmic: uniform formats, tuned recipes, and the front."""
     shown = [row for row in rows if row["kl_mean"] > 0]
     figure = new_figure(9.6, 4.6)
     axes = figure.subplots()
@@ -146,7 +146,7 @@ def front_figure(rows: list[Row]) -> Any:
 
 
 def sensitivity_figure(rows: list[Row]) -> Any:
-    """Bars per half: the least divergence of each code, logarithmic."""
+    """Plot bars per half: the least divergence of each code, logarithmic."""
     least: dict[str, dict[tuple[str, int], float]] = {}  # by code
     for row in rows:
         of_code = least.setdefault(row["format"].split("_")[0], {})
@@ -187,7 +187,7 @@ def write_report(path: str | Path, result: Row) -> None:
 
 
 def verdict(tuned: Tuned) -> str:
-    """The result in a sentence or two."""
+    """Return the result in a sentence or two."""
     chosen = tuned.chosen
     of = "" if tuned.cautions else f", {verdict_of(chosen.kl_mean, chosen.perplexity_change)}"
     words = (
@@ -210,7 +210,7 @@ def verdict(tuned: Tuned) -> str:
 
 
 def _mind(tuned: Tuned) -> str:
-    """A sentence, where most of what was measured is exact."""
+    """Return a warning if most keys of the measurement are exact, or an empty text."""
     share = tuned.chosen.exact_keys
     return f" Mind: {exactness_warning('it', share, _context(tuned))}." if share > MOST else ""
 
@@ -220,7 +220,7 @@ def _context(tuned: Tuned) -> int:
 
 
 def _staging(tuned: Tuned) -> str:
-    """What a staged recipe's memory leaves out, and what it comes to; nothing of others."""
+    """Return the tokens that a staged recipe keeps unquantized, as text; empty for other recipes."""
     if not tuned.recipe.is_staged:
         return ""
     exact, size = tuned.recipe.exact, tuned.sensitivities.trials[0].half.block_size

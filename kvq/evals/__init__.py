@@ -1,4 +1,4 @@
-"""Measuring what a KV format costs in quality, over the path that serves."""
+"""Evaluation of the quality cost of KV formats, over the path that serves."""
 
 from typing import TYPE_CHECKING
 

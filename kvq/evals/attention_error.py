@@ -1,4 +1,4 @@
-"""The error that a KV format adds to the attention output of every layer, on the same inputs.
+"""Attention error: the error that a KV format adds to every layer's output, on the same inputs.
 
 The model runs over unquantized KV. In every layer each format stores the same K and V in a cache of
 its own, and attends from it with the same Q: the error is the layer's own, not what earlier layers
@@ -20,7 +20,7 @@ from kvq.models.check.compared import ComparedCache, Found
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRow:
-    """The error of one layer's attention output in one format: |a - b| / |b| of each token's output.
+    """Error of one layer's attention output in one format: |a - b| / |b| of each token's output.
 
     b is the output over unquantized KV; the norm is over all heads.
     """
@@ -64,7 +64,7 @@ def measure_attention(
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
-    """The recipe with V unquantized, and with K unquantized; both keep open blocks where it does."""
+    """Return the recipe with V unquantized, and with K unquantized; both keep open blocks if it does."""
 
     def half(of_k: bool) -> KVRecipe:
         layers = tuple(

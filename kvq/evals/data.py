@@ -81,7 +81,7 @@ def _text_of(where: str, row: Any, field: str | None) -> str:
 
 
 def _turn_text(content: Any) -> str:
-    """The text of a turn, whose content may be parts such as {"type": "text", "text": ...}."""
+    """Return the text of a turn, whose content may be parts such as {"type": "text", "text": ...}."""
     if isinstance(content, list):
         return "\n".join(filter(None, (_turn_text(part) for part in content)))
     if isinstance(content, Mapping):
@@ -121,7 +121,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _hub_rows(spec: str) -> Iterator[Any]:
-    """Rows of `NAME[:CONFIG[:SPLIT]]`, streamed: nothing is downloaded that is not read."""
+    """Stream the rows of `NAME[:CONFIG[:SPLIT]]`: only rows that are read are downloaded."""
     require(f"hf:{spec}", ("datasets",))
     import datasets
 

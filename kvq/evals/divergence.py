@@ -1,4 +1,4 @@
-"""How far KV formats go from unquantized KV at every token of a text, over the path that serves.
+"""Divergence of KV formats from unquantized KV at every token of a text, over the path that serves.
 
 What stays of a token is a few numbers, never its logits.
 """
@@ -33,7 +33,7 @@ _TOP = 5  # likeliest tokens compared
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenPlan:
-    """What formats are run over: windows of a text, and how they are cut."""
+    """Windows of a text that formats are run over."""
 
     context: int = 1024  # tokens per window
     chunk: int | None = None  # tokens per prefill step
@@ -48,7 +48,7 @@ class TokenPlan:
             raise RequestError(f"chunk must be at least 1 token, got {self.chunk}")
 
     def windows(self, model: PreparedModel, text: str) -> list[list[int]]:
-        """The windows of a text, as token ids; needs no weights.
+        """Return the windows of a text, as token ids; needs no weights.
 
         Raises:
             RequestError: text shorter than a window, or a context beyond the model's.
@@ -60,7 +60,7 @@ class TokenPlan:
         return token_windows(model.tokenizer, text, context=self.context, max_windows=self.max_windows)
 
     def check_exact(self, model: PreparedModel, recipes: Iterable[KVRecipe]) -> list[str]:
-        """Warnings of recipes that leave most keys of a window exact.
+        """Return warnings about recipes that leave most keys of a window exact.
 
         Raises:
             ConfigError: one that leaves all of them so.
@@ -77,13 +77,13 @@ class TokenPlan:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Who hears how far a measurement is, and how to make the rows of what is finished."""
+    """Callbacks of a measurement: its progress, and how to make the rows of finished parts."""
 
     progress: Progress = lambda done, total: None
     keep: Keep = lambda make: None
 
     def through(self, rows: Callable[[list[Any]], Any]) -> "Watch":
-        """The same for a part of the measurement, of whose results `rows` makes the whole's."""
+        """Return the callbacks for a part of the measurement; `rows` makes rows of its results."""
         return replace(self, keep=lambda make: self.keep(lambda: rows(make())))
 
 
@@ -92,7 +92,7 @@ UNWATCHED = Watch()
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TokenFigures:
-    """What one format did at every predicted token: fp32 [windows, context - 1] each.
+    """Figures of one format at every predicted token: fp32 [windows, context - 1] each.
 
     A window is a document. Column i of it was predicted from i + 1 tokens. Arrays are allocated whole: small
     pieces would fragment the heap.
@@ -109,7 +109,7 @@ class TokenFigures:
     chance: float = float("inf")  # of the baseline: the perplexity of a guess over all of the windows
 
     def first(self, windows: int) -> "TokenFigures":
-        """Of the first so many windows."""
+        """Return the figures of the first `windows` windows."""
         nll, kl, top1, top5 = (x[:windows] for x in (self.nll, self.kl, self.top1, self.top5))
         return replace(self, nll=nll, kl=kl, top1=top1, top5=top5)
 
@@ -130,7 +130,7 @@ class TokenFigures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """The baseline at the tokens of one chunk."""
+    """Baseline at the tokens of one chunk."""
 
     log_probs: Tensor  # fp32 [tokens, vocab]
     probs: Tensor
@@ -139,7 +139,7 @@ class Reference:
 
     @classmethod
     def of(cls, log_probs: Tensor) -> "Reference":
-        """What the others are compared with, computed once for all of them."""
+        """Return the reference for all other formats, computed once."""
         return cls(log_probs, log_probs.exp(), log_probs.argmax(-1), _likeliest(log_probs))
 
 
@@ -177,7 +177,7 @@ def measure_tokens(
 
 
 def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Model]:
-    """The model in every format, the baseline first: the first unquantized one, or the weights' own type.
+    """Return the model in every format, first the baseline: an unquantized one, or the weights' own type.
 
     Raises:
         RequestError: no format.
@@ -193,7 +193,7 @@ def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Mode
 
 
 def baseline_first(recipes: list[KVRecipe], model: PreparedModel) -> list[KVRecipe]:
-    """The recipes with the first unquantized one in front; if there is none, the weights' own type."""
+    """Return the recipes with the first unquantized one in front; if there is none, the weights' type."""
     if all(recipe.is_quantized for recipe in recipes):
         recipes = [model.recipe("auto"), *recipes]
     baseline = next(recipe for recipe in recipes if not recipe.is_quantized)
@@ -225,5 +225,5 @@ def _is_int2(model: Model) -> bool:
 
 
 def _likeliest(log_probs: Tensor) -> Tensor:
-    """int64 [tokens, 5], or as many as there are tokens."""
+    """Return the likeliest token ids, int64 [tokens, 5], or fewer for a smaller vocabulary."""
     return log_probs.topk(min(_TOP, log_probs.shape[-1]), dim=-1).indices

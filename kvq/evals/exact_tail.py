@@ -1,4 +1,4 @@
-"""How much of what queries see is unquantized under a staged recipe, whose divergence then says little.
+"""Share of unquantized keys under a staged recipe; if it is large, divergence says little.
 
 A recipe that keeps as many young tokens in bf16 as a window has diverges by nothing, whatever its formats.
 """
@@ -14,7 +14,7 @@ from kvq.models.loading.prepared import PreparedModel
 
 
 def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:
-    """The share of keys that queries at these positions of a sequence see unquantized, mean of all layers.
+    """Return the share of keys that queries at these positions see unquantized, averaged over layers.
 
     A query sees its own position and those before it, `attention_window` at most. 0 without a staging area.
     """
@@ -39,7 +39,7 @@ def check_exact(
     advice: str,
     attention_window: int | None = None,
 ) -> list[str]:
-    """Warnings, of the quantized recipes that leave most keys exact in any of these sequences.
+    """Return warnings about quantized recipes that leave most keys exact in any of these sequences.
 
     `sequences`: the positions of queries whose results are looked at, which a window's last one is not: what
     it predicts is unknown. `advice`: what else can be given.

@@ -1,4 +1,4 @@
-"""How long greedy generation over quantized KV stays token for token what it is over unquantized KV."""
+"""Generation eval: tokens until greedy decoding over quantized KV differs from unquantized KV."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class _Intervals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRow:
-    """How one format's continuations agree with the baseline's."""
+    """Agreement of one format's continuations with the baseline's."""
 
     kv: str
     prompts: int
@@ -43,7 +43,7 @@ class GenerationRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationPlan:
-    """What is generated: continuations of `new_tokens` after `prompts` pieces of the text."""
+    """Continuations to generate: `new_tokens` after each of `prompts` pieces of the text."""
 
     prompts: int = 32
     prompt_tokens: int = 128
@@ -58,7 +58,7 @@ class GenerationPlan:
 
 
 def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[list[int]]:
-    """Pieces of a text as token ids, evenly over it; fewer than asked for from a short text.
+    """Cut pieces of a text as token ids, evenly over it; fewer than requested from a short text.
 
     Raises:
         ConfigError: a cache backend that the engine doesn't run over.
@@ -109,7 +109,7 @@ def measure_generation(
 
 
 def same_tokens(expected: list[int], got: list[int]) -> int:
-    """How many tokens at the beginning are the same."""
+    """Return the number of equal tokens at the beginning."""
     pairs = zip(expected, got, strict=True)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
 

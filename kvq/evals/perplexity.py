@@ -22,7 +22,7 @@ _LARGEST_LOSS = 700.0  # nats per token; exp of more overflows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerplexityRow:
-    """What one format costs. Fields are the JSON keys of `kvq perplexity`."""
+    """Quality and size of one format. Fields are the JSON keys of `kvq perplexity`."""
 
     kv: str
     bits_per_element: float  # scales included
@@ -54,7 +54,7 @@ def _rows(figures: list[TokenFigures]) -> list[PerplexityRow]:
 
 
 def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityRow:
-    """One format's figures over the whole text.
+    """Return one format's figures over the whole text.
 
     Raises:
         RequestError: a loss that no perplexity can express.
@@ -79,7 +79,7 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
 
 
 def size_figures(model: Model, context: int) -> dict[str, float]:
-    """What a format takes, also of a sequence of `context` tokens, by the keys of `PerplexityRow`."""
+    """Return a format's sizes, also for a sequence of `context` tokens, by keys of `PerplexityRow`."""
     nbytes = model.kv_bytes_per_token
     return {
         "bits_per_element": model.bits_per_element,
@@ -90,7 +90,7 @@ def size_figures(model: Model, context: int) -> dict[str, float]:
 
 
 def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, Any]:
-    """Say whether the model and text of these rows can see damage; see `measure_tokens`.
+    """Return whether the model and text of these rows can show damage; see `measure_tokens`.
 
     Returns JSON: the relative changes with a short window and with 2-bit KV, the limit, and `passed`.
     """
@@ -108,7 +108,7 @@ def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, Any]:
 
 
 def look(model: Model, baseline: str | KVRecipe, text: str, plan: TokenPlan) -> list[dict[str, Any]]:
-    """Those two rows over the first tokens of a text, as JSON: three passes over 256 of them, at most.
+    """Return the instrument's two rows over the first 256 tokens of a text, as JSON.
 
     Nothing where the plan has the check itself or it can't be had; of short windows 2-bit KV alone.
     """
@@ -122,7 +122,7 @@ def look(model: Model, baseline: str | KVRecipe, text: str, plan: TokenPlan) -> 
 
 
 def instrument_facts(rows: Sequence[PerplexityRow], seen: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a result says of its instrument, as JSON: `cautions`, and what they are from.
+    """Return the JSON about a result's instrument: `cautions`, and what they are based on.
 
     `rows`: all that were measured, the baseline first. `seen`: by `look`.
     """
@@ -132,7 +132,7 @@ def instrument_facts(rows: Sequence[PerplexityRow], seen: list[dict[str, Any]]) 
 
 
 def _perplexity(figures: TokenFigures) -> float:
-    """exp of the mean negative log-likelihood."""
+    """Return exp of the mean negative log-likelihood."""
     mean = float(figures.nll.mean(dtype=np.float64))
     if not mean < _LARGEST_LOSS:  # NaN too
         raise RequestError(

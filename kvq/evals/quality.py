@@ -1,4 +1,4 @@
-"""What one format costs in quality: over the text, by context depth, by difficulty, with intervals."""
+"""Quality cost of formats: over the text, by context depth, by difficulty, with intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -59,7 +59,7 @@ class _DifficultyRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QualityRow(PerplexityRow):
-    """What one format costs. Fields are the JSON keys of `kvq eval`."""
+    """Quality cost of one format. Fields are the JSON keys of `kvq eval`."""
 
     kl_median: float
     kl_p99: float
@@ -92,7 +92,7 @@ def measure_quality(
 
 
 def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap) -> QualityRow:
-    """Everything that is said of one format."""
+    """Return all figures of one format."""
     median, p99 = np.quantile(figures.kl.astype(np.float64), (0.5, 0.99))
     part = partial(_part, figures, baseline, bootstrap)
     shares = part(slice(None))
@@ -122,7 +122,7 @@ def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootst
 
 
 def depths(columns: int) -> list[tuple[int, int]]:
-    """Buckets of context depth, first and last: up to 15 tokens, then by powers of two."""
+    """Return buckets of context depth, first and last: up to 15 tokens, then by powers of two."""
     firsts = [1] + [
         1 << n for n in range(_SHALLOWEST.bit_length() - 1, columns.bit_length()) if 1 << n <= columns
     ]
@@ -130,7 +130,7 @@ def depths(columns: int) -> list[tuple[int, int]]:
 
 
 def quarters(losses: Floats) -> list[Floats]:
-    """Documents by the baseline's loss, easiest quarter first: their indices. Ties keep their order."""
+    """Return document indices by the baseline's loss, easiest quarter first. Ties keep their order."""
     if len(losses) < QUARTERS:
         return []
     return list(np.array_split(np.argsort(losses, kind="stable"), QUARTERS))
@@ -154,7 +154,7 @@ def _by_difficulty(
 
 
 def _part(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any) -> dict[str, Any]:
-    """The fields that a row of some documents or columns shares with those of all."""
+    """Return the fields that rows of some documents or columns share with rows of all."""
     nll, base, kl, top1 = (x[part] for x in (figures.nll, baseline.nll, figures.kl, figures.top1))
     intervals = _Intervals(
         perplexity_change=bootstrap.interval(np.expm1, _document_means(nll) - _document_means(base)),

@@ -1,4 +1,4 @@
-"""How likely continuations are after their contexts, many at a time on one engine."""
+"""Log-probabilities of continuations after their contexts, many at a time on one engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _LOGITS_BYTES = 64 << 20  # of one chunk's logits
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """The continuation's log-probability in nats, and whether greedy decoding would have written it."""
+    """Log-probability of a continuation in nats, and True if greedy decoding would produce it."""
 
     logprob: float
     is_greedy: bool
@@ -69,7 +69,7 @@ def generate(
     *,
     progress: Progress = UNWATCHED.progress,
 ) -> list[RequestOutput]:
-    """`llm.generate`, where no request may fail.
+    """Call `llm.generate`; no request may fail.
 
     Raises:
         RequestError: one was refused or failed; says which, and why.
@@ -123,7 +123,7 @@ def _read(output: RequestOutput, start: int) -> _Score:
 
 
 def _score_whole_contexts(model: Model, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[_Score]:
-    """The same through a session of its own, whose pool holds one sequence."""
+    """Score pairs through a separate session, whose pool holds one sequence."""
     if not pairs:
         return
     try:

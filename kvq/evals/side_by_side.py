@@ -1,4 +1,4 @@
-"""Several sessions over the same windows, chunk by chunk, so that what is compared is measured together.
+"""Sessions run side by side over the same windows, chunk by chunk, so that all are measured together.
 
 Every window's tokens go through a session's own write-then-read path: quantized into blocks first, attended
 from there. All sessions see the same chunk before any sees the next, so that only one chunk of the first
@@ -21,7 +21,7 @@ _AT_ONCE = 12  # recipes that share a run of the baseline; each has a pool of on
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """What one session made of one chunk of one window."""
+    """Result of one session on one chunk of one window."""
 
     session: int
     window: int
@@ -31,12 +31,12 @@ class Chunk:
 
 
 def chunk_size(model: Model, context: int) -> int:
-    """Tokens whose logits take 64 MiB, `context` at most: some five times that is held at once."""
+    """Return tokens whose logits take 64 MiB, at most `context`; some five times that is held at once."""
     return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
 
 
 def side_by_side(sessions: Sequence[Session], windows: Sequence[list[int]], size: int) -> Iterator[Chunk]:
-    """Chunks of `size` tokens, those of all sessions one after the other, window after window.
+    """Yield chunks of `size` tokens, of all sessions one after the other, window after window.
 
     Raises:
         RequestError: K or V that are not finite.
@@ -62,7 +62,7 @@ def mean_divergences(
     progress: Callable[[int], None] = lambda done: None,
     keep: Callable[[list[float]], object] = lambda found: None,
 ) -> list[float]:
-    """Mean KL divergence of recipes from unquantized KV, in nats per token, over all tokens of `windows`.
+    """Return recipes' mean KL divergence from unquantized KV, in nats per token of `windows`.
 
     The baseline is the weights' own type. `firsts`: of all recipes but the first, the layer from which on
     they differ from it; layers before are run once for several. `progress` hears for how many recipes' worth

@@ -1,4 +1,4 @@
-"""Methods of others, simulated: what they would lose at their bytes, measured beside kvq's formats.
+"""Simulated methods of other papers: their loss at their bytes, measured beside kvq's formats.
 
 Each is a pair of quantizers of whole blocks that are registered under no name: see `kvq.formats.own`. How
 tokens come in, which queries see which form of them, and everything else is the path that serves.
@@ -27,7 +27,7 @@ _SCALE = 16  # bits
 
 
 def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:
-    """The recipe of a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
+    """Return the recipe of a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
 
     Raises:
         ConfigError: another name, or heads of several dimensions.
@@ -39,7 +39,7 @@ def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:
 
 
 def _formats(name: str, head_dims: list[tuple[int, int]]) -> tuple[KVFormat, KVFormat]:
-    """Of K and V."""
+    """Return the formats of K and V."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ConfigError(f"{name!r} is no method that can be simulated; those are {NAMES}")
@@ -67,7 +67,7 @@ def _formats(name: str, head_dims: list[tuple[int, int]]) -> tuple[KVFormat, KVF
 
 
 def _rounded(x: Tensor, *, bits: int, dims: tuple[int, ...]) -> Tensor:
-    """Rounded to `bits` with one scale and minimum, in fp16, along some dimensions.
+    """Round to `bits` with one scale and minimum, in fp16, along some dimensions.
 
     Source: K along tokens, V along elements: Liu et al. 2024, KIVI, section 3.
     """
@@ -79,13 +79,13 @@ def _rounded(x: Tensor, *, bits: int, dims: tuple[int, ...]) -> Tensor:
 
 
 def _rounded_groups(x: Tensor, *, bits: int) -> Tensor:
-    """By groups of a token's elements."""
+    """Round by groups of a token's elements."""
     groups = x.unflatten(-1, (-1, min(_KIVI_GROUP, x.shape[-1])))
     return _rounded(groups, bits=bits, dims=(-1,)).flatten(-2)
 
 
 def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
-    """Rotated, deviations of tokens and of elements made alike, rounded along `dim`, and all of it undone.
+    """Rotate, even out deviations of tokens and elements, round along `dim`, and undo the rest.
 
     Source: Muller et al. 2026, KVarN (arXiv 2606.03458): 16 rounds, of which the most even one is kept.
     """
@@ -95,7 +95,7 @@ def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
 
 
 def _even_scales(x: Tensor) -> Tensor:
-    """Per head the scale of every row, [..., rows, 1], that columns and rows are most alike with.
+    """Return, per head, the scales of rows, [..., rows, 1], that make columns and rows most alike.
 
     The scales of columns go into those that are rounded with anyway.
     """
@@ -115,12 +115,12 @@ def _even_scales(x: Tensor) -> Tensor:
 
 
 def _deviations(x: Tensor, squares: Tensor, scales: Tensor) -> Tensor:
-    """Of every row of `x` over the scales [..., columns, 1] of its columns, [..., rows, 1]."""
+    """Return every row's deviation, [..., rows, 1], of `x` over its columns' scales [..., columns, 1]."""
     count, inverse = x.shape[-1], 1 / scales
     mean, square = x @ inverse / count, squares @ inverse.square() / count
     return ((square - mean.square()) * (count / (count - 1))).clamp(min=1e-6).sqrt()
 
 
 def _spread(deviations: Tensor, dim: int) -> Tensor:
-    """How far they lie apart: the largest over the least."""
+    """Return the largest over the least value."""
     return deviations.amax(dim, keepdim=True) / deviations.amin(dim, keepdim=True)

@@ -24,7 +24,7 @@ def token_windows(
 def cut_windows(
     ids: list[int], prefix: list[int], *, context: int, max_windows: int | None = None
 ) -> list[list[int]]:
-    """The same of a text's tokens; `prefix` begins every window."""
+    """Cut a text's tokens into windows as `token_windows` does; `prefix` begins every window."""
     if context < 2:
         raise RequestError(f"context must be at least 2 tokens, got {context}; nothing could be predicted")
     if max_windows is not None and max_windows < 1:

@@ -1,4 +1,4 @@
-"""Weights: algorithms on tensors, on-disk packing, and what takes a Linear layer's place."""
+"""Quantized weights: algorithms on tensors, packing on disk, and modules in place of Linear layers."""
 
 from kvq.weights.experts import PackedExperts, install_experts, packed_experts, stacked_experts
 from kvq.weights.install import install

@@ -18,7 +18,7 @@ _GRID = 20  # values of alpha in [0, 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChannelScales:
-    """By how much inputs are divided and a weight's columns multiplied."""
+    """Scales by which inputs are divided and a weight's columns multiplied."""
 
     scale: Tensor  # fp32 [in]
     alpha: float  # 0: all scales are 1
@@ -34,7 +34,7 @@ def awq_scales(
     *,
     tied: Tensor | None = None,
 ) -> ChannelScales:
-    """The scales of least output error for layers that share their inputs.
+    """Return the scales of least output error for layers that share their inputs.
 
     s = mean|x|^alpha and s = mean|x|^alpha / mean|w|^(1 - alpha), each over a grid of alpha, normed to
     sqrt(max s * min s) = 1. The error is that over all tokens of the statistics, after rounding to
@@ -61,7 +61,7 @@ def awq_scales(
 def _error(
     weights: list[Tensor], statistics: InputStatistics, fmt: WeightFormat, dtype: torch.dtype, scale: Tensor
 ) -> float:
-    """Squared error of the outputs with scaled weights rounded to nearest."""
+    """Return the squared error of the outputs with scaled weights rounded to nearest."""
     total = 0.0
     for weight in weights:
         stored = round_weight(weight * scale, fmt, dtype=dtype)
@@ -70,7 +70,7 @@ def _error(
 
 
 def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
-    """Mean over rows of |w| relative to the largest of its group, fp32 [in]."""
+    """Return the mean over rows of |w| relative to the largest of its group, fp32 [in]."""
     parts = []
     for weight in weights:
         groups = weight.abs().view(weight.shape[0], fmt.groups(weight.shape[1]), -1)
@@ -79,7 +79,7 @@ def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
 
 
 def over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
-    """Every value, or the mean or the largest ("amax") of those tied with it."""
+    """Return every value, or the mean or the largest ("amax") of the values tied with it."""
     if tied is None:
         return values
     found = torch.zeros(int(tied.max()) + 1, device=values.device)
@@ -87,6 +87,6 @@ def over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
 
 
 def _normed(scale: Tensor) -> Tensor:
-    """Scales around 1; of inputs that are always zero, 1e-4 of the largest at least."""
+    """Return scales around 1, at least 1e-4 of the largest for inputs that are always zero."""
     scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-30)
     return scale / (scale.max() * scale.min()).sqrt()

@@ -1,4 +1,4 @@
-"""An embedding that serves for the head: one weight, in the order in which the head's kernel reads it."""
+"""Tied embedding: one weight for lookups and the head, in the order in which the head's kernel reads it."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ _TRIED = 3  # rows
 
 
 class PackedEmbedding(nn.Module):
-    """Looks rows up in what a head multiplies by."""
+    """Embedding that looks rows up in the weight that a head multiplies by."""
 
     def __init__(self, kernel: CpuLinear, dtype: torch.dtype, scale: Tensor | None) -> None:
         """`dtype`: of the rows; `scale`: what they are multiplied with, if with anything."""
@@ -44,7 +44,7 @@ class PackedEmbedding(nn.Module):
 
 @torch.inference_mode()
 def is_plain_lookup(module: nn.Embedding) -> bool:
-    """True if a module gives rows of its weight, or these times its `embed_scale`: it is tried on some."""
+    """True if a module returns rows of its weight, perhaps times `embed_scale`; it is tried on some."""
     if any(hooks_of(module)) or module.max_norm is not None:
         return False
     ids = torch.arange(module.num_embeddings)[:: max(1, module.num_embeddings // _TRIED)]
@@ -57,6 +57,6 @@ def is_plain_lookup(module: nn.Embedding) -> bool:
 
 
 def scale_of(module: nn.Embedding) -> Tensor | None:
-    """What a module of Gemma's kind multiplies its rows with."""
+    """Return the factor of an embedding's rows, in modules like Gemma's, or None."""
     scale = getattr(module, "embed_scale", None)
     return scale if scale is None or isinstance(scale, Tensor) else torch.tensor(float(scale))

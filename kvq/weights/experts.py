@@ -33,19 +33,19 @@ Make = Callable[[str, int, Tensor], Weight]  # of a name and an expert, from its
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsForm:
-    """How a module computes with its stacked weights."""
+    """Arithmetic of a module with stacked weights."""
 
     gating: Gating
     is_transposed: bool  # weights are [experts, in, out]
     is_interleaved: bool  # gates and what they gate take turns
 
     def gate_up(self, mixed: Tensor) -> Tensor:
-        """All gates, then what they gate: of an expert's weight [2 n, in] or bias [2 n]."""
+        """Return an expert's weight [2 n, in] or bias [2 n] with all gates first, then what they gate."""
         return torch.cat((mixed[::2], mixed[1::2])) if self.is_interleaved else mixed
 
 
 class PackedExperts(Packed):
-    """All experts of a layer."""
+    """All experts of a layer, in one kernel."""
 
     def __init__(
         self, kernel: CpuExperts | ReferenceExperts, sizes: tuple[int, int, int], fmt: WeightFormat | None
@@ -58,7 +58,7 @@ class PackedExperts(Packed):
 
     @property
     def weight_count(self) -> int:
-        """How many weights there are, biases included."""
+        """Number of weights, biases included."""
         biases = self.kernel.bias_bytes // torch.float32.itemsize
         return int(3 * self.num_experts * self.hidden_dim * self.intermediate_dim + biases)
 
@@ -74,12 +74,12 @@ class PackedExperts(Packed):
 
 
 def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
-    """A model's experts that kernels keep, by name."""
+    """Return a model's experts that kernels keep, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedExperts)}
 
 
 def stacked_experts(model: nn.Module) -> dict[str, ExpertsForm]:
-    """How the modules of stacked experts compute, by their names; those that nobody understands are left out.
+    """Return the forms of stacked experts by module name; modules of unknown arithmetic are left out.
 
     The model may be on the meta device.
     """
@@ -112,7 +112,7 @@ def install_experts(
 
 
 def _parts(module: Any, form: ExpertsForm, make: Make) -> dict[str, Any]:
-    """What kernels of experts are made of; `make` is given a tensor's own name."""
+    """Return the arguments of expert kernels; `make` gets a tensor's own name."""
     first, last = module.gate_up_proj.detach(), module.down_proj.detach()
     return {
         "gate_up": [make("gate_up_proj", i, form.gate_up(_weight(own, form))) for i, own in enumerate(first)],
@@ -134,7 +134,7 @@ def _bias(module: Any, name: str, ordered: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Whether it has the two weights of stacked gated experts, and besides but biases and an activation."""
+    """True if a module has the two weights of stacked gated experts, and only biases and an activation."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if not _WEIGHTS <= set(own) <= _WEIGHTS | _BIASES or not runs_library_code(module):
         return False
@@ -151,7 +151,7 @@ def _is_transposed(module: Any) -> bool:
 
 
 def _gatings(module: nn.Module) -> list[Gating]:
-    """What it may do between its products, by its activation and the numbers that it holds."""
+    """Return the possible gatings of a module, by its activation and the numbers it holds."""
     own = getattr(module, "act_fn", None)
     activation = Activation.SILU if own is None else ACTIVATIONS.get(type(own).__name__)
     if activation not in COMPILED:
@@ -165,7 +165,7 @@ def _gatings(module: nn.Module) -> list[Gating]:
 
 @torch.inference_mode()
 def _proven(module: nn.Module) -> ExpertsForm | None:
-    """The form whose results a small copy of the module has; None if there is none."""
+    """Return the form with the results of a small copy of the module; None if there is none."""
     source = torch.Generator().manual_seed(0)
     small: Any = copy.copy(module)
     small.__dict__ |= {

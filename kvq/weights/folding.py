@@ -1,4 +1,4 @@
-"""Where a decoder layer can take scales of its Linear layers' inputs without changing what it computes.
+"""Scale folding: places where a decoder layer takes scales of Linear inputs without changing its output.
 
 A Linear layer's columns are multiplied by s and its inputs divided by it; the division goes into what made
 the inputs: a norm's weight, or the rows of a Linear layer before it. Where that holds is not read from
@@ -21,7 +21,7 @@ _PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SharedInput:
-    """Linear layers that multiply the same tensor, by their names in the decoder layer."""
+    """Linear layers that multiply one tensor, by their names in the decoder layer."""
 
     names: tuple[str, ...]
     norm: str | None  # the module that made the tensor, if it is a norm
@@ -29,7 +29,7 @@ class _SharedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Fold:
-    """A place that scales can go to."""
+    """A place that scales can be folded into."""
 
     names: tuple[str, ...]  # Linear layers whose inputs are divided
     source: str  # the norm or Linear layer that takes the division
@@ -39,7 +39,7 @@ class Fold:
 
 @dataclass(kw_only=True, slots=True)
 class Folds:
-    """What a decoder layer's Linear layers share, and where their scales can go."""
+    """Shared inputs of a decoder layer's Linear layers, and the places of their scales."""
 
     shared: list[_SharedInput] = field(default_factory=list)
     folds: list[Fold] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Folds:
 
 
 def trace_inputs(layer: nn.Module, run: Run) -> list[_SharedInput]:
-    """Which Linear layers share an input and which norm made it, in the order they are called."""
+    """Return the Linear layers that share an input, and the norm that made it, in order of their calls."""
     made: dict[int, str] = {}
     users: dict[int, list[str]] = {}
     kept: list[Tensor] = []  # alive until the end, so that no id stands for two tensors
@@ -76,7 +76,7 @@ def trace_inputs(layer: nn.Module, run: Run) -> list[_SharedInput]:
 
 
 def find_folds(layer: nn.Module, run: Run, *, head_dim: int | None = None) -> Folds:
-    """Every fold of a decoder layer that is proven to change nothing.
+    """Return every fold of a decoder layer that is proven to change nothing.
 
     `run` computes the layer's output on a sample in fp32. `head_dim`: of V, by which the heads of grouped
     query attention are told.
@@ -120,7 +120,7 @@ def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype =
 
 
 def undoing(layer: nn.Module, fold: Fold) -> Callable[[], None]:
-    """A function that undoes what a fold has changed since now."""
+    """Return a function that undoes the changes of a fold made after this call."""
     modules = [layer.get_submodule(name) for name in (fold.source, *fold.names)]
     parameters = {p for module in modules for p in module.parameters(recurse=False)}
     saved = [(p, p.detach().clone()) for p in parameters]
@@ -160,7 +160,7 @@ def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
 
 
 def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: int | None) -> Iterator[Fold]:
-    """Linear layers before it whose rows may be its inputs, the last first."""
+    """Yield folds into earlier Linear layers whose rows may be the inputs of `name`, the last first."""
     user = linear_at(layer, name)
     for source in reversed(before):
         maker = linear_at(layer, source)
@@ -174,7 +174,7 @@ def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: in
 
 
 def _divide_norm(norm: nn.Module, scale: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
-    """Returns by what the norm's output was really divided, after rounding."""
+    """Divide a norm's weight by scales; return the scales in effect after rounding."""
     weight, bias = norm.weight, getattr(norm, "bias", None)
     assert isinstance(weight, Tensor), "a norm has a weight"
     old = weight + offset

@@ -1,4 +1,4 @@
-"""GPTQ: columns are rounded one by one, and what rounding changed is made up for by the columns to come.
+"""GPTQ: columns are rounded one by one, and later columns compensate the error.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
 2022, section 3 and algorithm 1; acting order and groups as in the authors' published code.
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class ActOrder(Enum):
-    """In which order columns are rounded."""
+    """Order in which columns are rounded."""
 
     NONE = "none"  # as they lie
     STATIC = "static"  # most active inputs first; groups are neighbouring inputs, scales of the first weights
@@ -30,7 +30,7 @@ class ActOrder(Enum):
 
 
 class ScaleSearch(Enum):
-    """How a group's range is chosen."""
+    """Choice of a group's range."""
 
     OFF = "off"  # minimum to maximum
     SQUARES = "squares"  # least squared error of the weights
@@ -39,7 +39,7 @@ class ScaleSearch(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTQOptions:
-    """What can be chosen about GPTQ."""
+    """Options of GPTQ."""
 
     damping: float = 0.01  # share of the Hessian's mean diagonal that is added to it
     order: ActOrder = ActOrder.NONE
@@ -100,7 +100,7 @@ def gptq(
 
 
 class _Columns:
-    """The columns of a weight on their way to codes."""
+    """Columns of a weight while they are rounded to codes."""
 
     def __init__(self, columns: Tensor, factor: Tensor, fmt: WeightFormat) -> None:
         self.columns = columns  # fp32 [in, out]; from the first not yet rounded on, as updated so far
@@ -114,7 +114,7 @@ class _Columns:
         self.scale = self.zero = columns  # of the group at hand, fp32 [out]
 
     def start_group(self, at: int, size: int, dtype: torch.dtype, cost: Cost | None) -> None:
-        """Choose scales for the columns from `at` on, as they are by now."""
+        """Choose scales for the columns from `at` on, with all updates so far."""
         group = self.columns[at : at + size].T.contiguous()
         whole = WeightFormat(code=self.fmt.code, symmetric=self.fmt.symmetric)
         scale, zero = search_scales(group, whole, dtype, cost)
@@ -124,12 +124,12 @@ class _Columns:
         self.use(scale, zero, 0)
 
     def use(self, scale: Tensor, zero: Tensor | None, group: int) -> None:
-        """Take scales chosen before."""
+        """Use scales chosen before."""
         self.scale = scale[:, group].float()
         self.zero = torch.zeros_like(self.scale) if zero is None else zero[:, group].float()
 
     def round(self, at: int, begin: int, end: int) -> None:
-        """Round column `at`, and make up for it in the later ones of the block [begin, end)."""
+        """Round column `at`, and compensate in the later ones of the block [begin, end)."""
         column = self.columns[at]
         half = 1 << (self.fmt.code.bits - 1)
         q = torch.div(column, self.scale).round_().add_(self.zero).clamp_(-half, half - 1)
@@ -142,7 +142,7 @@ class _Columns:
             later.addcmul_(self.factor[at, at + 1 : end, None], error[None], value=-1)
 
     def update_later(self, begin: int, end: int) -> None:
-        """Make up for a block in all columns after it."""
+        """Compensate the errors of a block in all columns after it."""
         if end < len(self.columns):
             self.columns[end:].addmm_(self.factor[begin:end, end:].T, self.error[: end - begin], alpha=-1)
 
@@ -154,7 +154,7 @@ class _Columns:
         *,
         in_order: bool,
     ) -> QuantizedWeight:
-        """The codes with their scales; columns stay in their order only if groups follow it."""
+        """Return the codes with their scales; columns stay in their order only if groups follow it."""
         codes = self.codes
         if order is not None and not in_order:
             codes = torch.empty_like(codes).index_copy_(0, order, codes)
@@ -166,7 +166,7 @@ class _Columns:
 
 
 def _block(size: int, fmt: WeightFormat) -> int:
-    """Columns per block, such that groups start where all updates so far have been applied."""
+    """Return columns per block, such that groups start where all updates so far have been applied."""
     if fmt.group_size is None:
         return _BLOCK
     if size <= _BLOCK:
@@ -181,7 +181,7 @@ def _cost(price: Tensor, options: GPTQOptions) -> Cost | None:
 
 
 def _factor(gram: Tensor, damping: float, name: str) -> Tensor:
-    """U, upper triangular, with U^T U the inverse of the damped Hessian; fp32 [in, in].
+    """Return U, upper triangular, with U^T U the inverse of the damped Hessian; fp32 [in, in].
 
     The Cholesky factor of the Hessian read backwards is U's inverse read backwards: one factorization and
     one triangular inverse, where the paper's inverse and its factorization take three.

@@ -1,4 +1,4 @@
-"""Putting packed layers into a model: one by one, or joined where a CPU gains by it.
+"""Installation of packed layers into a model: one by one, or joined if a CPU gains by it.
 
 Those of one input are one product then: queries, keys, values; gates and what they gate.
 """
@@ -29,7 +29,7 @@ from kvq.weights.linear import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """A product, the input and the thread that it is of, and where the parts begin that nobody took yet."""
+    """A product with its input and thread, and the starts of the parts not taken yet."""
 
     input: Tensor
     output: Tensor
@@ -37,7 +37,7 @@ class _Computed:
     left: set[int]
 
     def has(self, part: slice, x: Tensor) -> bool:
-        """True if this is what that part of the product with x is a part of."""
+        """True if this product is with x, and the part was not taken yet."""
         known = self.input
         return (
             part.start in self.left
@@ -49,7 +49,7 @@ class _Computed:
 
 
 class _Joined:
-    """Several weights' product, computed when the first of them is asked for its part.
+    """Product of several weights, computed at the first call of one of its parts.
 
     The others' parts of the same input are kept until each was taken, and the input with them, so that its
     memory can't meanwhile become another's. Threads that share a model compute their own.
@@ -66,7 +66,7 @@ class _Joined:
         self._kept: _Computed | None = None
 
     def take(self, part: slice, x: Tensor) -> Tensor:
-        """One part of the product with x [rows, in]: a view [rows, out of that part]."""
+        """Return one part of the product with x [rows, in]: a view [rows, out of that part]."""
         kept = self._kept
         if kept is None or not kept.has(part, x):
             kept = _Computed(x, self.kernel(x), get_ident(), {own.part.start for own in self.parts})
@@ -78,7 +78,7 @@ class _Joined:
 
 
 class JoinedPart:
-    """One weight of several that share their input, as a kernel of its own."""
+    """Kernel of one of several weights that share their input."""
 
     def __init__(self, joined: _Joined, part: slice) -> None:
         self.joined = joined
@@ -86,12 +86,12 @@ class JoinedPart:
 
     @property
     def nbytes(self) -> int:
-        """Its share of the packed bytes."""
+        """The weight's share of the packed bytes."""
         return self._share(self.joined.kernel.nbytes)
 
     @property
     def code_bytes(self) -> int:
-        """Of these, without scales."""
+        """The weight's share of the packed bytes, without scales."""
         return self._share(self.joined.kernel.code_bytes)
 
     def _share(self, nbytes: int) -> int:
@@ -99,12 +99,12 @@ class JoinedPart:
         return int(nbytes * rows // self.joined.kernel.out_features)
 
     def values(self) -> Tensor:
-        """A copy of its rows of a weight in floats, [out, in]."""
+        """Return a copy of the part's rows of a weight in floats, [out, in]."""
         values: Tensor = self.joined.kernel.values()
         return values[self.part]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] of x's dtype, contiguous: of views torch rounds gelu in another way."""
+        """Map [rows, in] to [rows, out] of x's dtype, contiguous: torch rounds gelu of views differently."""
         return self.joined.take(self.part, x).contiguous()
 
 
@@ -140,7 +140,7 @@ def install(
 def _layers(
     parent: nn.Module, weights: dict[str, Weight], device: torch.device, backend: str, dtype: torch.dtype
 ) -> dict[str, PackedLinear]:
-    """The layers of one module; those that share their input share a product, too."""
+    """Return the layers of one module; layers that share their input share a product."""
     layers: dict[str, PackedLinear] = {}
     for names in _SHARED:
         group = [weights[name] for name in names if name in weights]
@@ -162,7 +162,7 @@ def _layer(
     dtype: torch.dtype,
     kernel: JoinedPart | None = None,
 ) -> PackedLinear:
-    """`kernel`: one that holds the weight already."""
+    """Return the packed layer of a weight; `kernel` already holds it, if given."""
     if isinstance(weight, PlainWeight):
         return PlainLinear(weight, bias, kernel or CpuLinear(weight), dtype)
     bias = None if bias is None else bias.to(device)
@@ -173,13 +173,13 @@ def _layer(
 
 
 def _kernel_for(weight: QuantizedWeight, device: torch.device, backend: str) -> Kernel:
-    """The best one for the device, or that of the named backend."""
+    """Return the best kernel for the device, or that of the named backend."""
     spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
     return select(spec.operation, spec, Device.of(device), backend)
 
 
 def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
-    """The kernel that multiplies by several weights at once; None where there is none."""
+    """Return the kernel that multiplies by several weights at once, or None."""
     if len({weight.in_features for weight in group}) > 1:
         return None
     if all(isinstance(weight, PlainWeight) for weight in group):
@@ -196,7 +196,7 @@ def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) in one call; the three layers are there under their own names."""
+    """Gated MLP, down(activation(gate(x)) * up(x)), in one call; the layers keep their names."""
 
     def __init__(self, mlp: nn.Module, activation: Activation) -> None:
         """Take the layers of a module whose gate and up are joined."""
@@ -226,7 +226,7 @@ class GatedMLP(nn.Module):
 
 @torch.inference_mode()
 def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Replace a gated MLP by one call, if it computes what that does: it is tried on rows of all sizes."""
+    """Replace a gated MLP by one call, if results agree on rows of all magnitudes."""
     mlp = model.get_submodule(name)
     gate, down = (getattr(mlp, own, None) for own in ("gate_proj", "down_proj"))
     activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)

@@ -1,4 +1,4 @@
-"""What takes a Linear layer's place: a kernel that multiplies by its weight, in codes or as it was."""
+"""Packed Linear layers: kernels that multiply by a weight, in codes or in floats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ Kernel = Callable[[Tensor], Tensor]
 
 
 class Packed(nn.Module):
-    """A module for inference, whose weights a kernel keeps in an order of its own."""
+    """Module for inference whose weights a kernel keeps in its own order."""
 
     kernel: Any
     fmt: WeightFormat | None = None  # of the weights; None of floats
@@ -41,12 +41,12 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed):
-    """A Linear layer."""
+    """Linear layer whose weight a kernel keeps."""
 
     def __init__(
         self, weight: QuantizedWeight | PlainWeight, bias: Tensor | None, kernel: Kernel, backend: str
     ) -> None:
-        """`kernel`: one of that backend that holds the weight."""
+        """`kernel` holds the weight and belongs to `backend`."""
         super().__init__()
         self.in_features = weight.in_features
         self.out_features = weight.out_features
@@ -76,10 +76,10 @@ class PackedLinear(Packed):
 
 
 class PlainLinear(PackedLinear):
-    """One whose weight is no code."""
+    """Packed Linear layer with a weight in floats."""
 
     def __init__(self, weight: PlainWeight, bias: Tensor | None, kernel: Kernel, dtype: torch.dtype) -> None:
-        """`dtype`: of the layer, which the kernel may keep in fewer bits."""
+        """`dtype` is the layer's; the kernel may keep fewer bits."""
         super().__init__(weight, bias, kernel, "cpu")
         self._dtype = dtype
 
@@ -91,7 +91,7 @@ class PlainLinear(PackedLinear):
 
 
 class QuantizedLinear(PackedLinear):
-    """One over a quantized weight."""
+    """Packed Linear layer with a quantized weight."""
 
     fmt: WeightFormat
 
@@ -137,7 +137,7 @@ _HOOKS_OF_ALL = nn.modules.module._global_forward_hooks, nn.modules.module._glob
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    """What is called after a module and before it; empty while nobody looks."""
+    """Return a module's forward hooks and forward pre-hooks."""
     return module._forward_hooks, module._forward_pre_hooks
 
 
@@ -153,14 +153,14 @@ def runs_library_code(module: nn.Module) -> bool:
 
 
 def linear_of(weight: Tensor) -> nn.Linear:
-    """A Linear layer over a weight [out, in], which is not copied."""
+    """Return a Linear layer over a weight [out, in], which is not copied."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:
-    """The one called `name`, dots included, which is a Linear layer."""
+    """Return the Linear layer called `name`, dots included."""
     found = model.get_submodule(name)
     assert isinstance(found, nn.Linear), f"{name} is no Linear layer"
     return found
@@ -173,13 +173,13 @@ def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, Linear layers as their kernels keep them."""
+    """Return bytes of all parameters, with Linear layers as their kernels keep them."""
     others = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return others + sum(module.nbytes for module in model.modules() if isinstance(module, Packed))
 
 
 def weight_count(model: nn.Module) -> int:
-    """Weights of all layers, packed ones included; a head that is a copy of the embedding's is none."""
+    """Return the number of weights, packed ones included; a head that copies the embedding has none."""
     others = sum(parameter.numel() for parameter in model.parameters())
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     is_copy = is_tied and isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
@@ -189,16 +189,16 @@ def weight_count(model: nn.Module) -> int:
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """A model's Linear layers that kernels keep, by name."""
+    """Return a model's packed Linear layers, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
 def weight_formats(model: nn.Module) -> set[WeightFormat]:
-    """The formats of all weights in codes."""
+    """Return the formats of all quantized weights."""
     packed = (module for module in model.modules() if isinstance(module, Packed))
     return {module.fmt for module in packed if module.fmt is not None}
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Those of them that are quantized."""
+    """Return a model's quantized Linear layers, by name."""
     return {name: layer for name, layer in packed_layers(model).items() if isinstance(layer, QuantizedLinear)}

@@ -1,4 +1,4 @@
-"""The manifest of a model folder: every file's size and digest, and its own.
+"""Manifest of a model folder: every file's size and digest, and its own.
 
 kvq writes one with each quantized model, and `kvq manifest` for folders of others. A flipped bit anywhere in
 the listed files, or in the manifest, is found. It is no defence against somebody who forges files on purpose.
@@ -28,7 +28,7 @@ Tell = Callable[[int], object]  # hears of every chunk that was read, in bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileDigest:
-    """What a file holds."""
+    """Size and digest of a file."""
 
     nbytes: int
     xxh3: str  # xxh3_128 in hex
@@ -46,14 +46,14 @@ class FileDigest:
 
 
 def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
-    """The manifest of these files; the same files give the same bytes."""
+    """Return the manifest of these files; equal files give equal bytes."""
     listed = {name: {"bytes": file.nbytes, "xxh3": file.xxh3} for name, file in files.items()}
     content = {"files": listed, "format_version": _FORMAT_VERSION}
     return _canonical({**content, "digest": xxhash.xxh3_128(_canonical(content)).hexdigest()})
 
 
 def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
-    """The files that the folder's manifest lists; None: it has none.
+    """Return the files that the folder's manifest lists; None without a manifest.
 
     Raises:
         ModelError: it is damaged: its bytes aren't the ones that kvq writes for what it says.
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
 
 
 def check_manifest(folder: Path) -> dict[str, FileDigest]:
-    """The files that the folder's manifest lists, after a look at all but their weights; empty without one.
+    """Return the files that the folder's manifest lists, checked except for weights; empty without one.
 
     Files added later are let be, unless they hold weights.
 
@@ -104,12 +104,12 @@ def verify_manifest(folder: Path) -> bool:
 
 
 def find_faults(folder: Path, files: Mapping[str, FileDigest], tell: Tell = int) -> list[ModelError]:
-    """All in which a folder differs from what its manifest lists."""
+    """Return all differences of a folder from its manifest."""
     return list(_faults(folder, files, lambda name: True, tell))
 
 
 def listed_files(folder: Path) -> list[Path]:
-    """What a new manifest of a folder lists: all that a model is loaded from."""
+    """Return the files for a new manifest of a folder: all that a model is loaded from."""
     found = {path for pattern in _READ for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in found if path.name != MANIFEST and not path.name.startswith("."))
 
@@ -144,7 +144,7 @@ def relist(path: str | Path) -> None:
 def _faults(
     folder: Path, files: Mapping[str, FileDigest], is_read: Callable[[str], bool], tell: Tell = int
 ) -> Iterator[ModelError]:
-    """What differs, file by file; the content of those that are read, of others the size."""
+    """Yield differences, file by file: of content if `is_read`, else of size."""
     for name, wanted in files.items():
         try:
             _check_size(folder / name, wanted)

@@ -22,7 +22,7 @@ _SMALLEST_SCALE = 2.0**-24
 def scales_of(
     weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, shrink: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale of `dtype` and zero point int8 (None if symmetric), both [out, groups], of fp32 [out, in].
+    """Return scale in `dtype` and zero point int8 (None if symmetric), [out, groups], of fp32 [out, in].
 
     Symmetric codes take all 2^bits values: the largest magnitude lies half a step beyond the last one, as
     GPTQ and compressed-tensors have it. Asymmetric ones take the range between a group's minimum and
@@ -41,7 +41,7 @@ def scales_of(
 
 
 def codes_of(weight: Tensor, scale: Tensor, zero: Tensor | None, fmt: WeightFormat) -> Tensor:
-    """Nearest codes int8 [out, in] (of FP8 E4M3FN bytes, uint8) of fp32 [out, in] under given scales."""
+    """Return nearest codes int8 [out, in] (for FP8 E4M3FN bytes, uint8) of fp32 [out, in]."""
     groups = weight.float().view(*scale.shape, -1) / scale.float()[:, :, None]
     if fmt.code is WeightCode.FP8:
         return e4m3.encode(groups.flatten(1))
@@ -63,7 +63,7 @@ def round_weight(weight: Tensor, fmt: WeightFormat, *, dtype: torch.dtype | None
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale as stored: never zero, never infinite; a group of zeros has 1."""
+    """Return the scale as stored: never zero, never infinite; 1 for a group of zeros."""
     limit = torch.finfo(dtype).max
     return torch.where(scale > 0, scale.clamp(_SMALLEST_SCALE, limit), 1.0).to(dtype)
 
@@ -73,12 +73,12 @@ _SHRINKS = tuple(1 - 0.025 * step for step in range(-4, 17))  # 1.1 down to 0.6 
 
 
 def squares(error: Tensor) -> Tensor:
-    """Squared error of the weights."""
+    """Return the squared error of the weights."""
     return error.square().sum(-1)
 
 
 def weighted(importance: Tensor) -> Cost:
-    """Squared error of the weights, each input weighted: `importance` [in], such as E[x^2]."""
+    """Return the squared error of weights as a cost, with inputs weighted by `importance` [in]."""
 
     def cost(error: Tensor) -> Tensor:
         return (error.square() * importance.view(error.shape[1], -1)).sum(-1)
@@ -87,7 +87,7 @@ def weighted(importance: Tensor) -> Cost:
 
 
 def quadratic(gram: Tensor, groups: int) -> Cost:
-    """Squared error of a group's part of the outputs, `gram` [in, in] being the sum of x x^T."""
+    """Return the squared error of a group's part of the outputs as a cost; `gram` [in, in] sums x x^T."""
     size = gram.shape[0] // groups
     at = torch.arange(groups, device=gram.device)
     blocks = gram.view(groups, size, groups, size)[at, :, at]  # [groups, inputs, inputs]
@@ -102,7 +102,7 @@ def quadratic(gram: Tensor, groups: int) -> Cost:
 def search_scales(
     weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, cost: Cost | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points as `scales_of` makes them, each group with the range of least cost, if any."""
+    """Return scales and zero points as `scales_of` does, each group with its range of least cost."""
     weight = weight.float()
     scale, zero = scales_of(weight, fmt, dtype)
     if cost is None:
@@ -128,7 +128,7 @@ def clip_weight(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, gram: Ten
 
 
 def _error(weight: Tensor, fmt: WeightFormat, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """What rounding changes, [out, groups, inputs of a group]."""
+    """Return the change by rounding, [out, groups, inputs of a group]."""
     groups = weight.view(*scale.shape, -1)
     q = codes_of(weight, scale, zero, fmt).view(groups.shape).float()
     if zero is not None:

@@ -45,7 +45,7 @@ def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Te
 
 
 def _apart(x: Tensor) -> Tensor:
-    """`x` [rows, n] with something between its rows, unless they are whole vectors.
+    """Return `x` [rows, n] with a gap between its rows, unless rows are whole vectors.
 
     torch computes functions such as sigmoid a vector at a time, and what is left over otherwise, to other
     bits: of neighbouring rows as of one array, so that a number's bits would depend on the rows before it.
@@ -56,7 +56,7 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def batch_invariant_routers(model: nn.Module) -> None:
-    """Give the routers beside packed experts products whose rows are the same in any batch."""
+    """Replace the products of routers beside packed experts by batch-invariant ones."""
     for block in list(model.modules()):
         if not any(isinstance(child, PackedExperts) for child in block.children()):
             continue

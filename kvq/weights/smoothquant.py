@@ -25,7 +25,7 @@ def smooth_scales(
     alphas: tuple[float, ...] = ALPHAS,
     tied: Tensor | None = None,
 ) -> ChannelScales:
-    """The scales s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) of the best alpha, for layers that share inputs.
+    """Return s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) of the best alpha, for layers that share inputs.
 
     Best is the least output error over the statistics' kept tokens, weights and inputs both rounded. With a
     single alpha nothing is tried, and scales always apply. `weights`: fp32 [out, in] each. `tied`: int64
@@ -48,7 +48,7 @@ def smooth_scales(
 
 
 def _scale(largest: Tensor, columns: Tensor, alpha: float) -> Tensor:
-    """Equation 4; 1 where an input was always zero, or its weights are."""
+    """Return the scales of equation 4; 1 if an input was always zero, or its weights are."""
     scale = largest**alpha / columns.clamp_min(1e-5) ** (1 - alpha)
     scale = torch.where((largest > 0) & (columns > 0), scale, 1.0)
     return scale.clamp(1e-5, 1e5)

@@ -1,4 +1,4 @@
-"""What a layer's inputs look like over a text: all that the calibrated quantizers need of it."""
+"""Input statistics of a layer over a text, for the calibrated quantizers."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kvq.errors import RequestError
 
 
 class InputStatistics:
-    """Sums over the tokens that Linear layers of one input have seen.
+    """Sums over the tokens seen by Linear layers that share an input.
 
     `gram`: fp32 [in, in], the sum of x x^T. From it the squared error of any change E of a weight over
     all those tokens follows without them: sum |E x|^2 = tr(E gram E^T). `absmax` and `abssum`: fp32 [in].
@@ -28,7 +28,7 @@ class InputStatistics:
         self._per_sample = per_sample
 
     def add(self, x: Tensor) -> None:
-        """Take in inputs [..., in].
+        """Add inputs [..., in].
 
         Raises:
             RequestError: they hold NaN or infinity.
@@ -61,7 +61,7 @@ class InputStatistics:
         return torch.cat(self._rows) if self._rows else self.gram.new_zeros(0, self.gram.shape[0])
 
     def divide(self, scale: Tensor) -> None:
-        """Become the statistics of x / scale, scale fp32 [in], which something before the layer now makes."""
+        """Divide the statistics by `scale`, fp32 [in]: something before the layer now divides its inputs."""
         self.gram /= scale
         self.gram /= scale[:, None]
         self.absmax /= scale
@@ -69,10 +69,10 @@ class InputStatistics:
         self._rows = [rows / scale for rows in self._rows]
 
     def squared(self, weight: Tensor) -> float:
-        """The sum over tokens of |W x|^2 for a weight, or a change of one, fp32 [out, in]."""
+        """Return the sum over tokens of |W x|^2 for a weight, or a change of one, fp32 [out, in]."""
         return float(((weight @ self.gram) * weight).sum(dtype=torch.float64).clamp_min(0))
 
     def relative_error(self, weight: Tensor, stored: Tensor) -> float:
-        """|(W - Q) X| / |W X| over all tokens, Frobenius norms; both fp32 [out, in]."""
+        """Return |(W - Q) X| / |W X| over all tokens, Frobenius norms; both fp32 [out, in]."""
         whole = self.squared(weight)
         return (self.squared(stored - weight) / whole) ** 0.5 if whole > 0 else 0.0

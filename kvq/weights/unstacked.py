@@ -1,4 +1,4 @@
-"""Experts one by one, as checkpoints of quantized ones name them: Linear layers of each expert."""
+"""Unstacked experts: Linear layers of each expert, as quantized checkpoints name them."""
 
 import re
 from collections.abc import Collection
@@ -27,7 +27,7 @@ class _Expert(nn.Module):
 
 
 class UnstackedExperts(nn.Module):
-    """What a module of stacked experts computes, by a Linear layer for each of their weights."""
+    """Replacement of a module of stacked experts, with a Linear layer for each weight."""
 
     def __init__(self, stacked: Any, gating: Gating) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class UnstackedExperts(nn.Module):
             self._experts.append(expert)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """[rows, hidden], and the experts of every row [rows, top] with their weights -> [rows, hidden]."""
+        """Map [rows, hidden], with every row's experts [rows, top] and their weights, to [rows, hidden]."""
         out = torch.zeros_like(hidden_states)
         for i, expert in enumerate(self._experts):
             rows, top = torch.where(chosen == i)
@@ -51,13 +51,13 @@ class UnstackedExperts(nn.Module):
         return out
 
     def shared_inputs(self) -> list[tuple[str, ...]]:
-        """Names inside it of the Linear layers that share their input."""
+        """Return the names, in this module, of Linear layers that share their input."""
         count = range(len(self._experts))
         return [names for i in count for names in ((f"{i}.gate_proj", f"{i}.up_proj"), (f"{i}.down_proj",))]
 
 
 def unstack_experts(model: nn.Module, held: Collection[str]) -> dict[str, str]:
-    """Take stacked experts apart whose weights a checkpoint has one by one, as vLLM wants quantized ones.
+    """Unstack experts whose weights a checkpoint has one by one, as vLLM expects of quantized ones.
 
     `held`: names of the checkpoint's tensors. Returns what it calls the new Linear layers, by their names in
     the model.
@@ -72,7 +72,7 @@ def unstack_experts(model: nn.Module, held: Collection[str]) -> dict[str, str]:
 
 
 def is_expert_code(tensor: str) -> bool:
-    """Whether a checkpoint's tensor of that name belongs to codes of one expert."""
+    """True if a checkpoint's tensor of that name belongs to the codes of one expert."""
     layer, _, kind = tensor.rpartition(".")
     return kind in ("weight_scale", "qweight") and _NAME.fullmatch(layer) is not None
 
@@ -83,7 +83,7 @@ Places = dict[tuple[int, str], str]  # an expert and a part to the name of its w
 def expert_places(
     model: nn.Module, forms: dict[str, ExpertsForm], names: Collection[str]
 ) -> dict[str, tuple[ExpertsForm, Places]]:
-    """Of stacked experts whose weights are all among `names`, one by one, these, by the module's name."""
+    """Return stacked experts whose weights are all among `names`, one by one, by the module's name."""
     by_layer: dict[str, Places] = {}
     for name in names:
         if (found := _NAME.fullmatch(name)) is not None:

@@ -1,4 +1,4 @@
-"""Writing a model folder aside, shard by shard, and putting it in place in one step."""
+"""Checkpoint writer: writes a model folder aside, shard by shard, and renames it in one step."""
 
 import json
 import os
@@ -222,7 +222,7 @@ def _sync(path: Path) -> None:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, none sharing memory with another, which safetensors refuses."""
+    """Return the tensors without shared memory, which safetensors refuses."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Quantizing a model's weights: which layers, by which method, on which samples; and the folder it makes."""
+"""Weight quantization of a model: layers, methods, samples, and the folder it writes."""
 
 from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.run import Quantized, quantize_model

@@ -1,4 +1,4 @@
-"""Quantizing one decoder layer, given what its inputs look like."""
+"""Quantization of one decoder layer, from statistics of its inputs."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ _ROWS = 512  # tokens kept where the rounding of inputs has to be seen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleReport:
-    """What quantizing did to one Linear layer. Fields are the JSON keys of `kvq quantize --json`."""
+    """Report of one quantized Linear layer. Fields are the JSON keys of `kvq quantize --json`."""
 
     layer: int
     module: str  # its name in the model
@@ -63,13 +63,13 @@ class SourceModel:
     device: torch.device  # that computes; the model itself lies in main memory
 
     def layer(self, index: int) -> nn.Module:
-        """A decoder layer."""
+        """Return a decoder layer."""
         layer: nn.Module = self.model.get_submodule(f"{self.targets.prefix}.{index}")
         return layer
 
 
 class LayerQuantizer:
-    """One decoder layer, in fp32, on its way to codes."""
+    """Quantizer of one decoder layer, held in fp32."""
 
     def __init__(
         self, source: SourceModel, settings: QuantizeSettings, index: int, dtype: torch.dtype
@@ -85,7 +85,7 @@ class LayerQuantizer:
 
     @torch.no_grad()
     def quantize(self, walk: Walk | None) -> LayerResult:
-        """Codes for every chosen Linear layer; the layer itself computes with them from now on.
+        """Quantize every chosen Linear layer; the decoder layer computes with the codes from now on.
 
         `walk`: the samples, for methods that need them.
         """
@@ -118,7 +118,7 @@ class LayerQuantizer:
         return result
 
     def _look(self, walk: Walk) -> None:
-        """Find what the Linear layers share and where scales can go, and what their inputs look like."""
+        """Find shared inputs, places for scales, and the inputs' statistics."""
         if self.settings.method.folds:
             self.folds = find_folds(self.layer, self.run, head_dim=self.head_dim)
         else:
@@ -150,7 +150,7 @@ class LayerQuantizer:
         return [first.register_forward_pre_hook(lambda _, args: found.add(args[0]))]
 
     def _fold(self, fold: Fold) -> bool:
-        """Choose scales, fold them, prove it; undone and False if outputs change."""
+        """Choose and fold scales. Returns False, with the fold undone, if outputs change."""
         if not any(name in self.statistics for name in fold.names):
             return False
         chosen = self._scales(fold)
@@ -185,7 +185,7 @@ class LayerQuantizer:
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 
     def _seen(self, name: str) -> InputStatistics | None:
-        """What a Linear layer's inputs look like; None without a text, or if no token chose its expert."""
+        """Return a Linear layer's input statistics; None without a text, or if no token chose its expert."""
         found = self.statistics.get(name)
         return found if found is not None and found.tokens else None
 
@@ -227,6 +227,6 @@ def install(layer: nn.Module, result: LayerResult, device: torch.device) -> None
 
 
 def _packed_bytes(weight: QuantizedWeight) -> int:
-    """Bytes in a file: 3-bit codes take 3 bits there."""
+    """Return bytes in a file, where 3-bit codes take 3 bits."""
     codes = weight.in_features * weight.out_features * weight.fmt.code.bits // 8
     return codes + sum(x.nbytes for x in (weight.scale, weight.zero, weight.order) if x is not None)

@@ -1,4 +1,4 @@
-"""The quantized checkpoint: packed layers, everything else as it was, and the config that says so."""
+"""Quantized checkpoint: packed layers, all other tensors unchanged, and the config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +92,7 @@ def write_checkpoint(
 
 
 def small_files(folder: Path) -> Sequence[Path]:
-    """The tokenizer's files and others that a quantized copy needs as they are."""
+    """Return the tokenizer's and other files that a quantized copy needs unchanged."""
     found = {path.name: path for place in (tokenizer_folder(folder), folder) for path in place.iterdir()}
     return sorted(
         path
@@ -104,7 +104,7 @@ def small_files(folder: Path) -> Sequence[Path]:
 def _copy_others(
     writer: CheckpointWriter, source: Path, replaced: set[str], dtype: torch.dtype | None
 ) -> None:
-    """Every tensor that was not quantized, as it lies in the source, or floats in `dtype`."""
+    """Copy every tensor that was not quantized, unchanged, or floats in `dtype`."""
     found: set[str] = set()
     for path in weight_files(source):
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""Finished layers on disk, so that a run that was cut off goes on where it was."""
+"""Finished layers on disk, so that an interrupted run continues."""
 
 import fcntl
 import hashlib
@@ -24,12 +24,12 @@ _PARTS = ("codes", "scale", "zero", "order")
 
 
 def partial_folder(out: Path) -> Path:
-    """OUT.partial."""
+    """Return the folder OUT.partial."""
     return out.with_name(f"{out.name}.partial")
 
 
 def count_finished(folder: Path) -> int:
-    """Layers done, counted from the first."""
+    """Return the number of finished layers, counted from the first."""
     count = 0
     while _layer_path(folder, count).is_file():
         count += 1
@@ -163,7 +163,7 @@ def _layer_path(folder: Path, index: int) -> Path:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder for this process alone, until it is closed or the process ends."""
+    """Return a descriptor that locks the folder for this process, until it is closed or the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What is asked of `kvq.quantize`: a method with its options, where a model comes from and goes to."""
+"""Settings of `kvq.quantize`: the method with its options, the model, and the output folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
 
 
 class WeightMethod(Enum):
-    """How codes are chosen; the value is its name."""
+    """Quantization method; the value is its name."""
 
     RTN = "rtn"  # to nearest, no data
     GPTQ = "gptq"
@@ -34,7 +34,7 @@ class WeightMethod(Enum):
 
     @classmethod
     def named(cls, name: str) -> "WeightMethod":
-        """The method of that name, or ConfigError."""
+        """Return the method of that name, or raise ConfigError."""
         if name not in [method.value for method in cls]:
             hint = nearest(name, list(METHODS)) or ";"
             raise ConfigError(f"unknown method {name!r}{hint} allowed: {', '.join(METHODS)}")
@@ -91,13 +91,13 @@ class QuantizeSettings:
 
     @cached_property
     def gptq(self) -> GPTQOptions:
-        """Those of the options that are GPTQ's."""
+        """Options of GPTQ."""
         order, search = ActOrder(self.act_order), ScaleSearch(self.scale_search)
         return GPTQOptions(damping=self.damp, order=order, search=search)
 
     @cached_property
     def fmt(self) -> WeightFormat:
-        """The format of the weights.
+        """Format of the weights.
 
         Raises:
             ConfigError: there is none such, or the method doesn't make it.
@@ -129,7 +129,7 @@ class QuantizeSettings:
         return fmt
 
     def described(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the settings as JSON."""
         is_gptq, has_samples = self.method is WeightMethod.GPTQ, self.method.needs_text
         return {
             "method": self.method.value,
@@ -146,7 +146,7 @@ class QuantizeSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantizing:
-    """Where a quantized checkpoint comes from and goes to."""
+    """Source and destination of a quantized checkpoint, and how it is made."""
 
     model: str | Path | ModelSource | PreparedModel
     out: Path
@@ -163,7 +163,7 @@ class Quantizing:
     on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # told how many are finished
 
     def stored_dtype(self) -> str:
-        """The dtype of scales and of what stays unquantized; GPTQ's and AWQ's is fp16.
+        """Return the dtype of scales and unquantized tensors; files of GPTQ and AWQ have fp16.
 
         Raises:
             ConfigError: another was asked for where the file format has fp16 alone.
@@ -178,7 +178,7 @@ class Quantizing:
         return "fp16"
 
     def prepared(self) -> PreparedModel:
-        """The model, checked; none of its weights are read.
+        """Return the checked model; none of its weights are read.
 
         Raises:
             ModelError: missing, damaged or refused model, or one that is quantized already.

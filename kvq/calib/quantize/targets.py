@@ -1,4 +1,4 @@
-"""Which Linear layers of a model are quantized, and why the others are not."""
+"""Quantization targets: the Linear layers to quantize, and the reasons to keep others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ _STACKED = "not a Linear layer: the weights of all experts in one"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """Names inside the model."""
+    """Names of Linear layers inside the model."""
 
     prefix: str  # of the list of decoder layers, such as model.layers
     layers: tuple[tuple[str, ...], ...]  # of every decoder layer the Linear layers, named inside it
@@ -25,13 +25,13 @@ class Targets:
     stored: dict[str, str]  # experts' Linear layers -> their names in the checkpoint
 
     def full_name(self, index: int, name: str) -> str:
-        """The name in the checkpoint, and but for experts' in the model."""
+        """Return the name in the checkpoint; except for experts, it is that in the model."""
         full = f"{self.prefix}.{index}.{name}"
         return self.stored.get(full, full)
 
     @property
     def has_experts(self) -> bool:
-        """Whether the model has some."""
+        """True if the model has experts."""
         return bool(self.stored) or _STACKED in self.ignored.values()
 
 

@@ -1,4 +1,4 @@
-"""Samples of a text, and their hidden states on the way through a decoder, one layer in fp32 at a time."""
+"""Walk of text samples through a decoder: their hidden states, one layer in fp32 at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _PROBE = 64  # tokens of the sample that folds are proven on
 def draw_samples(
     tokenizer: Any, text: str, *, samples: int, context: int | None, max_context: int, seed: int
 ) -> list[list[int]]:
-    """At most `samples` windows of `context` tokens, drawn by seed, in the order of the text.
+    """Draw at most `samples` windows of `context` tokens, by seed, in the order of the text.
 
     A text with fewer windows gives all it has. `context` defaults to 2,048 tokens, what the model takes.
 
@@ -45,7 +45,7 @@ def draw_samples(
 
 
 class _Recorded(Exception):
-    """The model has been run as far as was wanted."""
+    """Raised when the model has run far enough."""
 
 
 _Argument = Tensor | tuple[Tensor, ...] | bool | None
@@ -54,7 +54,7 @@ _Call = tuple[tuple[_Argument, ...], dict[str, _Argument]]
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The name of the list of decoder layers, and the layers.
+    """Return the name of the list of decoder layers, and the layers.
 
     Raises:
         ModelError: the model has none that can be told.
@@ -67,7 +67,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 class Walk:
-    """The samples' hidden states before one layer after the other.
+    """Hidden states of the samples, before one layer after the other.
 
     Memory: samples * context * hidden size * 4 bytes, and one layer in fp32.
     """
@@ -103,7 +103,7 @@ class Walk:
 
     @torch.no_grad()
     def probe(self, index: int) -> Tensor:
-        """A layer's output on a few tokens, fp32 [1, tokens, hidden]."""
+        """Return a layer's output on a few tokens, fp32 [1, tokens, hidden]."""
         return self._run(index, self._probe_hidden[0], self._probe_calls)
 
     def _run(self, index: int, hidden: Tensor, calls: list[_Call]) -> Tensor:
@@ -117,7 +117,7 @@ class Walk:
 def _record(
     model: Any, layers: list[nn.Module], windows: list[list[int]]
 ) -> tuple[list[Tensor], list[_Call]]:
-    """Embeddings fp32 [tokens, hidden] of every window, and what each layer is called with for the first."""
+    """Return embeddings fp32 [tokens, hidden] of every window, and each layer's arguments for the first."""
     embedded: list[Tensor] = []
     calls: list[_Call] = []
 
@@ -145,7 +145,7 @@ def _record(
 
 @contextmanager
 def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
-    """Other forward functions in the place of the layers' own."""
+    """Replace the layers' forward functions."""
     for index, layer in enumerate(layers):
         layer.forward = stand_in(index)
     try:
@@ -157,7 +157,7 @@ def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Te
 
 @contextmanager
 def _embedding_in_fp32(model: nn.Module) -> Iterator[None]:
-    """Positions and masks take their dtype from what embeddings return."""
+    """Return embeddings in fp32, the dtype that positions and masks take over."""
     handles = [
         module.register_forward_hook(lambda _, args, output: output.float())
         for module in model.modules()

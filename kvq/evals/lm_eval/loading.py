@@ -1,4 +1,4 @@
-"""Finding and reading lm-eval's tasks, whose files, functions and data are others' work.
+"""Loading of lm-eval's tasks, whose files, functions and data are third-party.
 
 lm-eval is imported when tasks are looked for.
 """
@@ -21,7 +21,7 @@ Loaded = tuple[str, dict[str, Any]]  # what was asked for, what lm-eval's TaskMa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LMEvalPlan:
-    """How tasks are run."""
+    """Options of running tasks."""
 
     include_path: str | Path | None = None  # a folder with more task files
     limit: int | None = None  # samples of each task, the first ones
@@ -61,7 +61,7 @@ def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) 
 
 
 def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
-    """What is measured, per name of a task or a group among those loaded."""
+    """Return the metrics of each task or group among those loaded, by name."""
     found: dict[str, list[str]] = {}
     for _, spec in loaded:
         for name, group in spec.get("groups", {}).items():
@@ -75,7 +75,7 @@ def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
 
 @contextmanager
 def quiet_bars() -> Iterator[None]:
-    """No bars of lm-eval's, which can't be told; what it and its tasks print goes to standard error."""
+    """Hide lm-eval's progress bars; its output, and that of its tasks, goes to standard error."""
     from tqdm import tqdm
 
     silent = partialmethod(tqdm.__init__, disable=True)
@@ -85,7 +85,7 @@ def quiet_bars() -> Iterator[None]:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """No code from datasets, and no bars from them either."""
+    """Refuse code from datasets, and hide their progress bars."""
     import datasets
 
     if int(datasets.__version__.split(".")[0]) < 4:
@@ -115,7 +115,7 @@ def _is_group(path: str) -> bool:
 
 
 def _names(manager: Any, task: str) -> list[str]:
-    """The names or the file that a task means.
+    """Return the names or the file that a task means.
 
     Raises:
         RequestError: there is none.
@@ -150,7 +150,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong on one line, and what to do about it."""
+    """Return one line about an error, and what to do about it."""
     text = first_lines(error)
     if isinstance(error, ConnectionError | TimeoutError):
         return (

@@ -52,7 +52,7 @@ class Prompting(TypedDict, total=False):
 
 
 class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """An engine as lm-eval sees a model. Many requests are in flight at a time.
+    """lm-eval model over a kvq engine. Many requests are in flight at a time.
 
     Continuations of one context compute it once, as far as the prefix cache holds it. Not taken over from
     `hf`: penalties that a model's generation_config names hold only where a task's gen_kwargs name them.
@@ -125,13 +125,13 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as one prompt; without its system message if the template refuses that.
+        """Return a conversation as one prompt, without its system message if the template refuses it.
 
         Raises:
             RequestError: the tokenizer has no chat template, or it refuses the conversation.
@@ -154,7 +154,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         raise RequestError(f"the chat template refuses a conversation: {refused}") from refused
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-probability in nats of each continuation after its context, and whether it is greedy.
+        """Return each continuation's log-probability after its context, in nats, and if it is greedy.
 
         A context that is too long loses tokens from the left.
 
@@ -173,7 +173,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self._loglikelihood_tokens(encoded)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """Log-probability in nats of each whole text, in windows as wide as the context."""
+        """Return the log-probability of each whole text in nats, in windows as wide as the context."""
         windows: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
@@ -193,7 +193,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Text that follows each context, up to one of its stop strings, the end token or max_gen_toks.
+        """Generate text after each context, up to a stop string, the end token or max_gen_toks.
 
         A context that leaves too little room for max_gen_toks loses tokens from the left.
 
@@ -247,7 +247,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         )
 
     def _after_prefix(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """A text without a context, behind the prefix token; not twice if it begins with that."""
+        """Return a text without a context, after the prefix token, which is not repeated."""
         if ids[:1] == [self.prefix_token_id]:
             return ids[:1], ids[1:]
         return [self.prefix_token_id], ids
@@ -255,7 +255,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Scores of (texts or None, context ids, continuation ids)."""
+        """Return scores of (texts or None, context ids, continuation ids)."""
         pairs, num_cut = [], 0
         for texts, context, continuation in requests:
             if not continuation:
@@ -281,7 +281,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _sampling_params(
         self, kwargs: dict[str, Any], until: list[str], count: int, prompt_tokens: int, index: int
     ) -> SamplingParams:
-        """A task's generation_kwargs, normalized, as kvq's parameters."""
+        """Return a task's normalized generation_kwargs as kvq's parameters."""
         max_length = kwargs.pop("max_length", None)  # of prompt and answer, as transformers counts
         if max_length is not None:
             count = min(self.max_length - prompt_tokens, max_length - prompt_tokens)

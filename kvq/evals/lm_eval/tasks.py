@@ -55,7 +55,7 @@ def run_tasks(
     *,
     progress: Callable[[str, str, int, int], None] = lambda kv, task, done, total: None,
 ) -> list[_TaskRow]:
-    """Rows for every KV format, task and metric, in the order of tasks, then formats.
+    """Return rows for every KV format, task and metric, in the order of tasks, then formats.
 
     `models`: engines by the name of their format, or `KvqLM`s with options of their own. All tasks are loaded
     before any is run. `progress` hears of format, task, requests done and requests in all.
@@ -85,7 +85,7 @@ def measure_tasks(
     kv_memory: int | str | None = None,
     watch: Watch = UNWATCHED,
 ) -> list[_TaskRow]:
-    """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
+    """Return rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
 
     Engines are built and closed one after another, so that each has the memory to itself. `models`: one
     per format. `kv_memory`: of each pool; what is free if None. A task of which the first format, if it is
@@ -112,7 +112,7 @@ def measure_tasks(
 
 
 def void_tasks(rows: Sequence[_TaskRow]) -> dict[str, str]:
-    """Tasks of `measure_tasks` that say nothing about formats, `lm_eval:NAME` -> why."""
+    """Return the tasks that say nothing about formats, `lm_eval:NAME` -> why."""
     by_task: dict[str, list[_TaskRow]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row)
@@ -131,7 +131,7 @@ def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
 
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[_TaskRow]:
-    """Rows of one task, or group, over one format. Examples are drawn anew, the same for every format."""
+    """Return rows of one task or group over one format. Every format gets the same examples."""
     _set_fewshot(loaded[1], plan)
     lm.progress = progress
     began = time.perf_counter()
@@ -149,7 +149,7 @@ def _set_fewshot(loaded: Mapping[str, Any], plan: LMEvalPlan) -> None:
 
 
 def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
-    """lm-eval's results of one task or group.
+    """Return lm-eval's results of one task or group.
 
     Raises:
         RequestError: the model can't serve a request of it, or its own code fails.
@@ -176,7 +176,7 @@ def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
 
 
 def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[_TaskRow]:
-    """One row per task and metric of lm-eval's results, whose keys are "metric,filter"."""
+    """Return a row per task and metric of lm-eval's results, whose keys are "metric,filter"."""
     rows = []
     for task, values in results["results"].items():
         better = results.get("higher_is_better", {}).get(task, {})
@@ -206,7 +206,7 @@ def _finite(value: object) -> float | None:
 
 
 def _samples(task: str, results: dict[str, Any]) -> int:
-    """Samples of a task, or of all tasks in a group."""
+    """Return the samples of a task, or of all tasks in a group."""
     counts = results["n-samples"]
     if task in counts:
         return int(counts[task]["effective"])

@@ -28,7 +28,7 @@ VOID_AFTER = 50  # prompts; whoever answers a tenth of them is called void once 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedlePlan:
-    """What is asked: every length and depth, so many times."""
+    """Grid of lengths and depths, with `trials` prompts each."""
 
     lengths: Sequence[int] | None = None  # tokens, answer included; None: those of LENGTHS that have room
     depths: Sequence[float] = DEPTHS  # shares of the haystack before the needle
@@ -51,7 +51,7 @@ class NeedlePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedleRow:
-    """What one format retrieves from one length and depth."""
+    """Retrieval of one format at one length and depth."""
 
     kv: str
     length: int  # tokens of the prompt and its answer
@@ -65,7 +65,7 @@ class NeedleRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedleSummary:
-    """What one format retrieves from all lengths and depths."""
+    """Retrieval of one format over all lengths and depths."""
 
     kv: str
     trials: int
@@ -77,7 +77,7 @@ class NeedleSummary:
 
 
 class _Answer(NamedTuple):
-    """How one prompt was answered."""
+    """Result of one prompt."""
 
     right: int  # of its tokens, in their places
     tokens: int
@@ -147,7 +147,7 @@ def measure_needle(
 
 
 def void_reason(rows: Sequence[NeedleRow]) -> str | None:
-    """Why rows of `measure_needle` say nothing about formats; None if they do."""
+    """Return why rows of `measure_needle` say nothing about formats, or None."""
     asked = sum(row.trials for row in rows)
     if len({row.kv for row in rows}) > 1 or any(row.hits for row in rows) or not asked:
         return None
@@ -155,7 +155,7 @@ def void_reason(rows: Sequence[NeedleRow]) -> str | None:
 
 
 def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
-    """What makes the prompts of a plan, and its lengths.
+    """Return the prompt maker of a plan, and its lengths.
 
     Raises:
         RequestError: as `measure_needle` does.
@@ -185,7 +185,7 @@ def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[N
 
 
 def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
-    """All cells of each format together, in the order in which formats first come."""
+    """Summarize all cells of each format, in the order in which formats first come."""
     groups: dict[str, list[NeedleRow]] = {}
     for row in rows:
         groups.setdefault(row.kv, []).append(row)
@@ -208,7 +208,7 @@ def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
 
 
 def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:
-    """As many tokens as the answer has, the likeliest one at each step."""
+    """Return as many greedily decoded tokens as the answer has."""
     sequence = session.new_sequence()
     try:
         for at in range(0, len(prompt.ids), chunk):

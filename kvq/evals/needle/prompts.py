@@ -1,4 +1,4 @@
-"""Prompts with a needle in them: a key and its value somewhere in a text, and the key again at the end."""
+"""Needle prompts: a key and its value somewhere in a text, and the key again at the end."""
 
 import random
 import string
@@ -22,7 +22,7 @@ _NEARBY = 64  # tokens around a needle of random tokens that hold none of its to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedlePrompt:
-    """A prompt, and what must follow."""
+    """A prompt and its answer."""
 
     ids: list[int]
     answer: list[int]
@@ -32,7 +32,7 @@ class NeedlePrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Needle:
-    """Token ids of one needle: what names it, what is asked for, what comes after."""
+    """Token ids of one needle: its key, its value, and the text after it."""
 
     cue: list[int]
     value: list[int]
@@ -44,7 +44,7 @@ class _Needle:
 
 
 class NeedlePrompts:
-    """Makes prompts of one text, for one tokenizer and one kind of needle; the same for the same seed."""
+    """Maker of prompts of one text, for one tokenizer and kind of needle; the same for the same seed."""
 
     def __init__(
         self, tokenizer: Any, text: str, *, vocab_size: int, needle: str, distractors: int, seed: int
@@ -65,7 +65,7 @@ class NeedlePrompts:
         self._plain = [i for i in range(min(len(tokenizer), vocab_size)) if i not in special]
 
     def make(self, *, length: int, depth: float, trial: int) -> NeedlePrompt:
-        """The prompt of one trial: with its answer it has `length` tokens.
+        """Make the prompt of one trial: with its answer it has `length` tokens.
 
         The needle stands behind the share `depth` of the haystack's tokens; distractors, needles
         with other keys and other values, stand anywhere.
@@ -116,7 +116,7 @@ class NeedlePrompts:
         )
 
     def _draw(self, rng: random.Random, avoid: frozenset[int]) -> list[_Needle]:
-        """The needle asked for, then its distractors."""
+        """Draw the needle to retrieve, then its distractors."""
         if self._needle != TOKENS:
             keys = rng.sample(KEYS, 1 + self._distractors)
             return [self._sentence(key, "".join(rng.choices(string.digits, k=_DIGITS))) for key in keys]

@@ -29,7 +29,7 @@ Statistic = Callable[..., Floats]  # means [resamples] of every column -> statis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """How intervals are computed: resamples drawn, and the seed that makes them repeatable."""
+    """Bootstrap options: the number of resamples, and their seed."""
 
     resamples: int = 2000
     seed: int = 0
@@ -42,7 +42,7 @@ class Bootstrap:
             raise ConfigError(f"intervals need at least {FEWEST_RESAMPLES} resamples, got {self.resamples}")
 
     def interval(self, statistic: Statistic, *columns: npt.ArrayLike) -> Interval | None:
-        """A two-sided 95% interval of a statistic of means over documents; None for too few of them.
+        """Return a two-sided 95% interval of a statistic of document means; None for too few documents.
 
         `columns`: one number per document each, [documents], such as its mean loss; documents weigh
         the same. `statistic` gets the resampled means of the columns, paired.
@@ -63,7 +63,7 @@ class Bootstrap:
         return low, high
 
     def _means(self, values: Floats) -> Floats:
-        """Means of resampled documents, [columns, resamples]."""
+        """Return means of resampled documents, [columns, resamples]."""
         documents = values.shape[1]
         size = max(1, _DRAWN // documents)
         starts = range(0, self.resamples, size)
@@ -72,7 +72,7 @@ class Bootstrap:
         return means
 
     def _weights(self, documents: int, count: int, start: int) -> npt.NDArray[np.float32]:
-        """How often every document was drawn, [documents, count], in resamples from `start` on."""
+        """Return how often each document was drawn, [documents, count], in resamples from `start` on."""
         kept = self._drawn.get((documents, start))
         if kept is None:
             random = np.random.default_rng([self.seed, start])
@@ -85,13 +85,13 @@ class Bootstrap:
 
 
 def expanded_tail(documents: int) -> float:
-    """The share of the bootstrap distribution that is cut off at each end."""
+    """Return the share of the bootstrap distribution that is cut off at each end."""
     t = _t_quantile((1 + CONFIDENCE) / 2, documents - 1)
     return NormalDist().cdf(-math.sqrt(documents / (documents - 1)) * t)
 
 
 def _t_quantile(p: float, freedom: int) -> float:
-    """Student's t quantile, to 0.003 from 5 degrees of freedom on.
+    """Return Student's t quantile, to 0.003 from 5 degrees of freedom on.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -106,12 +106,12 @@ def _t_quantile(p: float, freedom: int) -> float:
 
 
 def share_interval(hits: int, trials: int) -> Interval | None:
-    """`wilson_interval`, or None for too few trials."""
+    """Return `wilson_interval`, or None for too few trials."""
     return None if trials < FEWEST_DOCUMENTS else wilson_interval(hits, trials)
 
 
 def wilson_interval(hits: int, trials: int) -> Interval:
-    """A two-sided 95% interval of a share of independent trials.
+    """Return a two-sided 95% interval of a share of independent trials.
 
     Unlike a bootstrap it has a width where every trial ended alike.
 
@@ -126,7 +126,7 @@ def wilson_interval(hits: int, trials: int) -> Interval:
 
 
 def change_text(change: float, interval: Interval | None, documents: int) -> str:
-    """A relative change with its error bar, with as many digits as tell the bounds apart."""
+    """Return a relative change with its interval, in enough digits to tell the bounds apart."""
     if interval is None:
         return f"{change:+.2%}; {documents} documents are too few for an interval"
     low, high = interval

@@ -1,4 +1,4 @@
-"""Tables as text cells, the same for the terminal and for pages: which columns, and how each is written."""
+"""Tables as text cells, for the terminal and for pages: their columns and number formats."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ Columns = Mapping[str, tuple[str, Any]]
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Columns) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells; None is a dash."""
+    """Return heads and cells; None is a dash."""
     heads = [head for head, _ in columns.values()]
     return heads, [[_cell(row, key, style) for key, (_, style) in columns.items()] for row in rows]
 
@@ -22,12 +22,12 @@ def _cell(row: Any, key: str, style: Any) -> str:
 
 
 def span(form: str) -> Callable[[tuple[float, float]], str]:
-    """Writes both bounds in a number format."""
+    """Return a function that writes both bounds in a number format."""
     return lambda bounds: f"{bounds[0]:{form}} .. {bounds[1]:{form}}"
 
 
 def bits(value: float) -> str:
-    """To three digits, no zeros at the end."""
+    """Write a number to three digits, without zeros at the end."""
     return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
@@ -39,7 +39,7 @@ SIZES: Columns = {  # what a format takes
 
 
 def sizes(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """What formats take; what a sequence of the context holds beside it, where that is more."""
+    """Return the columns of sizes, with those of a sequence of the context if it holds more."""
     if all(row.get("bits_held", 0) < row["bits_per_element"] + 0.005 for row in rows):
         return SIZES
     held: Columns = {"bits_held": ("bits held", bits)}

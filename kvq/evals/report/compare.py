@@ -1,4 +1,4 @@
-"""Two results side by side: what changed from one to the other."""
+"""Comparison of two results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _PLANS = {  # the same of what only some results have
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One figure of one row in both results."""
+    """One figure of one row, in both results."""
 
     section: str  # "rows", or a further task's key
     kv: str
@@ -42,7 +42,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What `compare` found."""
+    """Result of `compare`."""
 
     warnings: list[str]
     only_in_a: list[str]  # rows
@@ -78,17 +78,17 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 
 def kind(result: Mapping[str, Any]) -> str:
-    """The command that a result is of."""
+    """Return the command that wrote a result."""
     return "eval" if "tasks" in result else "perplexity"
 
 
 def _keys(result: Mapping[str, Any]) -> list[str]:
-    """`rows`, and the keys of further tasks."""
+    """Return `rows`, and the keys of further tasks."""
     return ["rows", *row_keys(result)]
 
 
 def _rows(result: Mapping[str, Any], section: str) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Of a section that a task names, by identity: no others were checked when the result was read."""
+    """Return a section's rows by identity, if a task names it: only those were checked when read."""
     rows = result.get(section, []) if section in _keys(result) else []
     return {tuple(row.get(key) for key in ("kv", *IDENTITIES)): row for row in rows}
 
@@ -96,7 +96,7 @@ def _rows(result: Mapping[str, Any], section: str) -> dict[tuple[Any, ...], Mapp
 def _only(
     section: str, rows: Mapping[tuple[Any, ...], Any], others: Mapping[tuple[Any, ...], Any]
 ) -> list[str]:
-    """What one result has and the other has not: a whole task, a format, or single rows of one."""
+    """Return what only one result has: a whole task, a format, or single rows of one."""
     if not others:
         return [f"the task {section}"] if rows else []
     formats = {key[0] for key in others}
@@ -130,7 +130,7 @@ def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> li
 
 
 def _interval(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
-    """A figure's bounds at 95%: among the intervals, beside the figure, or from its standard error."""
+    """Return a figure's 95% bounds: among the intervals, beside it, or from its standard error."""
     low, high, error = (row.get(key) for key in (f"{name}_low", f"{name}_high", "stderr"))
     if is_figure(low) and is_figure(high):
         return low, high

@@ -1,4 +1,4 @@
-"""What all figures have in common: where they go, their plain looks, legends beside them."""
+"""Figures of reports: files and SVG, common style, legends."""
 
 import io
 import logging
@@ -33,7 +33,7 @@ def check_plot_path(path: str | Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches, whose parts make room for each other; it needs no display.
+    """Return an empty figure, in inches, whose parts make room for each other; needs no display.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -60,7 +60,7 @@ def write_figure(path: str | Path, make: Callable[..., Any], *given: Any) -> Non
 
 
 def drawing(make: Callable[..., Any], *given: Any) -> str:
-    """The figure that `make` makes of what is given, as SVG for a page; nothing if it makes none.
+    """Return the figure that `make` draws of what is given, as SVG for a page; "" if it draws none.
 
     What was measured is not lost for its picture: if that can't be drawn, words stand in its place.
     """
@@ -74,7 +74,7 @@ def drawing(make: Callable[..., Any], *given: Any) -> str:
 
 
 def svg_of(figure: Any) -> str:
-    """A figure as SVG text for a page: labels apart, no background, black drawn in the page's colour."""
+    """Return a figure as SVG text: labels apart, no background, black in the page's text colour."""
     text = io.StringIO()
     _save(figure, text, "svg", is_transparent=True)
     svg = text.getvalue()
@@ -90,7 +90,7 @@ def _save(figure: Any, to: IO[Any], form: str, *, is_transparent: bool = False) 
 
 
 def finish(axes: Any, x: str, y: str) -> None:
-    """Names of the axes, small figures at the ticks, no frame above and to the right."""
+    """Name the axes, set small tick labels, and remove the frame above and to the right."""
     from matplotlib.ticker import ScalarFormatter
 
     axes.set_xlabel(x, fontsize=8)
@@ -106,7 +106,7 @@ def finish(axes: Any, x: str, y: str) -> None:
 
 
 def log_axis(axis: Any) -> None:
-    """Plain figures at 1, 2, 5 and 10 of every decade."""
+    """Label 1, 2, 5 and 10 of every decade in plain figures."""
     from matplotlib.ticker import LogLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -115,13 +115,13 @@ def log_axis(axis: Any) -> None:
 
 
 def title(figure: Any, text: str) -> None:
-    """A quiet line above all, broken where it is too long."""
+    """Add a grey title above all, wrapped if it is too long."""
     width = int(figure.get_figwidth() * _TITLE_WIDTH)
     figure.suptitle(fill(text, width), fontsize=8, color=GREY)
 
 
 def legend_beside(figure: Any, source: Any) -> None:
-    """The legend of some axes at the right of the whole figure, in as many columns as it needs."""
+    """Put the legend of some axes to the right of the figure, in as many columns as it needs."""
     handles, names = source.get_legend_handles_labels()
     if handles:
         rows = max(1, int(figure.get_figheight() / _LINE) - 2)
@@ -130,5 +130,5 @@ def legend_beside(figure: Any, source: Any) -> None:
 
 
 def short(name: str) -> str:
-    """A name for a tick or a legend; of a long one both ends, where names differ."""
+    """Shorten a name for a tick or a legend to both ends, where names differ."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 3]}…{name[-_LONGEST * 2 // 3 + 1 :]}"

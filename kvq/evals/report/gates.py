@@ -61,7 +61,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """One limit. `kv`, `task` and `filter` are None where the expression names none."""
+    """One limit. `kv`, `task` and `filter` are None if the expression names none."""
 
     text: str
     kv: str | None
@@ -74,7 +74,7 @@ class Gate:
     scale: float  # of that unit
 
     def tell(self, value: float) -> str:
-        """A figure in the unit of the limit."""
+        """Return a figure in the unit of the limit."""
         return f"{value / self.scale:.6g}{'' if self.unit in ('', '%', 'x') else ' '}{self.unit}"
 
     def holds(self, value: object) -> bool:
@@ -84,7 +84,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _GateFailure:
-    """A row that broke a limit, or why there is none."""
+    """A row that broke a limit, or the reason why there is no row."""
 
     kv: str
     where: str  # what else tells the row from others of its format, such as "layer 3"
@@ -92,7 +92,7 @@ class _GateFailure:
     has_row: bool = True  # False: `where` says why there is none
 
     def message(self, gate: Gate) -> str:
-        """In words, figure and limit in the gate's unit."""
+        """Return the failure in words, with figure and limit in the gate's unit."""
         if not self.has_row:
             return f"{self.kv}: {self.where}"
         who = " ".join(filter(None, (self.kv, self.where)))
@@ -129,7 +129,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def _scale(text: str, figure: str, unit: str) -> float:
-    """What a unit is in the figure's own."""
+    """Return the size of a unit in the figure's own unit."""
     if not unit:
         return 1.0
     units = next((known for name, known in _UNITS.items() if figure.startswith(name)), _SHARE)
@@ -195,7 +195,7 @@ def check_gate(
 def failures(
     gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]
 ) -> list[_GateFailure]:
-    """The rows that break a gate. `rows`: of its task; `formats`: as for `check_gate`."""
+    """Return the rows that break a gate. `rows`: of its task; `formats`: as for `check_gate`."""
     kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
     concerned = [(row, figure(row, gate.figure)) for row in rows if row["kv"] in kvs]
     if not concerned:
@@ -208,12 +208,12 @@ def failures(
 
 
 def missing(gate: Gate, reason: str) -> _GateFailure:
-    """A gate without any row that it could hold for."""
+    """Return the failure of a gate without any row."""
     return _GateFailure(kv=gate.kv or "every quantized format", where=reason, value=None, has_row=False)
 
 
 def figure(row: Mapping[str, Any], name: str) -> object:
-    """A row's figure by name; `NAME_low` and `NAME_high` are the bounds of NAME's interval."""
+    """Return a row's figure by name; `NAME_low` and `NAME_high` are the bounds of NAME's interval."""
     if name in row:
         return row[name]
     base, _, bound = name.rpartition("_")
@@ -222,7 +222,7 @@ def figure(row: Mapping[str, Any], name: str) -> object:
 
 
 def identity(row: Mapping[str, Any]) -> str:
-    """What tells a row from others of its format, in words."""
+    """Return what distinguishes a row from others of its format, in words."""
     return ", ".join(
         f"{key} {row[key]}"
         for key in IDENTITIES
@@ -236,12 +236,12 @@ def is_figure(value: object) -> TypeGuard[float]:
 
 
 def metric_figures(metrics: Sequence[str]) -> list[str]:
-    """What gates may name of lm-eval's metrics."""
+    """Return the names of lm-eval's metrics in gates."""
     return [figure for metric in metrics for figure in (metric, metric + _FROM_BASE)]
 
 
 def changes(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """What each row of lm-eval's has more than the first format's, where both are numbers."""
+    """Return each lm-eval row's difference from the first format's, if both are numbers."""
     found = []
     for row in rows:
         base = next(one["value"] for one in rows if _place(one) == _place(row))
@@ -251,7 +251,7 @@ def changes(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
 
 
 def metric_rows(rows: Sequence[Mapping[str, Any]], gate: Gate) -> list[dict[str, Any]]:
-    """Those of lm-eval's rows that a gate concerns, with its figure by name.
+    """Return the lm-eval rows that a gate concerns, with its figure by name.
 
     A task that lacks the metric is not among them, unless the gate names the task: then it fails.
     """

@@ -1,4 +1,4 @@
-"""Labels that neither cover each other nor leave the figure: placed once its layout is known."""
+"""Label placement: labels neither overlap nor leave the figure; placed once its layout is known."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -44,7 +44,7 @@ def label_point(
 
 
 def draw_literally(figure: Any) -> None:
-    """Have all texts drawn letter by letter: of a name with `$` matplotlib would make mathematics, or fail.
+    """Escape all texts: matplotlib would read names with `$` as mathematics, or fail.
 
     Figures at the ticks of logarithmic axes, which are mathematics, are let be.
     """
@@ -91,7 +91,7 @@ def settle(figure: Any) -> None:
 
 
 def overlap(box: Boxes, others: Boxes) -> npt.NDArray[np.bool_]:
-    """Whether a box has an area in common with each of others."""
+    """Return a mask of the boxes that overlap with `box`."""
     touching: npt.NDArray[np.bool_] = np.all(
         (box[:2] < others[..., 2:]) & (others[..., :2] < box[2:]), axis=-1
     )
@@ -99,7 +99,7 @@ def overlap(box: Boxes, others: Boxes) -> npt.NDArray[np.bool_]:
 
 
 def _make_room(axes: Any) -> bool:
-    """Lengthen the x axis if a text in it passes its right end. Whether it was so."""
+    """Lengthen the x axis if a text in it passes its right end. Returns True if it did."""
     start, end = axes.get_xlim()
     left, _, right, _ = axes.get_window_extent().extents
     needed = end
@@ -113,7 +113,7 @@ def _make_room(axes: Any) -> bool:
 
 
 def _spread(axis: Any) -> bool:
-    """Turn or thin out an axis' labels if two of them touch. Whether they did."""
+    """Turn or thin out an axis' labels if two of them touch. Returns True if they did."""
     from matplotlib.ticker import FixedLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -168,7 +168,7 @@ def _move(label: Any, right: float, up: float, half: float) -> None:
 def _best(
     label: Any, taken: Boxes, markers: Boxes, lines: list[Any], scale: float
 ) -> tuple[tuple[float, float], bool, Boxes] | None:
-    """The nearest free place of a label: its middle beside the point, whether it needs a line, its box."""
+    """Return the nearest free place of a label: its middle beside the point, if it needs a line, its box."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -195,7 +195,7 @@ def _best(
 
 
 def _markers(axes: Any, scale: float) -> Iterator[Boxes]:
-    """The boxes of all points that have a marker."""
+    """Yield the boxes of all points that have a marker."""
     from matplotlib.collections import PathCollection
 
     for line in axes.lines:
@@ -209,7 +209,7 @@ def _markers(axes: Any, scale: float) -> Iterator[Boxes]:
 
 
 def _texts(axes: Any) -> list[Any]:
-    """Texts with a place of their own, labels of points left out."""
+    """Return texts with a fixed place, without labels of points."""
     from matplotlib.text import Annotation
 
     return [text for text in axes.texts if not isinstance(text, Annotation)]
@@ -220,6 +220,6 @@ def _box(drawn: Any) -> Boxes:
 
 
 def _gaps(box: Boxes, others: Boxes) -> Any:
-    """How far a box is from others."""
+    """Return the distances of a box from others."""
     apart = np.maximum(box[:2] - others[..., 2:], others[..., :2] - box[2:]).clip(min=0)
     return np.hypot(apart[..., 0], apart[..., 1])

@@ -1,4 +1,4 @@
-"""The frame of every report: one HTML page that needs no other file."""
+"""Page frame of every report: one self-contained HTML page."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -28,7 +28,7 @@ pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radi
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """The page around parts that are HTML already."""
+    """Return the page around parts that are HTML already."""
     whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -39,14 +39,14 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls where it is too wide."""
+    """Return a table that scrolls if it is too wide."""
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     head = "".join(f"<th>{escape(one)}</th>" for one in heads)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def origin(result: dict[str, Any]) -> str:
-    """Where figures come from: version, commit, command."""
+    """Return the origin of figures: version, commit, command."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
         f'<p class="small">kvq {escape(result["kvq_version"])}, commit {escape(str(result["commit"]))}, '

@@ -1,4 +1,4 @@
-"""The plots of `kvq perplexity` and `kvq eval`: what each format saves against what it costs."""
+"""Plots of `kvq perplexity` and `kvq eval`: memory saved against quality lost."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ _RETRIEVED = "#1a7f37"
 
 
 def perplexity_figure(result: dict[str, Any]) -> Any:
-    """Bytes and perplexity of every format, and its divergence."""
+    """Plot bytes and perplexity of every format, and its divergence."""
     rows = [r for r in result["rows"] if r["instrument"] != "window"]
     figure = new_figure(9.6, max(4.0, 1.0 + 0.22 * len(rows)))
     left, right = figure.subplots(1, 2)
@@ -29,7 +29,7 @@ def perplexity_figure(result: dict[str, Any]) -> Any:
 
 
 def _bytes_panel(axes: Any, rows: list[Row]) -> None:
-    """Bars: KV bytes per token, each labelled with its change in perplexity and its mean KL."""
+    """Draw bars of KV bytes per token, labelled with the change in perplexity and mean KL."""
     sizes = [r["kv_bytes_per_token"] for r in rows]
     axes.barh(range(len(rows)), sizes, color=[format_color(r["kv"]) for r in rows])
     axes.set_yticks(range(len(rows)), [short(r["kv"]) for r in rows])
@@ -46,7 +46,7 @@ def _cost(row: Row) -> str:
 
 
 def _kl_panel(axes: Any, rows: list[Row]) -> None:
-    """Points: bits per element against mean KL divergence, logarithmic."""
+    """Draw points of bits per element against mean KL divergence, logarithmic."""
     for row in rows:
         if row["kl_mean"] > 0:
             at = (row["bits_per_element"], row["kl_mean"])
@@ -57,19 +57,19 @@ def _kl_panel(axes: Any, rows: list[Row]) -> None:
 
 
 def finish_kl(axes: Any, x: str) -> None:
-    """Mean KL divergence upwards, logarithmic."""
+    """Set a logarithmic y axis of mean KL divergence."""
     axes.set_yscale("log")
     axes.grid(alpha=0.25, which="both")
     finish(axes, x, "mean KL divergence, nats per token")
 
 
 def format_color(name: str) -> str:
-    """One colour for all formats of a kind."""
+    """Return one colour for all formats of a kind."""
     return next((c for prefix, c in _COLORS.items() if name.startswith(prefix)), GREY)
 
 
 def divergence_plot(rows: list[Row]) -> Any:
-    """Mean KL over bits per element, and over context depth. None without a format that diverges."""
+    """Plot mean KL over bits per element, and over context depth. None if no format diverges."""
     diverging = [row for row in rows if row["kl_mean"] > 0]
     if not diverging:
         return None
@@ -86,13 +86,13 @@ def divergence_plot(rows: list[Row]) -> Any:
 
 
 def _looks(rows: Iterable[Row]) -> Iterator[tuple[Row, dict[str, str]]]:
-    """Rows of formats with their marker, colour and name in the legend."""
+    """Yield rows of formats with their marker, colour and name in the legend."""
     for row, marker in zip(rows, itertools.cycle(_MARKERS), strict=False):
         yield row, {"marker": marker, "color": format_color(row["kv"]), "label": short(row["kv"])}
 
 
 def difficulty_plot(rows: list[Row]) -> Any:
-    """Change of perplexity by quarter of the documents, with error bars. None without quarters."""
+    """Plot the change of perplexity by quarter of the documents, with error bars. None without quarters."""
     shown = [row for row in rows if row["by_difficulty"] and row["kl_mean"] > 0]
     if not shown:
         return None
@@ -123,7 +123,7 @@ def difficulty_plot(rows: list[Row]) -> Any:
 
 
 def _error_bars(middles: list[float], spans: list[Any]) -> list[list[float]]:
-    """How far each bar reaches down and up; not at all without an interval."""
+    """Return the extent of each error bar down and up; 0 without an interval."""
     pairs = [(middle, span or (middle, middle)) for middle, span in zip(middles, spans, strict=True)]
     return [
         [max(0.0, middle - low) for middle, (low, _) in pairs],
@@ -132,7 +132,7 @@ def _error_bars(middles: list[float], spans: list[Any]) -> list[list[float]]:
 
 
 def attention_plot(rows: list[Row]) -> Any:
-    """Mean error of the attention output over layers, and its parts from K and from V alone."""
+    """Plot the mean error of the attention output over layers, and its parts from K and from V alone."""
     figure = new_figure(9.6, 3.6)
     panels = {"error_mean": "K and V", "k_error_mean": "K alone", "v_error_mean": "V alone"}
     formats = {row["kv"]: row for row in rows}
@@ -149,7 +149,7 @@ def attention_plot(rows: list[Row]) -> Any:
 
 
 def generation_plot(rows: list[Row]) -> Any:
-    """Tokens until the first difference, with error bars."""
+    """Plot tokens until the first difference, with error bars."""
     shown = rows[1:] or rows  # the baseline agrees with itself
     figure = new_figure(9.6, 1.0 + 0.35 * len(shown))
     axes = figure.subplots()
@@ -170,7 +170,7 @@ def generation_plot(rows: list[Row]) -> Any:
 
 
 def needle_plot(rows: list[Row]) -> Any:
-    """A grid per format: lengths across, depths downwards, the darker the more was retrieved."""
+    """Plot a grid per format: lengths across, depths downwards, darker where more was retrieved."""
     formats = list(dict.fromkeys(row["kv"] for row in rows))
     lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
     across = max(1, min(len(formats), _GRIDS_ACROSS, _CELLS_ACROSS // len(lengths)))
@@ -194,7 +194,7 @@ def needle_plot(rows: list[Row]) -> Any:
 
 
 def _draw_cell(axes: Any, x: int, y: int, share: float) -> None:
-    """A square of the grid; paler for less, without a trace of colour for nothing."""
+    """Draw a square of the grid, paler for less, without colour for nothing."""
     from matplotlib.patches import Rectangle
 
     at = (x - 0.48, y - 0.48)

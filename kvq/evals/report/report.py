@@ -1,4 +1,4 @@
-"""What `kvq eval` and `kvq perplexity` measured, as a single HTML page that needs no other file."""
+"""HTML report of `kvq eval` and `kvq perplexity`, one self-contained page."""
 
 from collections.abc import Callable
 from html import escape
@@ -84,7 +84,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
 
 
 def _sections(result: dict[str, Any]) -> list[str]:
-    """The tables, some of them under a plot."""
+    """Return the tables, some of them under a plot."""
     parts = []
     for section in sections(result):
         parts.append(f"<h2>{escape(section.title)}</h2>")
@@ -106,7 +106,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> str:
 
 
 def _summary(rows: list[dict[str, Any]], context: int) -> str:
-    """The harmless format that saves most, in a sentence."""
+    """Return a sentence about the harmless format that saves most."""
     measured = [r for r in rows if r["instrument"] != "window"]
     harmless = [r for r in measured if verdict(r["kl_mean"], r["perplexity_change"]) == "harmless"]
     best = min(harmless, key=lambda r: (r["kv_bytes_per_token"], r["kl_mean"]))  # the baseline is one

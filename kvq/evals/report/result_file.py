@@ -1,4 +1,4 @@
-"""Files that `kvq perplexity --json` or `kvq eval --json` wrote, or somebody else: read field by field."""
+"""Result files of `kvq perplexity --json` and `kvq eval --json`, checked field by field."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -68,7 +68,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 class _WrongField(Exception):
-    """A field that is not as kvq writes it."""
+    """Field with a value that kvq would not write."""
 
 
 def _has_sizes(row: object) -> bool:

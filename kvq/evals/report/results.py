@@ -1,4 +1,4 @@
-"""The JSON envelope of every measuring command."""
+"""JSON envelope of every measuring command."""
 
 import dataclasses
 import datetime
@@ -21,7 +21,7 @@ from kvq.version import __version__
 def envelope(
     command: list[str], device: torch.device, rows: Sequence[Any], facts: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
-    """The JSON object of a measuring command: `rows` are dicts or dataclasses, `facts` further keys."""
+    """Return a measuring command's JSON object: `rows` are dicts or dataclasses, `facts` further keys."""
     return {
         "kvq_version": __version__,
         "commit": source_commit(),
@@ -35,7 +35,7 @@ def envelope(
 
 
 def _without_secrets(command: list[str]) -> list[str]:
-    """The command line with the value of --token left out."""
+    """Return the command line without the value of --token."""
     before = ["", *command]
     return [
         "***" if last == "--token" else "--token=***" if word.startswith("--token=") else word
@@ -49,14 +49,14 @@ def write_json(path: str | Path, result: dict[str, Any]) -> None:
 
 
 def describe_device(device: torch.device) -> str:
-    """A line that names the hardware: the GPU, or the CPU with its threads."""
+    """Return a line that names the hardware: the GPU, or the CPU with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def versions() -> dict[str, str]:
-    """Versions that a figure may depend on."""
+    """Return versions that a figure may depend on."""
     import transformers
 
     found = {
@@ -82,7 +82,7 @@ def _cpu_name() -> str:
 
 @lru_cache(maxsize=1)
 def source_commit() -> str | None:
-    """The commit of a source checkout, with `-dirty` if it was changed; None for an installed copy.
+    """Return a source checkout's commit, with `-dirty` if it was changed; None for an installed copy.
 
     Looked up once: what takes long asks when it begins, so that its result names the code that ran.
     """

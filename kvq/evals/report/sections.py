@@ -1,4 +1,4 @@
-"""The tables of an evaluation, as text cells: the same for the terminal and for the page."""
+"""Tables of an evaluation as text cells, for the terminal and for the page."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class _Section:
 
 
 def sections(result: dict[str, Any]) -> Iterator[_Section]:
-    """Every table that a result of `kvq eval` has figures for; the one of `kvq perplexity`."""
+    """Yield every table that a result of `kvq eval` has figures for; the one of `kvq perplexity`."""
     rows: list[Row] = result["rows"]
     if "tasks" not in result:
         yield _plain_perplexity(rows)
@@ -52,8 +52,7 @@ def sections(result: dict[str, Any]) -> Iterator[_Section]:
 
 
 def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """How the check of the instrument, the tasks and the gates ended, and what is mostly exact: whether well,
-    and in words."""
+    """Yield (is good, text) of the instrument check, tasks and gates, and of formats with mostly exact keys."""
     for name, reason in result.get("void", {}).items():
         yield False, f"{name} is VOID: {reason}"
     if check := result.get("instrument"):
@@ -69,7 +68,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def exactness_warning(kv: str, share: float, tokens: int) -> str:
-    """In words, that a share of the keys was exact in sequences of so many tokens."""
+    """Return a warning that a share of the keys was exact in sequences of `tokens` tokens."""
     percent = f"{floor(1000 * share) / 10:g}%"  # 100% is all
     return (
         f"with {kv}, {percent} of the keys that queries see in {tokens:,} tokens are exact: its figures are "
@@ -78,13 +77,13 @@ def exactness_warning(kv: str, share: float, tokens: int) -> str:
 
 
 def row_keys(result: Mapping[str, Any]) -> list[str]:
-    """The keys of a result under which its tasks have put their rows."""
+    """Return the keys of a result under which its tasks put their rows."""
     keys = [str(task["key"]) for task in result.get("tasks", [])]
     return [part for key in keys for part in _KEYS.get(key, (key,))]
 
 
 def depth_name(row: Row) -> str:
-    """A bucket of context depth."""
+    """Return the name of a bucket of context depth."""
     return f"{row['first_depth']}-{row['last_depth']}"
 
 

@@ -111,7 +111,7 @@ def quantization_config(
     kv_scales: bool,
     act_order: bool = False,
 ) -> dict[str, Any]:
-    """What config.json says of quantized layers; it has been read back and says what was asked.
+    """Return the quantization_config of a config.json; it was read back and compared.
 
     `formats`: of each quantized layer by its full name; `ignore`: names of Linear layers that keep their
     weights; `kv_scales`: static FP8 scales of K and V are among the tensors; `act_order`: some layer's groups

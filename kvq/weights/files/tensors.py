@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, taken by name with the type and the shape they must have."""
+"""Checked access to a checkpoint's tensors, by name, type and shape."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ def take(
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int | None] | None = None,
 ) -> Tensor:
-    """The tensor called `name`; None in `shape` allows any length.
+    """Return the tensor called `name`; None in `shape` allows any length.
 
     Raises:
         ModelError: it is missing, of another type or of another shape.
@@ -33,7 +33,7 @@ def take(
 
 
 def take_matrix(tensors: Mapping[str, Tensor], name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """The same of any two-dimensional shape without empty sides."""
+    """Return a tensor as `take` does, of any two-dimensional shape without empty sides."""
     found = take(tensors, name, dtypes)
     if found.dim() != 2 or 0 in found.shape:
         raise ModelError(f"tensor {name} must be a matrix, got shape {list(found.shape)}")
@@ -51,7 +51,7 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
 
 
 def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
-    """A float tensor of that shape without NaN and infinity."""
+    """Return a float tensor of that shape without NaN and infinity."""
     scale = take(tensors, name, FLOATS, shape)
     if not scale.isfinite().all():
         raise ModelError(f"tensor {name} holds NaN or infinity; download or copy the checkpoint again")
@@ -61,7 +61,7 @@ def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -
 def take_groups(
     tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int
 ) -> tuple[Tensor | None, Tensor]:
-    """The order of inputs that puts groups side by side, and the group of each input, both int64 [in].
+    """Return the order of inputs that makes groups adjacent, and each input's group, both int64 [in].
 
     The order is None where they lie so already.
 

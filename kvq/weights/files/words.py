@@ -1,4 +1,4 @@
-"""A weight's integer codes as files keep them: with inputs in their own order, and packed into 32-bit words.
+"""Packing of integer codes in files: inputs in their own order, in 32-bit words.
 
 Words hold unsigned codes one after the other, low bits first, or eight of them in AWQ's order.
 """
@@ -12,7 +12,7 @@ from kvq.kernels.linear.weight import QuantizedWeight
 
 
 def own_order(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Integer codes int8 [out, in] and the group of each input, int32 [in], both in the inputs' own order."""
+    """Return integer codes int8 [out, in] and each input's group, int32 [in], in the inputs' own order."""
     q, groups = weight.integers(), weight.scale.shape[1]
     index = torch.arange(weight.in_features, device=q.device) // (weight.in_features // groups)
     if weight.order is not None:
@@ -22,7 +22,7 @@ def own_order(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def whole_groups(name: str, weight: QuantizedWeight) -> Tensor:
-    """The same codes where the format on disk has no order of inputs.
+    """Return the codes for a format on disk that has no order of inputs.
 
     Raises:
         ConfigError: a group's inputs don't lie side by side.
@@ -44,12 +44,12 @@ def check_fp16_scales(name: str, weight: QuantizedWeight, program: str) -> None:
 
 
 def offset(q: Tensor, bits: int) -> Tensor:
-    """int8 codes or zero points -> uint8 from 0 to 2^bits - 1."""
+    """Map int8 codes or zero points to uint8 from 0 to 2^bits - 1."""
     return (q.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
 
 
 def signed(codes: Tensor, bits: int) -> Tensor:
-    """uint8 -> int8; undoes `offset`."""
+    """Map uint8 to int8; undoes `offset`."""
     return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
 
 
@@ -58,12 +58,12 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble k of a word, from its low end, is
 
 
 def num_words(count: int, bits: int) -> int:
-    """32-bit words that hold `count` codes."""
+    """Return the number of 32-bit words for `count` codes."""
     return -(-count * bits // WORD_BITS)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [rows, n] below 2^bits -> int32 [rows, num_words(n, bits)].
+    """Pack uint8 [rows, n] below 2^bits into int32 [rows, num_words(n, bits)].
 
     Code i takes bits i * bits up to (i + 1) * bits of a row, so that 32 codes take `bits` words and a code
     of 3 bits may lie in two of them. Bits that are left over are zero.
@@ -82,7 +82,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [rows, num_words(count, bits)] -> uint8 [rows, count]; undoes `pack_words`."""
+    """Unpack int32 [rows, num_words(count, bits)] into uint8 [rows, count]; undoes `pack_words`."""
     rows = words.shape[0]
     groups = functional.pad(words, (0, -words.shape[1] % bits)).view(rows, -1, bits).long() & 0xFFFFFFFF
     codes = torch.empty(rows, groups.shape[1], WORD_BITS, dtype=torch.uint8, device=words.device)
@@ -96,13 +96,13 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """uint8 [rows, n] below 16 -> int32 [rows, n / 8], each eight in AWQ's order."""
+    """Pack uint8 [rows, n] below 16 into int32 [rows, n / 8], each eight in AWQ's order."""
     rows = codes.shape[0]
     return pack_words(codes.view(rows, -1, 8)[:, :, list(AWQ_ORDER)].flatten(1), 4)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """int32 [rows, n / 8] -> uint8 [rows, n]; undoes `pack_awq`."""
+    """Unpack int32 [rows, n / 8] into uint8 [rows, n]; undoes `pack_awq`."""
     rows, count = words.shape[0], words.shape[1] * 8
     eights = unpack_words(words, 4, count).view(rows, -1, 8)
     own = torch.empty_like(eights)
