@@ -336,7 +336,7 @@ class BlockManager:
         sequence.tables, sequence.starts = [[] for _ in self.pools], [0] * len(self.pools)
         sequence.length = sequence.committed = 0
         self._live.remove(sequence)
-        return sequence.receipt
+        return sequence.receipt.copy()
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """True if host slots are free for all of a sequence's blocks. Changes nothing."""

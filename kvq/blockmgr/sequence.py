@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
@@ -38,9 +38,16 @@ class BlockUse:
     def add(self, other: "BlockUse") -> None:
         """Add the use of another sequence; a peak is that of the sequence that held most."""
         peaks = max(self.peak, other.peak), max(self.peak_bytes, other.peak_bytes)
-        for name in (one.name for one in fields(self)):
+        for name in BlockUse.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak, self.peak_bytes = peaks
+
+    def copy(self) -> "BlockUse":
+        """Return a copy; faster than `dataclasses.replace`, for every request that ends."""
+        found = BlockUse()
+        for name in BlockUse.__slots__:
+            setattr(found, name, getattr(self, name))
+        return found
 
 
 @dataclass(slots=True, eq=False)

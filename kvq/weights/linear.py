@@ -36,7 +36,7 @@ class Packed(nn.Module):
 
     @property
     def weight_count(self) -> int:
-        """How many weights there are."""
+        """Number of weights."""
         raise NotImplementedError
 
 
@@ -57,7 +57,7 @@ class PackedLinear(Packed):
 
     @property
     def weight_count(self) -> int:
-        """How many weights there are."""
+        """Number of weights."""
         return self.in_features * self.out_features
 
     def forward(self, input: Tensor) -> Tensor:

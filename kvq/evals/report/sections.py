@@ -52,7 +52,7 @@ def sections(result: dict[str, Any]) -> Iterator[_Section]:
 
 
 def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield (is good, text) of the instrument check, tasks and gates, and of formats with mostly exact keys."""
+    """Yield (is good, text) of the instrument check, tasks and gates, and of mostly exact formats."""
     for name, reason in result.get("void", {}).items():
         yield False, f"{name} is VOID: {reason}"
     if check := result.get("instrument"):
