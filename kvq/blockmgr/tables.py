@@ -182,13 +182,13 @@ class Tables:
             if count == 1 and limit is None:
                 slots.append(table[-1] * size + at % size)
                 continue
-            kept = end if limit is None else min(end, limit)
-            while at < kept:
-                base, offset = table[at // size] * size, at % size
-                stop = min(size, offset + kept - at)
-                slots.extend(range(base + offset, base + stop))
-                at += stop - offset
-            slots.extend([-1] * (end - at))
+            kept = end if limit is None else max(at, min(end, limit))
+            first = at // size
+            spanned: list[int] = []
+            for block in table[first : -(-kept // size)]:
+                spanned.extend(range(block * size, (block + 1) * size))
+            slots += spanned[at % size : kept - first * size]
+            slots.extend([-1] * (end - kept))
         return slots
 
     def _extend(
