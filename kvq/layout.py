@@ -135,7 +135,7 @@ class GroupLayout:
 
     @property
     def is_staging(self) -> bool:
-        """True if the blocks hold tokens of which others, sealed, are made, or which stay in their place."""
+        """True if the blocks hold unquantized tokens: recent ones, or sinks."""
         return self.role in (Role.RECENT, Role.SINKS)
 
     @property
@@ -269,7 +269,7 @@ def plan_layout(
 ) -> KVLayout:
     """Lay out the blocks of a model under a recipe.
 
-    `staging`: False for whoever keeps tokens by itself until their block is full, see `KVCache.store`.
+    `staging`: False for callers that keep tokens until their block is full, see `KVCache.store`.
 
     Raises:
         ConfigError: block size out of range, or a recipe made for other layers.

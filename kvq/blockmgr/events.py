@@ -41,7 +41,7 @@ class SwapIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scrub:
-    """Zero a block whose request failed, before anybody else gets it."""
+    """Zero a block whose request failed, before another sequence gets it."""
 
     group: int
     block: BlockId

@@ -108,7 +108,7 @@ class Prefixes:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._computing: dict[bytes, Sequence] = {}  # digest of a prompt's block -> who computes it
+        self._computing: dict[bytes, Sequence] = {}  # by digest of a prompt's block
 
     def hit(self, prompt: PrefixQuery) -> Hit:
         """Return the longest hit that leaves at least one token to compute. Changes nothing."""
@@ -180,7 +180,7 @@ class Prefixes:
                 sequence.announced.append((i, digest))
 
     def withdraw(self, sequence: Sequence, depth: int | None = None) -> None:
-        """Let nobody wait any more for this sequence's first `depth` blocks, by default for any."""
+        """Withdraw the announcement of this sequence's first `depth` blocks, by default of all."""
         announced = sequence.announced  # the next block to come is the last one
         while announced and (depth is None or announced[-1][0] < depth):
             del self._computing[announced.pop()[1]]
@@ -225,7 +225,7 @@ class Prefixes:
         self.withdraw(sequence, sequence.depth if sequence.indexing else None)
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Remove from the index what a sequence computed and nobody else uses, deepest first.
+        """Remove from the index the blocks that only this sequence computed and uses, deepest first.
 
         After a swap some of its blocks may be indexed beyond its depth: their counterparts in other layer
         groups were evicted meanwhile.

@@ -310,7 +310,7 @@ class BlockManager:
     def scrub(self, sequence: Sequence) -> None:
         """Queue zeroing of every block that only this sequence uses; it is never indexed again.
 
-        Blocks that it computed itself and nobody else uses leave the index too; pins on them end.
+        Blocks that it computed and no other sequence uses leave the index too; pins on them end.
         """
         self._live.check_ready(sequence)
         sequence.indexing = False

@@ -17,12 +17,12 @@ class PoolUsage:
     """The three gauges of one pool; they always add up to `total`."""
 
     free: int  # hold nothing
-    cached: int  # hold indexed tokens that nobody uses now; evicted when free blocks run out
+    cached: int  # hold indexed tokens that are not in use; evicted when free blocks run out
     live: int  # referenced by sequences or pins
     total: int
 
 
-# Called with the evicted blocks and their entries; returns cached blocks that nobody can find without them.
+# Called with the evicted blocks and their entries; returns cached blocks that can't be found without them.
 EvictionListener = Callable[[list[BlockId], list[object]], Iterable[BlockId]]
 
 
@@ -219,7 +219,7 @@ class BlockPool:
             blocks = self._unmark(blocks)
 
     def _unmark(self, blocks: list[BlockId]) -> list[BlockId]:
-        """Take blocks out of the index. Returns those no longer cached, since nobody can find them now."""
+        """Take blocks out of the index. Returns other blocks that can't be found any more."""
         entries = [self._entries[block] for block in blocks]
         for block in blocks:
             self._entries[block] = None

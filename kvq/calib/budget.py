@@ -20,8 +20,8 @@ from kvq.layout import BLOCK_SIZE
 from kvq.models.loading.prepared import PreparedModel
 from kvq.sizes import parse_bytes
 
-_ENOUGH = 4.0  # bits per element, from which on nobody takes codes of 2
-_CONTEXT = 512  # tokens of a window, where nobody asks for others
+_ENOUGH = 4.0  # bits per element, from which on codes of 2 bits are not tried
+_CONTEXT = 512  # tokens of a window, by default
 _LEAST_WINDOW = 32  # tokens
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 

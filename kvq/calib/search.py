@@ -90,7 +90,7 @@ def tune(
     progress: Progress = lambda what, done, total: None,
     keep: Keep = lambda make: None,
 ) -> Tuned:
-    """Search on `text`, verify on `held_out`. `keep` is told now and then how to make the trials so far.
+    """Search on `text`, verify on `held_out`. `keep` gets a function that returns the trials so far.
 
     The recipe is the best that was found on `text`: a uniform format that fits the budget and
     is better there wins.

@@ -149,7 +149,7 @@ def measure_tokens(
     """Run formats over a text beside the first unquantized one among them, which comes back first.
 
     If all are quantized, the weights' own type goes first as the baseline. The plan's `instrument` appends
-    the baseline with a 64-token attention window, and 2-bit KV. `watch` is told after every window how to
+    the baseline with a 64-token attention window, and 2-bit KV. After every window `watch` gets a function to
     make the figures of all windows so far.
 
     Raises:

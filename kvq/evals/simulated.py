@@ -87,7 +87,7 @@ def _rounded_groups(x: Tensor, *, bits: int) -> Tensor:
 def _normalized(x: Tensor, *, bits: int, dim: int) -> Tensor:
     """Rotate, even out deviations of tokens and elements, round along `dim`, and undo the rest.
 
-    Source: Muller et al. 2026, KVarN (arXiv 2606.03458): 16 rounds, of which the most even one is kept.
+    Source: Muller et al. 2026, KVarN (arXiv 2606.03458): 16 rounds; the most even one is kept.
     """
     rotated = rotate(x)
     scales = _even_scales(rotated).half().float() if dim == -2 else _even_scales(rotated.mT).half().float().mT

@@ -54,7 +54,7 @@ class Code:
         return self.name
 
     def __deepcopy__(self, memo: object) -> "Code":
-        return self  # codes are told apart by identity
+        return self  # codes are compared by identity
 
     @property
     def is_float(self) -> bool:
@@ -78,7 +78,7 @@ class Code:
 
     @property
     def multiple(self) -> int:
-        """Rows must have a multiple of so many elements to end with a byte."""
+        """Number of elements of which rows must be a multiple, to end with a byte."""
         return max(1, 8 // self.planes[-1])
 
 

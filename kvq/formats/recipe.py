@@ -143,7 +143,7 @@ class KVRecipe:
         if not isinstance(kv, str | Path):
             raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
         if str(kv).endswith(".json"):
-            return replace(cls.load(kv), label=str(kv))  # files that hold like formats are told apart
+            return replace(cls.load(kv), label=str(kv))  # distinguishes files with equal formats
         return cls.uniform(str(kv), head_dims, whole_blocks=whole_blocks)
 
     @property
@@ -223,7 +223,7 @@ class KVRecipe:
             )
 
     def check_stored(self, where: str) -> None:
-        """Raise ConfigError if a quantizer is registered, of which no bytes are stored that `where` needs."""
+        """Raise ConfigError for registered quantizers: they have no stored bytes, which `where` needs."""
         for own in self.own:
             raise ConfigError(
                 f"{own.name} is a registered format, which {where} can't take: its blocks hold what is read "

@@ -7,7 +7,7 @@ from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats.codes import CODES, Code
 from kvq.formats.own import Own
 
-BLOCK_SIZE = 32  # tokens; wherever nobody chose another
+BLOCK_SIZE = 32  # tokens, by default
 MOST_PAIRED_BITS = 4  # of grouped codes with scales per channel that are stored in pairs
 _MEAN_GROUP = 64  # elements of a block mean that share a scale, at most
 

@@ -25,7 +25,7 @@ class HeldAs:
     is as the rest unless said. `head`: of a head that is no embedding too, unless it is as a Linear layer of
     its name; codes round a tied one apart from its embedding. `shares_head`: an embedding that serves for
     the head is held as the head, not as the rest. `has_packed_experts`: stacked experts are held as Linear
-    layers are, not as the rest. `unknown`: a quant_method of which nobody knows what it takes. `unread`: why
+    layers are, not as the rest. `unknown`: a quant_method of unknown size. `unread`: why
     kvq doesn't load what is stored.
     """
 

@@ -16,7 +16,7 @@ class Parameters:
     """Parameter counts by what quantizers treat alike, and by what a token reads."""
 
     embedding: int = 0  # the input's; a lookup reads one row
-    tables: int = 0  # further ones of which a token reads a row, such as those of every layer in Gemma 3n
+    tables: int = 0  # further embeddings, of which a token reads a row, such as Gemma 3n's per layer
     head: int = 0  # the output's; 0 where the embedding serves for it
     attention: int = 0
     mlp: int = 0  # dense ones and shared experts

@@ -18,12 +18,12 @@ from kvq.sizing.needs import (
 RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running ones can grow
 GPU_FRACTION = 0.9  # of what is free once the weights are loaded; graphs, logits and fragments have the rest
 CPU_FRACTION = 0.5
-CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
+CPU_MOST = 4 << 30  # bytes, by default: other programs need a host's memory too
 STEP_MOST = 0.0625  # of the pools' memory, for the tokens of a step, while they are staged
 OTHERS_LEAST = 0.125  # of it, for staging groups, where a context that is cut short could take all
 _USUAL = 1024  # tokens of a sequence, for which recurrent states are sized
 _SHORT = 512  # tokens of a sequence, for which staging areas are sized in pools that are too small for all
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine that is told nothing else
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine, by default
 
 
 def pool_budget(
@@ -56,7 +56,7 @@ class PoolPlan:
 def plan_pools(
     layout: KVLayout, budget_bytes: int | None, *, sequences: int, max_context: int, step_tokens: int
 ) -> PoolPlan:
-    """Share out `budget_bytes` for so many sequences of full length; None: all that they could use.
+    """Divide `budget_bytes` for `sequences` sequences of full length; None: all that they could use.
 
     1. One sequence comes first. It gets the blocks of the longest context that `budget_bytes` hold at all,
        together with the tokens of a step. Where tokens are staged, that may be as short as a block here; and
@@ -103,7 +103,7 @@ def plan_pools(
         fitted = _side_by_side(layout, budget_bytes, least, **limits, step_tokens=step_tokens)
         blocks = share_blocks(layout, _merged(layout, sealed=wanted, staging=fitted), budget_bytes, fitted)
         blocks = share_blocks(layout, wanted, budget_bytes, blocks)
-    if blocks == wanted and limits["sequences"] == sequences:  # what nobody could use is for longer steps
+    if blocks == wanted and limits["sequences"] == sequences:  # the unused rest is for longer steps
 
         def needed(tokens: int) -> list[int]:
             return _at_least(wanted_blocks(layout, **limits, step_tokens=tokens), least)

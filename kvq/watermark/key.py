@@ -27,7 +27,7 @@ class Key:
     def word(self, tag: bytes, context: Sequence[int]) -> int:
         """Return 64 bits, a function of the key, a scheme and the tokens before a place.
 
-        BLAKE2b with a key is a pseudo-random function: who learns the words of some contexts, as from
+        BLAKE2b with a key is a pseudo-random function: who learns the words of some contexts, such as from
         the texts themselves, learns nothing of other contexts' and nothing of the key.
         """
         tokens = np.asarray(context, dtype="<u4").tobytes()

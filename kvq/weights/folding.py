@@ -79,7 +79,7 @@ def find_folds(layer: nn.Module, run: Run, *, head_dim: int | None = None) -> Fo
     """Return every fold of a decoder layer that is proven to change nothing.
 
     `run` computes the layer's output on a sample in fp32. `head_dim`: of V, by which the heads of grouped
-    query attention are told.
+    query attention are recognized.
     """
     found = Folds(shared=trace_inputs(layer, run))
     before: list[str] = []

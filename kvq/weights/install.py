@@ -214,7 +214,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if any(self._hooks):  # somebody wants to see the layers run
+        if any(self._hooks):  # hooks expect the layers to run
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
         rows = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():  # as in PackedLinear

@@ -1,7 +1,7 @@
 """Manifest of a model folder: every file's size and digest, and its own.
 
 kvq writes one with each quantized model, and `kvq manifest` for folders of others. A flipped bit anywhere in
-the listed files, or in the manifest, is found. It is no defence against somebody who forges files on purpose.
+the listed files, or in the manifest, is found. It is no defence against forged files.
 """
 
 import json
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
 def check_manifest(folder: Path) -> dict[str, FileDigest]:
     """Return the files that the folder's manifest lists, checked except for weights; empty without one.
 
-    Files added later are let be, unless they hold weights.
+    Files added later are ignored, unless they hold weights.
 
     Raises:
         ModelError: a file is missing or of another size, a small one differs, or weights were added.

@@ -1,7 +1,7 @@
 """Routers of experts: their own code, over products that don't depend on the batch.
 
-A router's last bit decides which experts a token is sent to, so that whoever else is in a step would now and
-then change what a token gets.
+A router's last bit decides the experts of a token, so that other requests in a step would now and
+then change a token's result.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class _RouterWeight(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **given)
         if func in _CONVERSIONS and isinstance(found, Tensor) and found.data_ptr() == args[0].data_ptr():
-            return args[0]  # what asked for fp32 has it already, and goes on to the product
+            return args[0]  # the caller wanted fp32, which it has already; the product follows
         return found
 
 

@@ -130,7 +130,7 @@ class LayerQuantizer:
             if isinstance(module, UnstackedExperts)
             for names in module.shared_inputs()
         }
-        own = {name for names in experts for name in names}  # of which few are seen to share their input
+        own = {name for names in experts for name in names}  # most of them are not seen to share their input
         groups = [*(names for names in shared if own.isdisjoint(names)), *sorted(experts)]
         handles = [hook for names in groups for hook in self._listen(names)]
         walk.see(self.index)

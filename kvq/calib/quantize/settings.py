@@ -166,7 +166,7 @@ class Quantizing:
         """Return the dtype of scales and unquantized tensors; files of GPTQ and AWQ have fp16.
 
         Raises:
-            ConfigError: another was asked for where the file format has fp16 alone.
+            ConfigError: another dtype, but the file format has fp16 only.
         """
         if self.file_format == "compressed-tensors":
             return self.dtype

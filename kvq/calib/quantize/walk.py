@@ -12,7 +12,7 @@ from kvq.calib.quantize.settings import FEWEST_SAMPLES
 from kvq.errors import ModelError, RequestError
 from kvq.evals.windows import begin_ids, cut_windows, text_ids
 
-_CONTEXT = 2048  # tokens of a sample, where none is asked for
+_CONTEXT = 2048  # tokens of a sample, by default
 _PROBE = 64  # tokens of the sample that folds are proven on
 
 

@@ -26,10 +26,10 @@ class Call:
     arrival_s: float
     prompt: "array[int]"  # token ids
     output_tokens: int  # at least 1
-    kept_tokens: int | None = None  # of these, after which its client leaves; None: it stays to the end
-    whole: "Call | None" = None  # of which this is the prompt and the first token
+    kept_tokens: int | None = None  # of these; then its client leaves; None: it stays to the end
+    whole: "Call | None" = None  # the full request, if this is only its prompt and first token
     is_cut: bool = False  # it was longer than the context
-    session: str = ""  # whose requests go to the same replica, if routing asks
+    session: str = ""  # its requests go to one replica under session routing
     tenant: str = ""
     priority: Priority = Priority.INTERACTIVE
 

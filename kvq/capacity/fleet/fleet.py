@@ -197,13 +197,13 @@ def _decoding(spec: EngineSpec) -> EngineSpec:
 
 
 MOST_REPLICAS = 1024
-_IDLE = 0.5  # utilization below which more replicas don't help those who wait
+_IDLE = 0.5  # utilization below which more replicas don't shorten waiting
 
 
 def fewest_replicas(run: Callable[[int], dict[str, Any]], share: float) -> tuple[int, dict[str, Any]]:
     """Return the fewest replicas with which that share of the requests keeps the SLO, and their figures.
 
-    `run` serves the load with so many. They are doubled until it does, then halved in between: more
+    `run` serves the load with a number of replicas. They are doubled, then bisected: more
     replicas are taken to be no worse.
 
     Raises:

@@ -63,7 +63,7 @@ class Fate(IntEnum):
     SERVED = 1
     REFUSED = 2  # it can never fit
     FAILED = 3  # it could not go on although nothing else ran, or its engine died
-    OVERFLOWED = 4  # sent to somebody else's API
+    OVERFLOWED = 4  # sent to an external API
     CANCELLED = 5  # its client left
 
 

@@ -37,7 +37,7 @@ class EngineSpec:
     block_size: int  # tokens
     config: SchedulerConfig
     time: StepTime  # which knows the windows
-    computes_prompts: bool = True  # False: somebody else does, and their KV comes with them
+    computes_prompts: bool = True  # False: prompts arrive with their KV
     drafting: Drafting | None = None
 
     @property
@@ -144,7 +144,7 @@ class Replica:
         self._guesser: Guesser | None = None
         if spec.drafting is not None:
             self._guesser = Guesser(spec.drafting, self.scheduler, spec.time, self._rng)
-        self._steady: list[Branch] = []  # whose next step will be as the last one was; empty: who knows
+        self._steady: list[Branch] = []  # if the next step repeats the last one; else empty
 
     @property
     def num_waiting(self) -> int:

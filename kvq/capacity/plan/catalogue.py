@@ -28,7 +28,7 @@ class KnownModel:
     source: str  # the address that the facts were read from
     read: str  # when, YYYY-MM-DD
     note: str | None = None  # where the source is not the model's own config.json
-    published: int | None = None  # parameters, if somebody says the number to the last one
+    published: int | None = None  # exact number of parameters, if published
     refused: str | None = None  # why kvq's engine does not run it
     config: Mapping[str, Any]
     shape: Mapping[str, Any] | None = None  # None: the config says it

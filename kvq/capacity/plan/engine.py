@@ -1,17 +1,19 @@
 """kvq's own engine in a plan: its settings, and how it divides memory into pools."""
 
+import sys
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import FRAGMENTS, EngineSettings, Pools, Room, does_not_fit
+from kvq.capacity.plan.room import FRAGMENTS, EngineSettings, Pools, Room, Users, does_not_fit
 from kvq.capacity.plan.target import Target
-from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE, KVLayout
 from kvq.sizing.memory import Term
-from kvq.sizing.needs import bytes_of, wanted_blocks
+from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks, wanted_blocks
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
 _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
@@ -92,3 +94,36 @@ def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:
     ]
     formula = f"{' + '.join(parts)}, blocks of {layout.block_size} tokens"
     return Term(name="KV pool", nbytes=bytes_of(layout, num_blocks), formula=formula)
+
+
+def count_users(
+    layout: KVLayout, num_blocks: Sequence[int], demand: Demand, *, step_tokens: int, most: int | None = None
+) -> Users:
+    """Count the requests that fit into pools, in blocks and in reserved slots.
+
+    A prefix that all have in common is held once in blocks, where no layer slides and all tokens are kept.
+    `most`: sequences that the engine runs side by side at most.
+    """
+    lengths = demand.lengths
+    held, alone = (
+        [blocks_of(layout, x.prompt, x.output, step_tokens=step_tokens) for x in lengths]
+        for blocks_of in (sequence_blocks, sequence_alone)
+    )
+    shared = [int(x.prompt * demand.prefix_share) // layout.block_size for x in lengths]
+    fits = []
+    for group, (count, layer) in enumerate(zip(num_blocks, layout.groups, strict=True)):
+        common = 0 if layer.group.window is not None or layer.limit is not None else max(shared)
+        each, last = (
+            fmean([blocks[group] - (common and own) for blocks, own in zip(kind, shared, strict=True)])
+            for kind in (held, alone)
+        )
+        fits.append(int((count - common - last + each) / each) if each else 0)
+    slot = layout.kv_bytes_per_token * demand.slot + (
+        0 if layout.states is None else layout.states.block_bytes
+    )
+    most = sys.maxsize if most is None else most
+    return Users(
+        paged=min(most, max(0, min(fits))),
+        contiguous=min(most, int(bytes_of(layout, num_blocks) / slot)),
+        bytes_per_request=fmean([bytes_of(layout, blocks) for blocks in held]),
+    )

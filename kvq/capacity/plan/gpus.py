@@ -18,8 +18,8 @@ _SMALLEST, _LARGEST = 1e-12, 1e15  # of any figure
 class Gpu:
     """One kind of GPU. GB and TB are powers of ten, as data sheets have them.
 
-    `total_mib`: what a process is told the GPU has in all, by `cudaMemGetInfo`, the least that any driver
-    was seen to tell; None where only the data sheet is known. `source`: where that was seen.
+    `total_mib`: the GPU's total memory by `cudaMemGetInfo`, the least that any driver
+    was seen to report; None if only the data sheet is known. `source`: where that was seen.
     """
 
     name: str

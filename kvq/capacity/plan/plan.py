@@ -38,7 +38,7 @@ class CapacityPlan(Pools):
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
     state_bytes: int  # of a sequence's recurrent states, on it; in the blocks of a pool of their own
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
-    serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # what so many users see
+    serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # speed by users
     usd_per_million_tokens: float | None  # generated ones, at full load
     refused: str | None = None  # why kvq's engine does not run the model
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.target import Target
-from kvq.capacity.plan.users import Users
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
 from kvq.sizing.memory import Term, activation_term
@@ -52,13 +51,22 @@ class VllmCache:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Users:
+    """Requests that hold KV at once, each with as much as at its end."""
+
+    paged: int  # in blocks
+    contiguous: int  # a slot of one length reserved for each, in the same format
+    bytes_per_request: float  # of blocks, on average
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pools:
     """Blocks of an engine on the fullest GPU, and all other memory terms."""
 
     terms: tuple[Term, ...]  # the pool last
     block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
     num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
-    step_tokens: int  # most new tokens of a step, fewer than asked for where they fill a small staging area
+    step_tokens: int  # most new tokens of a step, fewer than configured if they fill a small staging area
     users: Users
     vllm: VllmCache | None = None  # what vLLM says of its blocks, where it is the engine
 
@@ -71,7 +79,7 @@ class Room:
     total_bytes: int
     free_bytes: int  # beside weights and runtime
     activation_bytes: int  # that a step takes of these
-    pool_bytes: int  # at most; below 0: so much is missing
+    pool_bytes: int  # at most; negative if missing
 
     @classmethod
     def of(cls, target: Target, gpu: Gpu, engine: EngineSettings) -> "Room":

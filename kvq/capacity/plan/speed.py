@@ -51,7 +51,7 @@ def serving(time: StepTime, demand: Demand, users: int) -> Serving:
 def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:
     """Return the speed of requests at `rate` per second; None if `most` concurrent ones don't keep up.
 
-    `serve`: what so many at once see.
+    `serve`: the speed of a number of concurrent requests.
 
     The fewest side by side whose throughput is the rate: by Little's law as many as are there on average.
 

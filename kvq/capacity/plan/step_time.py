@@ -150,7 +150,7 @@ def _share(ideal_s: float, measured_s: float) -> float:
 class StepTime:
     """Seconds of the parts of a step; one entry of each tuple per layer group."""
 
-    stage_s: Callable[[int], float]  # linear layers of one stage of a pipeline, for so many tokens
+    stage_s: Callable[[int], float]  # linear layers of one stage of a pipeline, by tokens
     stages: int = 1
     windows: tuple[int | None, ...]
     limits: tuple[int | None, ...] = ()  # tokens that a sequence has at most; empty: none are limited

@@ -1,27 +1,35 @@
 """vLLM in a plan, with kvq's plug-in or with its own cache: its settings, and its blocks.
 
-Source: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py and engine/arg_utils.py of vLLM 0.32; 0.33 counts
-the same.
+A page is one layer's part of a block, as large as that layer's part of a block of kvq's own. If all layers
+have full attention, or all the same window, they are one group. Otherwise layers are sorted into kinds, each
+is cut into groups of about as many layers, and all groups take their blocks from one pool: a block is as
+large as the pages of the largest group, and a request takes blocks for every group. Pages are made equally
+large for that, by more tokens if it comes out even, else by padding.
+
+Source: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py, v1/kv_cache_interface.py and engine/arg_utils.py
+of vLLM 0.32; 0.33 counts the same.
 """
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
+from statistics import fmean
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.room import EngineSettings, Pools, Room, VllmCache, does_not_fit
+from kvq.capacity.plan.room import EngineSettings, Pools, Room, Users, VllmCache, does_not_fit
 from kvq.capacity.plan.target import Target
-from kvq.capacity.plan.users import Users
-from kvq.capacity.plan.vllm_blocks import VllmBlocks
 from kvq.errors import ConfigError
 from kvq.formats.names import FOREIGN_NAMES, VLLM_FILE_PREFIX, VLLM_PREFIX
 from kvq.geometry.families import SIZED
-from kvq.layout import KVLayout
+from kvq.layout import UNPADDED_TOKENS, KVLayout, LayerLayout
 from kvq.sizes import decimal
 from kvq.sizing.held import PLAIN
 from kvq.sizing.memory import Term
 
 BLOCK_SIZE, GPU_FRACTION = 16, 0.92  # vLLM's defaults on GPUs
+_FEW_MORE = 1.5  # times the rarest kind's layers, up to which groups are as large as the commonest kind
 OWN_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of vLLM's own cache, and its names
 
 
@@ -42,6 +50,87 @@ def batch_defaults(gpu: Gpu) -> tuple[int, int]:
     if gib >= 160:
         return 16384, 1024
     return (8192, 1024) if gib >= 70 and "a100" not in gpu.name.lower() else (2048, 256)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerKind:
+    """Properties that all layers of a group share."""
+
+    window: int | None  # tokens; None: full attention
+    block_size: int  # tokens
+    head_dims: tuple[int, int] = (0, 0)  # of K and V
+    page_bytes: int = 0  # without padding
+
+    @classmethod
+    def of(cls, layer: LayerLayout, block_size: int, largest: int) -> "_LayerKind":
+        """Return the kind of a layer in a model with pages up to `largest` bytes."""
+        times = 1 if largest % layer.nbytes else largest // layer.nbytes
+        return cls(
+            window=layer.geometry.window,
+            block_size=times * block_size,
+            head_dims=(layer.geometry.k_head_dim, layer.geometry.v_head_dim),
+            page_bytes=times * layer.nbytes,
+        )
+
+    def held(self, tokens: int, in_flight: int) -> int:
+        """Return the blocks of a request; a window takes one more, since it may begin inside a block."""
+        if self.window is None:
+            return -(-tokens // self.block_size)
+        return -(-min(self.window - 1 + in_flight, tokens) // self.block_size) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _VllmBlocks:
+    """vLLM's blocks of one model in one format."""
+
+    groups: tuple[tuple[_LayerKind, int], ...]  # with the number of layers
+    block_size: int  # tokens
+    block_bytes: int
+    in_flight: int  # new tokens of all steps at work, whose blocks stay although windows have passed
+
+    @classmethod
+    def of(cls, layout: KVLayout, *, in_flight: int) -> "_VllmBlocks":
+        """Return the blocks of a layout's layers.
+
+        Raises:
+            ConfigError: a block size that pages can't have.
+        """
+        size = layout.block_size
+        if size % UNPADDED_TOKENS:
+            raise ConfigError(f"vLLM's blocks are of a multiple of {UNPADDED_TOKENS} tokens, got {size}")
+        layers = [layer for group in layout.groups for layer in group.layers]
+        if len(layout.groups) == 1:
+            kind = _LayerKind(window=layout.groups[0].group.window, block_size=size)
+            groups, block_bytes = [(kind, len(layers))], sum(layer.nbytes for layer in layers)
+        else:
+            largest = max(layer.nbytes for layer in layers)
+            groups = group_layers(Counter(_LayerKind.of(layer, size, largest) for layer in layers))
+            block_bytes = largest * max(count for _, count in groups)
+        return cls(groups=tuple(groups), block_size=size, block_bytes=block_bytes, in_flight=in_flight)
+
+    def held(self, tokens: int) -> int:
+        """Return the blocks that vLLM reserves for a request of `tokens` tokens, over all groups."""
+        return sum(kind.held(tokens, self.in_flight) for kind, _ in self.groups)
+
+    def longest(self, num_blocks: int, most: int) -> int:
+        """Return the longest request up to `most` tokens that vLLM starts with; it never uses one block."""
+        return bisect_right(range(1, most + 1), num_blocks - 1, key=self.held)
+
+    def users(self, num_blocks: int, demand: Demand) -> int:
+        """Return how many requests fit; full-attention layers hold a shared prefix once."""
+        held = [self.held(length.total) for length in demand.lengths]
+        shared = [self._whole(int(x.prompt * demand.prefix_share)) for x in demand.lengths]
+        common = max(shared)
+        each = fmean([blocks - (common and own) for blocks, own in zip(held, shared, strict=True)])
+        return max(0, int((num_blocks - 1 - common) / each))
+
+    def _whole(self, tokens: int) -> int:
+        """Return the blocks of full-attention layers that `tokens` tokens fill."""
+        return sum(tokens // kind.block_size for kind, _ in self.groups if kind.window is None)
+
+    def request_bytes(self, demand: Demand) -> float:
+        """Return the mean bytes of a request's blocks."""
+        return self.block_bytes * fmean([self.held(length.total) for length in demand.lengths])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +161,7 @@ class VllmEngine(EngineSettings):
             ConfigError: what vLLM or the plug-in does not serve, and what doesn't fit.
         """
         _check_served(target, layout)
-        blocks = VllmBlocks.of(layout, in_flight=self.steps_at_work * self.step_tokens)
+        blocks = _VllmBlocks.of(layout, in_flight=self.steps_at_work * self.step_tokens)
         room = Room.of(target, gpu, self)
         count = room.pool_bytes // blocks.block_bytes
         if count < 1:
@@ -101,7 +190,7 @@ class VllmEngine(EngineSettings):
             return "not given to KV: graphs, logits, fragments"
         return f"{1 - self.memory_fraction:.3g} of {room.total_bytes:,} B, and a part of a block"
 
-    def _users(self, blocks: VllmBlocks, count: int, layout: KVLayout, demand: Demand) -> Users:
+    def _users(self, blocks: _VllmBlocks, count: int, layout: KVLayout, demand: Demand) -> Users:
         slots = count * blocks.block_bytes / (layout.kv_bytes_per_token * demand.slot)
         paged = blocks.users(count, demand)
         return Users(
@@ -110,7 +199,7 @@ class VllmEngine(EngineSettings):
             bytes_per_request=blocks.request_bytes(demand),
         )
 
-    def _cache(self, blocks: VllmBlocks, count: int, target: Target) -> VllmCache:
+    def _cache(self, blocks: _VllmBlocks, count: int, target: Target) -> VllmCache:
         """Return the figures that vLLM prints. It starts only if a request of full length fits."""
         most = self.max_context or target.geometry.max_context
         one = blocks.held(most)
@@ -123,7 +212,7 @@ class VllmEngine(EngineSettings):
         return VllmCache(num_gpu_blocks=count, max_model_len=most, max_concurrency=count / one)
 
 
-def _pool_term(blocks: VllmBlocks, count: int) -> Term:
+def _pool_term(blocks: _VllmBlocks, count: int) -> Term:
     formula = f"{count:,} x {blocks.block_bytes:,} B, blocks of {blocks.block_size} tokens"
     if len(blocks.groups) > 1:
         layers = " + ".join(str(count) for _, count in blocks.groups)
@@ -158,3 +247,18 @@ def _check_served(target: Target, layout: KVLayout) -> None:
             f"vLLM keeps its own cache in the model's type, {target.held.other.name}; for KV in {plain} give "
             f"--weights {plain}"
         )
+
+
+def group_layers(kinds: Counter[_LayerKind]) -> list[tuple[_LayerKind, int]]:
+    """Return groups with their numbers of layers; `kinds` counts the layers of each kind.
+
+    A group is as large as the rarest kind, or as the commonest where that is hardly commoner.
+    """
+    size = min(kinds.values())
+    if max(kinds.values()) < _FEW_MORE * size:
+        size = max(kinds.values())
+    groups = []
+    for kind, count in kinds.items():
+        num_groups = -(-count // size)
+        groups += [(kind, len(range(i, count, num_groups))) for i in range(num_groups)]
+    return groups

@@ -16,7 +16,7 @@ from kvq.errors import ConfigError, RequestError, first_lines, nearest
 
 _SUFFIXES = (".yaml", ".yml")
 
-Loaded = tuple[str, dict[str, Any]]  # what was asked for, what lm-eval's TaskManager makes of it
+Loaded = tuple[str, dict[str, Any]]  # the name, and what lm-eval's TaskManager makes of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

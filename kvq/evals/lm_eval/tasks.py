@@ -45,7 +45,7 @@ class _TaskRow:
     stderr: float | None  # standard error, where there is one
     higher_is_better: bool | None
     samples: int
-    seconds: float  # of all that was run for the task that was asked for
+    seconds: float  # of everything run for the requested task
 
 
 def run_tasks(
@@ -88,7 +88,7 @@ def measure_tasks(
     """Return rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
 
     Engines are built and closed one after another, so that each has the memory to itself. `models`: one
-    per format. `kv_memory`: of each pool; what is free if None. A task of which the first format, if it is
+    per format. `kv_memory`: of each pool; by default what is free. A task of which the first format, if it is
     unquantized, gets nothing right is void, and not run for the others.
 
     Raises:
@@ -125,7 +125,7 @@ def void_tasks(rows: Sequence[_TaskRow]) -> dict[str, str]:
 
 
 def _found_nothing(rows: Sequence[_TaskRow]) -> bool:
-    """True if there are figures of which more is better, and all of them are 0."""
+    """True if all figures that should be high are 0, and there are some."""
     values = [row.value for row in rows if row.higher_is_better]
     return bool(values) and not any(values)
 

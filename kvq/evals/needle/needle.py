@@ -1,4 +1,4 @@
-"""Retrieval over long contexts: a needle at every depth of a haystack, asked for at the end.
+"""Needle eval, retrieval over long contexts: a needle at every depth of a haystack, queried at the end.
 
 Every prompt's tokens go through the session's own write-then-read path, in chunks, and the answer is
 decoded greedily, one token a step: quantized into blocks first, attended from there. All formats
@@ -23,7 +23,7 @@ from kvq.models.loading.prepared import PreparedModel
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-VOID_AFTER = 50  # prompts; whoever answers a tenth of them is called void once in two hundred tests
+VOID_AFTER = 50  # prompts; a model that answers a tenth of them is called void once in two hundred tests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,7 +91,7 @@ class NeedlePrompts:
         start = rng.randrange(len(self._text) - size + 1)
         haystack = self._text[start : start + size]
         at = round(depth * size)
-        if self._needle == TOKENS:  # again, now that it is known what stands nearby; sizes stay
+        if self._needle == TOKENS:  # again, to avoid the tokens nearby; sizes stay
             near = haystack[max(0, at - _NEARBY) : at + _NEARBY] + haystack[-_NEARBY:]
             needles = self._draw(rng, avoid=frozenset(near))
         return self._assemble(haystack, needles, [at] + [rng.randrange(size + 1) for _ in needles[1:]])
@@ -102,7 +102,7 @@ class NeedlePrompts:
         return len(self._text)
 
     def _assemble(self, haystack: list[int], needles: list[_Needle], places: list[int]) -> NeedlePrompt:
-        """Put every needle behind so many tokens of the haystack, and the question at the end."""
+        """Put every needle at its place in the haystack, and the question at the end."""
         ids, done, needle_at = list(self._begin), 0, 0
         for index in sorted(range(len(needles)), key=lambda i: places[i]):
             ids += haystack[done : places[index]]

@@ -3,7 +3,7 @@
     [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[UNIT]
 
 A unit is % of shares and changes, nats, mnats or bits of divergences, bits per element, B, KB or KiB per
-token, s, ms or min, x of compression. A figure that breaks a limit is told in the limit's unit. A limit that
+token, s, ms or min, x of compression. Broken limits are reported in their unit. A limit that
 no share can have, or that looks like a percentage without its sign, is refused.
 
 A gate holds if every row that it concerns holds: those of one format if it names one, else those of
@@ -162,7 +162,7 @@ def check_gate(
     task with that figure is taken. `formats`: per format, whether it is quantized.
 
     Raises:
-        ConfigError: a task that isn't run, or a figure or a format that there is none of.
+        ConfigError: a task that isn't run, or an unknown figure or format.
     """
     if gate.kv is not None and gate.kv not in formats:
         hint = nearest(gate.kv, list(formats)) or ";"

@@ -46,7 +46,7 @@ def label_point(
 def draw_literally(figure: Any) -> None:
     """Escape all texts: matplotlib would read names with `$` as mathematics, or fail.
 
-    Figures at the ticks of logarithmic axes, which are mathematics, are let be.
+    Tick labels of logarithmic axes, which are mathematics, stay as they are.
     """
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter

@@ -10,7 +10,7 @@ from kvq.evals.report.sections import depth_name
 
 Row = dict[str, Any]
 _COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
-_LARGE = 10  # a change of perplexity that is told as a factor
+_LARGE = 10  # changes of perplexity from here on are shown as factors
 _MARKERS = "osD^vP*X"
 _GRIDS_ACROSS = 3
 _CELLS_ACROSS = 24  # a cell has to hold "100%"

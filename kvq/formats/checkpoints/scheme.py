@@ -10,7 +10,7 @@ from kvq.formats.weights import WeightFormat
 
 _MAX_PATTERN = 1000
 _MAX_REPEATS = 5
-Layer = TypeVar("Layer")  # what is told of one
+Layer = TypeVar("Layer")  # description of one layer
 
 IN_BLOCKS = re.compile(r"(.*\.)?\d+\..*")  # layers outside of the numbered blocks keep their weights
 EVERY = re.compile("")  # patterns fit a layer's name from its start

@@ -68,7 +68,7 @@ def stored_layers(
 ) -> Sequence[Rule[Stored]] | None:
     """Return stored forms by patterns of layer names, of which the first match counts; None if unknown.
 
-    `scheme`: where kvq reads it, with scales of so many bytes.
+    `scheme`: of a config that kvq reads, with scales of `scale_bytes`.
     """
     if scheme is not None and scheme.rules:
         forms = ((names, layer.fmt if layer else None) for names, layer in scheme.rules)

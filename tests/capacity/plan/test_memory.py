@@ -6,8 +6,8 @@ import pytest
 
 import kvq
 from kvq.capacity.lengths import Demand, Length, fixed, lognormal, read_trace
+from kvq.capacity.plan.engine import count_users
 from kvq.capacity.plan.target import find_model
-from kvq.capacity.plan.users import count_users
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
 from kvq.sizing.held import held_as

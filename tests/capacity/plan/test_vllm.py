@@ -12,8 +12,7 @@ from kvq.capacity.lengths import Demand, fixed
 from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.plan import CapacityPlan, make_plan
 from kvq.capacity.plan.target import make_target
-from kvq.capacity.plan.vllm import VllmEngine, batch_defaults, cache_dtype
-from kvq.capacity.plan.vllm_blocks import _LayerKind, group_layers
+from kvq.capacity.plan.vllm import VllmEngine, _LayerKind, batch_defaults, cache_dtype, group_layers
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.integrations.vllm.names import recipe_of, without_prefix
