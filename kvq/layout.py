@@ -300,8 +300,10 @@ def plan_layout(
 
 
 def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:
-    """A group whose window ends within the recent tokens with one as long as theirs: no token is ever sealed
-    there, but its blocks count in a prefix, which is indexed only once it is that old."""
+    """Return a group with its window extended to the recent tokens, if it ends within them.
+
+    No token is ever sealed there, but its blocks count in a prefix, which is indexed only once it is that old.
+    """
     window = group.group.window
     if window is None or window > recent:
         return group

@@ -252,7 +252,7 @@ class HeadSummary:
 
 
 def summarize(observations: Observations) -> list[HeadSummary]:
-    """One row per layer, K or V, and head."""
+    """Return one row per layer, K or V, and head."""
     return [
         row
         for index, layer in enumerate(observations.layers)

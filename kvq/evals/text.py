@@ -25,7 +25,7 @@ class EvalText:
 
 
 def default_text() -> EvalText:
-    """The held-out fifth of CPython's help topics, without lines that other topics share.
+    """Return the held-out fifth of CPython's help topics, without lines that other topics share.
 
     The embedded model was trained on the other four fifths. A topic is held out if the SHA-256 of
     its name, as an integer, is 0 modulo 5; its lines of over 40 characters that also occur in
@@ -42,7 +42,7 @@ def default_text() -> EvalText:
 
 
 def calibration_text() -> EvalText:
-    """The four fifths of CPython's help topics that are not held out for evaluation."""
+    """Return the four fifths of CPython's help topics that are not held out for evaluation."""
     topics = _topics()
     kept = [topics[name] for name in sorted(topics) if not is_held_out(name)]
     return EvalText(name="four fifths of pydoc_data.topics", text="\n\n".join(kept))
@@ -54,7 +54,7 @@ def is_held_out(topic: str) -> bool:
 
 
 def decoded(path: Path) -> str:
-    """The text of a UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Raises:
         RequestError: missing, unreadable, not UTF-8, or empty.
@@ -73,7 +73,7 @@ def decoded(path: Path) -> str:
 
 
 def shared_lines(text: str, other: str) -> float:
-    """The share of `other`'s long lines that are lines of `text` too; 0 if it has none."""
+    """Return the share of `other`'s long lines that are lines of `text` too; 0 if it has none."""
     known = set(_long_lines(text))
     lines = _long_lines(other)
     return sum(line in known for line in lines) / len(lines) if lines else 0.0

@@ -40,13 +40,13 @@ def cut_windows(
 
 
 def spread(windows: list[list[int]], count: int) -> list[list[int]]:
-    """At most `count` of the windows, evenly over the text."""
+    """Return at most `count` of the windows, evenly over the text."""
     count = min(count, len(windows))
     return [windows[i * len(windows) // count] for i in range(count)]
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text, without special ones.
+    """Return the tokens of a text, without special ones.
 
     Raises:
         RequestError: the text is not Unicode that can be encoded.
@@ -59,7 +59,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
-    """The begin-of-sequence token where the tokenizer starts texts with one, else nothing."""
+    """Return the begin-of-sequence token where the tokenizer starts texts with one, else nothing."""
     begin = tokenizer.bos_token_id
     with_special: list[int] = tokenizer("a", return_attention_mask=False)["input_ids"]
     return [begin] if begin is not None and with_special[:1] == [begin] else []

@@ -36,7 +36,7 @@ class _Calibrated(Generic[Layer]):
     layers: tuple[Layer, ...]
 
     def to_json(self) -> dict[str, object]:
-        """The JSON object kept in kvq.json under `name`."""
+        """Return the JSON object kept in kvq.json under `name`."""
         layers = []
         for index, layer in enumerate(self.layers):
             lists = {field.name: _lists(getattr(layer, field.name)) for field in fields(self.kind)}

@@ -111,7 +111,7 @@ class CheckpointWriter:
         self.abort()
 
     def _check_open(self) -> Path:
-        """The folder aside."""
+        """Return the folder aside."""
         if self._aside is None:
             raise ConfigError(f"{self._out} is finished or given up; make another CheckpointWriter")
         return self._aside

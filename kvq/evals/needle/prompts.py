@@ -137,7 +137,7 @@ class NeedlePrompts:
         return needles
 
     def _sentence(self, key: str, value: str) -> _Needle:
-        """The needle's token ids, cut where the tokenizer allows it: the cue alone has the same tokens."""
+        """Return the needle's token ids, cut such that the cue alone has the same tokens."""
         before, after = self._needle.split("{value}")
         cue_text = before.rstrip().replace("{key}", key)
         answered = before.replace("{key}", key) + value

@@ -232,7 +232,7 @@ def _lm_eval(rows: list[Row]) -> _Section:
 def _crossed(
     rows: list[Row], line: Callable[[Row], tuple[str, ...]], across: str, cell: Callable[[Row], str]
 ) -> tuple[list[Any], list[list[str]]]:
-    """The values of a key as columns, and lines of cells by what tells them apart; a dash for no row."""
+    """Return the values of a key as columns, with a line of cells per identity; a dash for no row."""
     heads = list(dict.fromkeys(row[across] for row in rows))
     lines: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
@@ -241,7 +241,7 @@ def _crossed(
 
 
 def _other(key: str, rows: list[Row]) -> _Section:
-    """A table of whatever the rows of a task hold."""
+    """Return a table of whatever the rows of a task hold."""
     columns = {name: (name, _plain) for name in rows[0] if name not in _RUN_KEYS}
     return _section(key, key.replace("_", "-"), rows, columns)
 

@@ -31,27 +31,27 @@ class Fields:
         return cls(value, where)
 
     def refusal(self, name: str, allowed: str) -> ModelError:
-        """The error of a field whose value can't be read."""
+        """Return the error of a field whose value can't be read."""
         value = self.values.get(name, MISSING)
         got = "nothing" if value is MISSING else shown(value)
         return ModelError(f"{self.where}: {name} must be {allowed}, got {got}")
 
     def choice(self, name: str, allowed: Sequence[Any], default: Any = MISSING) -> Any:
-        """A value out of `allowed`; of the same type, too, so that 1 is not true."""
+        """Return a value out of `allowed`; of the same type, too, so that 1 is not true."""
         value = self.values.get(name, default)
         if not any(type(value) is type(option) and value == option for option in allowed):
             raise self.refusal(name, " or ".join(shown(option) for option in allowed))
         return value
 
     def number(self, name: str) -> int:
-        """An integer."""
+        """Return an integer."""
         value = self.values.get(name)
         if type(value) is not int:
             raise self.refusal(name, "an integer")
         return value
 
     def strings(self, name: str) -> list[str]:
-        """A list of strings; missing and null are empty."""
+        """Return a list of strings; missing and null are empty."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -66,7 +66,7 @@ class Fields:
                 raise self.refusal(name, "absent (kvq doesn't read it)")
 
     def object(self, name: str) -> "Fields":
-        """An object inside this one."""
+        """Return an object inside this one."""
         return Fields.of(self.values.get(name), f"{self.where}.{name}")
 
     def only(self, known: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """A JSON value as an error shows it, shortened."""
+    """Return a JSON value as an error shows it, shortened."""
     if isinstance(value, int) and abs(value) >= 1 << 64:  # Python writes no number of 5,000 digits
         return f"a number of {value.bit_length()} bits"
     text = repr(value)

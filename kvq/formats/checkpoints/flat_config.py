@@ -39,7 +39,7 @@ _OVERRIDES = ("bits", "group_size", "sym", "desc_act")
 def dump_gptq(
     fmt: WeightFormat, layers: Sequence[str], ignore: Sequence[str], *, act_order: bool
 ) -> dict[str, Any]:
-    """The config of a GPTQ checkpoint, version 1, symmetric."""
+    """Return the config of a GPTQ checkpoint, version 1, symmetric."""
     skipped = [name for name in ignore if name != "lm_head"]
     config: dict[str, Any] = {
         "quant_method": "gptq",
@@ -77,7 +77,7 @@ def gptq_rules(fields: Fields, read: Callable[[Fields], Layer]) -> list[Rule[Lay
 
 
 def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
-    """The config of an AWQ checkpoint, version GEMM, with zero points also where they are all zero."""
+    """Return the config of an AWQ checkpoint, version GEMM, with zero points also where they are all zero."""
     return {
         "quant_method": "awq",
         "bits": fmt.code.bits,
@@ -143,7 +143,7 @@ def _parts(fields: Fields) -> list[str]:
 
 
 def _in_blocks(fields: Fields) -> re.Pattern[str]:
-    """The layers of all blocks, or of the list of blocks that the config names."""
+    """Return the layers of all blocks, or of the list of blocks that the config names."""
     name = fields.values.get("block_name_to_quantize")
     if name is None:
         return IN_BLOCKS

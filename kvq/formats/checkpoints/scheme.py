@@ -17,7 +17,7 @@ EVERY = re.compile("")  # patterns fit a layer's name from its start
 
 
 def exactly(name: str) -> re.Pattern[str]:
-    """The layer of that name."""
+    """Return the layer of that name."""
     return re.compile(rf"{re.escape(name)}\Z")
 
 
@@ -82,11 +82,11 @@ class QuantizationScheme:
         return first_of(self.rules, name)
 
     def format_of(self, name: str) -> WeightFormat | None:
-        """The format of the Linear layer of that name; None: not quantized."""
+        """Return the format of the Linear layer of that name; None: not quantized."""
         layer = self.layer_of(name)
         return None if layer is None else layer.fmt
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """The tensors that stand for the layer's weight on disk; of one that isn't quantized, its weight."""
+        """Return the tensors of the layer's weight on disk; of an unquantized layer, its weight."""
         layer = self.layer_of(name)
         return (f"{name}.weight",) if layer is None else tuple(f"{name}.{part}" for part in layer.suffixes)

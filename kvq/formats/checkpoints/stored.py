@@ -25,7 +25,7 @@ class Stored:
 
     @classmethod
     def of(cls, fmt: WeightFormat, scale_bytes: int = 2) -> "Stored":
-        """A format that kernels take, which keep 3 bits as 4."""
+        """Return a format that kernels take, which keep 3 bits as 4."""
         narrow = fmt.code in (WeightCode.INT4, WeightCode.INT3)
         return cls(fmt.name, 0.5 if narrow else 1, fmt.group_size, scale_bytes + (not fmt.symmetric))
 

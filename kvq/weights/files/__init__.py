@@ -54,7 +54,7 @@ def check_fits(file_format: str, fmt: WeightFormat) -> None:
 
 
 def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors that stand for the weight of the layer called `name`.
+    """Return the tensors that stand for the weight of the layer called `name`.
 
     Raises:
         ConfigError: the file format can't hold this weight's format, sizes, scales or order of inputs.
@@ -65,7 +65,7 @@ def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[st
 
 
 def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """The weight of the layer called `name` from its tensors, `scheme.names_of(name)`.
+    """Return the weight of the layer called `name` from its tensors, `scheme.names_of(name)`.
 
     Raises:
         ModelError: a tensor is missing, or its type, shape or numbers don't agree with the scheme.

@@ -20,7 +20,7 @@ _COLUMNS = 8  # of a word
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of one layer.
+    """Return the tensors of one layer.
 
     Raises:
         ConfigError: scales that aren't fp16, outputs that don't fill words, or groups of scattered inputs.

@@ -21,7 +21,7 @@ _NAN_BITS = 0x7F
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of one layer.
+    """Return the tensors of one layer.
 
     Raises:
         ConfigError: its groups are of scattered inputs, which the package stopped reading.

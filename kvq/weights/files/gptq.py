@@ -27,7 +27,7 @@ from kvq.weights.files.words import (
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of one layer, version 1.
+    """Return the tensors of one layer, version 1.
 
     Raises:
         ConfigError: scales that aren't fp16, or sides that don't fill whole words.
