@@ -1,9 +1,8 @@
 """Block layout: where every layer's codes and scales lie inside a block.
 
 One block of a layer group holds, for each of its layers, K codes [kv_heads, block_size, row_bytes], V
-codes, K scales, V scales ([kv_heads, channel_bytes] where they are per channel), and where means are taken
-out K means and V means [kv_heads, mean_bytes], each region aligned to 16 bytes. All of a block lives and
-moves together: copies, swaps and digests go over `runs`, so scales can't be left behind.
+codes, K scales, V scales ([kv_heads, channel_bytes] if per channel), and, if means are taken out, K means and
+V means [kv_heads, mean_bytes], each region aligned to 16 bytes. Copies, swaps and digests go over `runs`.
 
 Under a staged recipe the same layers form further groups, of plain bf16: RECENT, a sliding window over the
 youngest tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
@@ -78,14 +77,10 @@ class Holding(TypedDict, total=False):
     """Rules by which sequences hold blocks: options of a `BlockManager`. Lists: one entry per layer group."""
 
     windows: list[int | None]  # tokens; None, the default: full attention
-    # First tokens of every sequence that have blocks, a multiple of the block size; None, the default: all.
-    # A group with a limit has no window.
-    limits: list[int | None]
+    limits: list[int | None]  # first tokens that have blocks, a multiple of the block size; None: all
     block_bytes: list[int]  # bytes of one block, which receipts count; by default 1
     lag: int  # committed tokens after a block before the index may know it, by default 0
-    # The group whose blocks hold recurrent states: one for each sequence, and those that the index keeps. Its
-    # window is 2.
-    state_group: int | None
+    state_group: int | None  # whose blocks hold recurrent states; its window is 2
     snapshot_every: int  # tokens between states that the index keeps, beside those at the end of prompts
 
 
@@ -300,10 +295,8 @@ def plan_layout(
 
 
 def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:
-    """Return a group with its window extended to the recent tokens, if it ends within them.
-
-    No token is ever sealed there, but its blocks count in a prefix, which is indexed only once it is that old.
-    """
+    """Return a group with its window extended to the recent tokens, if it ends within them: its blocks, in
+    which no token is ever sealed, count in a prefix, which is indexed once it is that old."""
     window = group.group.window
     if window is None or window > recent:
         return group
