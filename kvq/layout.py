@@ -74,14 +74,13 @@ class _Run:
 
 
 class Holding(TypedDict, total=False):
-    """Rules by which sequences hold blocks: options of a `BlockManager`. Lists: one entry per layer group."""
+    """Rules by which sequences hold blocks: options of `BlockManager`. Lists: one entry per layer group."""
 
     windows: list[int | None]  # tokens; None, the default: full attention
     limits: list[int | None]  # first tokens that have blocks, a multiple of the block size; None: all
     block_bytes: list[int]  # bytes of one block, which receipts count; by default 1
     lag: int  # committed tokens after a block before the index may know it, by default 0
     state_group: int | None  # whose blocks hold recurrent states; its window is 2
-    snapshot_every: int  # tokens between states that the index keeps, beside those at the end of prompts
 
 
 class Role(Enum):

@@ -14,6 +14,12 @@ T = TypeVar("T")
 STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the one before it
 
 
+class GroupOptions(Holding, total=False):
+    """Options of a `BlockManager` about its layer groups."""
+
+    snapshot_every: int  # tokens between states that the index keeps, beside those at the end of prompts
+
+
 def _per_group(given: list[T] | None, default: T, num_groups: int) -> list[T]:
     return [default] * num_groups if given is None else list(given)
 
@@ -22,20 +28,20 @@ class Blocks:
     """Pools by layer group with the index over them. Used by the parts of the block manager only."""
 
     def __init__(
-        self, num_blocks: list[int], block_size: int, identity: bytes, **holding: Unpack[Holding]
+        self, num_blocks: list[int], block_size: int, identity: bytes, **options: Unpack[GroupOptions]
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
         if not num_blocks:
             raise ConfigError("num_blocks must name at least one layer group's pool, got none")
-        if unknown := sorted(holding.keys() - Holding.__annotations__.keys()):
+        if unknown := sorted(options.keys() - GroupOptions.__annotations__.keys()):
             raise TypeError(f"BlockManager has no option {unknown[0]!r}")
         num_groups = len(num_blocks)
         self.block_size = block_size
-        self.windows = _per_group(holding.get("windows"), None, num_groups)
-        self.limits = _per_group(holding.get("limits"), None, num_groups)
-        self.block_bytes = _per_group(holding.get("block_bytes"), 1, num_groups)
-        self.lag = holding.get("lag", 0)
+        self.windows = _per_group(options.get("windows"), None, num_groups)
+        self.limits = _per_group(options.get("limits"), None, num_groups)
+        self.block_bytes = _per_group(options.get("block_bytes"), 1, num_groups)
+        self.lag = options.get("lag", 0)
         self._check(num_groups)
         self.ends = [None if limit is None else limit // block_size for limit in self.limits]  # of tables
         self.pools = [
@@ -46,7 +52,7 @@ class Blocks:
             for group, (count, window) in enumerate(zip(num_blocks, self.windows, strict=True))
         ]
         self.states = self._make_states(
-            holding.get("state_group"), holding.get("snapshot_every", SNAPSHOT_EVERY)
+            options.get("state_group"), options.get("snapshot_every", SNAPSHOT_EVERY)
         )
         self.index = PrefixIndex(block_size=block_size, num_groups=num_groups, identity=identity)
         self.events = Events()

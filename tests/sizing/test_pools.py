@@ -87,7 +87,7 @@ def tiny(kv: str) -> KVLayout:
 def users(layout: KVLayout, pools: PoolPlan) -> int:
     """Of 1,024 tokens each."""
     demand = Demand(lengths=fixed(1024, 1))
-    return count_users(layout, pools.num_blocks, demand, step_tokens=pools.step_tokens, seats=128).paged
+    return count_users(layout, pools.num_blocks, demand, step_tokens=pools.step_tokens, most=128).paged
 
 
 @pytest.mark.parametrize("kv", ["int4_g64_s8_mean_rot", "int4+recent=1", "int3+sinks=4+recent=128"])

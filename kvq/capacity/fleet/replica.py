@@ -129,7 +129,7 @@ class Replica:
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             windows=list(spec.time.windows),
-            limits=list(spec.time.limits) or None,
+            limits=list(spec.time.limits or [None] * len(spec.time.windows)),
             lag=spec.time.lag,
             state_group=spec.time.state_group,
             reserve_blocks=reserve_blocks(spec.num_blocks),
