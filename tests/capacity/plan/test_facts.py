@@ -177,7 +177,7 @@ def test_families_without_a_formula_say_what_to_give_instead():
 def test_names_are_found_in_any_case_and_near_ones_are_named():
     assert find_model("Llama-3-8B").name == "llama-3-8b"
     assert find_gpu("H100").name == "h100"
-    assert find_gpu("RTX 4090") is find_gpu("rtx_4090")
+    assert find_gpu("RTX 4090") == find_gpu("rtx_4090")
     with pytest.raises(ConfigError, match="did you mean 'llama-3-70b'"):
         find_model("llama-3-70")
     with pytest.raises(ConfigError, match="say which: a100-40, a100-80"):
