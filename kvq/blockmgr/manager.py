@@ -16,7 +16,7 @@ from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
 
 
-class BlockManager:
+class BlockManager:  # D61: one class of parts; methods that only forward stay, since callers name them
     """Decides which block holds what: allocation, sharing, copy-on-write, prefix reuse, swapping.
 
     It owns no bytes. What has to happen to them is queued as orders, which `take_orders` hands out
