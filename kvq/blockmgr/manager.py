@@ -19,7 +19,7 @@ from kvq.errors import ConfigError
 class BlockManager:  # D61: one class of parts; methods that only forward stay, since callers name them
     """Decides which block holds what: allocation, sharing, copy-on-write, prefix reuse, swapping.
 
-    It owns no bytes. What has to happen to them is queued as orders, which `take_orders` hands out
+    It owns no bytes. Changes of bytes are queued as orders, which `take_orders` returns
     and `kvq.cache` carries out before the step's writes. All calls come from one thread.
 
         prompt = manager.prompt(token_ids, tenant="a")

@@ -1,7 +1,7 @@
 """Recurrent states, kept as blocks of a layer group of their own.
 
 A sequence has one such block: the state after all its tokens, which moves along from index to index of the
-table as the sequence grows. Where a snapshot is wanted it stays behind at the end of a full block, where the
+table as the sequence grows. A snapshot stays behind at the end of a full block, where the
 index finds it, and the sequence goes on in another one. Indices without a block are holes.
 """
 

@@ -39,7 +39,7 @@ def measure_sensitivities(
 
     In all trials the first half is in INT8 at least, which makes all of them staged if keys are quantized by
     whole blocks: they differ in one half only. What that alone loses is taken off: young tokens in bf16, and
-    in 16-bit weights the rounding of other kernels. What the plan's known trials tell is not measured again.
+    in 16-bit weights the rounding of other kernels. The plan's known trials are not measured again.
 
     Raises:
         RequestError: a text or context that can't be used, or K or V that are not finite.

@@ -20,7 +20,7 @@ from kvq.formats.spelling import GROUP, respelled
 
 _OF_WIDTH = {16: "bf16", 8: "int8"}  # in pairs such as k8v4; other widths are grouped codes
 
-# What other engines call it -> ours. `auto` is resolved where the model's dtype is known.
+# Spellings of other engines -> ours. `auto` is resolved where the model's dtype is known.
 FOREIGN_NAMES = {
     **dict.fromkeys(("f32", "float32"), "fp32"),
     **dict.fromkeys(("f16", "half", "float16"), "fp16"),

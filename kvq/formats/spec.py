@@ -191,7 +191,7 @@ class KVFormat:
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
         """Return stored bits per element, with the once-per-block parts of blocks of `block_size` tokens.
 
-        Of what is registered those that it is said to take.
+        A registered quantizer takes what it is said to take.
         """
         if self.own is not None:
             return Fraction(self.own.bits(head_dim))

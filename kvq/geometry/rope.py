@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-# Whose frequencies depend on the longest position in the batch.
+# Types with frequencies that depend on the longest position in the batch.
 BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
-# Of listed families.
+# Types of listed families.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPENDENT_ROPE)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _PART = "text_config"
-# What a whole model's config says of its text part too, if that doesn't.
+# Keys of a whole model's config that hold for its text part too, if that lacks them.
 _COMMON = (
     *("auto_map", "is_encoder_decoder", "quantization_config", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),

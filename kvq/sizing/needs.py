@@ -26,7 +26,7 @@ def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_to
 def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
     """Return blocks per layer group for a step's tokens, if they are not counted with each sequence.
 
-    Where recent tokens are staged: for all sequences together, which share them. 0 in other groups. A step
+    Groups of staged recent tokens have them for all sequences together, other groups 0. A step
     that is planned while another runs has a token for each sequence, which its own blocks have room for.
     """
     blocks = -(-step_tokens // layout.block_size)
@@ -48,7 +48,7 @@ def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: 
 def sequence_alone(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
     """Return the most blocks per layer group of a sequence, including those of a step's tokens.
 
-    What decides whether a request is refused: `kvq.scheduler.fit`.
+    `kvq.scheduler.fit` refuses a request by this.
     """
     reaches = [_reach(group) for group in layout.groups]
     return most_blocks(prompt, output, reaches, layout.block_size, step_tokens)

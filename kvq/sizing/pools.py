@@ -59,14 +59,14 @@ def plan_pools(
     """Divide `budget_bytes` for `sequences` sequences of full length; None: all that they could use.
 
     1. One sequence comes first. It gets the blocks of the longest context that `budget_bytes` hold at all,
-       together with the tokens of a step. Where tokens are staged, that may be as short as a block here; and
+       together with the tokens of a step. For staged tokens that may be as short as a block here; and
        a context that is longer than what fits leaves an eighth of the memory to staging groups, for others.
        No blocks at all: less than one of every layer group fits.
     2. A step of a staged recipe takes as many tokens as that leaves room for, a sixteenth of the memory at
        most. No more sequences run side by side than a step has tokens.
     3. All groups of a staged recipe get room for as many sequences of 512 tokens as fit side by side. Where
        all fit, staging groups get room for all with as many tokens as fit.
-    4. Where there are recurrent states, sequences of 1,024 tokens get theirs and room for two snapshots, as
+    4. With recurrent states, sequences of 1,024 tokens get theirs and room for two snapshots, as
        many sequences as fit side by side.
     5. The rest is shared by what groups want, staging groups last: they have what those sequences need. If
        they get all of it, steps grow into what is left.

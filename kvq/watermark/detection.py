@@ -69,7 +69,7 @@ def _chance(counted: int, scheme: Scheme) -> tuple[int, float]:
 def _distinct(tokens: npt.NDArray[np.int64], scheme: Scheme) -> npt.NDArray[np.int64]:
     """Return contexts and their tokens, [counted, context + 1], in the text's order.
 
-    Of a tournament only the first token of a context was drawn with its bits.
+    In a tournament only the first token of a context was drawn with its bits.
     """
     if len(tokens) <= scheme.context:
         return np.zeros((0, scheme.context + 1), dtype=np.int64)

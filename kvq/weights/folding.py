@@ -1,7 +1,7 @@
 """Scale folding: places where a decoder layer takes scales of Linear inputs without changing its output.
 
 A Linear layer's columns are multiplied by s and its inputs divided by it; the division goes into what made
-the inputs: a norm's weight, or the rows of a Linear layer before it. Where that holds is not read from
+the inputs: a norm's weight, or the rows of a Linear layer before it. The places are not read from
 names: the layer's own forward pass is traced, and every fold is proven by running the layer before and
 after.
 """

@@ -49,7 +49,7 @@ class _Recorded(Exception):
 
 
 _Argument = Tensor | tuple[Tensor, ...] | bool | None
-# What the model hands a layer beside the hidden states
+# A layer's arguments beside the hidden states
 _Call = tuple[tuple[_Argument, ...], dict[str, _Argument]]
 
 

@@ -95,7 +95,7 @@ class Replica:
         ...
         replica.advance(inf)
 
-    Where nothing changes from step to step but lengths, many steps are taken at once: with the same
+    If only lengths change from step to step, many steps are taken at once: with the same
     results as one by one, which `leaps=False` asks for.
     """
 

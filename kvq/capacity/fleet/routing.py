@@ -84,8 +84,8 @@ def two_choices(seed: int = 0) -> Router:
 class Affinity:
     """Router to the replicas that got most of the prompt before; if that is little, those that got least.
 
-    Of several the one with fewest requests. Where one replica has more than `MOST_AHEAD` requests more than
-    another, or none was ever asked, two random ones.
+    Among several, the one with fewest requests. If one replica has over `MOST_AHEAD` requests more than
+    another, or no replica ever got a request, the less loaded of two random ones.
 
     Source: `PrefixCacheAffinityRouter` of Ray 2.60.
     """

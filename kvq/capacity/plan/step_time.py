@@ -2,7 +2,7 @@
 
 Linear layers read the weights once or multiply for every token, whatever takes longer; attention of decodes
 reads the KV of each; attention of prefill multiplies; and the engine does something for every sequence
-(Williams et al., 2009, "Roofline"). What is lost is assumed, or a benchmark measured it.
+(Williams et al., 2009, "Roofline"). Efficiencies are assumed, or measured by a benchmark.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -234,7 +234,7 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
         lag=layout.holding["lag"],
         state_group=layout.holding["state_group"],
         read_s=tuple(
-            # Of each token that a decode sees; of recurrent states two, that before it and its own
+            # Per token that a decode sees; of recurrent states it sees two: the last one, and its own
             machine.read_s(group.block_bytes / (1 if group.role is Role.STATES else group.block_size))
             for group in groups
         ),

@@ -100,14 +100,14 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         if self.prefix_token_id < 0:
             raise ConfigError("the tokenizer has neither a BOS nor an EOS token; give prefix_token_id")
         self.device = self.llm.model.weights.device
-        # Of requests that are cached
+        # lm-eval's cache of requests is keyed by it
         self.tokenizer_name = str(self.tokenizer.name_or_path).replace("/", "__")
         self.progress: Progress = UNWATCHED.progress
         self._chat_template_args = dict(prompting.get("chat_template_args") or {})
         self._think_end_token = prompting.get("think_end_token")
         self._seed = seed
 
-    # What lm-eval asks of a model
+    # lm-eval's interface
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         """Return token ids; by default special ones as the tokenizer adds them, but never a second BOS.

@@ -107,7 +107,7 @@ def measure_needle(
 ) -> list[NeedleRow]:
     """Measure how often formats find a needle, for every format, length and depth in this order.
 
-    `watch` hears of prompts answered, every format counted. The first format is asked first. Where it is
+    `watch` gets the number of answered prompts over all formats. The first format runs first. If it is
     unquantized and finds nothing in `VOID_AFTER` prompts, all over the grid, the test is void: no more is
     asked, and its rows alone come back.
 

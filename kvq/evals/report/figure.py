@@ -62,7 +62,7 @@ def write_figure(path: str | Path, make: Callable[..., Any], *given: Any) -> Non
 def drawing(make: Callable[..., Any], *given: Any) -> str:
     """Return the figure that `make` draws of what is given, as SVG for a page; "" if it draws none.
 
-    What was measured is not lost for its picture: if that can't be drawn, words stand in its place.
+    A figure that can't be drawn is replaced by words, so that the measurement is not lost.
     """
     require("a plot", PLOTS)
     try:

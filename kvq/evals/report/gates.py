@@ -7,7 +7,7 @@ token, s, ms or min, x of compression. Broken limits are reported in their unit.
 no share can have, or that looks like a percentage without its sign, is refused.
 
 A gate holds if every row that it concerns holds: those of one format if it names one, else those of
-every quantized format. What is missing or not a number fails. Of lm-eval, `lm_eval.acc` is that metric of
+every quantized format. Missing values fail, and so does NaN. For lm-eval, `lm_eval.acc` is that metric of
 every task that has it and `lm_eval:TASK.acc` of one; `acc,FILTER` is of one filter, `acc_change` is against
 the baseline.
 """
