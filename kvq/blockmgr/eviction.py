@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import NewType
 
 BlockId = NewType("BlockId", int)  # index of a block in the pool of its layer group
@@ -16,6 +16,8 @@ class EvictionPolicy(ABC):
     A subclass decides the order. `BlockPool(num_blocks, policy=...)` takes the class.
     """
 
+    add: Callable[[BlockId], object]  # called with every indexed block that lost its last reference
+
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks  # of the pool
         # Indexed blocks that were shared since; the pool keeps them for a policy that starts with a set.
@@ -24,10 +26,6 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of cached blocks."""
-
-    @abstractmethod
-    def add(self, blocks: Iterable[BlockId]) -> None:
-        """Add blocks that lost their last reference, in this order."""
 
     @abstractmethod
     def remove(self, block: BlockId) -> None:
@@ -52,14 +50,10 @@ class LeastRecent(EvictionPolicy):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._blocks: OrderedDict[BlockId, None] = OrderedDict()
+        self.add = self._blocks.setdefault  # without a function of ours: it runs for every freed block
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    def add(self, blocks: Iterable[BlockId]) -> None:
-        cached = self._blocks
-        for block in blocks:
-            cached[block] = None
 
     def remove(self, block: BlockId) -> None:
         del self._blocks[block]
@@ -86,21 +80,20 @@ class Segmented(EvictionPolicy):
         self._probation: OrderedDict[BlockId, None] = OrderedDict()
         self._protected: OrderedDict[BlockId, None] = OrderedDict()
         self.hits: set[BlockId] = set()
+        self.add = self._add
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
 
-    def add(self, blocks: Iterable[BlockId]) -> None:
-        hits, probation = self.hits, self._probation
-        for block in blocks:
-            if block not in hits:
-                probation[block] = None
-                continue
-            self._protected[block] = None
-            if len(self._protected) > _MOST_PROTECTED * self.num_blocks:
-                oldest, _ = self._protected.popitem(last=False)
-                hits.discard(oldest)
-                probation[oldest] = None
+    def _add(self, block: BlockId) -> None:
+        if block not in self.hits:
+            self._probation[block] = None
+            return
+        self._protected[block] = None
+        if len(self._protected) > _MOST_PROTECTED * self.num_blocks:
+            oldest, _ = self._protected.popitem(last=False)
+            self.hits.discard(oldest)
+            self._probation[oldest] = None
 
     def remove(self, block: BlockId) -> None:
         del (self._protected if block in self._protected else self._probation)[block]

@@ -244,7 +244,8 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         if sequence.indexing:
             self.prefixes.publish(sequence)
         self._tables.release_unseen(sequence)
-        self.blocks.events.deliver()
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
 
     def commit_each(self, work: Iterable[tuple[Sequence, int, int]], *, known: bool = True) -> None:
         """Commit many sequences: (sequence, next token, tokens that are good) each.

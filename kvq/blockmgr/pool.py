@@ -120,8 +120,7 @@ class BlockPool:
     def release_all(self, blocks: Iterable[BlockId]) -> None:
         """Drop one reference of each block, in order: what comes first is given away first."""
         refs, entries = self._refs, self._entries
-        unused: list[BlockId] = []
-        free, keep = self._free.append, unused.append
+        free, cache = self._free.append, self._cached.add
         for block in blocks:
             left = refs[block] - 1
             assert left >= 0, f"block {block} has no reference to release"
@@ -131,9 +130,7 @@ class BlockPool:
             if entries[block] is None:
                 free(block)
             else:
-                keep(block)
-        if unused:
-            self._cached.add(unused)
+                cache(block)
 
     def references(self, block: BlockId) -> int:
         """Return how often the block is referenced; 0 for a free or cached one."""

@@ -173,7 +173,7 @@ def test_free_blocks_are_neither_shared_released_nor_kept() -> None:
 CORRUPTIONS: dict[str, Callable[[BlockPool], object]] = {
     "is in the free list twice": lambda p: p._free.append(p._free[0]),
     "is negative": lambda p: p._refs.__setitem__(p._free[0], -1),
-    r"free and cached: \[3\]": lambda p: p._cached.add([3]),
+    r"free and cached: \[3\]": lambda p: p._cached.add(BlockId(3)),
     r"differ: \[0\]": lambda p: p._free.append(BlockId(0)),  # live and free
     r"differ: \[3\]": lambda p: p._free.popleft(),  # in no state
     r"differ: \[1\]": lambda p: p._refs.__setitem__(1, 0),  # its last reference was lost
