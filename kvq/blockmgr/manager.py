@@ -5,7 +5,7 @@ from typing import Unpack
 
 from kvq.blockmgr.blocks import Blocks, GroupOptions
 from kvq.blockmgr.events import Order, Subscriber, SwapIn
-from kvq.blockmgr.hits import Match, Prefixes, check_prompt
+from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockId, BlockPool, PoolUsage
@@ -189,8 +189,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             ConfigError: `length` is no multiple of the block size, or beyond the prompt.
             OutOfBlocks: too few blocks; nothing changed.
         """
-        check_prompt(self.blocks, prompt)
-        starts, taken = self._tables.take_prefix(len(prompt.tokens), length)
+        starts, taken = self._tables.take_prefix(prompt, length)
         sequence = self._begin(prompt)
         sequence.adopt(length, starts, taken, self.blocks.block_bytes)
         self.prefixes.announce(sequence, prompt)
@@ -205,23 +204,22 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
     def append(self, work: Work) -> list[list[int]]:
         """Make room for new tokens: (sequence, count) each. Returns their slots per layer group.
 
-        All or nothing over all sequences and groups. A shared last block, of a fork or in the index, is
-        copied first: the order is queued, exactly once. Tokens beyond a group's limit have no slot there:
-        -1. Recurrent states have none at all: see `Sequence.move`.
+        All or nothing over all sequences and groups. Queues a copy of a last block that is shared, by a fork
+        or the index. Slots beyond a group's limit are -1. Recurrent states have none: see `Sequence.move`.
 
         Raises:
             OutOfBlocks: a pool has too few blocks; nothing changed.
             ConfigError: a negative count, a sequence twice, or one that can't be used now.
         """
-        self.extend(work)
-        return self._tables.slots(work)
+        self._make_room(work)
+        slots = self._tables.slots(work)
+        for sequence, count in work:
+            sequence.length += count
+        return slots
 
     def extend(self, work: Work) -> None:
         """Make room as `append` does, for callers that compute slots from the tables on the device."""
-        self._live.check_work(work)
-        self._tables.make_room(work)
-        if self.blocks.events.active:
-            self.blocks.events.deliver()
+        self._make_room(work)
         for sequence, count in work:
             sequence.length += count
 
@@ -298,8 +296,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         and no later one, is stored or will be.
 
         Raises:
-            ConfigError: longer than the sequence, or back to where a sliding-window group gave
-                back blocks that would be seen again; nothing changed.
+            ConfigError: longer than the sequence, or blocks seen there were given back; nothing changed.
         """
         self._live.check_ready(sequence)
         self._tables.shorten(sequence, length, state_is_due=state_is_due)
@@ -352,7 +349,6 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         """
         self._live.check_committed(sequence, "swap out")
         self.swap.swap_out(sequence)
-        sequence.ready = False
         self.prefixes.withdraw(sequence)
         self.blocks.events.deliver()
 
@@ -364,8 +360,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
     def swap_in(self, sequence: Sequence) -> None:
         """Bring a sequence back: blocks that the index still holds are shared, the rest is ordered in.
 
-        Its bytes are not trusted yet: carry out the orders, then call `recover`, whether or not any
-        failed. Until then the sequence can only be freed.
+        Carry out the orders, then call `recover`, even if none failed; until then it can only be freed.
 
         Raises:
             OutOfBlocks: too few blocks; the sequence stays swapped out.
@@ -373,7 +368,6 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         """
         self._live.check_swapped(sequence)
         self.swap.swap_in(sequence)
-        sequence.ready = False
         self.blocks.events.deliver()
 
     def recover(self, sequence: Sequence, failed: Iterable[SwapIn]) -> None:
@@ -390,6 +384,12 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         sequence.ready = True
         if lost is not None:
             self._tables.drop_lost(sequence, lost)
+
+    def _make_room(self, work: Work) -> None:
+        self._live.check_work(work)
+        self._tables.make_room(work)
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
 
     def _begin(self, prompt: PrefixQuery) -> Sequence:
         sequence = self.new_sequence(tenant=prompt.tenant)

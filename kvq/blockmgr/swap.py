@@ -55,7 +55,7 @@ class SwapSpace:
         self._blocks.release(sequence.held)
         sequence.receipt.swapped += sequence.num_held
         sequence.starts = list(map(len, sequence.tables))
-        sequence.swapped = moved
+        sequence.swapped, sequence.ready = moved, False
 
     def can_swap_in(self, sequence: Sequence) -> bool:
         """True if `swap_in` would succeed now. Changes nothing."""
@@ -91,7 +91,7 @@ class SwapSpace:
                     blocks.order(SwapIn(group=group, slot=slot, block=table[i]))
                 self._free[group].append(slot)
             sequence.starts[group] = slots[0][0] if slots else len(table)
-        sequence.swapped = None
+        sequence.swapped, sequence.ready = None, False
         self._set_depth(sequence)
         receipt = sequence.receipt
         receipt.own += sum(map(len, taken))

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Copy, Found, Scrub
-from kvq.blockmgr.hits import Hit, needed_blocks
+from kvq.blockmgr.hits import Hit, check_prompt, needed_blocks
 from kvq.blockmgr.pool import BlockId
-from kvq.blockmgr.prefix import Node
+from kvq.blockmgr.prefix import Node, PrefixQuery
 from kvq.blockmgr.sequence import HOLE, Sequence, Work
 from kvq.blockmgr.states import States
 from kvq.errors import ConfigError, OutOfBlocks
@@ -66,12 +66,13 @@ class Tables:
         sequence.receipt.own += copied
         sequence.receipt.copied += copied
 
-    def take_prefix(self, num_tokens: int, length: int) -> tuple[list[int], list[list[BlockId]]]:
+    def take_prefix(self, prompt: PrefixQuery, length: int) -> tuple[list[int], list[list[BlockId]]]:
         """Take fresh blocks for the first `length` of a prompt's tokens; see `BlockManager.adopt`.
 
         Returns (table index of the first block, blocks from there on) per layer group.
         """
-        blocks = self._blocks
+        check_prompt(self._blocks, prompt)
+        blocks, num_tokens = self._blocks, len(prompt.tokens)
         if length % blocks.block_size or not 0 <= length <= num_tokens:
             raise ConfigError(
                 f"length must be a multiple of the block size {blocks.block_size} and at most the "
@@ -164,7 +165,7 @@ class Tables:
                 sequence.note_peak(self._blocks.block_bytes)
 
     def slots(self, work: Work) -> list[list[int]]:
-        """Return the slots of each sequence's last `count` tokens, per layer group.
+        """Return the slots of `count` tokens from each sequence's length on, per layer group.
 
         A slot beyond a group's limit is -1. A group of recurrent states has no slots.
         """
@@ -177,11 +178,11 @@ class Tables:
         size, limit = self._blocks.block_size, self._blocks.limits[group]
         slots: list[int] = []
         for sequence, count in work:
-            table, end = sequence.tables[group], sequence.length
-            at = end - count
+            table, at = sequence.tables[group], sequence.length
             if count == 1 and limit is None:
                 slots.append(table[-1] * size + at % size)
                 continue
+            end = at + count
             kept = end if limit is None else max(at, min(end, limit))
             first = at // size
             spanned: list[int] = []
