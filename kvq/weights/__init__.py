@@ -25,6 +25,8 @@ from kvq.weights.unstacked import (
     unstack_experts,
 )
 
+steady_routers = batch_invariant_routers  # its former name
+
 __all__ = [
     "EXPERT_PARTS",
     "ROUTERS",
@@ -45,6 +47,7 @@ __all__ = [
     "round_weight",
     "runs_library_code",
     "stacked_experts",
+    "steady_routers",
     "unstack_experts",
     "weight_bytes",
     "weight_count",
