@@ -427,4 +427,4 @@ def test_only_these_modules_import_lm_eval():
         for path in Path(kvq.__file__).parent.rglob("*.py")
         if re.search(r"^\s*(import|from) lm_eval\b", path.read_text("utf-8"), re.MULTILINE)
     }
-    assert importing == {"lm_eval_loading.py", "lm_eval_model.py", "lm_eval_tasks.py"}
+    assert importing == {"loading.py", "model.py", "tasks.py"}
