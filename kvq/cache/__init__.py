@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 from kvq.lazy import lazily
 
 if TYPE_CHECKING:
-    from kvq.cache.attention import register_attention
     from kvq.cache.backend import cache_backend, cache_backends
-    from kvq.cache.hf_cache import KvqCache
     from kvq.cache.kv_cache import KVCache
     from kvq.cache.memory import available_bytes
     from kvq.cache.prefix_file import load_prefix, save_prefix
+    from kvq.cache.transformers.attention import register_attention
+    from kvq.cache.transformers.cache import KvqCache
 else:
     __getattr__ = lazily(
         __name__,
         {
-            "kvq.cache.attention": ("register_attention",),
+            "kvq.cache.transformers.attention": ("register_attention",),
             "kvq.cache.backend": ("cache_backend", "cache_backends"),
-            "kvq.cache.hf_cache": ("KvqCache",),
+            "kvq.cache.transformers.cache": ("KvqCache",),
             "kvq.cache.kv_cache": ("KVCache",),
             "kvq.cache.memory": ("available_bytes",),
             "kvq.cache.prefix_file": ("load_prefix", "save_prefix"),

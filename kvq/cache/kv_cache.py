@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
 from kvq.cache.blocks import BlockCache
-from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
-from kvq.cache.staging import StagedLayer
-from kvq.cache.states import StateSlots
+from kvq.cache.stores.centered import Centering
+from kvq.cache.stores.recurrent import StateSlots
+from kvq.cache.stores.staged import StagedLayer
 from kvq.formats import ExactTokens, LayerCenters, LayerFormats
 from kvq.kernels import (
     AttentionOptions,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.cache.attention import PackedAttention
+from kvq.cache.transformers.attention import PackedAttention
 from kvq.errors import ConfigError, KVQError, ModelError, first_lines
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from kvq.cache import KvqCache
-from kvq.cache.hf_config import read_config
+from kvq.cache.transformers.config import read_config
 from kvq.errors import ConfigError, ModelError, OutOfMemory, RequestError
 from kvq.formats import Centers, KVRecipe, LayerCenters
 from tests.cache.hf_kit import attention_of, dense_attention_name, family_model, generate, left_padded

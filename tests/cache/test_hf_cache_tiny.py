@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.utils import is_optimum_quanto_available
 
 from kvq.cache import KvqCache
-from kvq.cache.recent import RecentRows
+from kvq.cache.transformers.recent import RecentRows
 from kvq.models import Session
 from kvq.models.prove.probe import relative_error
 from tests.cache.hf_kit import attention_of

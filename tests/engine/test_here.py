@@ -99,7 +99,7 @@ def engine(model="tiny"):
     return kvq.LLM(model, "int4", num_blocks=64).generate("Once", GREEDY)[0].outputs[0].token_ids
 
 def cache():
-    from kvq.cache.hf_cache import KvqCache
+    from kvq.cache.transformers.cache import KvqCache
     made = KvqCache(other.config, kv="int8")
     return other(torch.arange(40)[None], past_key_values=made).logits.sum().item()
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.cache.memory import available_bytes
+from kvq.cache.transformers.attention import PACKED_NAME, register_attention
 from kvq.capacity.lengths import Demand, fixed
 from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import find_gpu

@@ -24,7 +24,7 @@ from kvq.bench.kernels.workload import (
     step_of,
 )
 from kvq.cache import KVCache
-from kvq.cache.expansion import LatentExpansion
+from kvq.cache.stores.expansion import LatentExpansion
 from kvq.errors import ConfigError
 from kvq.geometry import Expansion
 from kvq.kernels import AttentionOptions, PlainWeight, SequenceBatch

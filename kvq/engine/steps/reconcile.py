@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from kvq.cache import KVCache
-from kvq.cache.expansion import LatentExpansion
 from kvq.cache.memory import held_bytes
+from kvq.cache.stores.expansion import LatentExpansion
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.loading.footprint import planned_weights

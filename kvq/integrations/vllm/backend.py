@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvq.cache.centering import Centering
+from kvq.cache.stores.centered import Centering
 from kvq.errors import ConfigError
 from kvq.integrations.vllm.names import recipe_of, requested, say_checked
 from kvq.integrations.vllm.pages import Page, with_slots

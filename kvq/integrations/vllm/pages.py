@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq.cache.centering import Centering
 from kvq.cache.pool import paged_layer
+from kvq.cache.stores.centered import Centering
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe, LayerCenters
 from kvq.geometry import LayerGeometry

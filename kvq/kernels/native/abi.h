@@ -169,7 +169,7 @@ struct KvqDecoder {
     int32_t activation;              // KvqActivation
 };
 
-// One of a step's decoder layers, over its own blocks. Of a staged one new tokens go to `recent`; see cache/staging.py.
+// One of a step's decoder layers, over its own blocks. Of a staged one new tokens go to `recent`; see kvq/cache/stores/staged.py.
 struct KvqStackLayer {
     const KvqDecoder* decoder;
     const KvqLayer* kv;

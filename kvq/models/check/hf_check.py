@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.cache.attention import NAME, register_attention
-from kvq.cache.hf_cache import KvqCache
-from kvq.cache.hf_config import read_config, read_recipe
-from kvq.cache.hf_layer import KvqLayer
+from kvq.cache.transformers.attention import NAME, register_attention
+from kvq.cache.transformers.cache import KvqCache
+from kvq.cache.transformers.config import read_config, read_recipe
+from kvq.cache.transformers.layer import KvqLayer
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.models.check.compared import Errors

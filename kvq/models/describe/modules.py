@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvq.cache.attention import PACKED_NAME, register_attention
+from kvq.cache.transformers.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry.rope import BATCH_DEPENDENT_ROPE

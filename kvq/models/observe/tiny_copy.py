@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvq.cache.attention import PACKED_NAME
+from kvq.cache.transformers.attention import PACKED_NAME
 from kvq.errors import ModelError, first_lines
 from kvq.models.describe.modules import build_random, config_of, unquantized
 from kvq.models.observe.states import StateWatch

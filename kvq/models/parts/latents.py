@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.cache.attention import EXPANSION, PACKED_NAME
-from kvq.cache.expansion import LatentExpansion
+from kvq.cache.stores.expansion import LatentExpansion
+from kvq.cache.transformers.attention import EXPANSION, PACKED_NAME
 from kvq.errors import ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.weights.linear import PackedLinear, PlainLinear

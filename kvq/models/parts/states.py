@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvq.blockmgr import StateMove
-from kvq.cache.states import StateSlots, Tensors
+from kvq.cache.stores.recurrent import StateSlots, Tensors
 from kvq.geometry import ModelGeometry
 
 CACHE_NAMES = ("cache_params", "past_key_values")  # what modules call what holds their states

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.cache.backend import CacheBackend
-from kvq.cache.expanded import attend_latents
-from kvq.cache.expansion import LatentExpansion
 from kvq.cache.kv_cache import KVCache, attended, slots_of
+from kvq.cache.stores.expansion import LatentExpansion
+from kvq.cache.stores.latent import attend_latents
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.rope_write.heads import LayerHeads

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kvq.cache.attention import PACKED_NAME
+from kvq.cache.transformers.attention import PACKED_NAME
 from kvq.errors import ModelError
 from kvq.formats import KVRecipe
 from kvq.formats.weights import Inputs

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache import KVCache
-from kvq.cache.attention import NAME, PACKED_NAME
+from kvq.cache.transformers.attention import NAME, PACKED_NAME
 from kvq.errors import ModelError, RequestError
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.cache import expanded
+from kvq.cache.stores import latent
 from kvq.engine.steps.reconcile import found_weights
 from kvq.errors import ModelError
 from kvq.geometry import parse_geometry
@@ -118,14 +118,14 @@ def test_long_prefills_multiply_latents_out_and_give_the_same(
 ) -> None:
     model = load(folder, kv, dtype="fp32", block_size=16)
     ids = random_tokens(250, seed=4)
-    monkeypatch.setattr(expanded, "pays", lambda *_: False)
+    monkeypatch.setattr(latent, "pays", lambda *_: False)
     want = model.logits(ids, chunk=200)
     calls = []
-    whole = expanded._over_heads
-    monkeypatch.setattr(expanded, "_over_heads", lambda *x: calls.append(x) or whole(*x))
-    monkeypatch.setattr(expanded, "pays", lambda new, *_: new > 100)
-    monkeypatch.setattr(expanded, "SCRATCH_BYTES", 1)  # chunks of the smallest size
-    monkeypatch.setattr(expanded, "_STEP", 64)
+    whole = latent._over_heads
+    monkeypatch.setattr(latent, "_over_heads", lambda *x: calls.append(x) or whole(*x))
+    monkeypatch.setattr(latent, "pays", lambda new, *_: new > 100)
+    monkeypatch.setattr(latent, "SCRATCH_BYTES", 1)  # chunks of the smallest size
+    monkeypatch.setattr(latent, "_STEP", 64)
     found = model.logits(ids, chunk=200)
     assert len(calls) == 2  # layers, of the first chunk alone
     assert relative_error(found, want) < (1e-5 if kv == "fp32" else 1e-3)
@@ -137,7 +137,7 @@ def test_a_long_prefill_beside_decodes_is_expanded_alone(
     model = load(folder, "fp32", dtype="fp32", block_size=16)
     prompts = [random_tokens(n, seed=n) for n in (5, 120, 9)]
     want = [model.logits(ids) for ids in prompts]
-    monkeypatch.setattr(expanded, "pays", lambda new, *_: new > 100)
+    monkeypatch.setattr(latent, "pays", lambda new, *_: new > 100)
     session = model.session(max_tokens=120, max_sequences=3)
     work = [(session.new_sequence(), ids) for ids in prompts]
     for result, logits in zip(session.forward(work, all_rows=True), want, strict=True):
@@ -146,10 +146,10 @@ def test_a_long_prefill_beside_decodes_is_expanded_alone(
 
 def test_expanding_pays_for_many_tokens_only(folder: Any) -> None:
     v3 = parse_geometry({"model_type": "deepseek_v3"}).layers[0]
-    assert not expanded.pays(1, 8192, v3, 1.3)
-    assert not expanded.pays(expanded.LEAST_NEW - 1, 100, v3, 0.1)
-    assert expanded.pays(2048, 2048, v3, 1.3)
-    assert not expanded.pays(2048, 2048, v3, 3.5)  # where the absorbed kernel has tiles
+    assert not latent.pays(1, 8192, v3, 1.3)
+    assert not latent.pays(latent.LEAST_NEW - 1, 100, v3, 0.1)
+    assert latent.pays(2048, 2048, v3, 1.3)
+    assert not latent.pays(2048, 2048, v3, 3.5)  # where the absorbed kernel has tiles
 
 
 def test_the_observer_sees_rotary_keys_and_latents(folder: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvq.cache.states import StateSlots
+from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ModelError
 from kvq.models.loading.prepared import prepare
 from kvq.models.model import load

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvq.cache.attention import NAME, PACKED_NAME
+from kvq.cache.transformers.attention import NAME, PACKED_NAME
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry, parse_geometry

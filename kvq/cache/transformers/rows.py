@@ -5,8 +5,8 @@ from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.recent import RecentRows, put_over
-from kvq.cache.scratch import DenseScratch
+from kvq.cache.transformers.recent import RecentRows, put_over
+from kvq.cache.transformers.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.options import parts_of

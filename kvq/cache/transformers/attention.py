@@ -12,8 +12,8 @@ from typing import Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from kvq.cache.eager import eager
-from kvq.cache.expansion import LatentExpansion
+from kvq.cache.stores.expansion import LatentExpansion
+from kvq.cache.transformers.eager import eager
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvq.cache import KvqCache
-from kvq.cache.hf_config import read_config
+from kvq.cache.transformers.config import read_config
 from tests.cache.hf_kit import FAMILIES, dense_attention_name, family_model, generate, left_padded, quiet
 from tests.geometry.live import live_geometry
 from tests.helpers_models import FAMILY_OPTIONS, random_tokens, small_config

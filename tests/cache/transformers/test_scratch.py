@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.scratch import DenseScratch
+from kvq.cache.transformers.scratch import DenseScratch
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend
 from tests.kernels.kit import KINDS, poisoned_cache, rows_like_kv, unrotated

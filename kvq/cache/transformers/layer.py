@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvq.cache.attention import hand_over
-from kvq.cache.eager import eager
-from kvq.cache.hf_state import CacheState
-from kvq.cache.rows import BatchRows
+from kvq.cache.transformers.attention import hand_over
+from kvq.cache.transformers.eager import eager
+from kvq.cache.transformers.rows import BatchRows
+from kvq.cache.transformers.state import CacheState
 from kvq.errors import ConfigError, RequestError
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.kernels import AttentionOptions
@@ -40,7 +40,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         self.window = geometry.window  # tokens, the query's own included
         self.is_sliding = self.window is not None
         self.cumulative_length = 0  # tokens per row, padding included
-        self.handed: Tensor | None = None  # see `kvq.cache.attention.BatchAttention`
+        self.handed: Tensor | None = None  # see `kvq.cache.transformers.attention.BatchAttention`
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -87,7 +87,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
     ) -> Tensor:
-        """Write, then attend from blocks; see `kvq.cache.attention.BatchAttention`."""
+        """Write, then attend from blocks; see `kvq.cache.transformers.attention.BatchAttention`."""
         self.handed = None
         rows, seen = self.state.rows, self.cumulative_length
         assert rows is not None, "opened by update"

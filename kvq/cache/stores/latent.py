@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
-from kvq.cache.expansion import LatentExpansion
 from kvq.cache.kv_cache import KVCache, attended
+from kvq.cache.stores.expansion import LatentExpansion
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend_keys

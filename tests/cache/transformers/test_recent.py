@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvq.cache import KvqCache
-from kvq.cache.recent import RecentRows
+from kvq.cache.transformers.recent import RecentRows
 from kvq.errors import ConfigError, OutOfMemory
 from tests.cache.hf_kit import dense_attention_name, family_model, generate, left_padded
 from tests.helpers_models import random_tokens

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq.cache.hf_config import CacheConfig, read_recipe
-from kvq.cache.rows import BatchRows
+from kvq.cache.transformers.config import CacheConfig, read_recipe
+from kvq.cache.transformers.rows import BatchRows
 from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import BlockOrder, KVLayout, plan_layout

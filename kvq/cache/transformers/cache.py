@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils.logging import warning_once
 
-from kvq.cache.attention import register_attention
-from kvq.cache.hf_config import read_config
-from kvq.cache.hf_layer import KvqLayer
-from kvq.cache.hf_state import CacheOptions, CacheState
-from kvq.cache.rows import BatchRows
+from kvq.cache.transformers.attention import register_attention
+from kvq.cache.transformers.config import read_config
+from kvq.cache.transformers.layer import KvqLayer
+from kvq.cache.transformers.rows import BatchRows
+from kvq.cache.transformers.state import CacheOptions, CacheState
 from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.kernels import check_backend
