@@ -23,7 +23,12 @@ class _Hopper(Device):
 def as_on_gpu(*, in_triton: bool) -> Iterator[None]:
     """Let kernels be chosen as on an H200, and layers stay torch's; `in_triton`: but for those it runs."""
     with ExitStack() as stack:
-        for name in ("kvq.cache.kv_cache", "kvq.cache.stores.centered", "kvq.weights.install"):
+        for name in (
+            "kvq.cache.kv_cache",
+            "kvq.cache.stores.make",
+            "kvq.cache.stores.centered",
+            "kvq.weights.install",
+        ):
             stack.enter_context(patch.object(import_module(name), "Device", _Hopper))
         models, weights = import_module("kvq.models.model"), import_module("kvq.models.loading.weights")
         stack.enter_context(patch.object(models, "runs_in_triton", lambda prepared: in_triton))

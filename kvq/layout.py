@@ -263,7 +263,7 @@ def plan_layout(
 ) -> KVLayout:
     """Lay out the blocks of a model under a recipe.
 
-    `staging`: False for callers that keep tokens until their block is full, see `KVCache.store`.
+    `staging`: False for callers that keep tokens until their block is full, see `WholeBlockStore`.
 
     Raises:
         ConfigError: block size out of range, or a recipe made for other layers.

@@ -106,7 +106,7 @@ def kernels(
     if cache.layout.recipe.is_staged:
         tables = dict.fromkeys(("recent_tables", "sealed_tables", "sinks_tables"), ints)
         strides = dict.fromkeys(("lens_row", "recent_stride", "sealed_stride", "sinks_stride"), 100)
-        sealed = {**common, **tables, **strides, **seal._arguments("k", cache.staged(0))}
+        sealed = {**common, **tables, **strides, **seal._arguments("k", cache.stores[0].kv)}
         found["seal"] = (seal._seal_kernel, sealed, {"num_warps": 4, "enable_fp_fusion": False})
     written = {
         **stored_as_bits(part_arguments("k", layer), "k"),

@@ -1,7 +1,7 @@
-"""What an engine needs of a KV cache, and the cache backends that are installed."""
+"""Cache backends: what an engine needs of a KV cache, and those that are installed."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr.events import Order, SwapIn
+from kvq.cache.stores.base import Attended, LayerBatch, LayerStore
+from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import KVLayout
@@ -24,11 +26,20 @@ class CacheBackend(Protocol):
     """Blocks of K and V of all layers, by layer group. `kvq.cache.conformance` tests one.
 
     `kvq.cache.blocks.BlockCache` has all that moves whole blocks, for those who inherit from it.
+    Instead of `stores` a backend may have `group_of`, a dict from layer index to layer group, and
+    `write(layer, k, v, slots)` and `attend(layer, q, batch, options)`, which do what those methods of a
+    `LayerStore` do; `batch` is that of the layer's group.
 
     A slot is one token's place in a layer group: block * block_size + offset.
     """
 
-    group_of: dict[int, int]  # layer index -> layer group
+    @property
+    def stores(self) -> Mapping[int, LayerStore]:
+        """By layer index, what a model writes to and attends from; maybe other objects after `grow`."""
+
+    @property
+    def states(self) -> StateSlots | None:
+        """Recurrent states; None if the backend keeps none."""
 
     @property
     def num_blocks(self) -> list[int]:
@@ -41,24 +52,6 @@ class CacheBackend(Protocol):
     @property
     def host_bytes(self) -> int:
         """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        """Store new rows after RoPE: [tokens, kv_heads, dim] each, `slots` int64 [tokens].
-
-        Returns bool [tokens]: True where K or V held a NaN or an infinity.
-        """
-
-    def attend(
-        self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Causal attention of new tokens, written before, over their sequences' blocks.
-
-        `q`: [tokens, q_heads, k_head_dim]. Returns out [tokens, q_heads, v_head_dim] in q's dtype
-        and lse fp32 [tokens, q_heads], natural log, sinks included.
-
-        Raises:
-            UnsupportedKernel: options that this backend does not know.
-        """
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (source, target) each, as if one after another."""
@@ -119,6 +112,44 @@ class CacheFactory(Protocol):
             ConfigError: a recipe, `layout.recipe`, that this backend can't store.
             OutOfMemory: they don't fit; nothing stays allocated.
         """
+
+
+class _BackendStore(LayerStore):
+    """One layer of a backend that writes and attends by layer itself."""
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        self._cache = cache
+        self._layer = layer
+
+    def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
+        group: int = self._cache.group_of[self._layer]
+        return batches[group]
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        bad: Tensor = self._cache.write(self._layer, k, v, slots)
+        return bad
+
+    def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
+        found: Attended = self._cache.attend(self._layer, q, batch, options)
+        return found
+
+
+class _WithStores:
+    """A backend that writes and attends by layer itself, with a store for each layer."""
+
+    states = None
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.stores = {layer: _BackendStore(cache, layer) for layer in cache.group_of}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def with_stores(cache: Any) -> CacheBackend:
+    """Return a cache as models use it: one that has no `stores` gets them."""
+    return cast(CacheBackend, cache if hasattr(cache, "stores") else _WithStores(cache))
 
 
 def cache_backends() -> list[str]:

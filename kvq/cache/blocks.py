@@ -1,4 +1,4 @@
-"""What every cache does with whole blocks, whatever lies in them: copies, swaps, reads and writes."""
+"""Block operations of every cache, whatever lies in its blocks: copies, swaps, reads and writes."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr.events import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.cache.stores.recurrent import StateSlots
 from kvq.errors import ConfigError
 from kvq.kernels.copy_blocks.reference import copy_blocks
 
@@ -25,10 +26,13 @@ class BlockStore(Protocol):
 
 
 class BlockCache:
-    """The part of a `CacheBackend`, which see, that needs no formats; the rest is its children's.
+    """Base of cache backends: all of `CacheBackend` that moves whole blocks.
 
-    `_parts`: per layer group all bytes of its blocks, as tensors uint8 [num_blocks, bytes of a block in it].
+    A backend adds `stores` and `grow`, and fills `_parts`: per layer group all bytes of its blocks, as
+    tensors uint8 [num_blocks, bytes of a block in it].
     """
+
+    states: StateSlots | None = None  # recurrent ones
 
     def __init__(self, num_groups: int, store: BlockStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups

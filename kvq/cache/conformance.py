@@ -119,7 +119,8 @@ def _flags_rows_that_are_not_finite(trial: Trial) -> None:
     cache, step = trial.cache(), trial.steps()[0]
     k, v = trial.rows(step, 0)
     k[0, 0, 1], v[2, 1, 0] = float("nan"), float("inf")
-    bad = cache.write(0, k, v, step.batch(trial.device).slots).tolist()
+    store = cache.stores[0]
+    bad = store.write(k, v, store.batch_of(trial.batches(step)).slots).tolist()
     _require(bad == [i in (0, 2) for i in range(step.tokens)], f"write: flags are {bad}")
 
 
@@ -226,7 +227,7 @@ def _forgets_what_left_the_window(trial: Trial) -> None:
         trial.write(cache, step, _SLIDING)
     options = trial.options(_SLIDING)
     expected = trial.attend(cache, step, _SLIDING, options)
-    group = cache.group_of[_SLIDING]
+    group = trial.group_of(_SLIDING)
     lost = [
         max(0, n - q - WINDOW + 1) // BLOCK_SIZE
         for q, n in zip(step.query_lens, step.context_lens, strict=True)

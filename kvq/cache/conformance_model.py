@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvq.cache.backend import CacheBackend, CacheFactory
+from kvq.cache.backend import CacheBackend, CacheFactory, with_stores
 from kvq.formats import HeadMaxima, KVFormat, KVRecipe, StaticScales
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -100,9 +100,10 @@ class Trial:
         return plan_layout(_GEOMETRY, recipe, block_size=BLOCK_SIZE, order=self.order)
 
     def cache(self, host_slots: list[int] | None = None) -> CacheBackend:
-        return self.make(
+        made = self.make(
             self.layout, num_blocks=list(self.num_blocks), device=self.device, host_slots=host_slots
         )
+        return with_stores(made)
 
     def steps(self) -> list[Step]:
         """The steps, over scattered blocks that no two sequences share."""
@@ -141,18 +142,23 @@ class Trial:
 
     def write(self, cache: CacheBackend, step: Step, layer: int) -> Tensor:
         """Write a step's new rows of one layer; returns the flags."""
-        slots = step.batch(self.device, cache.group_of[layer]).slots
-        return cache.write(layer, *self.rows(step, layer), slots)
+        store = cache.stores[layer]
+        return store.write(*self.rows(step, layer), store.batch_of(self.batches(step)).slots)
 
     def attend(
         self, cache: CacheBackend, step: Step, layer: int, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        return cache.attend(
-            layer,
-            self.queries(step, layer).to(self.device),
-            step.batch(self.device, cache.group_of[layer]),
-            options,
-        )
+        store, q = cache.stores[layer], self.queries(step, layer).to(self.device)
+        return store.attend(q, store.batch_of(self.batches(step)), options)
+
+    def batches(self, step: Step) -> list[SequenceBatch]:
+        """A step as each layer group sees it."""
+        return [step.batch(self.device, group) for group in range(len(self.num_blocks))]
+
+    def group_of(self, layer: int) -> int:
+        """A layer's group."""
+        groups = (group.group for group in self.layout.groups)
+        return next(x.index for x in groups if any(own.index == layer for own in x.layers))
 
     def expected(self, step: Step, layer: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp in fp64 on the host, from rows as the formats store them."""

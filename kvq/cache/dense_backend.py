@@ -1,5 +1,7 @@
-"""The simplest cache backend: unquantized K and V as plain tensors, attended to in plain PyTorch."""
+"""Dense cache backend, the simplest: unquantized K and V as plain tensors, attention in plain PyTorch."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -7,12 +9,51 @@ from torch import Tensor
 
 from kvq.cache.blocks import BlockCache
 from kvq.cache.memory import allocate_bytes, check_room
+from kvq.cache.stores.base import Attended, LayerBatch, LayerStore
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import code_dtype
 from kvq.layout import KVLayout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DenseStore(LayerStore):
+    """K and V of one layer in its group's blocks."""
+
+    k: Tensor  # [num_blocks, block_size, kv_heads, dim]
+    v: Tensor
+    group: int
+
+    def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
+        return batches[self.group]
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        for rows, new in ((self.k, k), (self.v, v)):
+            largest = torch.finfo(rows.dtype).max
+            finite = torch.where(torch.isfinite(new), new, 0.0).float().clamp(-largest, largest)
+            rows.flatten(0, 1)[slots] = finite.to(rows.dtype)
+        return ~(torch.isfinite(k).all(dim=-1).all(dim=-1) & torch.isfinite(v).all(dim=-1).all(dim=-1))
+
+    def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
+        assert isinstance(batch, SequenceBatch), "staged recipes are refused"
+        size = self.k.shape[1]
+        out = q.new_empty(*q.shape[:2], self.v.shape[-1])
+        lse = torch.empty(q.shape[:2], device=q.device)
+        at = 0
+        for table, new, context in zip(batch.tables, batch.query_lens, batch.context_lens, strict=True):
+            query = torch.arange(context - new, context, device=q.device)[:, None]  # positions
+            key = torch.arange(options.oldest(context - new), context, device=q.device)
+            slots = table[key // size].long() * size + key % size
+            k, v = (x.flatten(0, 1)[slots].transpose(0, 1).float() for x in (self.k, self.v))
+            rows = slice(at, at + new)
+            one_out, lse[rows] = _attend_one(
+                q[rows].float() * options.scale, k, v, options.hides(query, key), options
+            )
+            out[rows] = one_out.to(q.dtype)
+            at += new
+        return out, lse
 
 
 class DenseCache(BlockCache):
@@ -45,59 +86,30 @@ class DenseCache(BlockCache):
         self._groups = [group.group.layers for group in layout.groups]
         self._block_size = layout.block_size
         self._device = device
-        self.group_of = {x.index: g for g, layers in enumerate(self._groups) for x in layers}
         self._check_room(num_blocks)
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K and V
+        self.stores: dict[int, DenseStore] = {}
         for group, count in enumerate(num_blocks):
             for layer in self._groups[group]:
-                self._rows[layer.index] = self._allocate(layer, count)
+                self.stores[layer.index] = self._allocate(layer, group, count)
             self._view_parts(group)
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        """Store rows [tokens, kv_heads, dim]; returns bool [tokens], True where one is not finite."""
-        largest = torch.finfo(self._dtype).max
-        for rows, new in zip(self._rows[layer], (k, v), strict=True):
-            finite = torch.where(torch.isfinite(new), new, 0.0).float().clamp(-largest, largest)
-            rows.flatten(0, 1)[slots] = finite.to(self._dtype)
-        return ~(torch.isfinite(k).all(dim=-1).all(dim=-1) & torch.isfinite(v).all(dim=-1).all(dim=-1))
-
-    def attend(
-        self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        k_rows, v_rows = self._rows[layer]
-        out = q.new_empty(*q.shape[:2], v_rows.shape[-1])
-        lse = torch.empty(q.shape[:2], device=q.device)
-        at = 0
-        for table, new, context in zip(batch.tables, batch.query_lens, batch.context_lens, strict=True):
-            query = torch.arange(context - new, context, device=q.device)[:, None]  # positions
-            oldest = options.oldest(context - new)
-            key = torch.arange(oldest, context, device=q.device)
-            slots = table[key // self._block_size].long() * self._block_size + key % self._block_size
-            k, v = (x.flatten(0, 1)[slots].transpose(0, 1).float() for x in (k_rows, v_rows))
-            rows = slice(at, at + new)
-            one_out, lse[rows] = _attend_one(
-                q[rows].float() * options.scale, k, v, options.hides(query, key), options
-            )
-            out[rows] = one_out.to(q.dtype)
-            at += new
-        return out, lse
 
     def grow(self, num_blocks: list[int]) -> None:
         self._check_growth(num_blocks)
         self._check_room(num_blocks)
         for group, count in enumerate(num_blocks):
             for layer in self._groups[group]:
-                larger = self._allocate(layer, count)
-                for new, old in zip(larger, self._rows[layer.index], strict=True):
-                    new[: old.shape[0]] = old
-                self._rows[layer.index] = larger
+                larger = self._allocate(layer, group, count)
+                old = self.stores[layer.index]
+                for new, rows in zip((larger.k, larger.v), (old.k, old.v), strict=True):
+                    new[: rows.shape[0]] = rows
+                self.stores[layer.index] = larger
             self._view_parts(group)
 
     @torch.inference_mode(False)
-    def _allocate(self, layer: LayerGeometry, count: int) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V of one layer, [num_blocks, block_size, kv_heads, dim] each.
+    def _allocate(self, layer: LayerGeometry, group: int, count: int) -> DenseStore:
+        """Return a layer's zeroed blocks.
 
-        Made as in normal mode, even while a model runs: else they could not be written outside it.
+        They are made as in normal mode, even while a model runs: else they could not be written outside it.
         """
 
         def rows(dim: int) -> Tensor:
@@ -105,11 +117,12 @@ class DenseCache(BlockCache):
             memory = allocate_bytes(shape.numel() * self._dtype.itemsize, self._device)
             return memory.view(self._dtype).view(shape)
 
-        return rows(layer.k_head_dim), rows(layer.v_head_dim)
+        return DenseStore(k=rows(layer.k_head_dim), v=rows(layer.v_head_dim), group=group)
 
     @torch.inference_mode(False)
     def _view_parts(self, group: int) -> None:
-        tensors = [rows for layer in self._groups[group] for rows in self._rows[layer.index]]
+        stores = [self.stores[layer.index] for layer in self._groups[group]]
+        tensors = [rows for store in stores for rows in (store.k, store.v)]
         self._parts[group] = [rows.flatten(1).view(torch.uint8) for rows in tensors]
 
     def _check_room(self, num_blocks: list[int]) -> None:

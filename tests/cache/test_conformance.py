@@ -14,7 +14,7 @@ from kvq.cache import KVCache
 from kvq.cache.conformance import CHECKS, NotConforming, check_backend
 from kvq.cache.dense_backend import DenseCache
 from kvq.errors import UnsupportedKernel
-from kvq.layout import BlockOrder, Role
+from kvq.layout import BlockOrder
 
 KINDS = ["fp32", "bf16", "fp8", "int8", "int8_per_head_rot", "int4", "int2", "k8v4", "fp8_per_head/bf16"]
 
@@ -31,15 +31,43 @@ def test_dense_conforms(kv: str) -> None:
     check_backend(DenseCache, kv=kv, tolerance=1e-5)
 
 
+class Broken:
+    """A layer's store with one method replaced."""
+
+    def __init__(self, store: Any, **methods: Any) -> None:
+        self._store = store
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class BrokenStores(KVCache):
+    """The stores of its layers attend, or write, as this class does."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.stores = {
+            layer: Broken(store, attend=partial(self.attended, store), write=partial(self.written, store))
+            for layer, store in self.stores.items()
+        }
+
+    def attended(self, store: Any, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
+        return store.attend(q, batch, options)
+
+    def written(self, store: Any, *rows: Any) -> Tensor:
+        return store.write(*rows)
+
+
 class OldStrides(KVCache):
     """Reads through the views it had before it grew."""
 
     def grow(self, num_blocks: list[int]) -> None:
-        old = dict(self._views[Role.SEALED])
+        old = self.stores
         super().grow(num_blocks)
-        self._views[Role.SEALED] = old
-        for layer in old.values():
-            layer.k.codes.zero_()
+        self.stores = old
+        for store in old.values():
+            store.blocks.k.codes.zero_()
 
 
 class NewBlocksDirty(KVCache):
@@ -59,35 +87,35 @@ class Shrinks(KVCache):
             super().grow(num_blocks)
 
 
-class OffByOneWindow(KVCache):
+class OffByOneWindow(BrokenStores):
     """Sees one token less than the window allows."""
 
-    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    def attended(self, store: Any, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
         if options.window is not None:
             options = replace(options, window=options.window - 1)
-        return super().attend(layer, q, batch, options, **more)
+        return store.attend(q, batch, options)
 
 
-class SinksAreLost(KVCache):
+class SinksAreLost(BrokenStores):
     """Takes sinks and does nothing with them."""
 
-    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        return super().attend(layer, q, batch, options.without_sinks(), **more)
+    def attended(self, store: Any, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
+        return store.attend(q, batch, options.without_sinks())
 
 
-class ScaledWrong(KVCache):
+class ScaledWrong(BrokenStores):
     """Off by one percent."""
 
-    def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = super().attend(*args, **options)
+    def attended(self, store: Any, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = store.attend(q, batch, options)
         return out * 1.01, lse
 
 
-class NoFlags(KVCache):
+class NoFlags(BrokenStores):
     """Says that every row is finite."""
 
-    def write(self, *args: Any) -> Tensor:
-        return torch.zeros_like(super().write(*args))
+    def written(self, store: Any, *rows: Any) -> Tensor:
+        return torch.zeros_like(store.write(*rows))
 
 
 class UnorderedCopies(KVCache):
@@ -153,22 +181,22 @@ class SharesABlock(KVCache):
         return super().read_block(group, max(block, 1))
 
 
-class ReadsStaleEntries(KVCache):
+class ReadsStaleEntries(BrokenStores):
     """Adds a little of a table's first block, as 0 x NaN would."""
 
-    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        out, lse = super().attend(layer, q, batch, options, **more)
-        first = self.layer(layer).v.codes[batch.tables[0, 0].long()].float()
+    def attended(self, store: Any, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = store.attend(q, batch, options)
+        first = store.blocks.v.codes[batch.tables[0, 0].long()].float()
         return out + 0 * first.sum(), lse
 
 
-class ReadsUnwrittenSlots(KVCache):
+class ReadsUnwrittenSlots(BrokenStores):
     """Adds 0 x everything in the last sequence's last block, whose end is not written yet."""
 
-    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        out, lse = super().attend(layer, q, batch, options, **more)
+    def attended(self, store: Any, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = store.attend(q, batch, options)
         last = batch.tables[-1][(batch.context_lens[-1] - 1) // 5].long()
-        return out + 0 * self.layer(layer).v.codes[last].float().sum(), lse
+        return out + 0 * store.blocks.v.codes[last].float().sum(), lse
 
 
 FAULTS: list[tuple[type[KVCache], str]] = [
@@ -200,16 +228,39 @@ def test_every_kind_of_fault_is_named(broken: type[KVCache], check: str) -> None
 
 
 def test_a_backend_may_refuse_softcap_and_sinks_with_a_reason() -> None:
-    class Plain(DenseCache):
+    class Plain(ByLayer):
         def attend(self, layer: int, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
             if options.softcap is not None or options.sinks is not None:
                 raise UnsupportedKernel("this backend knows neither softcap nor sinks")
             return super().attend(layer, q, batch, options)
 
-    class Nothing(DenseCache):
-        def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    class Nothing(ByLayer):
+        def attend(self, *args: Any) -> tuple[Tensor, Tensor]:
             raise UnsupportedKernel("not today")
 
     check_backend(Plain)
     with pytest.raises(NotConforming, match="plain attention is refused: not today"):
         check_backend(Nothing)
+
+
+class ByLayer:
+    """A backend without stores, which writes and attends by layer itself."""
+
+    def __init__(self, layout: Any, **options: Any) -> None:
+        self._dense = DenseCache(layout, **options)
+        self.group_of = {x.index: group.group.index for group in layout.groups for x in group.group.layers}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stores":
+            raise AttributeError(name)
+        return getattr(self._dense, name)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        return self._dense.stores[layer].write(k, v, slots)
+
+    def attend(self, layer: int, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
+        return self._dense.stores[layer].attend(q, batch, options)
+
+
+def test_a_backend_without_stores_conforms() -> None:
+    check_backend(ByLayer)

@@ -76,6 +76,6 @@ def test_values_beyond_the_dtype_saturate_and_others_are_stored_as_zero() -> Non
     cache = dense("fp16")
     k, v = rows_like_kv(1, 3, 60), rows_like_kv(1, 3, 48)
     k[0, 0, 0], k[0, 0, 1] = 1e30, float("nan")
-    assert cache.write(0, k, v, torch.tensor([7])).tolist() == [True]
+    assert cache.stores[0].write(k, v, torch.tensor([7])).tolist() == [True]
     stored = cache.read_block(0, 1).view(torch.float16)[2 * 3 * 60 :][:2]
     assert stored.tolist() == [65504.0, 0.0]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvq.blockmgr import BlockId, BlockManager, Scrub
-from kvq.cache import KVCache, kv_cache, memory
+from kvq.cache import KVCache, memory
+from kvq.cache.stores import make
 from kvq.errors import ConfigError, OutOfMemory, UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -172,7 +173,7 @@ def test_a_layer_that_no_backend_can_run_is_refused(monkeypatch: pytest.MonkeyPa
     def refuse(operation: str, *_: object) -> None:
         raise UnsupportedKernel(f"no backend can run {operation}")
 
-    monkeypatch.setattr(kv_cache, "select", refuse)
+    monkeypatch.setattr(make, "select", refuse)
     with pytest.raises(UnsupportedKernel, match="no backend can run write_kv"):
         KVCache(plan_layout(model, recipe), num_blocks=[2], device=CPU)
 

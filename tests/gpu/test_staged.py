@@ -36,7 +36,7 @@ def staged(kv: str, size: int) -> tuple[KVCache, StagedBatch, StagedBatch]:
     count = 2 * sum(-(-n // size) for n in contexts)
     cache = poisoned_cache(kv, [(128, 64)], q_heads=6, block_size=size, num_blocks=count)
     tables = [Tables.scattered(contexts, size, count, seed=i) for i in range(3)]
-    views = cache.staged(0)
+    views = cache.stores[0].kv
     for i, length in enumerate(contexts):
         k, v = rows_like_kv(length, 3, 128, i), rows_like_kv(length, 3, 64, i + 9)
         cache.write(0, k + 3, v - 2, torch.tensor(tables[1].slots(i, 0, length)))
@@ -67,8 +67,8 @@ def test_sealed_blocks_have_the_references_bytes(kv: str, size: int, is_captured
         lens = recent.device_lens()
         given = replace(given, recent=replace(recent, lens=lens, context_lens=(999,) * 4, is_captured=True))
     before = cache.pool(0).clone()
-    reference.seal(cache.staged(0), batch)
-    seal(copy.staged(0), given)
+    reference.seal(cache.stores[0].kv, batch)
+    seal(copy.stores[0].kv, given)
     for group in range(len(cache.layout.groups)):
         assert torch.equal(copy.pool(group).cpu(), cache.pool(group)), group
     assert not torch.equal(before, cache.pool(0))  # something was sealed
@@ -79,7 +79,7 @@ def test_sealed_blocks_have_the_references_bytes(kv: str, size: int, is_captured
 def test_every_part_of_a_staged_layer_is_attended_to(kv: str, size: int) -> None:
     """Through the cache, which merges them, for prompts and for single tokens; sealed blocks are gathered."""
     cache, whole, batch = staged(kv, size)
-    reference.seal(cache.staged(0), whole)
+    reference.seal(cache.stores[0].kv, whole)
     copy, given = on_gpu(cache), staged_on_gpu(batch)
     options = AttentionOptions(scale=128**-0.5, softcap=30.0)
     q = rows_like_kv(sum(NEW), 6, 128, 5).bfloat16()
@@ -87,7 +87,7 @@ def test_every_part_of_a_staged_layer_is_attended_to(kv: str, size: int) -> None
     out, lse = copy.attend(0, q.to(GPU), given, options)
     assert relative_error(out.cpu(), want.double()) < 3e-2
     assert float((lse.cpu() - want_lse).abs().max()) < 0.1
-    exact = cache.staged(0).exact
+    exact = cache.stores[0].kv.exact
     part = Part(age=Age.OLD, recent=exact.recent, block_size=size, first=exact.sinks)
     old = replace(options, part=part)
     want, _ = reference_attend(q.float(), cache.layer(0), batch.sealed, old)

@@ -126,13 +126,15 @@ def test_centers_of_a_file_are_taken_from_the_layer_that_they_are_of():
     )
     recipe = replace(KVRecipe.uniform("int4", [(64, 64)] * 2), centers=centers)
     pages = [Page.of(recipe, layer, 2, 16, (64, 64)) for layer in (0, 1)]
-    first, second = (page.centering(4, None, torch.device("cpu")) for page in pages)
-    assert first is None
-    k = rows_like_kv(5, 2, 64, 1)
-    stored, _ = second.centered(k, k)
-    assert torch.equal(stored, k - torch.tensor(rows))
+    blocks = [torch.zeros(1, 2, 16, page.cell_bytes, dtype=torch.uint8) for page in pages]
+    first, second = (page.store(own, 4, None) for page, own in zip(pages, blocks, strict=True))
+    k, slots = rows_like_kv(5, 2, 64, 1), torch.arange(5)
+    assert not second.write(k + torch.tensor(rows), k + torch.tensor(rows), slots).any()
+    assert not first.write(k, k, slots).any()
+    assert not torch.equal(blocks[0], 0 * blocks[0])
+    assert torch.equal(blocks[0], blocks[1])
     with pytest.raises(ConfigError, match="caps attention scores at 30"):
-        pages[1].centering(4, 30.0, torch.device("cpu"))
+        pages[1].store(blocks[1], 4, 30.0)
 
 
 def test_padding_without_a_slot_is_not_written():

@@ -59,7 +59,7 @@ def compute(cache: KVCache, manager: BlockManager, tokens: list[int]) -> None:
             batch = cache.batch_of(layer, batches)
             cache.write(layer, k, v, batch.slots)
             if cache.layout.recipe.is_staged:
-                cache.seal(layer, batch)
+                cache.stores[layer].seal(batch)
         manager.commit(sequence)
     manager.free(sequence)
 

@@ -16,6 +16,7 @@ from kvq.bench.kernels.workload import (
     step_of,
 )
 from kvq.cache import KVCache
+from kvq.cache.stores.staged import StagedStore
 from kvq.errors import ConfigError
 from kvq.kernels import StagedBatch
 from kvq.kernels.attend.options import Age, Part
@@ -52,8 +53,9 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
         slots, end = slots_of(recent[i], position, size), int(position[-1]) + 1
         one = _of_sequence(batch, i, len(position), end)
         for layer in layers:
-            cache.write(layer, k, v, slots)
-            cache.seal(layer, one)
+            store = _staged(cache, layer)
+            store.write(k, v, slots)
+            store.seal(one)
     return cache, batch, len(layers)
 
 
@@ -81,9 +83,15 @@ def _of_sequence(batch: StagedBatch, i: int, new: int, end: int) -> StagedBatch:
     return StagedBatch(**parts)
 
 
+def _staged(cache: KVCache, layer: int) -> StagedStore:
+    store = cache.stores[layer]
+    assert isinstance(store, StagedStore), "of a staged recipe without centers"
+    return store
+
+
 def seen(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
     """K and V that the last sequence's query sees, fp32 [1, kv_heads, tokens, dim] each."""
-    kv, last = cache.staged(0), batch.sealed.context_lens[-1]
+    kv, last = _staged(cache, 0).kv, batch.sealed.context_lens[-1]
     rows = cache.gather(0, batch.sealed.tables[-1:], 0, last, unrotate=True)
     first, edge = _old(cache.layout, last)
     plain = partial(_plain, size=kv.sealed.block_size)

@@ -1,40 +1,37 @@
-"""Taking calibrated centers from K and V before they are stored, and putting them back."""
+"""Centered store: calibrated centers are taken off K and V before another store keeps them."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from kvq.cache.stores.base import Attended, LayerBatch, PagedStore, Views
 from kvq.errors import ConfigError
-from kvq.formats.calibrated import AGAIN, HeadCenters, LayerCenters
+from kvq.formats import Centers, LayerCenters
+from kvq.formats.calibrated import AGAIN, HeadCenters
 from kvq.geometry import LayerGeometry
-from kvq.kernels import (
-    AttentionOptions,
-    Device,
-    KernelSpec,
-    PagedKV,
-    SequenceBatch,
-    StagedBatch,
-    StagedKV,
-    select,
-)
+from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
 from kvq.kernels.codec import rotate
+from kvq.kernels.plain import Rows
 from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.layout import LayerLayout
+from kvq.kernels.rope_write.reference import Angles
 
 
-class Centering:
-    """The centers of one layer on its device.
+class CenteredStore(PagedStore):
+    """A store of K - c and V - d, where c and d are the centers of every KV head.
 
-    What is stored is K - c and V - d. A query's scores all lack scale * q.c then, which leaves the
-    softmax as it is and moves the log-sum-exp; the output lacks d.
+    The scores of a query all lack scale * q.c then, which leaves the softmax as it is and shifts the
+    log-sum-exp; the output lacks d.
     """
 
     def __init__(
         self,
+        inner: PagedStore,
         centers: LayerCenters,
-        layer: LayerLayout,
+        layer: LayerGeometry,
         *,
         q_heads: int,
         softcap: float | None,
@@ -44,50 +41,86 @@ class Centering:
         ConfigError: the model caps its scores, so that softmax would see the center; or centers for
             another number of KV heads.
         """
-        own, self._formats = layer.geometry, layer.formats
         if centers.k is not None and softcap is not None:
             raise ConfigError(
-                f"layer {own.index}: the model caps attention scores at {softcap}, so K can't be centered; "
+                f"layer {layer.index}: the model caps attention scores at {softcap}, so K can't be centered; "
                 f"leave its center out of the recipe"
             )
-        self._k, self._v = (_tensor(rows, own, device) for rows in (centers.k, centers.v))
+        self.inner = inner
+        self._k, self._v = (_tensor(rows, layer, device) for rows in (centers.k, centers.v))
         self._heads: tuple[LayerHeads, LayerHeads] | None = None  # of the layer, and with the centers
-        spec = KernelSpec(formats=self._formats, q_heads=q_heads, kv_heads=own.kv_heads, block_size=1)
-        self._group = q_heads // own.kv_heads
+        spec = KernelSpec(
+            formats=inner.blocks.formats, q_heads=q_heads, kv_heads=layer.kv_heads, block_size=1
+        )
+        self._group = q_heads // layer.kv_heads
         self._merge = select("merge_partials", spec, Device.of(device)).run
 
-    def centered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as they are stored: [tokens, kv_heads, dim], in their dtypes."""
+    @property
+    def blocks(self) -> PagedKV:
+        return self.inner.blocks
+
+    def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
+        return self.inner.batch_of(batches)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        return self.inner.write(*self._centered(k, v), slots)
+
+    def write_joined(
+        self, joined: Tensor, angles: Angles | None, heads: LayerHeads, slots: Tensor, bad: Tensor
+    ) -> Tensor:
+        if self._heads is None or self._heads[0] is not heads:
+            self._heads = heads, replace(heads, centers=(self._k, self._v))
+        return self.inner.write_joined(joined, angles, self._heads[1], slots, bad)
+
+    def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
+        return self._restored(q, *self.inner.attend(q, batch, options.without_sinks()), options)
+
+    def gather(
+        self, tables: Tensor, start: int, end: int, *, unrotate: bool, out: Rows | None = None
+    ) -> Rows:
+        rows, formats = self.inner.gather(tables, start, end, unrotate=unrotate, out=out), self.blocks.formats
+        for x, center, fmt in zip(rows, (self._k, self._v), (formats.k, formats.v), strict=True):
+            if center is not None:
+                whole = center if unrotate or not fmt.rotated else rotate(center)
+                x += whole[:, None].to(x.dtype)
+        return rows
+
+    def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
+        return self.inner.worth_expanding(batch, options)
+
+    def backend_of(self, operation: str) -> str:
+        return self.inner.backend_of(operation)
+
+    def over(self, views: Views) -> Self:
+        other = copy(self)
+        other.inner = self.inner.over(views)
+        return other
+
+    def write_blocks(self, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
+        self.inner.write_blocks(*self._centered_dense(k, v), blocks)
+
+    def attend_with(
+        self, q: Tensor, recent: Rows, batch: SequenceBatch, options: AttentionOptions
+    ) -> Attended:
+        rows = self._centered_dense(*recent)
+        return self._restored(q, *self.inner.attend_with(q, rows, batch, options.without_sinks()), options)
+
+    def _centered(self, k: Tensor, v: Tensor) -> Rows:
+        """Take the centers off rows [any, tokens, kv_heads, dim]; dtypes stay."""
         return (
             k if self._k is None else (k.float() - self._k).to(k.dtype),
             v if self._v is None else (v.float() - self._v).to(v.dtype),
         )
 
-    def taken_from(self, heads: LayerHeads) -> LayerHeads:
-        """The heads of a layer whose K and V lose their centers on their way into the blocks."""
-        if self._heads is None or self._heads[0] is not heads:
-            self._heads = heads, replace(heads, centers=(self._k, self._v))
-        return self._heads[1]
+    def _centered_dense(self, k: Tensor, v: Tensor) -> Rows:
+        """Take the centers off rows [any, kv_heads, tokens, dim]; K and V lie alike in memory then."""
+        k, v = self._centered(k.transpose(1, 2), v.transpose(1, 2))
+        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
 
-    def attended(
-        self,
-        attend: Callable[..., tuple[Tensor, Tensor]],
-        q: Tensor,
-        kv: PagedKV | StagedKV,
-        batch: SequenceBatch | StagedBatch,
-        options: AttentionOptions,
-    ) -> tuple[Tensor, Tensor]:
-        """What the kernel `attend` would give over rows that were not centered."""
-        out, lse = attend(q, kv, batch, options.without_sinks())
-        return self.restored(q, out, lse, options)
+    def _restored(self, q: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions) -> Attended:
+        """Turn attention over centered rows, without sinks, into attention over the rows as they came.
 
-    def restored(
-        self, q: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        """What attention would give over rows that were not centered.
-
-        `q`: [tokens, q_heads, k_head_dim]; `out`: [tokens, q_heads, v_head_dim], without sinks; `lse`:
-        fp32 [tokens, q_heads]. An empty part stays (0, -inf).
+        An empty part stays (0, -inf).
         """
         if self._v is not None:
             added = out.float() + self._v.repeat_interleave(self._group, 0)
@@ -99,12 +132,25 @@ class Centering:
             out = merged.to(out.dtype)
         return out, lse
 
-    def add_to(self, k: Tensor, v: Tensor, *, unrotate: bool) -> None:
-        """Add the centers to gathered rows [sequences, kv_heads, tokens, dim], rotated or not, in place."""
-        for x, center, fmt in ((k, self._k, self._formats.k), (v, self._v, self._formats.v)):
-            if center is not None:
-                whole = center if unrotate or not fmt.rotated else rotate(center)
-                x += whole[:, None].to(x.dtype)
+
+def with_centers(
+    store: PagedStore,
+    centers: Centers | None,
+    layer: LayerGeometry,
+    *,
+    q_heads: int,
+    softcap: float | None,
+    device: torch.device,
+) -> PagedStore:
+    """Return a store that takes a recipe's centers off, or the store itself if the layer has none.
+
+    Raises:
+        ConfigError: K has a center, and the model caps its scores; or centers for another number of heads.
+    """
+    if centers is None or centers.layers[layer.index] == LayerCenters():
+        return store
+    own = centers.layers[layer.index]
+    return CenteredStore(store, own, layer, q_heads=q_heads, softcap=softcap, device=device)
 
 
 def _tensor(rows: HeadCenters | None, layer: LayerGeometry, device: torch.device) -> Tensor | None:

@@ -1,23 +1,25 @@
-"""Attention over latents, for each sequence in the form that is less work.
+"""Latent store, and attention over latents in the form that is less work for each sequence.
 
 Absorbed, every pair of a query row and a key takes products of the latent's width, twice. Expanded, stored
-latents are multiplied out to keys and values of all heads first, a chunk at a time, which is worth it where
-many new tokens share them. Chunks' results are merged by their log-sum-exp.
+latents are multiplied out to keys and values of all heads first, a chunk at a time. This is worth it where
+many new tokens share them. The results of chunks are merged by their log-sum-exp.
 
 Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 and appendix C.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvq.cache.backend import CacheBackend
-from kvq.cache.kv_cache import KVCache, attended
+from kvq.cache.stores.base import LayerBatch, LayerStore
 from kvq.cache.stores.expansion import LatentExpansion
+from kvq.cache.stores.plain import PlainStore
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend_keys
+from kvq.kernels.attend_latent.cpu import relative_speed
 from kvq.kernels.merge_partials.reference import merge_partials
 
 SCRATCH_BYTES = 64 << 20  # of one chunk's keys and values
@@ -25,34 +27,57 @@ _STEP = 256  # keys that chunks are a multiple of
 LEAST_NEW = 64  # tokens of a sequence
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatentStore(PlainStore):
+    """A layer of latents: V is one latent a token, K the rotary part of its key, both for all heads."""
+
+    geometry: LayerGeometry
+
+    def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
+        """Return the sequences to expand latents for; none on GPUs, whose kernel is as fast with latents."""
+        assert isinstance(batch, SequenceBatch), "of a plain layer"
+        if batch.tables.device.type != "cpu":
+            return []
+        backend = self.backend_of("attend")
+        is_cpp = backend.startswith("cpu")
+        rate = relative_speed(self.kv, exact=backend == "cpu-fp32") if is_cpp else 1.0
+        return [
+            i
+            for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True))
+            if pays(new, context - options.oldest(context - new), self.geometry, rate)
+        ]
+
+
 def attend_latents(
-    cache: CacheBackend,
-    layer: int,
+    store: LayerStore,
     q: Tensor,
     batches: Sequence[SequenceBatch],
     options: AttentionOptions,
     expansion: LatentExpansion,
 ) -> Tensor:
-    """Attention of the queries of heads, [tokens, q_heads, k_dim + rotary], over a layer that stores latents,
-    written before. Returns [tokens, q_heads, v_dim], in q's dtype.
+    """Attend with the queries of heads, [tokens, q_heads, k_dim + rotary], over latents written before.
+
+    Returns [tokens, q_heads, v_dim], in q's dtype.
     """
-    if not isinstance(cache, KVCache) or not (expanded := _expanded(cache, layer, batches, options)):
-        out, _ = attended(cache, layer, expansion.absorbed(q), batches, options)
+    batch = store.batch_of(batches)
+    if not (expanded := store.worth_expanding(batch, options)):
+        out, _ = store.attend(expansion.absorbed(q), batch, options)
         return expansion.values(out)
-    batch = batches[cache.group_of[layer]]
+    assert isinstance(batch, SequenceBatch), "of a plain layer"
     out = q.new_empty(q.shape[0], q.shape[1], expansion.dims.v_dim)
     for i, rows in zip(expanded, batch.rows_of(expanded), strict=True):
-        out[rows] = _over_heads(cache, layer, q[rows], batch.only([i]), options, expansion)
+        out[rows] = _over_heads(store, q[rows], batch.only([i]), options, expansion)
     if others := [i for i, new in enumerate(batch.query_lens) if new and i not in expanded]:
         where = torch.cat([torch.arange(x.start, x.stop) for x in batch.rows_of(others)])
-        found, _ = cache.attend(layer, expansion.absorbed(q[where]), batch.only(others), options)
+        found, _ = store.attend(expansion.absorbed(q[where]), batch.only(others), options)
         out[where] = expansion.values(found)
     return out
 
 
 def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:
-    """Whether expanding is less work for `new` tokens at the end of a context. `rate`: how many products of
-    the absorbed kernel take the time of one of the expanded form.
+    """Return True if expanding is less work for `new` tokens at the end of a context.
+
+    `rate`: products that the absorbed kernel makes in the time of one product of the expanded form.
     """
     own = layer.expansion
     assert own is not None, "of latents"
@@ -63,32 +88,14 @@ def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:
     return new >= LEAST_NEW and absorbed > rate * (over_heads + multiplied_out)
 
 
-def _expanded(
-    cache: KVCache, layer: int, batches: Sequence[SequenceBatch], options: AttentionOptions
-) -> list[int]:
-    """The sequences to expand latents for. None where tokens are held in several forms, and on GPUs, whose
-    kernel multiplies latents as fast as anything.
-    """
-    batch, geometry = batches[cache.group_of[layer]], cache.layout.geometry.layers[layer]
-    if cache.layout.is_staged or batch.tables.device.type != "cpu":
-        return []
-    rate = cache.absorbed_rate(layer)
-    return [
-        i
-        for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True))
-        if pays(new, context - options.oldest(context - new), geometry, rate)
-    ]
-
-
 def _over_heads(
-    cache: KVCache,
-    layer: int,
+    store: LayerStore,
     q: Tensor,
     batch: SequenceBatch,
     options: AttentionOptions,
     expansion: LatentExpansion,
 ) -> Tensor:
-    """Of one sequence, fp32 [new, q_heads, v_dim]: over chunks of as many keys as there is room for."""
+    """Attend over one sequence in chunks of as many keys as there is room for: fp32 [new, q_heads, v_dim]."""
     [new], [context] = batch.query_lens, batch.context_lens
     start, dims = context - new, expansion.dims
     rotary = q.shape[2] - dims.k_dim
@@ -99,7 +106,7 @@ def _over_heads(
     found: list[tuple[Tensor, Tensor]] = []
     for begin in range(first, context, size):
         begin, end = max(begin, options.oldest(start)), min(begin + size, context)
-        rows = cache.gather(layer, batch.tables, begin, end, unrotate=True)
+        rows = store.gather(batch.tables, begin, end, unrotate=True)
         k, v = expansion.expanded(*(x[0, 0].float() for x in rows))
         found = [_merged([*found, attend_keys(query, k, v, start, begin, plain)], None)]
     return _merged(found, options.sinks)[0]

@@ -1,72 +1,148 @@
-"""One layer under a staged recipe: the youngest tokens and the first ones plain, the others in sealed blocks.
+"""Staged store: the youngest tokens and the first ones unquantized, the others in sealed blocks.
 
-Blocks are sealed by the step that makes them old enough, before it attends. Which form of a token a query
-sees depends on their positions alone, so how tokens came in, in which chunks, from a prefix, after a swap or
-twice, changes nothing.
+Blocks are sealed by the step that makes them old enough, before it attends. The positions of a token and of a
+query alone decide which form of the token the query sees. So it makes no difference whether tokens came in
+chunks, from a prefix, after a swap or twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from kvq.kernels import AttentionOptions, Device, KernelSpec, StagedBatch, StagedKV, select
+from kvq.cache.stores.base import Attended, CompiledLayer, LayerBatch, PagedStore, Views
+from kvq.cache.stores.plain import PlainStore, runs_in_cpp, turned_queries
+from kvq.formats import ExactTokens
+from kvq.kernels import AttentionOptions, Kernel, PagedKV, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.attend.options import parts_of
+from kvq.kernels.plain import Rows, as_tokens, plain_blocks, tables_of_tokens
+from kvq.kernels.rope_write.heads import LayerHeads
+from kvq.kernels.rope_write.reference import Angles
+from kvq.layout import Role
 
-Seal = Callable[[StagedKV, StagedBatch], None]
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedStore(PagedStore):
+    """A layer with a staging area: tokens wait in recent blocks until their block is sealed."""
 
-class StagedLayer:
-    """The kernels of a staged layer: seals blocks, and attends from all forms of its tokens."""
+    kv: StagedKV
+    group: int  # of sealed blocks
+    num_kinds: int  # of layers; each has a sealed group, then each a recent one, then each one of sinks
+    sees_old: bool  # False if a window ends within the recent tokens: then no block may be sealed
+    kernels: dict[str, Kernel]  # by operation; those that write are the staging area's
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        plain: KernelSpec,
-        device: Device,
-        backend: str,
-        *,
-        sees_old: bool = True,
-        is_latent: bool = False,
-    ) -> None:
-        """`spec`: of sealed blocks; `plain`: of the staging area's. `sees_old`: False for layers whose window
-        ends within the recent tokens: blocks leave it before they are old enough, so none may be sealed.
+    @property
+    def blocks(self) -> PagedKV:
+        return self.kv.sealed
 
-        Raises:
-            UnsupportedKernel: no backend can run them.
-        """
-        self.sees_old = sees_old
-        sealing = select("seal", spec, device, backend)
-        self.seal: Seal = sealing.run
-        self.seal_backend = sealing.backend
-        attend = "attend_latent" if is_latent else "attend"
-        self._attend_sealed = select(attend, spec, device, backend)
-        self._attend_plain = select(attend, plain, device, backend)
-        self._merge = select("merge_partials", plain, device)
+    def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
+        recent = self.group + self.num_kinds
+        return StagedBatch(
+            sealed=batches[self.group],
+            recent=batches[recent],
+            sinks=None if self.kv.sinks is None else batches[recent + self.num_kinds],
+        )
 
-    def attend(
-        self, q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Seal what the step's tokens make old enough, then attend over all tokens, as `KVCache.attend`."""
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        bad: Tensor = self.kernels["write_kv"].run(k, v, self.kv.recent, slots)
+        return bad
+
+    def write_joined(
+        self, joined: Tensor, angles: Angles | None, heads: LayerHeads, slots: Tensor, bad: Tensor
+    ) -> Tensor:
+        self.kernels["rope_write"].run(joined, angles, self.kv.recent, slots, bad, heads)
+        return turned_queries(joined, heads)
+
+    def seal(self, batch: StagedBatch) -> None:
+        """Quantize the blocks that a step's new tokens, written before, make old enough."""
+        self.kernels["seal"].run(self.kv, batch)
+
+    def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
+        assert isinstance(batch, StagedBatch), "see batch_of"
         if not self.sees_old:
-            found: tuple[Tensor, Tensor] = self._attend_plain.run(q, kv.recent, batch.recent, options)
+            found: Attended = self.kernels["attend_recent"].run(q, self.kv.recent, batch.recent, options)
             return found
-        self.seal(kv, batch)
-        return self.attend_sealed(q, kv, batch, options)
+        self.seal(batch)
+        return _attend_all_forms(self.kernels, q, self.kv, batch, options)
 
-    def attend_sealed(
-        self, q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Attend likewise, where blocks that are old enough were sealed before."""
-        own = options.without_sinks()
-        sealed, recent, sinks = (own.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size))
-        query = q.float() if q.device.type == "cpu" else q  # parts stay fp32 there until they are merged
-        parts = [
-            self._attend_sealed.run(query, kv.sealed, batch.sealed, sealed),
-            self._attend_plain.run(query, kv.recent, batch.recent, recent),
-        ]
-        if kv.sinks is not None:
-            parts.append(self._attend_plain.run(query, kv.sinks, batch.sinks, sinks))
-        outs, lses = (torch.stack(all_of) for all_of in zip(*parts, strict=True))
-        out, lse = self._merge.run(outs, lses, options.sinks)
-        return out.to(q.dtype), lse
+    def gather(
+        self, tables: Tensor, start: int, end: int, *, unrotate: bool, out: Rows | None = None
+    ) -> Rows:
+        """Return K and V of sealed blocks only; see `LayerStore.gather`."""
+        rows: Rows = self.kernels["gather_dense"].run(
+            self.kv.sealed, tables, start, end, unrotate=unrotate, out=out
+        )
+        return rows
+
+    def compiled(self) -> CompiledLayer | None:
+        if not runs_in_cpp(self.kernels, "attend", "write_kv", "seal"):
+            return None
+        return CompiledLayer(
+            kv=self.kv,
+            group=self.group,
+            exact=self.backend_of("attend") == "cpu-fp32",
+            sees_old=self.sees_old,
+            num_kinds=self.num_kinds,
+        )
+
+    def backend_of(self, operation: str) -> str:
+        return self.kernels[operation].backend
+
+    def over(self, views: Views) -> Self:
+        return replace(self, kv=staged_views(views, self.kv.exact))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeBlockStore(PlainStore):
+    """A layer under a staged recipe without a staging area: blocks come whole, younger tokens wait elsewhere.
+
+    `KvqCache` keeps the last tokens of its rows by itself, and chunks for LMCache have none.
+    """
+
+    exact: ExactTokens
+
+    def write_blocks(self, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
+        own = plain_blocks(k, v, self.kv.block_size)
+        end = [len(blocks) * self.kv.block_size]
+        step = SequenceBatch.of([range(len(blocks))], [], end, end, k.device)
+        sealed = SequenceBatch.of([blocks], [], end, end, k.device)
+        kv = StagedKV(sealed=self.kv, recent=own, sinks=None, exact=ExactTokens())
+        self.kernels["seal"].run(kv, StagedBatch(sealed=sealed, recent=step, sinks=None))
+
+    def attend_with(
+        self, q: Tensor, recent: Rows, batch: SequenceBatch, options: AttentionOptions
+    ) -> Attended:
+        own, name = as_tokens(recent), (tables_of_tokens, recent[0].shape, recent[0].stride())
+        if name not in batch.kept:
+            batch.kept[name] = replace(batch, tables=tables_of_tokens(recent, batch.context_lens))
+        both = StagedBatch(sealed=batch, recent=batch.kept[name], sinks=None)
+        kv = StagedKV(sealed=self.kv, recent=own, sinks=None, exact=self.exact)
+        return _attend_all_forms(self.kernels, q, kv, both, options)
+
+
+def staged_views(views: Views, exact: ExactTokens) -> StagedKV:
+    """Return the blocks of a staged layer. `exact`: in whole blocks."""
+    return StagedKV(
+        sealed=views[Role.SEALED], recent=views[Role.RECENT], sinks=views.get(Role.SINKS), exact=exact
+    )
+
+
+def _attend_all_forms(
+    kernels: dict[str, Kernel], q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
+) -> Attended:
+    """Attend from sealed blocks, recent ones and sinks, and merge the results by their log-sum-exp."""
+    own = options.without_sinks()
+    sealed, recent, sinks = (own.of_part(part) for part in parts_of(kv.exact, kv.sealed.block_size))
+    query = q.float() if q.device.type == "cpu" else q  # parts stay fp32 there until they are merged
+    attend_recent = kernels["attend_recent"].run
+    parts = [
+        kernels["attend"].run(query, kv.sealed, batch.sealed, sealed),
+        attend_recent(query, kv.recent, batch.recent, recent),
+    ]
+    if kv.sinks is not None:
+        parts.append(attend_recent(query, kv.sinks, batch.sinks, sinks))
+    outs, lses = (torch.stack(all_of) for all_of in zip(*parts, strict=True))
+    out, lse = kernels["merge_partials"].run(outs, lses, options.sinks)
+    return out.to(q.dtype), lse

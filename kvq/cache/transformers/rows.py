@@ -126,7 +126,8 @@ class BatchRows:
         if self.recent is not None:
             bad = torch.stack([~x.isfinite().flatten(1).all(1) for x in rows]).any(0)
         else:
-            bad = self.blocks.write(layer, *rows, self.blocks.batch_of(layer, self.batches).slots)
+            store = self.blocks.stores[layer]
+            bad = store.write(*rows, store.batch_of(self.batches).slots)
         self.bad_rows |= self._unpacked(bad).any(dim=1)
 
     def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor], options: AttentionOptions) -> Tensor:
@@ -140,13 +141,14 @@ class BatchRows:
         own = self.layout.geometry.layers[layer]
         options = options.reaching(own.window, is_chunked=own.is_chunked)
         batch, exact = self.batches[self.blocks.group_of[layer]], self._exact(layer, new)
+        store = self.blocks.stores[layer]
         if exact is not None:
-            return self._unpacked(self.blocks.attend_stored(layer, self._packed(q), exact, batch, options))
+            return self._unpacked(store.attend_with(self._packed(q), exact, batch, options)[0])
         if self._prefers_dense[layer] and options.softcap is None and options.sinks is None:
             out = self.scratch.attend(layer, q, batch, options)
             if out is not None:
                 return out
-        return self._unpacked(self.blocks.attend(layer, self._packed(q), batch, options)[0])
+        return self._unpacked(store.attend(self._packed(q), batch, options)[0])
 
     def dense(self, layer: int, start: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
@@ -237,7 +239,9 @@ class BatchRows:
                 first = exact[0].shape[2] - sequence.length + filled.start * size
                 rows = (x[row, :, first : first + len(filled) * size] for x in exact)
                 k, v = (x.unflatten(1, (-1, size)).transpose(0, 1) for x in rows)
-                self.blocks.store(layer, k, v, sequence.tables[group][filled.start : filled.stop])
+                self.blocks.stores[layer].write_blocks(
+                    k, v, sequence.tables[group][filled.start : filled.stop]
+                )
         return exact
 
     def _refill(self, recent: RecentRows) -> None:

@@ -93,7 +93,7 @@ class ChunkCodec:
         table = range(self._num_blocks(num_tokens))
         for layer, (k, v) in enumerate(self._rows(chunk)):
             if self._layout.recipe.is_staged:
-                self._cache.store(layer, _whole_blocks(k), _whole_blocks(v), table)
+                self._cache.stores[layer].write_blocks(_whole_blocks(k), _whole_blocks(v), table)
                 bad = ~(k.isfinite().all() & v.isfinite().all())
             else:
                 bad = self._cache.write(layer, k, v, slots).any()

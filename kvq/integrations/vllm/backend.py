@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvq.cache.stores.centered import Centering
+from kvq.cache.stores.base import PagedStore
 from kvq.errors import ConfigError
 from kvq.integrations.vllm.names import recipe_of, requested, say_checked
 from kvq.integrations.vllm.pages import Page, with_slots
-from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
+from kvq.kernels import AttentionOptions, SequenceBatch
 
 
 def asked(vllm_config: VllmConfig) -> str | None:
@@ -135,10 +135,8 @@ class KvqImpl(AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self._softcap = logits_soft_cap or None
-        self._paged: tuple[Any, PagedKV] | None = None
+        self._store: tuple[Any, PagedStore] | None = None
         self._share = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self._centering: Centering | None = None
-        self._kernels: dict[str, Any] = {}
 
     def page(self, layer: Any, block_size: int) -> Page:
         """How this layer's pages are cut."""
@@ -173,8 +171,7 @@ class KvqImpl(AttentionImpl):
         if attn_metadata is None:  # a run that only asks how much memory a step takes
             return output
         count = attn_metadata.num_actual_tokens
-        paged = self._over(layer, kv_cache)
-        out = self._attend(query[:count], paged, attn_metadata.batch)
+        out, _ = self._over(layer, kv_cache).attend(query[:count], attn_metadata.batch, self._options)
         output[:count].view_as(out).copy_(out)
         return output
 
@@ -182,21 +179,11 @@ class KvqImpl(AttentionImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Quantize the step's K and V into their slots."""
-        paged, count = self._over(layer, kv_cache), min(len(slot_mapping), len(key))
+        store, count = self._over(layer, kv_cache), min(len(slot_mapping), len(key))
         k, v, slots = key[:count], value[:count], slot_mapping[:count]
         if slots.device.type == "cpu":  # on GPUs the kernel looks at them itself
             k, v, slots = with_slots(k, v, slots)
-        if self._centering is not None:
-            k, v = self._centering.centered(k, v)
-        self._kernels["write_kv"].run(k, v, paged, slots)
-
-    def _attend(self, q: Tensor, paged: PagedKV, batch: SequenceBatch) -> Tensor:
-        options, attend = self._options, self._kernels["attend"].run
-        if self._centering is None:
-            out, _ = attend(q, paged, batch, options)
-        else:
-            out, _ = self._centering.attended(attend, q, paged, batch, options)
-        return cast("Tensor", out)
+        store.write(k, v, slots)
 
     @functools.cached_property
     def _options(self) -> AttentionOptions:
@@ -205,25 +192,15 @@ class KvqImpl(AttentionImpl):
             scale=self.scale, window=self.sliding_window, softcap=self._softcap, sinks=sinks
         )
 
-    def _over(self, layer: Any, pages: Tensor) -> PagedKV:
-        """The layer's blocks, looked at anew when vLLM gives it others."""
+    def _over(self, layer: Any, pages: Tensor) -> PagedStore:
+        """Return the layer's store, made again when vLLM gives it other pages."""
         name = pages.data_ptr(), pages.shape
-        if self._paged is None or self._paged[0] != name:
+        if self._store is None or self._store[0] != name:
             if not hasattr(type(layer).get_kv_cache_spec, "__wrapped__"):
                 raise ConfigError(
                     f"kvq has no kernel for vLLM's {type(layer).__name__}; leave kvq's format out"
                 )
             pages = pages.view(torch.uint8)
             page = self.page(layer, pages.shape[2])
-            paged = page.over(pages)
-            self._paged = name, paged
-            self._centering = page.centering(self.num_heads, self._softcap, pages.device)
-            spec = KernelSpec(
-                formats=paged.formats,
-                q_heads=self.num_heads,
-                kv_heads=self.num_kv_heads,
-                block_size=paged.block_size,
-            )
-            device = Device.of(pages.device)
-            self._kernels = {x: select(x, spec, device) for x in ("attend", "write_kv")}
-        return self._paged[1]
+            self._store = name, page.store(pages, self.num_heads, self._softcap)
+        return self._store[1]

@@ -7,15 +7,16 @@ V, scales of K, scales of V, each where kvq's kernels read them best.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvq.cache.pool import paged_layer
-from kvq.cache.stores.centered import Centering
+from kvq.cache.stores.base import PagedStore
+from kvq.cache.stores.centered import with_centers
+from kvq.cache.stores.plain import PlainStore
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe, LayerCenters
+from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry
-from kvq.kernels import PagedKV
+from kvq.kernels import Device, KernelSpec, PagedKV, select
 from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
 
 
@@ -60,12 +61,23 @@ class Page:
         assert self.layout.nbytes % cells == 0, "no part is padded"
         return self.layout.nbytes // cells
 
-    def over(self, pages: Tensor) -> PagedKV:
-        """The layer's codes and scales in vLLM's pages, uint8 [num_blocks, kv_heads, block_size, cell_bytes].
+    def store(self, pages: Tensor, q_heads: int, softcap: float | None) -> PagedStore:
+        """Return the layer's store in vLLM's pages, uint8 [num_blocks, kv_heads, block_size, cell_bytes].
 
         Raises:
-            ConfigError: pages that are cut otherwise.
+            ConfigError: pages that are cut otherwise; or K has a center, and the model caps its scores.
+            UnsupportedKernel: no kernel runs the formats here.
         """
+        own, device, paged = self.layout.geometry, pages.device, self.over(pages)
+        spec = KernelSpec(
+            formats=paged.formats, q_heads=q_heads, kv_heads=own.kv_heads, block_size=paged.block_size
+        )
+        kernels = {name: select(name, spec, Device.of(device)) for name in ("attend", "write_kv")}
+        store = PlainStore(kv=paged, group=0, kernels=kernels)
+        return with_centers(store, self.recipe.centers, own, q_heads=q_heads, softcap=softcap, device=device)
+
+    def over(self, pages: Tensor) -> PagedKV:
+        """Return the layer's codes and scales in vLLM's pages; see `store`."""
         count, *shape = pages.shape
         cells = [self.layout.geometry.kv_heads, self.block_size, self.cell_bytes]
         inside = (self.block_size * self.cell_bytes, self.cell_bytes, 1)
@@ -77,18 +89,6 @@ class Page:
         stride = pages.stride(0)
         memory = pages.as_strided(((count - 1) * stride + self.layout.nbytes,), (1,))
         return paged_layer(memory, self.layout, self.recipe, stride, count)
-
-    def centering(self, q_heads: int, softcap: float | None, device: torch.device) -> Centering | None:
-        """What takes the recipe's centers from the layer's K and V, if it has some.
-
-        Raises:
-            ConfigError: K has a center, and the model caps its scores.
-        """
-        layer = self.layout.geometry.index
-        centers = self.recipe.centers
-        if centers is None or centers.layers[layer] == LayerCenters():
-            return None
-        return Centering(centers.layers[layer], self.layout, q_heads=q_heads, softcap=softcap, device=device)
 
 
 def with_slots(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:

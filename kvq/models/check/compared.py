@@ -1,13 +1,14 @@
 """Caches beside a session's: how far attention over them is off, layer by layer, on the same inputs."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
-from kvq.cache.kv_cache import attended
+from kvq.cache.stores.base import Attended, LayerBatch, LayerStore
 from kvq.kernels import AttentionOptions, SequenceBatch
 
 _TINY = 1e-30  # a norm of zero has no relative error
@@ -44,24 +45,41 @@ class ComparedCache:
     def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
         """`others`: by the digest of their recipe."""
         self._baseline = baseline
-        self._others = others
         self.found: Found = defaultdict(Errors)
+        self.stores = {
+            layer: _ComparedStore(layer, store, others, self.found)
+            for layer, store in baseline.stores.items()
+        }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._baseline, name)
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        """Store new rows everywhere."""
-        for other in self._others.values():
-            other.write(layer, k, v, slots)
-        return self._baseline.write(layer, k, v, slots)
 
-    def attend(
-        self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        """The baseline's attention; how far the others are off it is kept."""
-        out, lse = self._baseline.attend(layer, q, batch, options)
-        for digest, other in self._others.items():
-            same = (batch,) * len(other.num_blocks)  # all are written alike: every group has these tables
-            self.found[digest, layer].update(attended(other, layer, q, same, options)[0], out)
+class _ComparedStore(LayerStore):
+    """One layer of the baseline, and of the others."""
+
+    def __init__(
+        self, layer: int, baseline: LayerStore, others: dict[str, CacheBackend], found: Found
+    ) -> None:
+        self._baseline = baseline
+        self._others = [
+            (cache.stores[layer], len(cache.num_blocks), found[digest, layer])
+            for digest, cache in others.items()
+        ]
+
+    def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
+        return self._baseline.batch_of(batches)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        for other, _, _ in self._others:
+            other.write(k, v, slots)
+        return self._baseline.write(k, v, slots)
+
+    def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
+        """Return the baseline's attention; note how far the others are off it."""
+        assert isinstance(batch, SequenceBatch), "the baseline is not staged"
+        out, lse = self._baseline.attend(q, batch, options)
+        for other, num_groups, errors in self._others:
+            same = (batch,) * num_groups  # all are written alike: every group has these tables
+            errors.update(other.attend(q, other.batch_of(same), options)[0], out)
         return out, lse

@@ -5,12 +5,11 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from kvq.cache.kv_cache import KVCache
+from kvq.cache.stores.base import LayerStore
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
 from kvq.kernels.decoder.stack import CpuStack, StackLayer
 from kvq.kernels.decoder.whole import CpuPass, PassParts, ReadyPass
-from kvq.kernels.paged import PagedKV
 from kvq.models.parts.angles import Angles
 from kvq.models.parts.step import PackedStep
 
@@ -22,7 +21,7 @@ class CpuLayers:
         self._layers = [CpuDecoder(parts) for parts in layers]
         self._kinds = sorted({parts.angles for parts in layers})
         self._norm = norm
-        self._stacks: WeakKeyDictionary[KVCache, tuple[int, CpuStack]] = WeakKeyDictionary()
+        self._stacks: WeakKeyDictionary[LayerStore, CpuStack] = WeakKeyDictionary()  # by the first layer's
 
     def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         """[rows, hidden] -> the same, normed."""
@@ -74,33 +73,30 @@ class CpuLayers:
 
     def _stack_of(self, step: PackedStep) -> CpuStack | None:
         """All layers over the step's cache, if nothing but C++ has a part in its attention."""
-        cache = step.cache
-        if not step.is_plain or not isinstance(cache, KVCache):
+        if not step.is_plain:
             return None
-        version, stack = self._stacks.get(cache, (-1, None))
-        if version != cache.version:  # the first over it, or its pools have grown
-            stack = self._make_stack(step, cache)
-            if stack is not None:
-                self._stacks[cache] = cache.version, stack
+        first = step.cache.stores[self._layers[0].parts.index]  # another one once pools have grown
+        stack = self._stacks.get(first)
+        if stack is None and (stack := self._make_stack(step)) is not None:
+            self._stacks[first] = stack
         return stack
 
-    def _make_stack(self, step: PackedStep, cache: KVCache) -> CpuStack | None:
+    def _make_stack(self, step: PackedStep) -> CpuStack | None:
         layers = []
         for decoder in self._layers:
             parts = decoder.parts
-            if (blocks := cache.in_cpp(parts.index)) is None:
+            if (own := step.cache.stores[parts.index].compiled()) is None:
                 return None
-            kv, exact = blocks
             layers.append(
                 StackLayer(
                     decoder=decoder,
-                    kv=kv,
+                    kv=own.kv,
                     options=step.options_of(parts.index, parts.options),
-                    exact=exact,
-                    group=cache.group_of[parts.index],
+                    exact=own.exact,
+                    group=own.group,
                     angles=self._kinds.index(parts.angles),
-                    sees_old=isinstance(kv, PagedKV) or cache.sees_old(parts.index),
-                    num_kinds=len(cache.layout.sealed),
+                    sees_old=own.sees_old,
+                    num_kinds=own.num_kinds,
                 )
             )
         return CpuStack(layers)

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from kvq.arguments import checked
-from kvq.cache.backend import CacheBackend, cache_backend
+from kvq.cache.backend import CacheBackend, cache_backend, with_stores
 from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError, ModelError, nearest
 from kvq.formats import KVRecipe, StaticScales
@@ -296,7 +296,7 @@ def make_cache(
     layout.recipe.check_unstaged(f"the cache {model.cache!r}")
     if layout.states is not None:
         raise ConfigError(f"the cache {model.cache!r} keeps no recurrent states, which this model has")
-    return cache_backend(model.cache)(layout, num_blocks=num_blocks, device=model.device)
+    return with_stores(cache_backend(model.cache)(layout, num_blocks=num_blocks, device=model.device))
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:

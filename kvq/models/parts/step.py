@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.cache.backend import CacheBackend
-from kvq.cache.kv_cache import KVCache, attended, slots_of
 from kvq.cache.stores.expansion import LatentExpansion
 from kvq.cache.stores.latent import attend_latents
 from kvq.geometry import ModelGeometry
@@ -70,9 +69,8 @@ class PackedStep:
         self._write(layer, rotary, latents)
         began = perf_counter()
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
-        out = attend_latents(
-            self.cache, layer, q[:tokens], self.batches, self.options_of(layer, options), expansion
-        )
+        store = self.cache.stores[layer]
+        out = attend_latents(store, q[:tokens], self.batches, self.options_of(layer, options), expansion)
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began
@@ -84,14 +82,16 @@ class PackedStep:
         k, v = k[:tokens], v[:tokens]
         if self.observer is not None:
             self.observer(layer, k, v)
-        self.bad_tokens |= self.cache.write(layer, k, v, slots_of(self.cache, layer, self.batches))
+        store = self.cache.stores[layer]
+        self.bad_tokens |= store.write(k, v, store.batch_of(self.batches).slots)
         self.attention_s += perf_counter() - began
 
     def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         """Attend from a layer's tokens over what is written, by it or by the layer that it shares with."""
         began = perf_counter()
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
-        out = self._attended(layer, q[:tokens], options)
+        store = self.cache.stores[layer]
+        out, _ = store.attend(q[:tokens], store.batch_of(self.batches), self.options_of(layer, options))
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began
@@ -110,20 +110,14 @@ class PackedStep:
         `angles`: of every token, None where nothing is turned. `joined` becomes the turned queries and
         anything.
         """
-        if self.observer is not None or not isinstance(self.cache, KVCache):
+        if self.observer is not None:
             return self.attend(layer, *turned_heads(joined, angles, heads), options)
         began = perf_counter()
-        slots = slots_of(self.cache, layer, self.batches)
-        self.cache.rope_write(layer, joined, angles, slots, self.bad_tokens, heads)
-        dims = (len(joined), heads.q_heads, heads.k_dim)
-        q = joined.as_strided(dims, (joined.stride(0), heads.k_dim, 1))
-        out = self._attended(layer, q, options)
+        store = self.cache.stores[layer]
+        batch = store.batch_of(self.batches)
+        q = store.write_joined(joined, angles, heads, batch.slots, self.bad_tokens)
+        out, _ = store.attend(q, batch, self.options_of(layer, options))
         self.attention_s += perf_counter() - began
-        return out
-
-    def _attended(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """[tokens, q_heads, v_head_dim]; the layer's own window or chunks come on top of the options."""
-        out, _ = attended(self.cache, layer, q, self.batches, self.options_of(layer, options))
         return out
 
     def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:

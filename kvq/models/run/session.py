@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.cache import KVCache
 from kvq.cache.transformers.attention import NAME, PACKED_NAME
 from kvq.errors import ModelError, RequestError
 from kvq.kernels import SequenceBatch
@@ -138,7 +137,7 @@ class Session:
         self, sequences: list[Sequence], slots: list[list[int]], lens: list[int], ends: list[int]
     ) -> PackedStep:
         device = self.weights.device
-        states = self.cache.states if isinstance(self.cache, KVCache) else None
+        states = self.cache.states
         moves = [sequence.move for sequence in sequences]
         return PackedStep(
             cache=self.cache,

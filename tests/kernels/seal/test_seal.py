@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from kvq.formats import KVFormat
-from kvq.kernels import SequenceBatch, StagedBatch, StagedKV
+from kvq.kernels import SequenceBatch, StagedBatch
 from kvq.kernels.codec import encode_block
 from kvq.kernels.paged import PagedRows
 from kvq.kernels.write_kv.reference import write_kv
-from kvq.layout import Role
 from tests.kernels.backends import every_backend
 from tests.kernels.kit import POISON, Tables, poisoned_cache, rows_like_kv
 
@@ -51,13 +50,7 @@ class Staged:
     ) -> None:
         self.cache = poisoned_cache(kv, [dims], num_blocks=30, block_size=SIZE)
         self.lengths = lengths
-        views = self.cache._views
-        self.kv = StagedKV(
-            sealed=views[Role.SEALED][0],
-            recent=views[Role.RECENT][0],
-            sinks=views[Role.SINKS].get(0),
-            exact=self.cache.layout.exact,
-        )
+        self.kv = self.cache.stores[0].kv
         self.tables = [Tables.scattered(list(lengths), SIZE, 30, seed) for seed in range(3)]
         self.k = [rows_like_kv(n, 3, dims[0], i).bfloat16() for i, n in enumerate(lengths)]
         self.v = [rows_like_kv(n, 3, dims[1], i + 5).bfloat16() for i, n in enumerate(lengths)]

@@ -22,7 +22,7 @@ def staged(kv: str, size: int = 5) -> tuple[KVCache, StagedKV, StagedBatch]:
     """A cache whose recent blocks of `size` tokens hold sequences, and nothing is sealed."""
     cache = poisoned_cache(kv, [(64, 48)], block_size=size, num_blocks=24)
     tables = [Tables.scattered(CONTEXTS, size, 24, seed=i) for i in range(3)]
-    views = cache.staged(0)
+    views = cache.stores[0].kv
     for i, length in enumerate(CONTEXTS):
         k, v = rows_like_kv(length, 3, 64, i), rows_like_kv(length, 3, 48, i + 9)
         cache.write(0, k + 3, v, torch.tensor(tables[1].slots(i, 0, length)))
@@ -59,7 +59,7 @@ def test_sealed_blocks_are_gathered_and_attended_to_with_what_they_have_once(
     contexts = [3 * block_size + 9, block_size]
     cache = poisoned_cache(kv, [(64, 48)], q_heads=6, block_size=block_size, num_blocks=14)
     tables, layer = Tables.scattered(contexts, block_size, 14), cache.layer(0)
-    views = cache.staged(0)
+    views = cache.stores[0].kv
     for i, length in enumerate(contexts):
         k, v = rows_like_kv(length, 3, 64, i), rows_like_kv(length, 3, 48, i + 9)
         cache.write(0, k + 3, v - 2, torch.tensor(tables.slots(i, 0, length)))

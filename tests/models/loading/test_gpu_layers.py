@@ -5,6 +5,8 @@ import torch
 
 import kvq
 from kvq.cache import KVCache
+from kvq.cache.backend import with_stores
+from kvq.cache.stores.plain import PlainStore
 from kvq.models.loading import gpu_layers
 from kvq.models.loading.fused_layers import is_fused, unfuse_layers
 from kvq.models.prove.probe import relative_error
@@ -54,12 +56,12 @@ def _scaled(monkeypatch):
 
 def _turned_back(monkeypatch):
     """Keys and queries turn the wrong way on their way into the blocks, which no observer of K sees."""
-    right = KVCache.rope_write
+    right = PlainStore.write_joined
 
-    def wrong(cache, layer, joined, angles, *others):
-        right(cache, layer, joined, (angles[0], -angles[1]), *others)
+    def wrong(store, joined, angles, *others):
+        return right(store, joined, (angles[0], -angles[1]), *others)
 
-    monkeypatch.setattr(KVCache, "rope_write", wrong)
+    monkeypatch.setattr(PlainStore, "write_joined", wrong)
 
 
 def _out_of_resources(monkeypatch):
@@ -91,7 +93,7 @@ def test_what_is_observed_or_stored_elsewhere_takes_the_same_heads(tmp_path):
     watched = model.session(max_tokens=7)
     watched.observer = lambda layer, k, v: seen.append(layer)
     session = Session(model.weights, model.layout, max_tokens=7)
-    session.cache = Foreign(session.cache)
+    session.cache = with_stores(Foreign(session.cache))
     for other in (watched, session):
         [result] = other.forward([(other.new_sequence(), [3, 1, 4, 1, 5, 9, 2])], all_rows=True)
         assert relative_error(result.logits, plain) < TOLERANCE

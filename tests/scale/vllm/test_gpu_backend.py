@@ -100,7 +100,7 @@ def test_layers_that_got_another_backend_or_other_blocks_are_refused(monkeypatch
     with pytest.raises(ConfigError, match="vLLM took CUSTOM for a layer"):
         backend._with_own_bytes(lambda layer, config: "a spec")(layer, None)
     impl = object.__new__(backend.KvqImpl)
-    impl._paged = None
+    impl._store = None
 
     class Chunked:
         def get_kv_cache_spec(self) -> None: ...

@@ -1,0 +1,138 @@
+"""Layer store: the K and V of one layer, in whatever form it keeps them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from kvq.errors import ConfigError, UnsupportedKernel
+from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, StagedBatch, StagedKV
+from kvq.kernels.plain import Rows
+from kvq.kernels.rope_write.heads import LayerHeads
+from kvq.kernels.rope_write.reference import Angles, turned_heads
+from kvq.layout import Role
+
+LayerBatch = SequenceBatch | StagedBatch  # the sequences of a step as one layer sees them
+Attended = tuple[Tensor, Tensor]  # out [tokens, q_heads, v_head_dim], lse fp32 [tokens, q_heads]
+Views = Mapping[Role, PagedKV]  # one layer's blocks in the pools of its layer groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CompiledLayer:
+    """The blocks of a layer whose K and V are written and read by C++ alone."""
+
+    kv: PagedKV | StagedKV
+    group: int  # layer group
+    exact: bool  # attention in fp32 for every format
+    sees_old: bool = True  # False if a window ends before any sealed block
+    num_kinds: int = 1  # kinds of layers: the distance from a sealed group to its recent one
+
+
+class LayerStore(Protocol):
+    """The K and V of one layer: models write to it, then attend from it.
+
+    Derive from this class; `batch_of`, `write` and `attend` are all that a store must have.
+    """
+
+    def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
+        """Return what `attend` takes, from a step's batches of all layer groups.
+
+        Its `slots` are what `write` takes.
+        """
+        ...
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        """Store new rows after RoPE: [tokens, kv_heads, dim] each, `slots` int64 [tokens].
+
+        Returns bool [tokens]: True where K or V held a NaN or an infinity.
+        """
+        ...
+
+    def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
+        """Causal attention of new tokens, written before, over their sequences' blocks.
+
+        `q`: [tokens, q_heads, k_head_dim]. Returns out [tokens, q_heads, v_head_dim] in q's dtype
+        and lse fp32 [tokens, q_heads], natural log, sinks included.
+
+        Raises:
+            UnsupportedKernel: options that this store does not know.
+        """
+        ...
+
+    def write_joined(
+        self, joined: Tensor, angles: Angles | None, heads: LayerHeads, slots: Tensor, bad: Tensor
+    ) -> Tensor:
+        """Norm and turn queries and keys, store K and V, and flag in `bad` what is not finite.
+
+        `joined`: queries, keys and values side by side, [tokens, heads.width], which may be overwritten;
+        `angles`: of every token, None where nothing is turned; `bad`: bool [tokens]. Returns the turned
+        queries, [tokens, q_heads, k_head_dim].
+        """
+        q, k, v = turned_heads(joined, angles, heads)
+        bad |= self.write(k, v, slots)
+        return q
+
+    def gather(
+        self, tables: Tensor, start: int, end: int, *, unrotate: bool, out: Rows | None = None
+    ) -> Rows:
+        """Return K and V of the positions [start, end) of every table, [sequences, kv_heads, tokens, dim].
+
+        `tables`: integer [sequences, blocks]; `unrotate`: whether rotated formats are rotated back.
+
+        Raises:
+            UnsupportedKernel: a store of another backend, whose rows can't be read back.
+        """
+        raise UnsupportedKernel(f"{type(self).__name__} can't read K and V back; use the kvq cache backend")
+
+    def worth_expanding(self, batch: LayerBatch, options: AttentionOptions) -> list[int]:
+        """Return the sequences for which expanding latents to heads is less work, by index."""
+        return []
+
+    def compiled(self) -> CompiledLayer | None:
+        """Return the blocks for C++ that runs whole steps; None if more than C++ writes or reads them."""
+        return None
+
+
+class PagedStore(LayerStore, Protocol):
+    """A layer in kvq's own blocks."""
+
+    @property
+    def blocks(self) -> PagedKV:
+        """Codes and scales in the recipe's formats; of a staged layer, the sealed blocks."""
+        ...
+
+    def backend_of(self, operation: str) -> str:
+        """Return the backend that runs `write_kv`, `attend` or `gather_dense`."""
+        ...
+
+    def over(self, views: Views) -> Self:
+        """Return this store over pools that have grown."""
+        ...
+
+    def write_blocks(self, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
+        """Quantize whole blocks, [blocks, kv_heads, block_size, dim], of tokens that waited elsewhere.
+
+        Raises:
+            ConfigError: the layer takes tokens one by one.
+        """
+        raise self._not_whole()
+
+    def attend_with(
+        self, q: Tensor, recent: Rows, batch: SequenceBatch, options: AttentionOptions
+    ) -> Attended:
+        """Attend from stored blocks and from the last rows, unquantized: [sequences, kv_heads, some, dim].
+
+        The positions of a token and of a query alone decide which form of the token the query sees, as in a
+        staging area.
+
+        Raises:
+            ConfigError: the layer takes tokens one by one.
+        """
+        raise self._not_whole()
+
+    def _not_whole(self) -> ConfigError:
+        return ConfigError(
+            "whole blocks are written under a staged recipe without a staging area only; plan the layout "
+            "with staging=False, or write tokens by their slots"
+        )
