@@ -29,7 +29,7 @@ from kvq.models.model import Model
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, pack_linears
-from kvq.models.parts.positions import tell_positions
+from kvq.models.parts.positions import pass_positions
 
 _REMEDY = "take the method ngram, self or draft"
 _TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # names that such layers have
@@ -186,7 +186,7 @@ def _window(kind: str, config: Any) -> int | None:
 
 def _place(layers: nn.Module, prepared: PreparedModel, geometry: ModelGeometry) -> None:
     """Make the layer ready to run on the model's device."""
-    tell_positions(layers)
+    pass_positions(layers)
     hand_on_steps(layers)
     is_cpu = prepared.device.type == "cpu"
     packed = is_cpu and has_own_products(prepared.dtype, prepared.backend)

@@ -1,7 +1,7 @@
 """One layer of a KvqCache, as transformers sees it, and its attention over blocks."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -16,8 +16,15 @@ from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.kernels import AttentionOptions
 
 
+class _Unused(TypedDict, total=False):
+    """What model code passes to `update` beside K and V, for other caches."""
+
+    layer_idx: int
+    cache_kwargs: dict[str, Any]
+
+
 def _refused(method: str) -> Callable[..., NoReturn]:
-    """What transformers would do to a single layer, while rows of all layers lie in the same blocks."""
+    """Return a method that refuses a single layer, since rows of all layers lie in the same blocks."""
 
     def refuse(*_: object) -> NoReturn:
         raise ConfigError(f"KvqCache can't {method} a single layer; call cache.{method} instead")
@@ -60,7 +67,9 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @eager
     @torch.no_grad()
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Unpack[_Unused]
+    ) -> tuple[Tensor, Tensor]:
         """Store new rows [batch, kv_heads, tokens, dim]; return all that `get_mask_sizes` names.
 
         What comes back lies in scratch memory that the next layer overwrites. With the "kvq"

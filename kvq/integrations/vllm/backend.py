@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kvq.integrations.vllm.pages import Page, with_slots
 from kvq.kernels import AttentionOptions, SequenceBatch
 
 
-def asked(vllm_config: VllmConfig) -> str | None:
+def wanted_format(vllm_config: VllmConfig) -> str | None:
     """The format, pair or kvq.json that a model is to be served with; None for vLLM's own."""
     additional = vllm_config.additional_config
     options = additional if isinstance(additional, dict) else None
@@ -91,7 +91,7 @@ def _with_own_bytes(original: Any) -> Any:
             return None
         if isinstance(layer.impl, KvqImpl):
             return layer.impl.spec(layer, spec)
-        if asked(vllm_config) is not None:
+        if wanted_format(vllm_config) is not None:
             raise ConfigError(
                 f"vLLM took {layer.attn_backend.get_name()} for a layer, not kvq; if another model "
                 "was loaded before in this process, start anew"
@@ -99,6 +99,29 @@ def _with_own_bytes(original: Any) -> Any:
         return spec
 
     return get_kv_cache_spec
+
+
+class _ImplOptions(TypedDict, total=False):
+    """Arguments of a layer's attention behind its heads, as vLLM's `AttentionImpl` orders them."""
+
+    alibi_slopes: list[float] | None
+    sliding_window: int | None
+    kv_cache_dtype: str
+    logits_soft_cap: float | None
+    attn_type: str
+    kv_sharing_target_layer_name: str | None
+    sinks: Tensor | None
+
+
+_DEFAULTS = _ImplOptions(
+    alibi_slopes=None,
+    sliding_window=None,
+    kv_cache_dtype="auto",
+    logits_soft_cap=None,
+    attn_type=AttentionType.DECODER,
+    kv_sharing_target_layer_name=None,
+    sinks=None,
+)
 
 
 class KvqImpl(AttentionImpl):
@@ -110,31 +133,30 @@ class KvqImpl(AttentionImpl):
         head_size: int,
         scale: float,
         num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
+        *positional: Any,
+        **named: Unpack[_ImplOptions],
     ) -> None:
-        """Raises:
-        ConfigError: what kvq's kernels have no code for.
+        """Take what vLLM tells a layer; the order of `positional` is that of `_ImplOptions`.
+
+        Raises:
+            ConfigError: kvq has no kernel for the layer's attention.
         """
-        if alibi_slopes is not None or attn_type != AttentionType.DECODER:
-            what = "ALiBi" if alibi_slopes is not None else f"{attn_type} attention"
+        options: _ImplOptions = {**_DEFAULTS, **dict(zip(_DEFAULTS, positional, strict=False)), **named}
+        attn_type, has_alibi = options["attn_type"], options["alibi_slopes"] is not None
+        if has_alibi or attn_type != AttentionType.DECODER:
+            what = "ALiBi" if has_alibi else f"{attn_type} attention"
             raise ConfigError(f"kvq has no kernel for {what}; leave kvq's format out for this model")
         config = get_current_vllm_config()
-        name = asked(config)
+        name = wanted_format(config)
         assert name is not None, "else vLLM's own was taken"
         self._name, self._num_layers = name, config.model_config.get_total_num_hidden_layers()
         self._model: str | None = str(config.model_config.model)  # None once it was said what is known of it
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
-        self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
-        self._softcap = logits_soft_cap or None
+        self.sliding_window, self.kv_cache_dtype = options["sliding_window"], options["kv_cache_dtype"]
+        self.kv_sharing_target_layer_name = options["kv_sharing_target_layer_name"]
+        self.sinks = options["sinks"]
+        self._softcap = options["logits_soft_cap"] or None
         self._store: tuple[Any, PagedStore] | None = None
         self._share = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 

@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, C
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvq.integrations.vllm.backend import KvqImpl, asked, let_layers_say_their_bytes, metadata_of
+from kvq.integrations.vllm.backend import KvqImpl, let_layers_say_their_bytes, metadata_of, wanted_format
 
 
 class KvqCpuBackend(CPUAttentionBackend):
@@ -16,7 +16,9 @@ class KvqCpuBackend(CPUAttentionBackend):
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         """vLLM's, and kvq's."""
-        return asked(get_current_vllm_config()) is not None or super().supports_kv_cache_dtype(kv_cache_dtype)
+        return wanted_format(get_current_vllm_config()) is not None or super().supports_kv_cache_dtype(
+            kv_cache_dtype
+        )
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -26,7 +28,7 @@ class KvqCpuBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
         """By what the model that is being built asks for."""
-        is_own = asked(get_current_vllm_config()) is not None
+        is_own = wanted_format(get_current_vllm_config()) is not None
         return KvqImpl if is_own else CPUAttentionBackend.get_impl_cls()
 
     @staticmethod
@@ -44,7 +46,7 @@ class KvqCpuBuilder(CPUAttentionMetadataBuilder):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
-        self._is_own = asked(vllm_config) is not None
+        self._is_own = wanted_format(vllm_config) is not None
         begin = AttentionMetadataBuilder if self._is_own else CPUAttentionMetadataBuilder
         begin.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 

@@ -1,6 +1,7 @@
 """kvq's Triton kernels as a backend of vLLM on GPUs, for models that ask for one of kvq's formats."""
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, ParamSpec
 
 import torch
 from torch import Tensor
@@ -18,9 +19,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvq.errors import ConfigError
-from kvq.integrations.vllm.backend import KvqImpl, Metadata, asked, let_layers_say_their_bytes, metadata_of
+from kvq.integrations.vllm.backend import (
+    KvqImpl,
+    Metadata,
+    let_layers_say_their_bytes,
+    metadata_of,
+    wanted_format,
+)
 from kvq.layout import UNPADDED_TOKENS
 
+P = ParamSpec("P")
 _NAME = "CUSTOM"  # what vLLM calls a backend that isn't its own
 
 
@@ -59,7 +67,7 @@ class KvqGpuBackend(AttentionBackend):
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         """kvq's."""
-        return asked(get_current_vllm_config()) is not None
+        return wanted_format(get_current_vllm_config()) is not None
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -130,19 +138,22 @@ def register() -> None:
     register_backend(AttentionBackendEnum[_NAME], path)
     let_layers_say_their_bytes()
     platform: Any = type(current_platform)
-    chosen = platform.get_attn_backend_cls
-    if getattr(chosen, "is_kvqs", False):  # plug-ins may be loaded twice
-        return
+    if not getattr(platform.get_attn_backend_cls, "is_kvqs", False):  # plug-ins may be loaded twice
+        platform.get_attn_backend_cls = classmethod(_choosing(platform.get_attn_backend_cls, path))
 
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, *rest: Any, **named: Any) -> str:
-        if asked(get_current_vllm_config()) is None:
-            return str(chosen(selected_backend, *rest, **named))
-        selector = named["attn_selector_config"] if "attn_selector_config" in named else rest[0]
-        require_own(selected_backend, selector, cls.get_device_capability())
+
+def _choosing(chosen: Callable[P, Any], path: str) -> Any:
+    """Return vLLM's choice of a backend, but kvq's wherever one of its formats is wanted."""
+
+    def get_attn_backend_cls(cls: Any, *args: P.args, **named: P.kwargs) -> str:
+        if wanted_format(get_current_vllm_config()) is None:
+            return str(chosen(*args, **named))
+        given: Any = {**dict(zip(("selected_backend", "attn_selector_config"), args, strict=False)), **named}
+        require_own(given["selected_backend"], given["attn_selector_config"], cls.get_device_capability())
         return path
 
     get_attn_backend_cls.is_kvqs = True  # type: ignore[attr-defined]
-    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    return get_attn_backend_cls
 
 
 def require_own(selected: Any, selector: Any, capability: Any) -> None:

@@ -1,8 +1,9 @@
-"""Language models of which transformers has the layers only, inside of whole models that read images: with a
-head they are causal language models like others.
+"""Text models that transformers knows only as parts of models that read images.
+
+With a head they are causal language models like others.
 """
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
@@ -11,6 +12,18 @@ _BARE = (
     *("glm4v_text", "glm4v_moe_text", "glm_ocr_text"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
 )
+
+
+class _Inputs(TypedDict, total=False):
+    """Keywords that `generate` and kvq's sessions pass to a model; others are passed on likewise."""
+
+    input_ids: Tensor | None
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    past_key_values: Any
+    inputs_embeds: Tensor | None
+    use_cache: bool | None
+    kvq_step: Any
 
 
 def know_text_model(model_type: str) -> None:
@@ -41,7 +54,7 @@ def _convert_alike(name: str, model_type: str) -> None:
 
 
 def _with_head(config_class: Any, body: Any) -> Any:
-    """A class of the layers of class `body` and a head."""
+    """Return a class of the layers of class `body` and a head."""
     from transformers import GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -53,7 +66,7 @@ def _with_head(config_class: Any, body: Any) -> Any:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self: Any, logits_to_keep: int | Tensor = 0, **given: Any) -> Any:
+    def forward(self: Any, logits_to_keep: int | Tensor = 0, **given: Unpack[_Inputs]) -> Any:
         output = self.model(**given)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])

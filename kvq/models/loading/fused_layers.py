@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,15 @@ def _numbers_of(embedding: nn.Module, norm: Any) -> tuple[Any, ...]:
     return own, norm.weight.data_ptr(), norm.eps
 
 
+class _Inputs(TypedDict, total=False):
+    """Keywords that a causal language model passes to its layers; others are passed on to its own code."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    use_cache: bool
+    kvq_step: PackedStep
+
+
 class FusedForward:
     """A model's forward pass up to its last norm; what is no step of a kvq session goes to its own.
 
@@ -135,7 +144,7 @@ class FusedForward:
         self._output = MoeModelOutputWithPast
         self.width: int = layers[0].output.out_features
 
-    def __call__(self, *args: Any, **given: Any) -> Any:
+    def __call__(self, *args: Any, **given: Unpack[_Inputs]) -> Any:
         """Token ids and positions [1, rows] to hidden states [1, rows, hidden]."""
         step = given.get("kvq_step")
         if not isinstance(step, PackedStep) or args or self.is_hooked:

@@ -23,7 +23,7 @@ from kvq.models.loading.skeleton import build_skeleton, check_runs
 from kvq.models.parts.device import pick_dtype
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, invariant_rows, pack_linears, padded_rows
-from kvq.models.parts.positions import tell_positions
+from kvq.models.parts.positions import pass_positions
 from kvq.models.parts.states import cut_states
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
@@ -135,7 +135,7 @@ def place(model: Any, prepared: PreparedModel) -> Any:
 def adapt(model: Any, prepared: PreparedModel) -> Any:
     """The same while it computes with its own modules still."""
     pin_rope(model, prepared.max_context)
-    tell_positions(model)
+    pass_positions(model)
     hand_on_steps(model)
     cut_states(model, prepared.geometry)
     model = model.to(prepared.device).eval()

@@ -1,9 +1,9 @@
-"""Which modules of a model keep states, and of which shapes: watched while its code runs without numbers."""
+"""Recurrent states of a model: the modules that keep them and their shapes, seen while its code runs on meta."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,13 @@ from kvq.errors import ModelError
 from kvq.geometry import StateGeometry, StateTensor
 from kvq.models.parts.states import CACHE_NAMES
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _NAMES = {"conv_states": "conv", "recurrent_states": "recurrent"}  # transformers' and kvq's
 
 
 class StateWatch:
-    """A cache that a model is run with, and which modules kept something in it."""
+    """A cache that a model is run with, and the modules that kept something in it."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -27,7 +29,7 @@ class StateWatch:
 
     @classmethod
     def of(cls, config: Any) -> "StateWatch | None":
-        """For a model of transformers' configuration; None if it keeps no states, as far as that says."""
+        """Return a watch for a model of transformers, or None if its configuration names no states."""
         from transformers import DynamicCache
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -45,9 +47,9 @@ class StateWatch:
         cache.update = lambda key, value, *_, **__: (key, value)
         return watch
 
-    def _noting(self, method: Any, *, is_update: bool) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[1 if is_update else 0]
+    def _noting(self, method: Callable[P, R], *, is_update: bool) -> Callable[P, R]:
+        def noted(*args: P.args, **kwargs: P.kwargs) -> R:
+            layer: Any = kwargs["layer_idx"] if "layer_idx" in kwargs else args[1 if is_update else 0]
             self._keepers.setdefault(layer, {})[self._open[-1]] = None
             return method(*args, **kwargs)
 
@@ -55,7 +57,7 @@ class StateWatch:
 
     @contextmanager
     def modules(self) -> Iterator[None]:
-        """Within it, which modules run is known."""
+        """Know which modules run while the context is open."""
         before = nn.modules.module.register_module_forward_pre_hook(
             lambda module, _: self._open.append(module)
         )
@@ -70,14 +72,14 @@ class StateWatch:
         self._open.pop()
 
     def attended(self) -> None:
-        """Attention was called."""
+        """Note that attention was called in the modules that run."""
         self._attending.update(self._open)
 
     def states(self) -> tuple[StateGeometry, ...]:
-        """What layers keep, in order.
+        """Return the states that layers keep, in order.
 
         Raises:
-            ModelError: in a way that steps can't be cut for.
+            ModelError: states are kept in a way that steps can't be cut for.
         """
         found = []
         for layer, modules in sorted(self._keepers.items()):

@@ -1,15 +1,20 @@
-"""Attention that counts positions itself, from how much a cache holds: in a step each token has its own."""
+"""Positions for attention that counts them by the length of a cache: in a step each token has its own."""
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-_COUNTS = "get_seq_length"  # what it asks a cache
+_COUNTS = "get_seq_length"  # the method of a cache that it calls
+
+
+class _Unused(TypedDict, total=False):
+    layer_idx: int
+    cache_kwargs: dict[str, Any]
 
 
 class _Before:
-    """What lies before a step's tokens, as such code asks a cache for it."""
+    """The tokens before a step's, as such code asks a cache for them."""
 
     def __init__(self, positions: Tensor) -> None:
         """`positions`: int64 [tokens]."""
@@ -19,19 +24,19 @@ class _Before:
         """int64 [tokens]: a token's position, less its place in the row."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
-    def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *_: object, **__: Unpack[_Unused]) -> tuple[Tensor, Tensor]:
         return key, value
 
 
-def tell_positions(model: nn.Module) -> None:
-    """Tell a model's attention the positions of a step's tokens wherever it would count them by a cache."""
+def pass_positions(model: nn.Module) -> None:
+    """Give a model's attention the positions of a step's tokens wherever it would count them by a cache."""
     for module in model.modules():
         code = getattr(type(module).forward, "__code__", None)
         if hasattr(module, "layer_idx") and code is not None and _COUNTS in code.co_names:
-            module.register_forward_pre_hook(_told, with_kwargs=True)
+            module.register_forward_pre_hook(_with_positions, with_kwargs=True)
 
 
-def _told(
+def _with_positions(
     module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positions = getattr(given.get("kvq_step"), "positions", None)

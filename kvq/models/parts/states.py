@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,12 @@ CACHE_NAMES = ("cache_params", "past_key_values")  # what modules call what hold
 _HIDDEN = "hidden_states"
 
 Rows = slice | Tensor  # of a step; int64 where they are no neighbours
+
+
+class _Unused(TypedDict, total=False):
+    """What modules pass beside a state, for other caches."""
+
+    cache_kwargs: dict[str, Any]
 
 
 class _LayerState:
@@ -51,7 +57,7 @@ class _LayerState:
         layer_idx: int,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
-        **_: object,
+        **_: Unpack[_Unused],
     ) -> Tensor:
         """Inputs of a convolution, [batch, channels, tokens], with the last ones of before in front."""
         before = self.values.get(("conv", state_idx))
@@ -62,7 +68,7 @@ class _LayerState:
         return inputs
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Unpack[_Unused]
     ) -> Tensor:
         self.values["recurrent", state_idx] = recurrent_states
         return recurrent_states

@@ -84,19 +84,19 @@ def test_vllms_platform_takes_kvqs_backend_for_kvqs_formats_alone(monkeypatch: p
     selector = AttentionSelectorConfig(128, torch.bfloat16, "auto", 32)
     monkeypatch.setattr(gpu_backend, "current_platform", Platform())
     monkeypatch.setattr(gpu_backend, "get_current_vllm_config", lambda: None)
-    monkeypatch.setattr(gpu_backend, "asked", lambda config: next(names))
+    monkeypatch.setattr(gpu_backend, "wanted_format", lambda config: next(names))
     gpu_backend.register()
     gpu_backend.register()
     assert Platform.get_attn_backend_cls(None, selector) == "vllm's"
     assert Platform.get_attn_backend_cls(None, selector).endswith("gpu_backend.KvqGpuBackend")
-    monkeypatch.setattr(gpu_backend, "asked", lambda config: "int4")
+    monkeypatch.setattr(gpu_backend, "wanted_format", lambda config: "int4")
     with pytest.raises(ConfigError, match="MLA not supported"):
         Platform.get_attn_backend_cls(None, selector._replace(use_mla=True))
 
 
 def test_layers_that_got_another_backend_or_other_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = SimpleNamespace(impl=None, attn_backend=gpu_backend.KvqGpuBackend)
-    monkeypatch.setattr(backend, "asked", lambda config: "int4")
+    monkeypatch.setattr(backend, "wanted_format", lambda config: "int4")
     with pytest.raises(ConfigError, match="vLLM took CUSTOM for a layer"):
         backend._with_own_bytes(lambda layer, config: "a spec")(layer, None)
     impl = object.__new__(backend.KvqImpl)
