@@ -35,7 +35,7 @@ class CacheBackend(Protocol):
 
     @property
     def stores(self) -> Mapping[int, LayerStore]:
-        """By layer index, what a model writes to and attends from; maybe other objects after `grow`."""
+        """Stores that a model writes to and attends from, by layer index; `grow` may replace them."""
 
     @property
     def states(self) -> StateSlots | None:

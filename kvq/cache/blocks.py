@@ -13,7 +13,7 @@ from kvq.kernels.copy_blocks.reference import copy_blocks
 
 
 class BlockStore(Protocol):
-    """Where swapped-out blocks are, by layer group and host slot."""
+    """Swapped-out blocks by layer group and host slot."""
 
     @property
     def nbytes(self) -> int: ...

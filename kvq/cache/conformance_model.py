@@ -69,7 +69,7 @@ class Step:
         return SequenceBatch.of(padded, slots, self.query_lens, self.context_lens, device)
 
     def with_stale_entries(self, group: int, lost: list[int], block: int) -> "Step":
-        """The same step, but the first lost[i] entries of table i name another block."""
+        """Return this step with another block in the first lost[i] entries of table i."""
         tables = list(self.tables)
         tables[group] = [[block] * n + table[n:] for n, table in zip(lost, self.tables[group], strict=True)]
         return replace(self, tables=tables)

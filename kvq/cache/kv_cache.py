@@ -79,7 +79,7 @@ class KVCache(BlockCache):
         return self.stores[index].blocks
 
     def batch_of(self, layer: int, batches: Sequence[SequenceBatch]) -> LayerBatch:
-        """What `attend` takes, of the batches of all layer groups. Its `slots` are those to write to."""
+        """Return a layer's view of a step; see `LayerStore.batch_of`."""
         return self.stores[layer].batch_of(batches)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class KVCache(BlockCache):
         return self.stores[layer].gather(tables, start, end, unrotate=unrotate, out=out)
 
     def backend_of(self, operation: str, layer: int) -> str:
-        """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
+        """Return the backend that runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
         return self.stores[layer].backend_of(operation)
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:

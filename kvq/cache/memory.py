@@ -1,4 +1,4 @@
-"""How much memory a device has left, asked before pools are allocated."""
+"""Free memory of a device, and allocations that are refused before they fail."""
 
 import mmap
 import os

@@ -31,7 +31,7 @@ _HEADER_LIMIT = 1 << 20  # bytes
 
 
 class _Miss(Exception):
-    """Why a file can't be used; never leaves this module."""
+    """A file that can't be used; never leaves this module."""
 
 
 def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:
@@ -199,7 +199,7 @@ def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
 def _header(
     cache: KVCache, prompt: PrefixQuery, length: int, starts: list[int], digests: list[str]
 ) -> dict[str, Any]:
-    """What a file is for. All digests are hex; the salt and the tokens appear as digests only."""
+    """Return the header of a file. All digests are hex; the salt and the tokens appear as digests only."""
     return {
         "format_version": FORMAT_VERSION,
         "layout": layout_digest(cache.layout),

@@ -41,7 +41,7 @@ class Model(StaysHere):
 
     @property
     def prepared(self) -> PreparedModel:
-        """What was known of it before its weights were loaded."""
+        """All that was known of the model before its weights were loaded."""
         return self.weights.prepared
 
     @property
@@ -74,7 +74,7 @@ class Model(StaysHere):
 
     @property
     def layout(self) -> KVLayout:
-        """Where codes and scales lie inside a block."""
+        """The places of codes and scales inside a block."""
         return self.prepared.layout(self.recipe)
 
     @property
@@ -99,7 +99,7 @@ class Model(StaysHere):
         return 8 * sum(group.sequence_bytes(tokens) for group in layout.attended) / elements
 
     def with_kv(self, kv: str | Path | KVRecipe) -> "Model":
-        """The same weights with another KV recipe; nothing is loaded again.
+        """Return a model of these weights with another KV recipe; nothing is loaded again.
 
         Raises:
             ConfigError: unknown format, one that doesn't fit, or static scales missing or foreign.
@@ -107,7 +107,7 @@ class Model(StaysHere):
         return self._with(self.prepared.recipe(kv, self.static_scales), self.static_scales)
 
     def with_static_scales(self, scales: StaticScales) -> "Model":
-        """The same model with other static scales, for this recipe and those of `with_kv`."""
+        """Return this model with other static scales, for this recipe and those of `with_kv`."""
         return self._with(self.recipe.with_scales(scales) if self.recipe.is_static else self.recipe, scales)
 
     def check_scales(self) -> None:

@@ -45,7 +45,7 @@ class MtpHead:
 
     @cached_property
     def layout(self) -> KVLayout:
-        """Of blocks for its own K and V, in the model's type."""
+        """The layout of blocks for its own K and V, in the model's dtype."""
         recipe = KVRecipe.named(DTYPE_NAMES[self.prepared.dtype], self.geometry.head_dims)
         return plan_layout(
             self.geometry, recipe, block_size=self.prepared.block_size, order=self.prepared.order
@@ -91,7 +91,7 @@ def load_mtp(model: Model) -> MtpHead:
 
 
 def check_mtp(prepared: PreparedModel) -> int:
-    """How many such layers a model brings, 1 or more, by what is known without its weights.
+    """Return the number of such layers in a model, 1 or more, by what is known without its weights.
 
     Raises:
         ConfigError: none, or in a form that isn't read.
@@ -166,7 +166,7 @@ def _check_whole(prepared: PreparedModel, info: Any) -> None:
 
 
 def _geometry(model: ModelGeometry, config: Any, own: Any) -> ModelGeometry:
-    """Of the layer's attention alone: that of a layer of the model of the same kind."""
+    """Return the geometry of the layer's attention: that of a model's layer of its kind."""
     kinds, mine = getattr(config, "layer_types", None), getattr(own, "layer_types", None)
     found = model.layers[-1]
     if kinds is not None and mine is not None:

@@ -82,7 +82,7 @@ class LatentExpansion(nn.Module):
         return torch.cat((_products(own, keys), rotary), dim=-1)
 
     def values(self, latents: Tensor) -> Tensor:
-        """Of weighted sums of latents, [tokens, q_heads, latent dim], those of values, [.., .., v_dim]."""
+        """Turn weighted sums of latents, [tokens, q_heads, latent dim], into those of values."""
         if self._values is not None:
             return self._values(latents)
         _, values = self._by_head(self._numbers())
@@ -104,7 +104,7 @@ class LatentExpansion(nn.Module):
         return self._weight.view(self.q_heads, -1, self.latent_dim)
 
     def _by_head(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Of keys [q_heads, k_dim, latent dim], and of values."""
+        """Return the weights of keys, [q_heads, k_dim, latent dim], and those of values."""
         heads = weight.view(self.q_heads, self.dims.k_dim + self.dims.v_dim, self.latent_dim)
         return heads[:, : self.dims.k_dim], heads[:, self.dims.k_dim :]
 

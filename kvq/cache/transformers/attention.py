@@ -35,7 +35,7 @@ class PackedAttention(Protocol):
         """
 
     def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """The same over what a layer has written already."""
+        """Attend like `attend`, over tokens that a layer has written already."""
 
     def attend_latents(
         self,
@@ -70,7 +70,7 @@ class BatchAttention(Protocol):
 
 
 class _Passed(TypedDict, total=False):
-    """What the model code says beside Q, K and V; transformers hands it over as keywords, with others."""
+    """Keywords that model code passes beside Q, K and V; there are others."""
 
     scaling: float | None
     softcap: float | None
@@ -85,7 +85,7 @@ class _MaskKeywords(TypedDict, total=False):
 
 
 class _Waiting(threading.local):
-    """What `update` handed over in this thread and no attention has taken yet."""
+    """The layer that `update` handed over in this thread and no attention has taken yet."""
 
     step: BatchAttention | None = None
 

@@ -1,4 +1,4 @@
-"""What a transformers config says about its cache: geometry, recipe, attention."""
+"""Cache settings read from a transformers config: geometry, recipe, attention."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

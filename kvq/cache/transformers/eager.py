@@ -1,4 +1,4 @@
-"""What `torch.compile` must leave alone: bookkeeping in Python, whose numbers change from step to step."""
+"""Eager functions: bookkeeping that `torch.compile` must leave alone, since its numbers change each step."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -17,7 +17,7 @@ from kvq.kernels import AttentionOptions
 
 
 class _Unused(TypedDict, total=False):
-    """What model code passes to `update` beside K and V, for other caches."""
+    """Keywords that model code passes to `update` beside K and V, for other caches."""
 
     layer_idx: int
     cache_kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the layers of one KvqCache share: the rows, the scratch memory, and where a step stands."""
+"""Shared state of the layers of one KvqCache: rows, scratch memory, and the step under way."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
-    """What the user asked for, checked when the recipe is planned."""
+    """The user's options, checked when the recipe is planned."""
 
     kv: str | Path | KVRecipe
     scales: str | Path | None

@@ -149,6 +149,6 @@ def _chunks(memory: MemoryObj) -> list[Tensor]:
 
 
 def _place(key: ObjectKey, part: int) -> str:
-    """Where a chunk belongs; the parts of a chunk in several pieces are told apart."""
+    """Return the name of a chunk's place; the parts of a chunk in several pieces have one each."""
     names = (key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, part)
     return "\n".join(map(str, names))

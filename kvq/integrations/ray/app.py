@@ -58,7 +58,7 @@ def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) ->
 
 
 def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
-    """What Ray is told about the replicas."""
+    """Return Ray's options for the replicas."""
     seats = int(config.engine.get("max_num_seqs", MAX_NUM_SEQS))
     options: dict[str, Any] = {
         "max_ongoing_requests": seats + config.admission.max_queue,  # beyond it the ingress keeps them
@@ -77,7 +77,7 @@ def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
 
 
 class Arguments(BaseModel):
-    """What `serve run kvq.integrations.ray:build` and a file of `serve deploy` may say."""
+    """Arguments of `serve run kvq.integrations.ray:build`, and of a file of `serve deploy`."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = "tiny"

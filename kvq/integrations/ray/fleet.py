@@ -1,4 +1,4 @@
-"""How many replicas there are, where they run, and who gets which request."""
+"""Fleet: the number of replicas, their resources and their router."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,5 +53,5 @@ class Fleet:
 
     @property
     def router_kwargs(self) -> dict[str, Any]:
-        """What the router's class is given."""
+        """The keywords of the router's class."""
         return {**(_AFFINITY if self.router == "affinity" else {}), **self.router_options}

@@ -1,4 +1,7 @@
-"""From a replica to the client: while nothing was answered by another replica, later with an error object."""
+"""Forwards answers of replicas.
+
+The request of a lost replica goes to another one; an answer that has begun ends with an error object.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -7,7 +10,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kvq.integrations.ray.asked import RelayedRequest
+from kvq.integrations.ray.relay import RelayedRequest
 from kvq.server.http.guard import as_response
 from kvq.server.http.problems import dialect_of, unavailable
 
@@ -20,7 +23,7 @@ class Lost(Exception):
 
 
 async def forward(
-    asked: RelayedRequest,
+    relayed: RelayedRequest,
     send: Callable[[RelayedRequest], AsyncGenerator[Message]],
     *,
     pause_s: float = _PAUSE_S,
@@ -30,12 +33,12 @@ async def forward(
     for attempt in range(_ATTEMPTS):
         if attempt:
             await asyncio.sleep(pause_s * 2 ** (attempt - 1))
-        messages = send(asked)
+        messages = send(relayed)
         try:
-            return _Relayed(await anext(messages), messages, asked.path)
+            return _Relayed(await anext(messages), messages, relayed.path)
         except Lost as lost:
             reason = str(lost)
-    return as_response(unavailable(reason), asked.path)
+    return as_response(unavailable(reason), relayed.path)
 
 
 class _Relayed(Response):

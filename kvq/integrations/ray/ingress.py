@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from kvq.integrations.ray.asked import RelayedRequest, read
 from kvq.integrations.ray.forward import Lost, forward
+from kvq.integrations.ray.relay import RelayedRequest, read
 from kvq.server.http.guard import as_response
 from kvq.server.http.problems import Problem
 
@@ -26,18 +26,18 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         """Answer a request of Ray's proxy."""
         try:
-            asked = await read(request)
+            relayed = await read(request)
         except Problem as problem:
             return as_response(problem, request.url.path)
-        return await forward(asked, self._send)
+        return await forward(relayed, self._send)
 
-    async def _send(self, asked: RelayedRequest) -> AsyncGenerator[Message]:
+    async def _send(self, relayed: RelayedRequest) -> AsyncGenerator[Message]:
         """Messages of the replica that the router chooses: by the prompt, or by load where there is none.
 
         Raises:
             Lost: that replica ended, or is about to.
         """
-        answer = self._engines.remote(asked) if asked.prompt else self._engines.remote(asked=asked)
+        answer = self._engines.remote(relayed) if relayed.prompt else self._engines.remote(relayed=relayed)
         is_whole = False
         try:
             async for message in answer:

@@ -8,8 +8,8 @@ from functools import partial
 from starlette.types import Message
 
 from kvq.errors import KVQError
-from kvq.integrations.ray.asked import RelayedRequest, relay
 from kvq.integrations.ray.forward import Lost
+from kvq.integrations.ray.relay import RelayedRequest, relay
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.admission.config import ServerConfig
 from kvq.server.app import create_app
@@ -22,7 +22,7 @@ _END_S = 0.5  # for requests of an engine that ended to be told so
 
 
 class EngineReplica:
-    """What Ray starts, watches and ends. Its engine is a process of its own, which ends with it."""
+    """Actor that Ray starts, watches and ends. Its engine is a separate process, which ends with it."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         """Return when the engine is ready.
@@ -49,13 +49,13 @@ class EngineReplica:
         is_ready = True
         self._app = create_app(self._service, config.access)
 
-    async def answer(self, asked: RelayedRequest) -> AsyncGenerator[Message]:
-        """What the application sends for a request.
+    async def answer(self, relayed: RelayedRequest) -> AsyncGenerator[Message]:
+        """Yield the messages that the application sends for a request.
 
         Raises:
             Lost: it can't be taken here, or its engine ended before anything was sent.
         """
-        messages = relay(self._app, asked)
+        messages = relay(self._app, relayed)
         async for message in messages:
             reason = self._service.why_not_ready
             if reason is not None and message.get("status") == 503:

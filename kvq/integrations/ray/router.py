@@ -15,14 +15,14 @@ _MOST_STALE = 64  # replicas that may have ended unnoticed
 
 
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's types aren't seen
-    """Where most of a prompt's text went before, unless that replica is much busier than another.
+    """Router that sends a prompt where most of its text went before, unless that replica is much busier.
 
     Ray loses a request whose router fails: it waits for ever. Its tree of prefixes is an actor, which may
     end, and which still knows the replicas of an application that was deleted and came back.
     """
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> Any:
-        """Ranks of replicas: one, of those that got most of the prompt, or of two random ones."""
+        """Return ranks of replicas: one rank, of those that got most of the prompt, or of two random ones."""
         with suppress(RayActorError):
             for _ in range(_MOST_STALE):
                 try:

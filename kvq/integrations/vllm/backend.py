@@ -1,4 +1,4 @@
-"""What the backends of vLLM that kvq stands in for have in common: pages, metadata, two kernels."""
+"""Shared code of kvq's vLLM backends: pages, metadata, and one layer's attention."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -161,7 +161,7 @@ class KvqImpl(AttentionImpl):
         self._share = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
     def page(self, layer: Any, block_size: int) -> Page:
-        """How this layer's pages are cut."""
+        """Return how this layer's pages are cut."""
         dims = self.head_size, getattr(layer, "head_size_v", None) or self.head_size
         recipe = recipe_of(self._name, dims, self._num_layers).share(*self._share)
         index = extract_layer_index(self.kv_sharing_target_layer_name or layer.layer_name)

@@ -27,7 +27,7 @@ class KvqCpuBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """By what the model that is being built asks for."""
+        """Return kvq's implementation if the model being built wants one of its formats, else vLLM's."""
         is_own = wanted_format(get_current_vllm_config()) is not None
         return KvqImpl if is_own else CPUAttentionBackend.get_impl_cls()
 

@@ -40,7 +40,7 @@ class KvqGpuBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """As in vLLM's registry."""
+        """Return the backend's name in vLLM's registry."""
         return _NAME
 
     @staticmethod
@@ -50,7 +50,7 @@ class KvqGpuBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        """What is made of a step."""
+        """Return the class that builds a step's metadata."""
         return KvqGpuBuilder
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a user asks vLLM for, and the recipe that it names. No vLLM is needed here."""
+"""Names of kvq's formats in vLLM's options, and their recipes. No vLLM is needed here."""
 
 import logging
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ def is_own(name: object) -> bool:
 
 
 def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str | None:
-    """The format, pair or kvq.json that is asked for; None if none of kvq's is.
+    """Return the format, pair or kvq.json that the options name; None if they name none of kvq's.
 
     Raises:
-        ConfigError: both ways to ask are used, or the option is not a name.
+        ConfigError: both options name one, or the second is not a name.
     """
     option = (additional or {}).get(OPTION)
     named = without_prefix(kv_cache_dtype) if is_own(kv_cache_dtype) else None
@@ -72,5 +72,5 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
 
 
 def without_prefix(name: str) -> str:
-    """What kvq itself calls it."""
+    """Return kvq's own name of a format."""
     return name.removeprefix(VLLM_FILE_PREFIX).removeprefix(VLLM_PREFIX)

@@ -22,7 +22,7 @@ from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """How one layer's pages are cut."""
+    """Division of one layer's pages into codes and scales."""
 
     layout: LayerLayout
     recipe: KVRecipe
@@ -56,7 +56,7 @@ class Page:
 
     @property
     def cell_bytes(self) -> int:
-        """Of a token and head: what vLLM counts a page in."""
+        """Bytes of a token and head: the unit in which vLLM counts a page."""
         cells = self.layout.geometry.kv_heads * self.block_size
         assert self.layout.nbytes % cells == 0, "no part is padded"
         return self.layout.nbytes // cells

@@ -1,4 +1,4 @@
-"""What vLLM runs when it loads its plug-ins, in every process."""
+"""vLLM plug-in: runs in every process when vLLM loads its plug-ins."""
 
 import logging
 import os

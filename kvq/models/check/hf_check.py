@@ -86,7 +86,7 @@ def _compare(exact: KvqCache, other: KvqCache) -> list[Errors]:
 
 
 def _attend_both(attend: Any, beside: KvqLayer, found: Errors, *given: Any) -> Tensor:
-    """As `KvqLayer.attend`."""
+    """Attend like `KvqLayer.attend`, and over another cache's layer too."""
     out: Tensor = attend(*given)
     beside.lazy_initialization(*given[1:3])
     found.update(beside.attend(*given)[0], out[0])

@@ -41,7 +41,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadCheck:
-    """What was found of a model and a KV format. Figures of logits are None where one pass sufficed."""
+    """Findings about a model and a KV format. Figures of logits are None where one pass sufficed."""
 
     kv: str
     verdict: Verdict | Literal["unjudgeable"]  # the last: at chance, few tokens, or no tokenizer
@@ -66,7 +66,7 @@ class LoadCheck:
 
     @property
     def refusal(self) -> str:
-        """Why the format is refused, and what to do."""
+        """The reason why the format is refused, and what to do."""
         other = "no other of its size is known to be fit, so take a larger one, or bf16"
         if self.instead:
             other = f"take {self.instead}, which is about as large and fit"
@@ -116,7 +116,7 @@ def is_to_check(model: PreparedModel, recipe: KVRecipe) -> bool:
 
 
 def recalled(model: PreparedModel, recipe: KVRecipe) -> LoadCheck | None:
-    """What was found before; None if nothing was, or what was written down of it is of no use."""
+    """Return the findings of an earlier check; None if there are none, or their file is of no use."""
     try:
         data = recall(model, recipe)
         return None if data is None else LoadCheck(**data | {"layer_errors": tuple(data["layer_errors"])})

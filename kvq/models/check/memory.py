@@ -1,4 +1,4 @@
-"""What load checks found, kept from one start to the next: a file for each model and format.
+"""Stored findings of load checks: a file for each model and format.
 
 It lies in the user's cache folder, outside the model's. A file that is damaged, of another version or for
 something else counts as none; one that can't be written is done without.
@@ -22,7 +22,7 @@ _log = logging.getLogger("kvq")
 
 
 def memory_folder() -> Path:
-    """Where the files lie."""
+    """Return the folder of the files."""
     return Path.home() / ".cache" / "kvq" / "checks"
 
 
@@ -59,7 +59,7 @@ def is_first(news: str) -> bool:
 
 
 def _key(model: PreparedModel, recipe: KVRecipe) -> str:
-    """Of all that the result depends on."""
+    """Return a key of everything that the result depends on."""
     rounded_to = None if model.rounded_to is None else model.rounded_to.name
     size = model.block_size if recipe.is_staged else None
     return _digest([VERSION, model.digest, rounded_to, recipe.digest(), size])[:32]

@@ -19,7 +19,7 @@ Verdict = Literal["harmless", "warning", "broken"]
 
 
 def verdict(kl_mean: float, perplexity_change: float) -> Verdict:
-    """What a mean divergence from unquantized KV, in nats, and a relative change of perplexity say together.
+    """Judge a mean divergence from unquantized KV, in nats, together with a relative change of perplexity.
 
     Perplexity that falls is as good as one that stays. What is not a number is broken.
     """
@@ -51,7 +51,7 @@ def cautions(
     look: Sequence[Mapping[str, Any]] = (),
     instrument: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Why figures of a model on a text say nothing of formats, a sentence each.
+    """Return reasons why figures of a model on a text say nothing about formats, a sentence each.
 
     `perplexity`: unquantized. `chance`: by counting. `look`, `instrument`: as results have them.
     """

@@ -22,7 +22,7 @@ _FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 
 
 def with_floats(value: Any) -> Any:
-    """The same JSON with what transformers saves as `{"__float__": "Infinity"}`, and its like, as floats."""
+    """Return JSON with floats for what transformers saves as `{"__float__": "Infinity"}` and its like."""
     if isinstance(value, Mapping):
         if _is_float(value):
             return float(value[_FLOAT])

@@ -17,7 +17,7 @@ _KEY = "eos_token_id"
 def read_end_ids(
     folder: Path, config: Mapping[str, Any], tokenizers: object, vocab_size: int
 ) -> frozenset[int]:
-    """Those that generation_config.json names, or else config.json as it is written; and the tokenizer's own.
+    """Return the end tokens of generation_config.json, or else of config.json, and the tokenizer's.
 
     Empty: none names any. transformers falls back on config.json like this; vLLM and mlx-lm take the
     tokenizer's besides, which is what a chat template ends turns by.

@@ -22,14 +22,14 @@ _log = logging.getLogger("kvq")
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of that name is a scale of K or V, or what some checkpoints have beside."""
+    """True if a tensor of that name is a scale of K or V, or one that some checkpoints have beside them."""
     return _NAME.search(name) is not None or _BESIDE.search(name) is not None
 
 
 def read_kv_scales(
     folder: Path, geometry: ModelGeometry, names: Sequence[str]
 ) -> tuple[HeadMaxima, ...] | None:
-    """What the scales among tensors of these names say of every layer; None: there are none to be used.
+    """Return the scales of every layer, from tensors of these names; None if none can be used.
 
     Either is logged, but for no scales at all.
     """

@@ -12,7 +12,7 @@ _HOOKED = "kvq_hands_on"  # attribute of a layer that does by now
 
 
 class _Given(threading.local):
-    """What came into the layer that runs in this thread."""
+    """Keywords of the layer that runs in this thread."""
 
     step: Any = None
 

@@ -133,7 +133,7 @@ def _blamed(
 
 
 def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
-    """What is said against a config.json's dict; None: nothing."""
+    """Return the error that a config.json's dict causes, or None."""
     try:
         with quiet_logs("transformers"):
             make(config)
@@ -171,7 +171,7 @@ def load_module_from(
     *,
     attention: str = PACKED_NAME,
 ) -> Any:
-    """The same of a folder's configuration and generation settings, with tensors that hold no codes.
+    """Load a module from a folder's configuration and generation settings, with tensors that hold no codes.
 
     Raises:
         ModelError: damaged or incomplete; the message says what.
@@ -202,7 +202,7 @@ def loading() -> Iterator[None]:
 def _load(
     folder: Path, make: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]], settings: dict[str, Any]
 ) -> Any:
-    """What `make` makes, with every tensor accounted for."""
+    """Return the module that `make` makes, with every tensor accounted for."""
     _prepare_process()
     try:
         with _loading, quiet_logs("transformers"):  # mismatches are told below, in kvq's words

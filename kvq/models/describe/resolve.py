@@ -1,4 +1,4 @@
-"""From what the user typed to a model's folder: an embedded model, a folder, or a hub name.
+"""Model names resolved to folders: an embedded model, a folder, or a hub name.
 
 A folder that was found is handed on as a `ModelSource` or a `Path`, and neither is ever looked up as a
 name again: a folder called like a built-in model stays that folder, in any process and working directory.
@@ -24,7 +24,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """Where a model was found."""
+    """Place where a model was found."""
 
     folder: Path  # absolute, links followed
     name: str  # for tables and clients: the last part of what was typed
@@ -91,7 +91,7 @@ def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Where a model's tokenizer lies: the embedded draft model has that of the embedded model."""
+    """Return the folder of a model's tokenizer; the embedded draft model has that of the embedded model."""
     is_draft = folder.resolve() == EMBEDDED["tiny-draft"].resolve()
     return EMBEDDED["tiny"].resolve() if is_draft else folder
 

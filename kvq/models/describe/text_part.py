@@ -12,12 +12,12 @@ from kvq.models.describe.stored import StoredTensors
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds a model of which only the text part is served."""
+    """True if a folder holds a model whose text part alone is served."""
     return str(read_json(folder / "config.json").get("model_type")) in KINDS
 
 
 def namer(folder: Path) -> Callable[[str], str | None]:
-    """What a folder's tensors are called here, None for those of other parts."""
+    """Return a function from a folder's tensor names to kvq's; it returns None for those of other parts."""
     return text_name if is_whole(folder) else str
 
 
@@ -54,7 +54,7 @@ def _all_entries(folder: Path) -> Iterator[TensorEntry]:
 
 
 def read_tensors(folder: Path) -> StoredTensors:
-    """The same to be read.
+    """Return a folder's tensors, ready to be read, by kvq's names.
 
     Raises:
         ModelError: damaged or missing files.

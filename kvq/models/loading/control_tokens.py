@@ -23,7 +23,7 @@ _NONCE_LENGTH = 8  # characters: 128 bits
 
 
 class ControlTokens:
-    """Those of one tokenizer: its special tokens, and others that its chat template writes.
+    """Control tokens of one tokenizer: its special tokens, and others that its chat template writes.
 
         safe = control.hide(turn["content"])
         text = tokenizer.apply_chat_template([{"role": "user", "content": safe}], tokenize=False)
@@ -127,7 +127,7 @@ class ControlTokens:
         return text[: end - tail] + self._veil(text[end - tail : end]) + text[end:]
 
     def _is_piece(self, text: str) -> bool:
-        """Whether it is a part of a spelling."""
+        """True if a token is a part of a spelling."""
         if len(text) >= self._longest:
             return False
         folded = _folded(text)
@@ -159,7 +159,7 @@ class ControlTokens:
         return len(text) - _origins(text, folded)[found] if found is not None else 0
 
     def _resolved(self, found: re.Match[str]) -> str:
-        """What the guarded tokenizer is to see; what a template left of something hidden is left out."""
+        """Return the text for the guarded tokenizer, without what a template left of something hidden."""
         if found["veiled"] is not None:
             return _shown(found["veiled"])
         return self._secret[found["spelled"]] if found["spelled"] is not None else ""
@@ -199,19 +199,19 @@ def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _folded(text: str) -> str:
-    """The same for all texts of which changes of case, one after the other, may make the same."""
+    """Fold a text so that all texts which changes of case may turn into each other fold alike."""
     return text.upper().casefold()  # casefold leaves the dotless i, which upper makes an I
 
 
 def _origins(text: str, folded: str) -> Sequence[int]:
-    """Where the character stands that each one of a folded text comes from: of one may come several."""
+    """Return the index of the character that each character of a folded text comes from."""
     if len(folded) == len(text):
         return range(len(text))
     return [at for at, character in enumerate(text) for _ in _folded(character)]
 
 
 def _guarded(tokenizer: Any, secret: dict[str, str], ids: dict[str, int]) -> Any:
-    """The same tokenizer with other spellings of its control tokens; None if that can't be had."""
+    """Return a copy of the tokenizer with other spellings of its control tokens; None if it can't be made."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -41,7 +41,7 @@ def planned_weights(model: PreparedModel) -> tuple[Term, ...]:
 
 
 def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
-    """What a step holds beside weights and KV."""
+    """Return the memory that a step holds beside weights and KV."""
     try:
         parameters = count_parameters(model.config, model.geometry)
     except ConfigError:
@@ -77,19 +77,19 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
 
 
 def _packs(model: PreparedModel, fmt: WeightFormat) -> bool:
-    """Whether kernels take experts in codes of that format, and those of the model."""
+    """True if kernels take experts in codes of that format, and those of the model."""
     return runs_experts(fmt, model.device, model.backend) is not None and _knows_experts(model)
 
 
 def _knows_experts(model: PreparedModel) -> bool:
-    """Whether kernels take the experts of a model that has some."""
+    """True if kernels take the experts of a model that has some."""
     if not count_parameters(model.config, model.geometry).experts:
         return False
     return bool(stacked_experts(build_on_meta(model.folder, unquantized(model.config))))
 
 
 def _scale_bytes(model: PreparedModel) -> int:
-    """Of a stored scale, which kernels keep in its type."""
+    """Return the bytes of a stored scale, which kernels keep in its type."""
     types = Counter(entry.dtype for entry in model.entries if entry.name.endswith(_SCALES))
     return 4 if types and types.most_common(1)[0][0] == "F32" else 2
 
@@ -110,7 +110,7 @@ def _narrowest(model: PreparedModel) -> str:
 
 
 def _matrices(model: PreparedModel) -> list[TensorEntry]:
-    """What layers multiply by; of weights in codes their scales are none."""
+    """Return the matrices that layers multiply by; scales of weights in codes are none."""
     return [entry for entry in model.entries if len(entry.shape) == 2 and not entry.name.endswith(_SCALES)]
 
 

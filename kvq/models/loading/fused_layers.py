@@ -71,7 +71,7 @@ def unfuse_layers(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What lies around a model's layers, as compiled code takes it."""
+    """Embedding, last norm and head of a model, as compiled code takes them."""
 
     modules: tuple[nn.Module, ...]  # embedding, norm, head
     parts: PassParts

@@ -1,4 +1,4 @@
-"""What transformers' decoder layers are made of, for those of the usual kinds.
+"""Parts of transformers' decoder layers of the usual kinds.
 
 That code is known by the names of its classes; whether it was understood is tried by the load-time probe.
 """

@@ -58,17 +58,17 @@ class PreparedModel:
 
     @property
     def folder(self) -> Path:
-        """Where its files are."""
+        """The folder of its files."""
         return self.source.folder
 
     @property
     def stored_bytes(self) -> int:
-        """Of all tensors, as they are stored."""
+        """Bytes of all tensors as stored."""
         return sum(entry.end - entry.begin for entry in self.entries)
 
     @property
     def stored_values(self) -> int:
-        """How many numbers all tensors hold."""
+        """The number of values in all tensors."""
         return sum(prod(entry.shape) for entry in self.entries)
 
     @property
@@ -193,7 +193,7 @@ class PreparedModel:
 
 
 class LoadOptions(TypedDict, total=False):
-    """How a model is loaded, and how its K and V are kept. What is left out is as in `_DEFAULTS`."""
+    """Options of loading a model and keeping its K and V. Those left out are as in `_DEFAULTS`."""
 
     device: str  # "auto": the first GPU, or the CPU
     dtype: str  # what it computes in; "auto": fp32 on a CPU, else what its config says

@@ -72,7 +72,7 @@ def load_rounded(
 
 
 def runs_experts(fmt: WeightFormat, device: torch.device, backend: str) -> bool | None:
-    """Whether experts in codes run in C++ there or by the reference; None on GPUs: they stay as stored.
+    """True if experts in codes run in C++ there, False by the reference; None on GPUs: they stay as stored.
 
     Raises:
         UnsupportedKernel: the named backend has no kernel there.
@@ -95,7 +95,7 @@ def check_rounded_experts(model: nn.Module, fmt: WeightFormat) -> None:
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
-    """What each Linear layer of a model is rounded to, by name; the head to 8 bits.
+    """Return the format that each Linear layer of a model is rounded to, by name; the head to 8 bits.
 
     Raises:
         ConfigError: there is none, or its inputs can't be cut into its format's groups.
@@ -205,7 +205,7 @@ def _install_experts(
 
 
 def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
-    """Whether a tensor holds what these codes stand for."""
+    """True if a tensor holds the values that these codes stand for."""
     pairs = zip(weights, stacked, strict=False)
     return len(weights) == len(stacked) and all(
         torch.equal(weight.dequantize(values.dtype), values) for weight, values in pairs
@@ -239,7 +239,7 @@ def coded_layers(stored: Collection[str]) -> list[str]:
 def plain_tensors(
     scheme: QuantizationScheme, stored: Mapping[str, _Stored], coded: Collection[str]
 ) -> dict[str, _Stored]:
-    """Of what is stored by name, what is no code, no scale, and no scale of K or V.
+    """Return the stored tensors that are no codes, no scales, and no scales of K or V.
 
     Raises:
         ModelError: a weight is there in codes and as it was.
@@ -257,7 +257,7 @@ def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtyp
 
 
 def _places(model: nn.Module, stand_ins: Mapping[str, Tensor]) -> dict[str, str]:
-    """Where transformers put the stand-ins: names on disk to names of Linear layers."""
+    """Map names on disk to the Linear layers in which transformers put their stand-ins."""
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     return {
         names[module.weight.data_ptr()]: place

@@ -64,7 +64,7 @@ class Skeleton:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """By the number of a storage."""
+        """Return tensor names by the number of their storage."""
         return {tensor.untyped_storage()._cdata: name for name, tensor in self.stand_ins.items()}
 
 
@@ -123,7 +123,7 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
 
 
 def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:
-    """What transformers would be given, by name, without memory."""
+    """Return the tensors that transformers would get, by name, without memory."""
     entries = {entry.name: entry for entry in prepared.entries}
     if config is None or is_bitsandbytes(config):
         return {

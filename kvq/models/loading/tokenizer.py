@@ -117,7 +117,7 @@ def check_knows_text(tokenizer: Any, folder: Path) -> None:
 
 
 def _knows_text(tokenizer: Any) -> bool:
-    """Whether tokens come of a plain text, or of its own vocabulary's: not all can write English."""
+    """True if a plain text gives tokens, or one of its own vocabulary: not all can write English."""
     nothing = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, tokenizer.unk_token_id}
     own = islice((token for token in tokenizer.get_vocab().values() if token not in nothing), _OWN_WORDS)
     texts = chain((_PLAIN,), (tokenizer.decode([token]) for token in own))
@@ -128,7 +128,7 @@ def _knows_text(tokenizer: Any) -> bool:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """What lies there of a tokenizer."""
+    """Return the files of a tokenizer that lie there."""
     return sorted(path.name for path in folder.iterdir() if any(part in path.name for part in _PARTS))
 
 
@@ -138,7 +138,7 @@ def _said_of_files(folder: Path) -> str:
 
 
 def _tokenizers_config(folder: Path) -> Any:
-    """What a tokenizer's class is chosen by, where its own configuration names one.
+    """Return the config by which a tokenizer's class is chosen, where its own configuration names one.
 
     The model's whole configuration would import half of transformers and torch: a second and 150 MB
     for a process that has no model.

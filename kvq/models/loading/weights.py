@@ -61,7 +61,7 @@ class LoadedWeights:
         return padded_rows(max(count, self._fewest_rows[0])) if self._fewest_rows[0] else count
 
     def logit_rows(self, count: int) -> int:
-        """The same for rows of logits."""
+        """Return how many rows of logits to compute for `count` wanted ones."""
         return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
 
     def forget_rows(self) -> None:
@@ -76,7 +76,7 @@ class LoadedWeights:
 
     @cached_property
     def _fewest_rows(self) -> tuple[int, int]:
-        """Of a step and of its logits; 0 where nothing is padded."""
+        """Return the fewest rows of a step and of its logits; 0 where nothing is padded."""
         if self.device.type != "cpu":
             return 0, 0
         body, head = invariant_rows(self.model, self.model.get_output_embeddings())
@@ -133,7 +133,7 @@ def place(model: Any, prepared: PreparedModel) -> Any:
 
 
 def adapt(model: Any, prepared: PreparedModel) -> Any:
-    """The same while it computes with its own modules still."""
+    """Adapt a model that still computes with its own modules."""
     pin_rope(model, prepared.max_context)
     pass_positions(model)
     hand_on_steps(model)

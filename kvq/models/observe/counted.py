@@ -1,4 +1,4 @@
-"""How many parameters transformers' own module has, by what quantizers treat alike and by what a token reads.
+"""Parameter counts of transformers' own module, by what quantizers treat alike and by what a token reads.
 
 For families whose config.json is not enough to tell: the module is made without numbers, and looked at.
 """
@@ -85,13 +85,13 @@ def _without_weights(config: Any) -> int:
 
 
 def _real(config: Any, stacked: int) -> int:
-    """Of the experts that a module makes room for, those that checkpoints have."""
+    """Return the number of experts that checkpoints have, of those that a module makes room for."""
     others = _without_weights(config)
     return stacked - others if others and stacked > config.n_routed_experts else stacked
 
 
 def _width(config: Any, last: tuple[int, int]) -> int:
-    """Of an expert: the side of its last matrix that is not what it hands on."""
+    """Return an expert's inner width: the side of its last matrix that is not its output."""
     handed_on = {config.hidden_size, getattr(config, "moe_latent_size", None)}
     return last[0] if last[1] in handed_on else last[1]
 

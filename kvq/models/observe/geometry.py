@@ -35,7 +35,7 @@ _HARMLESS = {"position_ids", "cache_position", "use_cache", "dropout", "output_r
 
 
 class _Passed(TypedDict, total=False):
-    """What the model code says beside Q, K and V, as far as kvq knows it."""
+    """Keywords that model code passes beside Q, K and V, as far as kvq knows them."""
 
     softcap: float | None
     s_aux: Tensor | None
@@ -62,7 +62,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """What attention was called with, in order, what Linear layers gave before, and what keeps states."""
+    """Calls of attention in order, results of Linear layers before them, and modules that keep states."""
 
     about: Any  # the model's configuration
     states: StateWatch | None
@@ -116,7 +116,7 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
 
 
 def _has_latents(config: Mapping[str, Any]) -> bool:
-    """Whether K and V of a small model of that kind are what latents give, in numbers."""
+    """True if K and V of a small model of that kind have the values that latents give."""
     try:
         small = observe(build_twin(config))
     except ModelError:  # which the proof tells
@@ -125,7 +125,7 @@ def _has_latents(config: Mapping[str, Any]) -> bool:
 
 
 def observe(model: Any) -> ModelGeometry:
-    """The same of a module, which is run on the device that it lies on.
+    """Return the geometry of a module, which is run on its own device.
 
     Raises:
         ModelError: it attends in a way that kvq doesn't.

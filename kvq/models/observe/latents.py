@@ -1,4 +1,4 @@
-"""Whether K and V of heads were multiplied out from latent vectors, seen by where their tensors lie.
+"""Latent attention: recognizes K and V that were multiplied out from latents, by where their tensors lie.
 
 V of latent attention is a part of what a Linear layer of the attention module gave, beside a part of K, head
 by head; the rest of K, the same for all heads, is what positions turn. That holds on the meta device, too.
@@ -15,7 +15,7 @@ from kvq.geometry import Expansion
 
 
 class Product(NamedTuple):
-    """What a Linear layer made of what."""
+    """Input and output of a Linear layer."""
 
     linear: nn.Linear
     input: Tensor
@@ -34,7 +34,7 @@ class LatentDims:
 def latent_dims(
     module: nn.Module, products: Sequence[Product], query: Tensor, key: Tensor, value: Tensor
 ) -> LatentDims | None:
-    """How K and V, [1, heads, tokens, dim], follow from latents; None if they don't, or take less memory.
+    """Return how K and V, [1, heads, tokens, dim], follow from latents; None if not, or if that takes more.
 
     On a device with numbers K has to hold them where it should.
     """
@@ -67,6 +67,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _holds(key: Tensor, own: Tensor) -> bool:
-    """Whether K is made of that part, and of another that is the same for all heads."""
+    """True if K consists of that part and of another one that all heads share."""
     rest = key[..., own.shape[3] :]
     return torch.equal(key[..., : own.shape[3]], own) and torch.equal(rest, rest[:, :1].expand_as(rest))

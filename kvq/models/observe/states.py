@@ -1,4 +1,4 @@
-"""Recurrent states of a model: the modules that keep them and their shapes, seen while its code runs on meta."""
+"""Recurrent states of a model: the modules that keep them, and shapes, seen while its code runs on meta."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which models kvq runs, and why it refuses others, decided from config.json and transformers' code alone."""
+"""Supported models, and the reasons why others are refused, from config.json and transformers' code alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvq.models.observe.geometry import observed_geometry
 
 
 def is_listed(geometry: ModelGeometry) -> bool:
-    """Whether a model's family is among those that were checked; others have to be proven."""
+    """True if a model's family is among those that were checked; others have to be proven."""
     return geometry.model_type in FAMILIES
 
 

@@ -141,7 +141,7 @@ def smaller(about: Any, fewest: int = 2) -> Iterator[dict[str, Any]]:
 
 
 def in_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """The same, its rotated pairs shared out as its sections are, where positions have several."""
+    """Return a config whose rotated pairs are divided like its sections, where positions have several."""
     rope = config.get("rope_parameters")
     sections = rope.get("mrope_section") if isinstance(rope, Mapping) else None
     if not isinstance(rope, Mapping) or not isinstance(sections, list):
@@ -166,7 +166,7 @@ def _with_heads(config: Mapping[str, Any], dim: int) -> dict[str, Any]:
 
 
 def _is_sizes(value: object) -> bool:
-    """Whether a field gives every layer a size."""
+    """True if a field gives every layer a size."""
     return isinstance(value, list) and bool(value) and all(type(size) is int for size in value)
 
 
@@ -180,7 +180,7 @@ def _reaching_less(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_reach(name: object, value: object) -> bool:
-    """Whether a field says how far a layer sees, or where it begins to compute otherwise."""
+    """True if a field says how far a layer sees, or where it begins to compute otherwise."""
     name = str(name)
     is_one = any(part in name for part in _REACHES) and "layer" not in name and not name.startswith("num_")
     return is_one and isinstance(value, int | float) and value > WINDOW
@@ -215,7 +215,7 @@ def _shorter(about: Any, config: Mapping[str, Any], names: list[str], fewest: in
 
 
 def _is_by_layer(value: object) -> bool:
-    """Whether a field names layers by their numbers."""
+    """True if a field names layers by their numbers."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -225,7 +225,7 @@ def _is_by_layer(value: object) -> bool:
 
 
 def _until_all_kinds(values: list[Any]) -> int:
-    """How many of a list hold all values of it."""
+    """Return how many items of a list hold all its values."""
     kinds = [str(value) for value in values]
     return 1 + max(kinds.index(kind) for kind in set(kinds))
 

@@ -1,4 +1,4 @@
-"""By how much a step's heads are turned."""
+"""Rotary angles of a step's tokens."""
 
 from collections.abc import Collection
 from typing import Any

@@ -34,7 +34,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
-    """What a model computes in: the named one; for `auto` fp32 on a CPU, else what its config says.
+    """Return the dtype a model computes in: the named one; for `auto` fp32 on a CPU, else its config's.
 
     Raises:
         ConfigError: no such dtype.
@@ -50,6 +50,6 @@ def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> t
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """What a config.json says of the tensors that are not quantized; bf16 where it says nothing."""
+    """Return the dtype of a config.json for tensors that are not quantized; bf16 if it names none."""
     name = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
     return _STORED.get(name, torch.bfloat16)

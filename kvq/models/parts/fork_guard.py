@@ -10,7 +10,7 @@ _ADVICE = "start processes by 'spawn' (multiprocessing.get_context), each with a
 
 
 class StaysHere:
-    """What can't be pickled or copied."""
+    """Base of objects that can't be pickled or copied."""
 
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__

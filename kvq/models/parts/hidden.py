@@ -1,4 +1,4 @@
-"""What a model makes of a step's tokens before its head: kept for who drafts from it."""
+"""Hidden states behind a model's last norm, kept for speculation that drafts from them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a model is given: texts that can be tokenized, and what holds token ids; others would run as such."""
+"""Checks of a model's inputs: texts that can be tokenized, and sequences of token ids."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Set

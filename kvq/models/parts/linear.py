@@ -132,7 +132,7 @@ class OwnLinears:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> "OwnLinears":
-        """Those of a model that are of that type."""
+        """Return the modules of a model that are of that type."""
         linears = {
             name: module
             for name, module in model.named_modules()
@@ -245,7 +245,7 @@ def _fewest(layers: list[nn.Linear | PackedLinear]) -> int:
 
 
 def _product(layer: nn.Linear | PackedLinear, x: Tensor) -> Tensor:
-    """What a layer multiplies; some routers are Linear layers that give more."""
+    """Return the result of a layer's product; some routers are Linear layers that return more."""
     out = layer(x)
     if isinstance(out, Tensor):
         return out

@@ -1,4 +1,4 @@
-"""What the RMS norms of transformers' families multiply by."""
+"""Weights of the RMS norms of transformers' families."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ Rows = slice | Tensor  # of a step; int64 where they are no neighbours
 
 
 class _Unused(TypedDict, total=False):
-    """What modules pass beside a state, for other caches."""
+    """Keywords that modules pass beside a state, for other caches."""
 
     cache_kwargs: dict[str, Any]
 
@@ -74,7 +74,7 @@ class _LayerState:
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """As `MiniMaxCache` has it."""
+        """Return the state as `MiniMaxCache` does."""
         return self.values.get(("linear", 0))
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
@@ -110,13 +110,13 @@ class StepStates:
         device: torch.device,
         drafts: Sequence[int] | None = None,
     ) -> "StepStates":
-        """Of sequences that were appended to."""
+        """Return the states of sequences that were appended to."""
         found = [move for move in moves if move is not None]
         return cls(slots=slots, moves=found, drafts=drafts or [0] * len(found), device=device)
 
     @cached_property
     def _decodes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of sequences that go on by one token: rows, blocks to read, blocks to write; int64."""
+        """Rows, blocks to read and blocks to write of sequences that go on by one token; int64."""
         found, at = [], 0
         for move in self.moves:
             if _is_decode(move):
@@ -127,7 +127,7 @@ class StepStates:
 
     @cached_property
     def _others(self) -> list[tuple[Tensor | None, list[_Piece]]]:
-        """Of all other sequences: the block to read, if any, and their pieces."""
+        """The block to read, if any, and the pieces of all other sequences."""
         found, at = [], 0
         for number, (move, drafts) in enumerate(zip(self.moves, self.drafts, strict=True)):
             pieces = []
@@ -255,7 +255,7 @@ class _Cut:
 
 
 def _of_rows(value: Any, rows: Rows, length: int) -> Any:
-    """What a keyword says of some of a step's rows: tensors [1, rows, ...], also in tuples."""
+    """Cut a keyword's value to some of a step's rows: tensors [1, rows, ...], also in tuples."""
     if isinstance(value, tuple):
         return tuple(_of_rows(part, rows, length) for part in value)
     if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, length):

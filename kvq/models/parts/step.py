@@ -23,7 +23,7 @@ SharedInputs = tuple[list[Tensor], int]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PackedStep:
-    """What the registered attention function needs; passed through the model as a keyword."""
+    """A step over a packed batch, passed through the model to attention as the keyword `kvq_step`."""
 
     cache: CacheBackend
     geometry: ModelGeometry
@@ -62,7 +62,7 @@ class PackedStep:
         expansion: LatentExpansion,
         options: AttentionOptions,
     ) -> Tensor:
-        """The same of a layer that stores latents as V and the rotary part of keys as K, [rows, 1, dim].
+        """Write and attend in a layer that stores latents as V and rotary parts of keys as K, [rows, 1, dim].
 
         `q`: of heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
         """
@@ -105,7 +105,7 @@ class PackedStep:
         heads: LayerHeads,
         options: AttentionOptions,
     ) -> Tensor:
-        """The same of queries, keys and values side by side, [tokens, heads.width], before they are turned.
+        """Turn queries and keys that lie beside values, [tokens, heads.width], then write and attend.
 
         `angles`: of every token, None where nothing is turned. `joined` becomes the turned queries and
         anything.

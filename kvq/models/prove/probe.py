@@ -110,7 +110,7 @@ def _told_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tenso
 
 
 def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
-    """How far the model's own attention is from itself where its embeddings differ by a rounding each.
+    """Return how far the model's own attention moves if its embeddings change by a rounding each.
 
     `own`: its logits of these tokens.
     """

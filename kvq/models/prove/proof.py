@@ -86,7 +86,7 @@ def _check_windows(prepared: PreparedModel) -> None:
 
 
 class _Unproven(Exception):
-    """Why a twin proves nothing."""
+    """The reason why a tiny copy proves nothing."""
 
 
 def _error_of(weights: LoadedWeights) -> float:
@@ -199,7 +199,7 @@ def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
 
 @torch.inference_mode()
 def _counts_from_0(weights: LoadedWeights, ids: list[int], wanted: Tensor) -> bool:
-    """Whether the model's own code gives the same where it is told the positions."""
+    """True if the model's own code gives the same result when it gets positions."""
     told = {"position_ids": torch.arange(len(ids), device=weights.device)[None]}
     return relative_error(eager_logits(weights, ids, told=told), wanted) <= TOLERANCE
 

@@ -19,7 +19,7 @@ Numbers = Sequence[int] | Integers | Tensor
 
 
 def are_decodes(counts: Sequence[int]) -> bool:
-    """Whether every sequence has one new token."""
+    """True if every sequence has one new token."""
     return set(counts) == {1}
 
 
@@ -62,7 +62,7 @@ def run_packed(
 def ready_pass(
     weights: LoadedWeights, step: PackedStep, tokens: Numbers, positions: Numbers, wanted: Numbers
 ) -> ReadyPass | None:
-    """The same as one call of compiled code that may be begun and waited for; None where it is none."""
+    """Return `run_packed` as a compiled call to begin and wait for; None if the step has no compiled form."""
     short = weights.fused_pass
     if short is None or not short.is_whole or step.states is not None:
         return None

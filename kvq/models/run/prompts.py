@@ -30,7 +30,7 @@ class TemplateFails(RequestError):
 
 
 class PromptEncoder:
-    """Of one transformers tokenizer.
+    """Encoder of prompts for one transformers tokenizer.
 
     What users, tools and documents wrote in a conversation is read as plain text, whatever it spells; the
     template's own control tokens are kept, and those in what the system and the assistant say.
@@ -73,7 +73,7 @@ class PromptEncoder:
     def shared_lengths(
         self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
     ) -> list[int]:
-        """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
+        """Return how many first tokens a conversation shares with each of some others; 0 with its equals.
 
         `tokens`: what `encode_chat` made of the whole one. The texts' common beginning decides, up to where
         it is cut into the same tokens.
@@ -93,7 +93,7 @@ class PromptEncoder:
 
     @cached_property
     def forms(self) -> Forms:
-        """What the chat template shows, and in which form, as a trial finds; may be set to what one found."""
+        """The parts that the chat template shows, found by a trial; may be set to an earlier result."""
         return try_out(self._render, self._source, _variables(self._source))
 
     @cached_property
@@ -106,7 +106,7 @@ class PromptEncoder:
 
     @cached_property
     def _roles(self) -> frozenset[str]:
-        """Those that mean something to the template; hidden, they would mean nothing."""
+        """The roles that mean something to the template; hidden, they would mean nothing."""
         return _ROLES.union(found["word"] for one in _COMPARED for found in one.finditer(self._source))
 
     @cached_property
@@ -174,7 +174,7 @@ def _filled(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rendered(tokenizer: Any, turns: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """What a tokenizer's template makes of turns. Its own method would leave out a content that is None."""
+    """Render turns by a tokenizer's template. Its own method would leave out a content that is None."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template(tools=options.get("tools"))
@@ -210,6 +210,6 @@ def check_length(text: str, max_tokens: int, longest: int) -> None:
 
 
 def num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many items two sequences share from the start."""
+    """Return how many items two sequences share from the start."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,1 +1,1 @@
-"""What a model's chat template does with what it is given."""
+"""Chat templates: the parts of a conversation that a model's template shows, and in which form."""

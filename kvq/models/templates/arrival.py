@@ -1,4 +1,4 @@
-"""Whether all of a conversation reached the text that a chat template made of it."""
+"""Arrival check: every part of a conversation has to reach the text that a chat template makes of it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ def _matters(place: _Place, forms: Forms) -> bool:
 
 
 def _told(place: _Place, forms: Forms) -> str:
-    """What it is, why it is not there, and what to do."""
+    """Return what is missing, the reason, and what to do."""
     what, number, of = place
     if what == TOOLS:
         return f"tool {number}, so the model would not know of it; leave it out, or describe it in a message"
@@ -85,7 +85,7 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
 
 
 def _marked_call(call: Mapping[str, Any], word: str) -> dict[str, Any]:
-    """By its arguments, or its name where there are none."""
+    """Return a tool call marked by its arguments, or by its name if it has none."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     inside, brace, after = (
         arguments.rpartition("}") if arguments.rstrip().endswith("}") else (arguments, "", "")

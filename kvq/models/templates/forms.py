@@ -14,7 +14,7 @@ Without = Literal["empty", "null", "absent"]  # in place of a text that there is
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forms:
-    """What a chat template shows, and in which form; unless tried, all of it as most do."""
+    """Parts of a conversation that a chat template shows, and their forms; untried, all in the usual form."""
 
     shown: frozenset[str] = frozenset((*ROLES, TOOLS, CALLS, BESIDE))
     parts: frozenset[str] = frozenset()  # roles whose texts it shows as lists of parts alone
@@ -33,7 +33,7 @@ class Forms:
 
     @property
     def lacking(self) -> str:
-        """What it has no place for, in words; empty if there is nothing."""
+        """Return the parts that the template has no place for, in words; empty if there are none."""
         words = [f"{role} messages" for role in ROLES if role not in self.shown]
         return ", ".join(words + [what for what in (TOOLS, CALLS) if what not in self.shown])
 

@@ -22,7 +22,7 @@ _WITHOUT: Sequence[Without] = ("null", "absent", "empty")
 
 
 def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Forms:
-    """What a template shows, each in the plainest form that works.
+    """Return the parts that a template shows, each in the plainest form that works.
 
     `render` makes a conversation's text, or raises RequestError; it is called 10 times for most templates, 26
     times at most. `source`: the template's own text; `variables`: names that it reads.
@@ -49,7 +49,7 @@ def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Fo
 
 
 class _Trial:
-    """Of one template; `forms` is what it has found, `tools` what conversations are given besides."""
+    """Trial of one template. `forms`: found so far; `tools`: given with every conversation."""
 
     def __init__(self, render: Render, forms: Forms) -> None:
         self.forms = forms
@@ -99,7 +99,7 @@ class _Trial:
             self.find(BESIDE, [apart], [*done, _said("assistant"), _said("user")], _VALUE, word)
 
     def _text(self, forms: Forms, turns: Turns) -> str:
-        """Of a conversation; empty if it is refused."""
+        """Return the text of a conversation; empty if it is refused."""
         key = (replace(forms, shown=frozenset()), str(turns), bool(self.tools))
         if key not in self._texts:
             options = {"tools": self.tools, "add_generation_prompt": True}

@@ -1,4 +1,4 @@
-"""A request on its way from the ingress to a replica, and what its answer is made of there."""
+"""Requests on their way from the ingress to a replica, and the messages of their answers."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ class RelayedRequest:
     prompt: str = ""  # a text that begins alike where the model's prompt does; "": it has none
 
     def scope(self) -> dict[str, Any]:
-        """As an ASGI application gets it."""
+        """Return the request as an ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -89,8 +89,8 @@ def prompt_of(body: bytes) -> str:
     return ""
 
 
-async def relay(app: ASGIApp, asked: RelayedRequest) -> AsyncGenerator[Message]:
-    """What an application sends for a request. Leaving early cancels it, as a client does who goes.
+async def relay(app: ASGIApp, relayed: RelayedRequest) -> AsyncGenerator[Message]:
+    """Yield what an application sends for a request. Leaving early cancels it, as if the client left.
 
     Nothing slows it down: what is sent faster than it is read lies in memory, up to the answer's end.
 
@@ -98,11 +98,11 @@ async def relay(app: ASGIApp, asked: RelayedRequest) -> AsyncGenerator[Message]:
         EngineError: it failed before its answer was whole.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
-    bodies = [asked.body]
+    bodies = [relayed.body]
 
     async def receive() -> Message:
         if not bodies:
-            await asyncio.Event().wait()  # who goes cancels it
+            await asyncio.Event().wait()  # until it is cancelled
         return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
     async def send(message: Message) -> None:
@@ -110,7 +110,7 @@ async def relay(app: ASGIApp, asked: RelayedRequest) -> AsyncGenerator[Message]:
 
     async def run() -> None:
         try:
-            await app(asked.scope(), receive, send)
+            await app(relayed.scope(), receive, send)
         except Exception:  # noqa: BLE001 - its text may quote a prompt, which the logger leaves out
             _log.exception("an answer failed")
         finally:
