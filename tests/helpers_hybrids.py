@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from kvq.models import Model
-from kvq.models.observe.tiny_copy import build_twin
+from kvq.models.observe.tiny_copy import build_tiny_copy
 from tests.engine.kit import EOS, one_character_tokenizer
 from tests.helpers_models import load_eager, load_fp32, random_tokens
 
@@ -40,7 +40,7 @@ def hybrid_folder(family: str) -> Path:
     """A small model of a family, with a tokenizer of one character a token."""
     folder = Path(mkdtemp(prefix=f"kvq-{family}-"))
     config = AutoConfig.for_model(family, **FAMILIES[family])
-    build_twin(json.loads(config.to_json_string(use_diff=False))).save_pretrained(folder)
+    build_tiny_copy(json.loads(config.to_json_string(use_diff=False))).save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(saved | {"eos_token_id": EOS}))
     (folder / "generation_config.json").unlink(missing_ok=True)  # which names the large one's tokens

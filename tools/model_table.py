@@ -26,7 +26,7 @@ from kvq.geometry import FAMILIES, ModelGeometry
 from kvq.geometry.text_part import KINDS
 from kvq.models import Model, load
 from kvq.models.observe.support import check_supported
-from kvq.models.observe.tiny_copy import CONTEXT, build_twin
+from kvq.models.observe.tiny_copy import CONTEXT, build_tiny_copy
 from kvq.models.prove.probe import relative_error
 from kvq.models.prove.proof import TOLERANCE
 from tools.whole_models import save_whole
@@ -97,7 +97,7 @@ def tried(name: str) -> Found:
     except Exception as error:  # noqa: BLE001 - whatever a family's code raises
         return "not built", first_lines(error)
     try:
-        model = build_twin(config)
+        model = build_tiny_copy(config)
     except Exception as error:  # noqa: BLE001 - whatever a family's code raises
         return "not built", first_lines(error.__cause__ or error)
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from kvq.engine.steps.core import EngineCore
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.describe.resolve import ModelSource
-from kvq.models.parts.fork_guard import StaysHere
+from kvq.models.parts.fork_guard import NotCopyable
 
 _log = logging.getLogger("kvq")
 
@@ -117,7 +117,7 @@ class EngineLoop:
         return commands
 
 
-class LoopedEngine(StaysHere):
+class LoopedEngine(NotCopyable):
     """An engine and its loop: what `LLM` and `AsyncLLM` are."""
 
     def __init__(

@@ -17,7 +17,7 @@ from kvq.models.describe.resolve import ModelSource
 from kvq.models.loading.fused_layers import fuse_layers, unfuse_layers
 from kvq.models.loading.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.loading.weights import LoadedWeights, load_weights
-from kvq.models.parts.fork_guard import StaysHere
+from kvq.models.parts.fork_guard import NotCopyable
 from kvq.models.parts.inputs import check_token_ids
 from kvq.models.prove.probe import probe
 from kvq.models.prove.proof import prove
@@ -28,7 +28,7 @@ from kvq.weights import weight_count, weight_formats
 _log = logging.getLogger("kvq")
 
 
-class Model(StaysHere):
+class Model(NotCopyable):
     """A model whose KV cache lies in blocks of one recipe."""
 
     def __init__(

@@ -52,8 +52,11 @@ class MtpHead:
         )
 
     def hidden(self, tokens: Tensor, positions: Tensor, states: Tensor, step: PackedAttention) -> Tensor:
-        """What it makes of `states`, [rows, hidden_size], what the model or it made of the tokens before
-        `tokens`, int64 [rows] at `positions`. Such states again: both are behind a last norm."""
+        """Return the layer's hidden states, [rows, hidden_size], behind its last norm.
+
+        `states`: of the tokens before `tokens`, behind the last norm of the model or of this layer;
+        `tokens`: int64 [rows], at `positions`.
+        """
         made: Tensor = self._mtp.forward_layer(
             0, states[None], positions[None], None, input_ids=tokens[None], kvq_step=step
         )

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from kvq import cli
 from kvq.engine import SamplingParams
-from kvq.models.observe.tiny_copy import build_twin
+from kvq.models.observe.tiny_copy import build_tiny_copy
 from tests.engine.kit import (
     EOS,
     assert_balanced,
@@ -37,7 +37,7 @@ TEXT = "the quick brown fox jumps over the lazy dog and runs away from it, again
 def small_folder(family):
     """A small model of a family, with a tokenizer of one character a token."""
     folder = Path(mkdtemp(prefix=f"kvq-{family}-"))
-    build_twin(AutoConfig.for_model(family, **FAMILIES[family]).to_dict()).save_pretrained(folder)
+    build_tiny_copy(AutoConfig.for_model(family, **FAMILIES[family]).to_dict()).save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(saved | {"eos_token_id": EOS}))
     (folder / "generation_config.json").unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from kvq.geometry import FAMILIES
 from kvq.models import load
 from kvq.models.describe.modules import config_of
 from kvq.models.loading.prepared import prepare
-from kvq.models.observe.tiny_copy import build_twin
+from kvq.models.observe.tiny_copy import build_tiny_copy
 from kvq.models.prove import proof
 from kvq.models.prove.probe import relative_error
 from kvq.models.prove.proof import TOLERANCE, prove
@@ -34,7 +34,7 @@ SHARING = {"num_kv_shared_layers": 18}
 
 def save_twin(folder, name, **given):
     config = AutoConfig.for_model(name, **(GIVEN.get(name, {}) | given)).to_dict()
-    build_twin(config).save_pretrained(folder)
+    build_tiny_copy(config).save_pretrained(folder)
     return folder
 
 

@@ -27,7 +27,7 @@ from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.current import current
 from kvq.models import Model
 from kvq.models.describe.ends import NO_END
-from kvq.models.parts.fork_guard import Home, StaysHere
+from kvq.models.parts.fork_guard import Home, NotCopyable
 from kvq.scheduler import Branch, Request, StepPlan
 
 if TYPE_CHECKING:  # imported with the first grammar: llguidance is not needed without one
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # imported with the first grammar: llguidance is not needed w
 _log = logging.getLogger("kvq")
 
 
-class EngineCore(StaysHere):
+class EngineCore(NotCopyable):
     """Requests in, tokens out, one step at a time. All calls come from one thread."""
 
     def __init__(

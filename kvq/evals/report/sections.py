@@ -8,7 +8,7 @@ from typing import Any
 from kvq.evals.report.bootstrap import FEWEST_DOCUMENTS
 from kvq.evals.report.columns import Columns, sizes, span, table
 from kvq.evals.report.gates import changes
-from kvq.models.check.verdict import told_check
+from kvq.models.check.verdict import describe_check
 
 Row = dict[str, Any]
 _KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one
@@ -56,7 +56,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     for name, reason in result.get("void", {}).items():
         yield False, f"{name} is VOID: {reason}"
     if check := result.get("instrument"):
-        yield check["passed"], told_check(check)
+        yield check["passed"], describe_check(check)
     for row in result["rows"]:
         if row.get("exact_keys", 0) > MOST:
             yield False, f"mind: {exactness_warning(row['kv'], row['exact_keys'], result['context'])}"

@@ -70,10 +70,10 @@ def cautions(
                 f"{kl:.2g}, perplexity {change:+.1%}), so that formats do says nothing"
             )
     if instrument is not None and not instrument["passed"]:
-        yield told_check(instrument)
+        yield describe_check(instrument)
 
 
-def told_check(check: Mapping[str, Any]) -> str:
+def describe_check(check: Mapping[str, Any]) -> str:
     """In words, how the check of the instrument ended."""
     can, advice = ("can", "") if check["passed"] else ("can NOT", "; do not trust small differences")
     return (

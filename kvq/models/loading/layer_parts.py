@@ -130,22 +130,22 @@ def _heads(attention: Any, projections: Sequence[nn.Module], inner: Any, name: s
         kv_heads=config.num_key_value_heads,
         k_dim=dim,
         v_dim=dim,
-        rotary_dim=2 * len(frequencies) if _turns(attention, name) else 0,
+        rotary_dim=2 * len(frequencies) if _has_rotary(attention, name) else 0,
         pairs=Pairs.NEIGHBOURS if name in _NEIGHBOURS else Pairs.HALVES,
         norms=(own[0], own[1]) if own else None,
         bias=_bias(projections),
     )
 
 
-def _turns(attention: Any, name: str) -> bool:
-    """False of layers without positions."""
+def _has_rotary(attention: Any, name: str) -> bool:
+    """Return False for layers without positions."""
     if name == "Exaone4":
         return attention.sliding_window is None or bool(attention.is_sliding)
     return bool(getattr(attention, "use_rope", True))
 
 
 def _kind(inner: Any, index: int) -> str:
-    """Under which name the model's rotary module has a layer's frequencies; "" where all share some."""
+    """Return the name of a layer's frequencies in the rotary module; "" if all layers share them."""
     kinds = getattr(inner.config, "layer_types", None)
     if kinds is None or not hasattr(inner.rotary_emb, f"{kinds[index]}_inv_freq"):
         return ""

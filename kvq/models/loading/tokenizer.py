@@ -102,7 +102,7 @@ def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
         raise ModelError(
             f"{folder}: its tokenizer has {min(size, tokenizer.vocab_size)} tokens, its config.json says "
             f"vocab_size {vocab_size}; they belong to different models, so copy the folder again: "
-            f"{_said_of_files(folder)}"
+            f"{_files_hint(folder)}"
         )
 
 
@@ -112,7 +112,7 @@ def check_knows_text(tokenizer: Any, folder: Path) -> None:
         folder = tokenizer_folder(folder)
         raise ModelError(
             f"{folder} has no tokenizer that knows a text: {type(tokenizer).__name__} of {len(tokenizer)} "
-            f"tokens makes nothing of {_PLAIN!r}; {_said_of_files(folder)}"
+            f"tokens makes nothing of {_PLAIN!r}; {_files_hint(folder)}"
         )
 
 
@@ -132,7 +132,7 @@ def _files_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if any(part in path.name for part in _PARTS))
 
 
-def _said_of_files(folder: Path) -> str:
+def _files_hint(folder: Path) -> str:
     found = _files_of(folder)
     return f"the tokenizer's files there are {', '.join(found)}" if found else _NO_FILES
 

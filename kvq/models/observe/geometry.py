@@ -23,7 +23,7 @@ from kvq.models.describe.kwargs_bridge import hand_on_steps
 from kvq.models.describe.modules import build_on_meta, default_config, quiet_logs, unquantized
 from kvq.models.observe.latents import Product, latent_dims
 from kvq.models.observe.states import StateWatch
-from kvq.models.observe.tiny_copy import build_twin
+from kvq.models.observe.tiny_copy import build_tiny_copy
 
 _log = logging.getLogger("kvq")
 _NAME = "kvq_observed"
@@ -103,7 +103,7 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
     model = model.to(torch.bfloat16)  # so that states of a type of their own show
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # which takes all shapes
-    with numberless():
+    with on_meta():
         found = observe(model)
     if any(layer.is_latent for layer in found.layers) and not _has_latents(config):
         _log.warning(
@@ -118,7 +118,7 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
 def _has_latents(config: Mapping[str, Any]) -> bool:
     """True if K and V of a small model of that kind have the values that latents give."""
     try:
-        small = observe(build_twin(config))
+        small = observe(build_tiny_copy(config))
     except ModelError:  # which the proof tells
         return True
     return any(layer.is_latent for layer in small.layers)
@@ -246,8 +246,10 @@ def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry
 
 
 def _chunk_of(about: Any, layer: int) -> int | None:
-    """How long the chunks are that a layer's queries see, where its config names them: code that attends in
-    chunks says so in its masks only."""
+    """Return the length of the chunks that a layer's queries see, if its config names it.
+
+    Code that attends in chunks shows it in its masks only.
+    """
     kinds = getattr(about, "layer_types", None)
     if not isinstance(kinds, list) or layer >= len(kinds) or kinds[layer] != _CHUNKED:
         return None
@@ -314,7 +316,7 @@ def _observed(
 
 
 @contextmanager
-def numberless() -> Iterator[None]:
+def on_meta() -> Iterator[None]:
     """Within it, nothing is found in a tensor without numbers that isn't zero, and nothing is validated."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)

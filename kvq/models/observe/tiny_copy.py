@@ -71,7 +71,7 @@ _SIZES = {
 }
 
 
-def build_twin(config: Mapping[str, Any], fewest: int = 2) -> Any:
+def build_tiny_copy(config: Mapping[str, Any], fewest: int = 2) -> Any:
     """A module in fp32 on the CPU, with kvq's attention, like the one that a config.json's dict describes.
 
     `fewest`: layers; more where lists in the config name further kinds of them.

@@ -9,7 +9,7 @@ from kvq.errors import EngineError
 _ADVICE = "start processes by 'spawn' (multiprocessing.get_context), each with an engine of its own"
 
 
-class StaysHere:
+class NotCopyable:
     """Base of objects that can't be pickled or copied."""
 
     def __reduce__(self) -> NoReturn:

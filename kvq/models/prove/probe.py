@@ -52,7 +52,7 @@ def probe(weights: LoadedWeights) -> None:
     for fmt in weight_formats(weights.model):
         limit = max(limit, _SIXTEEN_BITS if fmt.inputs is Inputs.FULL else _ROUNDED_INPUTS)
     worst = max(_furthest(weights, way, own) for way in ways)
-    if worst <= limit or worst <= OF_NOISE * _told_noise(weights, tokens, own):
+    if worst <= limit or worst <= OF_NOISE * _logged_noise(weights, tokens, own):
         return
     what, alone = "its own attention differs", [_run(session, [ids])[0] for ids in tokens]
     if (changed := max(_furthest(weights, way, alone) for way in ways)) > limit:
@@ -95,8 +95,8 @@ def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor])
     return worst
 
 
-def _told_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
-    """The noise, which is told; 0 where no twin has proven that all else is right."""
+def _logged_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
+    """Log the noise and return it; 0 where no tiny copy has proven that all else is right."""
     if is_listed(weights.geometry):
         return 0.0
     found = noise(weights, tokens, own)

@@ -1,5 +1,7 @@
-"""Whether a family that is on no list may be served: a small twin of it has to compute over kvq's blocks, cut
-and packed in many ways, what its own attention computes. Of families on the list a twin shows their windows.
+"""Proof that a family may be served which is on no list.
+
+A tiny copy of the model has to compute over kvq's blocks, cut and packed in many ways, what its own attention
+computes. For families on the list a tiny copy shows their windows.
 """
 
 import logging
@@ -18,14 +20,14 @@ from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.weights import LoadedWeights, adapt, place
 from kvq.models.observe.geometry import observe
 from kvq.models.observe.support import is_listed
-from kvq.models.observe.tiny_copy import CONTEXT, WINDOW, build_twin
+from kvq.models.observe.tiny_copy import CONTEXT, WINDOW, build_tiny_copy
 from kvq.models.prove.probe import OF_NOISE, eager_logits, noise, relative_error
 from kvq.models.run.session import Session
 
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
 _ROUNDING = 1e-3  # in the same measure, of a model's own code that goes on from a state
-_SHALLOW = 2  # layers of a twin, or more where these are of further kinds
-_DEEP = 8  # layers of a second twin: code may go by their numbers where no list in the config tells kinds
+_SHALLOW = 2  # layers of a tiny copy, or more where these are of further kinds
+_DEEP = 8  # layers of a second copy: code may go by their numbers where no list in the config tells kinds
 _OF_DEPTH = 1e-3  # in the same measure: roundings grow with layers, what is computed otherwise shows by far
 _SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
 # Tokens of two sequences in every step: pieces that end within blocks and windows, and one by one.
@@ -40,7 +42,7 @@ def prove(prepared: PreparedModel) -> None:
     """Check the code of a model that was prepared; of a family on the list, what its config says of windows.
 
     Raises:
-        ModelError: its own attention gives something else, or no twin can be made or run.
+        ModelError: its own attention gives something else, or no tiny copy can be made or run.
     """
     family = prepared.geometry.model_type
     if is_listed(prepared.geometry):
@@ -48,8 +50,8 @@ def prove(prepared: PreparedModel) -> None:
             _check_windows(prepared)
         return
     try:
-        found = _error_of(_twin(prepared))
-        if (deep := _deep_twin(prepared)) is not None:
+        found = _error_of(_tiny_copy(prepared))
+        if (deep := _deep_tiny_copy(prepared)) is not None:
             _check_whole(deep, _DEEP, "of more layers")
     except _Unproven as why:
         raise ModelError(
@@ -68,15 +70,15 @@ def prove(prepared: PreparedModel) -> None:
 
 
 def _check_windows(prepared: PreparedModel) -> None:
-    """Hold the windows of a listed family against its own code, over more tokens than a twin's windows have.
+    """Hold the windows of a listed family against its own code, over more tokens than a tiny copy's windows have.
 
     Raises:
-        ModelError: they differ, or no twin can be made.
+        ModelError: they differ, or no tiny copy can be made.
     """
-    model = build_twin(prepared.config, _SHALLOW)
-    twin = _loaded(prepared, model, parse_geometry(model.config.to_dict()))
+    model = build_tiny_copy(prepared.config, _SHALLOW)
+    small = _loaded(prepared, model, parse_geometry(model.config.to_dict()))
     try:
-        _check_whole(twin, _SHALLOW, "with short windows")
+        _check_whole(small, _SHALLOW, "with short windows")
     except _Unproven as why:
         named = ", ".join(name for name in WINDOW_KEYS if prepared.config.get(name))
         raise ModelError(
@@ -90,7 +92,7 @@ class _Unproven(Exception):
 
 
 def _error_of(weights: LoadedWeights) -> float:
-    """The largest relative error of a twin's logits.
+    """The largest relative error of a tiny copy's logits.
 
     Raises:
         _Unproven: it is too large, or could not be seen.
@@ -125,8 +127,9 @@ def _error_of(weights: LoadedWeights) -> float:
 
 
 def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Tensor]) -> float:
-    """The same of a model that keeps states against its own code, cut alike: going on from a state rounds
-    otherwise than computing all at once, by more than is allowed.
+    """Return the error of a model that keeps states, against its own code cut alike.
+
+    Going on from a state rounds otherwise than computing all at once, by more than is allowed.
 
     Raises:
         _Unproven: it is too large, or its own code can't be cut.
@@ -147,14 +150,14 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
 
 
 def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
-    """Hold a twin of at least `fewest` layers against its own code, without kvq's modules, over one sequence.
+    """Hold a tiny copy of at least `fewest` layers against its own code, without kvq's modules, over one sequence.
 
     Raises:
         _Unproven: there are some.
     """
     ids = _tokens(0, sum(step[0] for step in _STEPS), weights.geometry.vocab_size)
     [found] = _in_steps(weights, [ids], ((len(ids),),))
-    untouched = adapt(build_twin(weights.prepared.config, fewest), weights.prepared)
+    untouched = adapt(build_tiny_copy(weights.prepared.config, fewest), weights.prepared)
     own = LoadedWeights(weights.prepared, untouched)
     if (error := relative_error(found, eager_logits(own, ids))) > _OF_DEPTH:
         raise _Unproven(
@@ -163,16 +166,16 @@ def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
         )
 
 
-def _deep_twin(prepared: PreparedModel) -> LoadedWeights | None:
-    """None where layers can't be cut there, as of Gemma 4 Unified, whose config has sizes by layer."""
+def _deep_tiny_copy(prepared: PreparedModel) -> LoadedWeights | None:
+    """Return a deeper copy, or None if layers can't be cut there: Gemma 4 Unified has sizes by layer."""
     try:
-        return _twin(prepared, _DEEP)
+        return _tiny_copy(prepared, _DEEP)
     except ModelError:
         return None
 
 
-def _twin(prepared: PreparedModel, layers: int = _SHALLOW) -> LoadedWeights:
-    model = build_twin(prepared.config, layers)
+def _tiny_copy(prepared: PreparedModel, layers: int = _SHALLOW) -> LoadedWeights:
+    model = build_tiny_copy(prepared.config, layers)
     return _loaded(prepared, model, observe(model))
 
 

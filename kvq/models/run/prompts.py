@@ -133,7 +133,7 @@ class PromptEncoder:
             return self._render_as_given(forms, turns, filled)
 
     def _render_as_given(self, forms: Forms, turns: Turns, options: Mapping[str, Any]) -> str:
-        given = forms.turns(turns)
+        given = forms.messages(turns)
         if not self._trusts_chats:
             options = {name: self._control.hide(value) for name, value in options.items()}
             given = [self._hidden(turn) for turn in given]

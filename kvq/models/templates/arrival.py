@@ -30,7 +30,7 @@ def check_arrival(
         missed = [at for at, place in enumerate(places) if str(at) not in seen and _matters(place, forms)]
         lost = [places[at] for at in missed[:_MOST] if render(*_marked(turns, options, only=at)[:2]) == text]
     if lost:
-        raise RequestError(f"the model's chat template shows nothing of {_told(lost[0], forms)}")
+        raise RequestError(f"the model's chat template shows nothing of {_missing(lost[0], forms)}")
 
 
 def _matters(place: _Place, forms: Forms) -> bool:
@@ -41,7 +41,7 @@ def _matters(place: _Place, forms: Forms) -> bool:
     return not (what == TOOLS and forms.only_calls)
 
 
-def _told(place: _Place, forms: Forms) -> str:
+def _missing(place: _Place, forms: Forms) -> str:
     """Return what is missing, the reason, and what to do."""
     what, number, of = place
     if what == TOOLS:
@@ -63,7 +63,7 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
         places.append(place)
         return f"kvqseen{len(places) - 1}z" if only in (None, len(places) - 1) else ""
 
-    def said(text: str, *place: Any) -> str:
+    def with_mark(text: str, *place: Any) -> str:
         mark = word(_TEXT, *place) if text.strip() else ""
         return text + mark if only is None else mark + text + mark  # a template may cut it
 
@@ -71,9 +71,9 @@ def _marked(turns: Turns, options: Options, only: int | None = None) -> tuple[Tu
     for number, turn in enumerate(turns, 1):
         marked, content = dict(turn), turn.get("content")
         if isinstance(content, str):
-            marked["content"] = said(content, number, turn)
+            marked["content"] = with_mark(content, number, turn)
         elif content:
-            marked["content"] = [{**part, "text": said(part["text"], number, turn)} for part in content]
+            marked["content"] = [{**part, "text": with_mark(part["text"], number, turn)} for part in content]
         if calls := turn.get("tool_calls"):
             marked["tool_calls"] = [_marked_call(call, word(CALLS, number, turn)) for call in calls]
         made.append(marked)

@@ -37,8 +37,8 @@ class Forms:
         words = [f"{role} messages" for role in ROLES if role not in self.shown]
         return ", ".join(words + [what for what in (TOOLS, CALLS) if what not in self.shown])
 
-    def turns(self, given: Turns) -> list[dict[str, Any]]:
-        """Turns as the template takes them."""
+    def messages(self, given: Turns) -> list[dict[str, Any]]:
+        """Return turns as the messages that the template takes."""
         names: dict[str, str] = {}  # of the functions that were called, by the call's id
         made: list[dict[str, Any]] = []
         for turn in given:
@@ -48,7 +48,7 @@ class Forms:
         return made
 
     def _made(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The one that a turn is, or two."""
+        """Return the message that a turn becomes, or two."""
         rest = {name: given[name] for name in given if name not in ("role", "content", "tool_calls")}
         role, content = str(given.get("role")), given.get("content")
         role = self.developer if role == "developer" else role

@@ -28,22 +28,22 @@ def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Fo
     times at most. `source`: the template's own text; `variables`: names that it reads.
     """
     trial = _Trial(render, Forms(shown=frozenset(), variables=variables))
-    system, user = _said("system"), _said("user")
+    system, user = _message("system"), _message("user")
     trial.role("user", [user]) or trial.role("user", [system, user])
     trial.role("system", [system, user])
-    trial.role("assistant", [user, _said("assistant"), user])
+    trial.role("assistant", [user, _message("assistant"), user])
     trial.tools = _TOOLS
     if not any(trial.find(TOOLS, [trial.forms], turns, _TOOL) for turns in ([user], [system, user])):
         trial.tools = None
     trial.calls([user])
-    done = [*_called(""), _said("tool") | {"tool_call_id": _CALL["id"]}]
+    done = [*_called(""), _message("tool") | {"tool_call_id": _CALL["id"]}]
     trial.role("tool", done) or trial.role("tool", done, names_results=True)
     trial.named(done)
     trial.beside(done[2:])
     # The system is whom a developer speaks as, unless the template knows developers by name
     speakers = ("developer", "system") if "developer" in source else ("system", "developer")
     ways = [replace(trial.forms, developer=speaker) for speaker in speakers]
-    if not trial.find("developer", ways, [_said("developer"), user], _word("developer")):
+    if not trial.find("developer", ways, [_message("developer"), user], _word("developer")):
         return ways[0]
     return trial.forms
 
@@ -96,7 +96,7 @@ class _Trial:
         word, apart = _word("beside"), replace(self.forms, parts_calls=True)
         done = [*_called(word), *results]
         if not self.find(BESIDE, [self.forms], done, _VALUE, word):
-            self.find(BESIDE, [apart], [*done, _said("assistant"), _said("user")], _VALUE, word)
+            self.find(BESIDE, [apart], [*done, _message("assistant"), _message("user")], _VALUE, word)
 
     def _text(self, forms: Forms, turns: Turns) -> str:
         """Return the text of a conversation; empty if it is refused."""
@@ -111,10 +111,10 @@ class _Trial:
 
 def _called(content: str | None) -> Turns:
     """A conversation with a call beside some text, or none."""
-    return [_said("user"), {"role": "assistant", "content": content, "tool_calls": [_CALL]}]
+    return [_message("user"), {"role": "assistant", "content": content, "tool_calls": [_CALL]}]
 
 
-def _said(role: str) -> dict[str, Any]:
+def _message(role: str) -> dict[str, Any]:
     return {"role": role, "content": _word(role)}
 
 

@@ -16,7 +16,7 @@ from kvq.models.describe.modules import config_of
 from kvq.models.loading.footprint import planned_weights
 from kvq.models.loading.prepared import prepare
 from kvq.models.observe.geometry import observe, observed_geometry
-from kvq.models.observe.tiny_copy import build_twin
+from kvq.models.observe.tiny_copy import build_tiny_copy
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.prove.probe import relative_error
 from kvq.sizing.memory import LINEAR_TERM
@@ -47,7 +47,7 @@ def twin_config(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["longcat_flash", "deepseek_v2"])
 def test_latents_of_families_on_no_list_equal_transformers(name: str, tmp_path: Any) -> None:
-    build_twin(twin_config(name)).save_pretrained(tmp_path)
+    build_tiny_copy(twin_config(name)).save_pretrained(tmp_path)
     check_against_transformers(tmp_path, decoded=12)
 
 

@@ -12,7 +12,7 @@ from kvq.models.loading.prepared import prepare
 from kvq.models.model import load
 from kvq.models.observe.geometry import observe
 from kvq.models.observe.support import check_supported
-from kvq.models.observe.tiny_copy import build_twin
+from kvq.models.observe.tiny_copy import build_tiny_copy
 from kvq.models.prove.proof import prove
 from tests.helpers_hybrids import OTHERS, QUICK, hybrid, hybrid_folder, same, tokens
 from tests.helpers_models import eager_logits
@@ -117,7 +117,7 @@ def test_models_whose_states_cannot_be_cut_are_refused_with_the_reason(
 
     def serve() -> None:
         assert check_supported(config, max_context=None, folder=tmp_path).states
-        build_twin(config).save_pretrained(tmp_path)
+        build_tiny_copy(config).save_pretrained(tmp_path)
         load(tmp_path, device="cpu")
 
     with pytest.raises(ModelError, match=why):
