@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvq.blockmgr import BlockManager
 from kvq.cache import KVCache
-from kvq.cache.host_store import layout_numbers
+from kvq.cache.digests import layout_numbers
 from kvq.cache.pool import PoolBytes, paged_layer
 from kvq.cache.prefix_file import save_prefix
 from kvq.errors import ConfigError

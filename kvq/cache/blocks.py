@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 from kvq.kernels.copy_blocks.reference import copy_blocks
 
 
-class BlockStore(Protocol):
+class _SwapStore(Protocol):
     """Swapped-out blocks by layer group and host slot."""
 
     @property
@@ -34,7 +34,7 @@ class BlockCache:
 
     states: StateSlots | None = None  # recurrent ones
 
-    def __init__(self, num_groups: int, store: BlockStore | None = None) -> None:
+    def __init__(self, num_groups: int, store: _SwapStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
         self._host = store
 
@@ -120,7 +120,7 @@ class BlockCache:
                 f"give the block manager and the cache the same num_blocks"
             )
 
-    def _swap_store(self) -> BlockStore:
+    def _swap_store(self) -> _SwapStore:
         if self._host is None:
             raise ConfigError(
                 "an order to swap a block, but the cache has no host store; give KVCache the block "

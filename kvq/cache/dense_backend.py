@@ -19,7 +19,7 @@ from kvq.layout import KVLayout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DenseStore(LayerStore):
+class _DenseStore(LayerStore):
     """K and V of one layer in its group's blocks."""
 
     k: Tensor  # [num_blocks, block_size, kv_heads, dim]
@@ -87,7 +87,7 @@ class DenseCache(BlockCache):
         self._block_size = layout.block_size
         self._device = device
         self._check_room(num_blocks)
-        self.stores: dict[int, DenseStore] = {}
+        self.stores: dict[int, _DenseStore] = {}
         for group, count in enumerate(num_blocks):
             for layer in self._groups[group]:
                 self.stores[layer.index] = self._allocate(layer, group, count)
@@ -106,7 +106,7 @@ class DenseCache(BlockCache):
             self._view_parts(group)
 
     @torch.inference_mode(False)
-    def _allocate(self, layer: LayerGeometry, group: int, count: int) -> DenseStore:
+    def _allocate(self, layer: LayerGeometry, group: int, count: int) -> _DenseStore:
         """Return a layer's zeroed blocks.
 
         They are made as in normal mode, even while a model runs: else they could not be written outside it.
@@ -117,7 +117,7 @@ class DenseCache(BlockCache):
             memory = allocate_bytes(shape.numel() * self._dtype.itemsize, self._device)
             return memory.view(self._dtype).view(shape)
 
-        return DenseStore(k=rows(layer.k_head_dim), v=rows(layer.v_head_dim), group=group)
+        return _DenseStore(k=rows(layer.k_head_dim), v=rows(layer.v_head_dim), group=group)
 
     @torch.inference_mode(False)
     def _view_parts(self, group: int) -> None:

@@ -1,11 +1,6 @@
-"""The host store: blocks moved out of the pools, in host memory or in a file, each with its digest.
-
-A digest is of a block's bytes and of everything that decides how those bytes are read.
-"""
+"""Host store: blocks moved out of the pools, in host memory or in a file, each with its digest."""
 
 import errno
-import hashlib
-import json
 import logging
 import os
 import tempfile
@@ -14,69 +9,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
+from kvq.cache.digests import BlockDigests
 from kvq.cache.memory import allocate_bytes
 from kvq.errors import ConfigError, OutOfMemory
-from kvq.formats import KVRecipe
-from kvq.layout import VERSION, GroupLayout, KVLayout
+from kvq.layout import KVLayout
 from kvq.sizes import binary
-
-
-class BlockDigests:
-    """xxh3-128 digests of one layer group's blocks, bound to a layout, a recipe and a place."""
-
-    def __init__(self, layout: GroupLayout, recipe: KVRecipe) -> None:
-        self._context = json.dumps([layout_numbers(layout), recipe.digest()], sort_keys=True).encode()
-
-    def of(self, content: Tensor, place: int) -> bytes:
-        """The digest of `content`, host bytes uint8 [...], as stored at `place`: 16 bytes.
-
-        `place` is a host slot, or the index of a stored block: bytes moved elsewhere don't match.
-        """
-        hasher = xxhash.xxh3_128(self._context)
-        hasher.update(place.to_bytes(8, "little"))
-        hasher.update(content.numpy().data)
-        return hasher.digest()
-
-
-def layout_numbers(layout: GroupLayout) -> dict[str, object]:
-    """Every number that decides where a value lies in a block's runs, as JSON can hold it.
-
-    The block order is not among them: `GroupLayout.runs` lists the same bytes in both.
-    """
-    states = [
-        [one.number, one.tensor.name, one.tensor.index, list(one.tensor.shape), one.tensor.dtype, one.offset]
-        for one in layout.states
-    ]
-    return {
-        "layout_version": VERSION,
-        "group": layout.group.index,
-        "window": layout.group.window,
-        "role": layout.role.value,
-        "limit": layout.limit,
-        "block_size": layout.block_size,
-        "layers": [
-            {
-                "index": layer.geometry.index,
-                "kv_heads": layer.geometry.kv_heads,
-                "head_dims": [layer.geometry.k_head_dim, layer.geometry.v_head_dim],
-                "formats": [layer.formats.k.name, layer.formats.v.name],
-                "regions": [[region.offset, region.row_bytes, region.nbytes] for region in layer.regions],
-                "nbytes": layer.nbytes,
-            }
-            for layer in layout.layers
-        ],
-        **({"states": states} if states else {}),
-    }
-
-
-def layout_digest(layout: KVLayout) -> str:
-    """SHA-256 of `layout_numbers` of every group, in hex."""
-    numbers = json.dumps([layout_numbers(group) for group in layout.groups], sort_keys=True)
-    return hashlib.sha256(numbers.encode()).hexdigest()
-
 
 _log = logging.getLogger("kvq")
 _ZEROS = bytes(1 << 20)

@@ -20,9 +20,8 @@ from kvq import fileio
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, PrefixQuery
-from kvq.cache.host_store import BlockDigests, layout_digest
+from kvq.cache.digests import BlockDigests, header_text, layout_digest, seal
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.sealed import header_text, seal
 from kvq.errors import ConfigError, OutOfBlocks, first_lines
 
 _log = logging.getLogger("kvq")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvq.cache import host_store, memory
-from kvq.cache.host_store import BlockDigests, HostStore, layout_numbers
+from kvq.cache.digests import BlockDigests, layout_numbers
+from kvq.cache.host_store import HostStore
 from kvq.errors import ConfigError, OutOfMemory
 from kvq.formats import ExactTokens, KVRecipe
 from kvq.layout import BlockOrder, KVLayout, Region, Role, plan_layout
@@ -175,7 +176,7 @@ def test_the_layout_version_is_in_every_digest(monkeypatch: pytest.MonkeyPatch) 
     layout, recipe = planned("int4")
     content = torch.zeros(8, dtype=torch.uint8)
     before = BlockDigests(layout.groups[0], recipe).of(content, 0)
-    monkeypatch.setattr("kvq.cache.host_store.VERSION", 2)
+    monkeypatch.setattr("kvq.cache.digests.VERSION", 2)
     assert BlockDigests(layout.groups[0], recipe).of(content, 0) != before
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from kvq.blockmgr import BlockManager, Copy, PrefixQuery
 from kvq.blockmgr.pool import BlockId
 from kvq.cache import KVCache
+from kvq.cache.digests import header_text, seal
 from kvq.cache.prefix_file import load_prefix, save_prefix
-from kvq.cache.sealed import header_text, seal
 from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, SequenceBatch, Support
 from kvq.kernels.gpu import support

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq.cache.host_store import layout_digest
+from kvq.cache.digests import layout_digest
 from kvq.cache.pool import PoolBytes
 from kvq.formats import KVRecipe, parse_format
 from kvq.kernels import Device, KernelSpec, SequenceBatch, StagedBatch, StagedKV, select

@@ -97,10 +97,7 @@ class LayerStore(Protocol):
 class PagedStore(LayerStore, Protocol):
     """A layer in kvq's own blocks."""
 
-    @property
-    def blocks(self) -> PagedKV:
-        """Codes and scales in the recipe's formats; of a staged layer, the sealed blocks."""
-        ...
+    blocks: PagedKV  # codes and scales in the recipe's formats; of a staged layer, the sealed blocks
 
     def backend_of(self, operation: str) -> str:
         """Return the backend that runs `write_kv`, `attend` or `gather_dense`."""

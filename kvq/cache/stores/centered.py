@@ -13,14 +13,14 @@ from kvq.errors import ConfigError
 from kvq.formats import Centers, LayerCenters
 from kvq.formats.calibrated import AGAIN, HeadCenters
 from kvq.geometry import LayerGeometry
-from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, select
 from kvq.kernels.codec import rotate
 from kvq.kernels.plain import Rows
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles
 
 
-class CenteredStore(PagedStore):
+class _CenteredStore(PagedStore):
     """A store of K - c and V - d, where c and d are the centers of every KV head.
 
     The scores of a query all lack scale * q.c then, which leaves the softmax as it is and shifts the
@@ -46,7 +46,7 @@ class CenteredStore(PagedStore):
                 f"layer {layer.index}: the model caps attention scores at {softcap}, so K can't be centered; "
                 f"leave its center out of the recipe"
             )
-        self.inner = inner
+        self.inner, self.blocks = inner, inner.blocks
         self._k, self._v = (_tensor(rows, layer, device) for rows in (centers.k, centers.v))
         self._heads: tuple[LayerHeads, LayerHeads] | None = None  # of the layer, and with the centers
         spec = KernelSpec(
@@ -54,10 +54,6 @@ class CenteredStore(PagedStore):
         )
         self._group = q_heads // layer.kv_heads
         self._merge = select("merge_partials", spec, Device.of(device)).run
-
-    @property
-    def blocks(self) -> PagedKV:
-        return self.inner.blocks
 
     def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
         return self.inner.batch_of(batches)
@@ -94,6 +90,7 @@ class CenteredStore(PagedStore):
     def over(self, views: Views) -> Self:
         other = copy(self)
         other.inner = self.inner.over(views)
+        other.blocks = other.inner.blocks
         return other
 
     def write_blocks(self, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
@@ -150,7 +147,7 @@ def with_centers(
     if centers is None or centers.layers[layer.index] == LayerCenters():
         return store
     own = centers.layers[layer.index]
-    return CenteredStore(store, own, layer, q_heads=q_heads, softcap=softcap, device=device)
+    return _CenteredStore(store, own, layer, q_heads=q_heads, softcap=softcap, device=device)
 
 
 def _tensor(rows: HeadCenters | None, layer: LayerGeometry, device: torch.device) -> Tensor | None:

@@ -40,7 +40,7 @@ class LatentStore(PlainStore):
             return []
         backend = self.backend_of("attend")
         is_cpp = backend.startswith("cpu")
-        rate = relative_speed(self.kv, exact=backend == "cpu-fp32") if is_cpp else 1.0
+        rate = relative_speed(self.blocks, exact=backend == "cpu-fp32") if is_cpp else 1.0
         return [
             i
             for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True))

@@ -23,11 +23,12 @@ def make_store(
         ConfigError: calibrated centers that the layer can't have.
         UnsupportedKernel: no backend can run the layer.
     """
-    own, kv = layer.geometry, views[Role.SEALED]
+    own, blocks = layer.geometry, views[Role.SEALED]
     kernels = _kernels(layout, layer, group, Device.of(device), backend)
     store: PagedStore
     if layout.is_staged:
         store = StagedStore(
+            blocks=blocks,
             kv=staged_views(views, layout.exact),
             group=group,
             num_kinds=len(layout.sealed),
@@ -35,11 +36,11 @@ def make_store(
             kernels=kernels,
         )
     elif layout.recipe.is_staged:
-        store = WholeBlockStore(kv=kv, group=group, kernels=kernels, exact=layout.recipe.exact)
+        store = WholeBlockStore(blocks=blocks, group=group, kernels=kernels, exact=layout.recipe.exact)
     elif own.is_latent:
-        store = LatentStore(kv=kv, group=group, kernels=kernels, geometry=own)
+        store = LatentStore(blocks=blocks, group=group, kernels=kernels, geometry=own)
     else:
-        store = PlainStore(kv=kv, group=group, kernels=kernels)
+        store = PlainStore(blocks=blocks, group=group, kernels=kernels)
     q_heads, softcap = layout.geometry.q_heads_of(own.index), layout.geometry.softcap
     return with_centers(store, layout.recipe.centers, own, q_heads=q_heads, softcap=softcap, device=device)
 

@@ -20,47 +20,45 @@ _CPP = ("cpu", "cpu-fp32")
 class PlainStore(PagedStore):
     """Blocks of one layer group, written and read token by token."""
 
-    kv: PagedKV
+    blocks: PagedKV
     group: int  # layer group
     kernels: dict[str, Kernel]  # by operation; "attend" is `attend_latent` for a layer of latents
-
-    @property
-    def blocks(self) -> PagedKV:
-        return self.kv
 
     def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
         return batches[self.group]
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        bad: Tensor = self.kernels["write_kv"].run(k, v, self.kv, slots)
+        bad: Tensor = self.kernels["write_kv"].run(k, v, self.blocks, slots)
         return bad
 
     def write_joined(
         self, joined: Tensor, angles: Angles | None, heads: LayerHeads, slots: Tensor, bad: Tensor
     ) -> Tensor:
-        self.kernels["rope_write"].run(joined, angles, self.kv, slots, bad, heads)
+        self.kernels["rope_write"].run(joined, angles, self.blocks, slots, bad, heads)
         return turned_queries(joined, heads)
 
     def attend(self, q: Tensor, batch: LayerBatch, options: AttentionOptions) -> Attended:
-        found: Attended = self.kernels["attend"].run(q, self.kv, batch, options)
+        found: Attended = self.kernels["attend"].run(q, self.blocks, batch, options)
         return found
 
     def gather(
         self, tables: Tensor, start: int, end: int, *, unrotate: bool, out: Rows | None = None
     ) -> Rows:
-        rows: Rows = self.kernels["gather_dense"].run(self.kv, tables, start, end, unrotate=unrotate, out=out)
+        rows: Rows = self.kernels["gather_dense"].run(
+            self.blocks, tables, start, end, unrotate=unrotate, out=out
+        )
         return rows
 
     def compiled(self) -> CompiledLayer | None:
         if not runs_in_cpp(self.kernels, "attend", "write_kv"):
             return None
-        return CompiledLayer(kv=self.kv, group=self.group, exact=self.backend_of("attend") == "cpu-fp32")
+        return CompiledLayer(kv=self.blocks, group=self.group, exact=self.backend_of("attend") == "cpu-fp32")
 
     def backend_of(self, operation: str) -> str:
         return self.kernels[operation].backend
 
     def over(self, views: Views) -> Self:
-        return replace(self, kv=views[Role.SEALED])
+        return replace(self, blocks=views[Role.SEALED])
 
 
 def turned_queries(joined: Tensor, heads: LayerHeads) -> Tensor:

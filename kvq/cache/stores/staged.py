@@ -12,10 +12,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvq.cache.stores.base import Attended, CompiledLayer, LayerBatch, PagedStore, Views
+from kvq.cache.stores.base import Attended, CompiledLayer, LayerBatch, Views
 from kvq.cache.stores.plain import PlainStore, runs_in_cpp, turned_queries
 from kvq.formats import ExactTokens
-from kvq.kernels import AttentionOptions, Kernel, PagedKV, SequenceBatch, StagedBatch, StagedKV
+from kvq.kernels import AttentionOptions, Kernel, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.attend.options import parts_of
 from kvq.kernels.plain import Rows, as_tokens, plain_blocks, tables_of_tokens
 from kvq.kernels.rope_write.heads import LayerHeads
@@ -24,18 +24,12 @@ from kvq.layout import Role
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StagedStore(PagedStore):
+class StagedStore(PlainStore):
     """A layer with a staging area: tokens wait in recent blocks until their block is sealed."""
 
-    kv: StagedKV
-    group: int  # of sealed blocks
+    kv: StagedKV  # `blocks`, and the staging area, whose kernels are those that write
     num_kinds: int  # of layers; each has a sealed group, then each a recent one, then each one of sinks
     sees_old: bool  # False if a window ends within the recent tokens: then no block may be sealed
-    kernels: dict[str, Kernel]  # by operation; those that write are the staging area's
-
-    @property
-    def blocks(self) -> PagedKV:
-        return self.kv.sealed
 
     def batch_of(self, batches: Sequence[SequenceBatch]) -> LayerBatch:
         recent = self.group + self.num_kinds
@@ -67,15 +61,6 @@ class StagedStore(PagedStore):
         self.seal(batch)
         return _attend_all_forms(self.kernels, q, self.kv, batch, options)
 
-    def gather(
-        self, tables: Tensor, start: int, end: int, *, unrotate: bool, out: Rows | None = None
-    ) -> Rows:
-        """Return K and V of sealed blocks only; see `LayerStore.gather`."""
-        rows: Rows = self.kernels["gather_dense"].run(
-            self.kv.sealed, tables, start, end, unrotate=unrotate, out=out
-        )
-        return rows
-
     def compiled(self) -> CompiledLayer | None:
         if not runs_in_cpp(self.kernels, "attend", "write_kv", "seal"):
             return None
@@ -87,11 +72,8 @@ class StagedStore(PagedStore):
             num_kinds=self.num_kinds,
         )
 
-    def backend_of(self, operation: str) -> str:
-        return self.kernels[operation].backend
-
     def over(self, views: Views) -> Self:
-        return replace(self, kv=staged_views(views, self.kv.exact))
+        return replace(self, blocks=views[Role.SEALED], kv=staged_views(views, self.kv.exact))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,11 +86,11 @@ class WholeBlockStore(PlainStore):
     exact: ExactTokens
 
     def write_blocks(self, k: Tensor, v: Tensor, blocks: Sequence[int]) -> None:
-        own = plain_blocks(k, v, self.kv.block_size)
-        end = [len(blocks) * self.kv.block_size]
+        own = plain_blocks(k, v, self.blocks.block_size)
+        end = [len(blocks) * self.blocks.block_size]
         step = SequenceBatch.of([range(len(blocks))], [], end, end, k.device)
         sealed = SequenceBatch.of([blocks], [], end, end, k.device)
-        kv = StagedKV(sealed=self.kv, recent=own, sinks=None, exact=ExactTokens())
+        kv = StagedKV(sealed=self.blocks, recent=own, sinks=None, exact=ExactTokens())
         self.kernels["seal"].run(kv, StagedBatch(sealed=sealed, recent=step, sinks=None))
 
     def attend_with(
@@ -118,7 +100,7 @@ class WholeBlockStore(PlainStore):
         if name not in batch.kept:
             batch.kept[name] = replace(batch, tables=tables_of_tokens(recent, batch.context_lens))
         both = StagedBatch(sealed=batch, recent=batch.kept[name], sinks=None)
-        kv = StagedKV(sealed=self.kv, recent=own, sinks=None, exact=self.exact)
+        kv = StagedKV(sealed=self.blocks, recent=own, sinks=None, exact=self.exact)
         return _attend_all_forms(self.kernels, q, kv, both, options)
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.cache.host_store import BlockDigests, layout_digest
-from kvq.cache.sealed import header_text, seal
+from kvq.cache.digests import BlockDigests, header_text, layout_digest, seal
 from kvq.errors import ConfigError, DamagedData, NumericalError
 from kvq.formats import ExactTokens, KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry

@@ -29,7 +29,7 @@ NAME = "kvq"
 _OPTIONS = ("kv", "head_dim", "max_workers")
 
 
-class Codecs:
+class _Codecs:
     """The codecs of one configuration: one for each kind of chunk, and for each thread that codes."""
 
     def __init__(self, kv: str | KVRecipe, head_dim: int | None = None) -> None:
@@ -63,7 +63,7 @@ class Codecs:
 class KvqSerializer(Serializer):  # type: ignore[misc]  # LMCache has no types
     """K and V chunks to kvq blocks."""
 
-    def __init__(self, codecs: Codecs) -> None:
+    def __init__(self, codecs: _Codecs) -> None:
         self._codecs = codecs
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
@@ -87,7 +87,7 @@ class KvqSerializer(Serializer):  # type: ignore[misc]  # LMCache has no types
 class KvqDeserializer(Deserializer):  # type: ignore[misc]
     """kvq blocks to K and V chunks, once every byte of them is checked."""
 
-    def __init__(self, codecs: Codecs) -> None:
+    def __init__(self, codecs: _Codecs) -> None:
         self._codecs = codecs
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
@@ -133,7 +133,7 @@ def make_processor(options: dict[str, object]) -> SerdeProcessor:
         if head_dim is None:
             raise ConfigError(f"the serde kvq needs the model's head_dim with kv={kv!r}")
         check_recipe(KVRecipe.uniform(kv, [(head_dim, head_dim)]))  # refused now, not at the first chunk
-    codecs, workers = Codecs(kv, head_dim), _count(options, "max_workers") or 1
+    codecs, workers = _Codecs(kv, head_dim), _count(options, "max_workers") or 1
     return AsyncSerdeProcessor(KvqSerializer(codecs), KvqDeserializer(codecs), max_workers=workers)
 
 

@@ -34,10 +34,10 @@ class KvqCpuBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
         """One that does as vLLM's own where nothing of kvq is asked for."""
-        return KvqCpuBuilder
+        return _CpuBuilder
 
 
-class KvqCpuBuilder(CPUAttentionMetadataBuilder):
+class _CpuBuilder(CPUAttentionMetadataBuilder):
     """Steps as kvq's kernels take them, and as vLLM's own do where nothing of kvq is asked for.
 
     vLLM derives others from it (attention of encoders, in chunks, across), so it is one class for both.

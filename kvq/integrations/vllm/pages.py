@@ -73,7 +73,7 @@ class Page:
             formats=paged.formats, q_heads=q_heads, kv_heads=own.kv_heads, block_size=paged.block_size
         )
         kernels = {name: select(name, spec, Device.of(device)) for name in ("attend", "write_kv")}
-        store = PlainStore(kv=paged, group=0, kernels=kernels)
+        store = PlainStore(blocks=paged, group=0, kernels=kernels)
         return with_centers(store, self.recipe.centers, own, q_heads=q_heads, softcap=softcap, device=device)
 
     def over(self, pages: Tensor) -> PagedKV:

@@ -54,13 +54,13 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
         run = GpuLayers(known, norm)
     else:
         run = CpuLayers(known, inner.norm)
-    inner.forward = FusedForward(inner, run, known)
+    inner.forward = _FusedForward(inner, run, known)
     return True
 
 
 def is_fused(model: Any) -> bool:
     """True if all layers run in compiled kernels; on CPUs a row's results never depend on other rows."""
-    return isinstance(model.base_model.__dict__.get("forward"), FusedForward)
+    return isinstance(model.base_model.__dict__.get("forward"), _FusedForward)
 
 
 def unfuse_layers(model: Any) -> None:
@@ -70,7 +70,7 @@ def unfuse_layers(model: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class _Ends:
     """Embedding, last norm and head of a model, as compiled code takes them."""
 
     modules: tuple[nn.Module, ...]  # embedding, norm, head
@@ -88,7 +88,7 @@ class Ends:
         )
 
     @classmethod
-    def of(cls, inner: Any, head: nn.Module, scale: float) -> "Ends | None":
+    def of(cls, inner: Any, head: nn.Module, scale: float) -> "_Ends | None":
         """None where any of it is of another kind. `scale`: what embeddings are multiplied with."""
         embedding, norm = inner.embed_tokens, inner.norm
         known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
@@ -124,7 +124,7 @@ class _Inputs(TypedDict, total=False):
     kvq_step: PackedStep
 
 
-class FusedForward:
+class _FusedForward:
     """A model's forward pass up to its last norm; what is no step of a kvq session goes to its own.
 
     Parts of the layers are taken as they are when it is made: replace none afterwards, or unfuse first.
@@ -158,7 +158,7 @@ class FusedForward:
         return any(self._hooks)
 
     def whole(
-        self, ends: Ends, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
+        self, ends: _Ends, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
     ) -> ReadyPass | None:
         """A whole step in one call; None where one isn't enough."""
         if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
@@ -179,9 +179,9 @@ class FusedPass:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._head: nn.Module = model.get_output_embeddings()
-        self._layers: FusedForward = model.base_model.forward
+        self._layers: _FusedForward = model.base_model.forward
         self._hooks = [*hooks_of(model), *hooks_of(self._head), *hooks_of(model.base_model)]
-        self._ends = Ends.of(model.base_model, self._head, self._layers.scale)
+        self._ends = _Ends.of(model.base_model, self._head, self._layers.scale)
 
     @classmethod
     @torch.inference_mode()

@@ -23,7 +23,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatentDims:
+class _LatentDims:
     """Elements of what latent attention may store once for all heads."""
 
     latent: int
@@ -33,7 +33,7 @@ class LatentDims:
 
 def latent_dims(
     module: nn.Module, products: Sequence[Product], query: Tensor, key: Tensor, value: Tensor
-) -> LatentDims | None:
+) -> _LatentDims | None:
     """Return how K and V, [1, heads, tokens, dim], follow from latents; None if not, or if that takes more.
 
     On a device with numbers K has to hold them where it should.
@@ -58,7 +58,7 @@ def latent_dims(
         return None
     if key.device.type != "meta" and not _holds(key, parts[..., :k_dim]):
         return None
-    return LatentDims(latent=latent, rotary=rotary, expansion=Expansion(k_dim=k_dim, v_dim=v_dim))
+    return _LatentDims(latent=latent, rotary=rotary, expansion=Expansion(k_dim=k_dim, v_dim=v_dim))
 
 
 def _storage(tensor: Tensor) -> int:

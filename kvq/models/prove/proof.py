@@ -70,7 +70,7 @@ def prove(prepared: PreparedModel) -> None:
 
 
 def _check_windows(prepared: PreparedModel) -> None:
-    """Hold the windows of a listed family against its own code, over more tokens than a tiny copy's windows have.
+    """Hold the windows of a listed family against its own code, over more tokens than they span.
 
     Raises:
         ModelError: they differ, or no tiny copy can be made.
@@ -150,7 +150,7 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
 
 
 def _check_whole(weights: LoadedWeights, fewest: int, kind: str) -> None:
-    """Hold a tiny copy of at least `fewest` layers against its own code, without kvq's modules, over one sequence.
+    """Hold a tiny copy of at least `fewest` layers, without kvq's modules, against its own code.
 
     Raises:
         _Unproven: there are some.

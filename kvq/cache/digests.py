@@ -1,0 +1,78 @@
+"""Digests of blocks and layouts, and seals of the headers that travel with blocks."""
+
+import hashlib
+import json
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from kvq.formats import KVRecipe
+from kvq.layout import VERSION, GroupLayout, KVLayout
+
+
+class BlockDigests:
+    """xxh3-128 digests of one layer group's blocks: of their bytes, a layout, a recipe and a place.
+
+    They cover everything that decides how a block's bytes are read.
+    """
+
+    def __init__(self, layout: GroupLayout, recipe: KVRecipe) -> None:
+        self._context = json.dumps([layout_numbers(layout), recipe.digest()], sort_keys=True).encode()
+
+    def of(self, content: Tensor, place: int) -> bytes:
+        """The digest of `content`, host bytes uint8 [...], as stored at `place`: 16 bytes.
+
+        `place` is a host slot, or the index of a stored block: bytes moved elsewhere don't match.
+        """
+        hasher = xxhash.xxh3_128(self._context)
+        hasher.update(place.to_bytes(8, "little"))
+        hasher.update(content.numpy().data)
+        return hasher.digest()
+
+
+def layout_numbers(layout: GroupLayout) -> dict[str, object]:
+    """Every number that decides where a value lies in a block's runs, as JSON can hold it.
+
+    The block order is not among them: `GroupLayout.runs` lists the same bytes in both.
+    """
+    states = [
+        [one.number, one.tensor.name, one.tensor.index, list(one.tensor.shape), one.tensor.dtype, one.offset]
+        for one in layout.states
+    ]
+    return {
+        "layout_version": VERSION,
+        "group": layout.group.index,
+        "window": layout.group.window,
+        "role": layout.role.value,
+        "limit": layout.limit,
+        "block_size": layout.block_size,
+        "layers": [
+            {
+                "index": layer.geometry.index,
+                "kv_heads": layer.geometry.kv_heads,
+                "head_dims": [layer.geometry.k_head_dim, layer.geometry.v_head_dim],
+                "formats": [layer.formats.k.name, layer.formats.v.name],
+                "regions": [[region.offset, region.row_bytes, region.nbytes] for region in layer.regions],
+                "nbytes": layer.nbytes,
+            }
+            for layer in layout.layers
+        ],
+        **({"states": states} if states else {}),
+    }
+
+
+def layout_digest(layout: KVLayout) -> str:
+    """SHA-256 of `layout_numbers` of every group, in hex."""
+    numbers = json.dumps([layout_numbers(group) for group in layout.groups], sort_keys=True)
+    return hashlib.sha256(numbers.encode()).hexdigest()
+
+
+def header_text(header: dict[str, Any]) -> str:
+    """A header as it is written and sealed."""
+    return json.dumps(header, sort_keys=True)
+
+
+def seal(header: str) -> str:
+    """SHA-256 of a header's text, in hex."""
+    return hashlib.sha256(header.encode()).hexdigest()
