@@ -10,8 +10,8 @@ import pytest
 
 from kvq.blockmgr import BlockManager
 from kvq.cache import KVCache
+from kvq.cache.digests import header_text, seal
 from kvq.cache.prefix_file import load_prefix, save_prefix
-from kvq.cache.sealed import header_text, seal
 from kvq.formats import KVRecipe
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout, plan_layout
