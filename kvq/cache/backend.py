@@ -77,7 +77,7 @@ class CacheBackend(Protocol):
         """
 
     def read_block(self, group: int, block: int) -> Tensor:
-        """A copy of a block's bytes, uint8 [bytes of a block] on the host: layer after layer."""
+        """Return a copy of a block's bytes, uint8 [bytes of a block] on the host: layer after layer."""
 
     def write_block(self, group: int, block: int, content: Tensor) -> None:
         """Overwrite a block with what `read_block` gave."""
@@ -153,12 +153,12 @@ def with_stores(cache: Any) -> CacheBackend:
 
 
 def cache_backends() -> list[str]:
-    """The names that `cache_backend` knows; loads none of them."""
+    """Return the names that `cache_backend` knows; loads none of them."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
 def cache_backend(name: str) -> CacheFactory:
-    """The backend of that name: built in, or of an installed package's entry point.
+    """Return the backend of that name: built in, or of an installed package's entry point.
 
     Raises:
         ConfigError: no such name, two packages that claim it, or one that can't be loaded.

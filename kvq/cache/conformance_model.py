@@ -57,7 +57,7 @@ class Step:
         return {(g, block) for g, tables in enumerate(self.tables) for table in tables for block in table}
 
     def batch(self, device: torch.device, group: int = 0) -> SequenceBatch:
-        """The step as one layer group sees it; unused entries of tables are -1."""
+        """Return the step as one layer group sees it; unused entries of tables are -1."""
         tables = self.tables[group]
         slots = [
             table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
@@ -106,7 +106,7 @@ class Trial:
         return with_stores(made)
 
     def steps(self) -> list[Step]:
-        """The steps, over scattered blocks that no two sequences share."""
+        """Return the steps, over scattered blocks that no two sequences share."""
         lengths = [sum(counts) for counts in zip(*_STEPS, strict=True)]
         tables = []
         for group, count in enumerate(self.num_blocks):
@@ -122,7 +122,7 @@ class Trial:
     def options(
         self, layer: int, *, softcap: float | None = None, with_sinks: bool = False
     ) -> AttentionOptions:
-        """The layer's own scale and window, with or without the rest."""
+        """Return the layer's own scale and window, with or without the rest."""
         sinks = torch.linspace(-2, 3, _Q_HEADS, device=self.device) if with_sinks else None
         scale = _HEAD_DIMS[layer][0] ** -0.5
         return AttentionOptions(scale=scale, window=_WINDOWS[layer], softcap=softcap, sinks=sinks)
@@ -152,11 +152,11 @@ class Trial:
         return store.attend(q, store.batch_of(self.batches(step)), options)
 
     def batches(self, step: Step) -> list[SequenceBatch]:
-        """A step as each layer group sees it."""
+        """Return a step as each layer group sees it."""
         return [step.batch(self.device, group) for group in range(len(self.num_blocks))]
 
     def group_of(self, layer: int) -> int:
-        """A layer's group."""
+        """Return a layer's group."""
         groups = (group.group for group in self.layout.groups)
         return next(x.index for x in groups if any(own.index == layer for own in x.layers))
 

@@ -21,7 +21,7 @@ class BlockDigests:
         self._context = json.dumps([layout_numbers(layout), recipe.digest()], sort_keys=True).encode()
 
     def of(self, content: Tensor, place: int) -> bytes:
-        """The digest of `content`, host bytes uint8 [...], as stored at `place`: 16 bytes.
+        """Return the digest of `content`, host bytes uint8 [...], as stored at `place`: 16 bytes.
 
         `place` is a host slot, or the index of a stored block: bytes moved elsewhere don't match.
         """
@@ -69,7 +69,7 @@ def layout_digest(layout: KVLayout) -> str:
 
 
 def header_text(header: dict[str, Any]) -> str:
-    """A header as it is written and sealed."""
+    """Return a header as it is written and sealed."""
     return json.dumps(header, sort_keys=True)
 
 

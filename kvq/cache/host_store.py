@@ -28,7 +28,7 @@ class _Storage(Protocol):
         """Copy `content`, uint8 [n], to `offset`."""
 
     def read(self, offset: int, nbytes: int) -> Tensor:
-        """The bytes at `offset`, uint8 [nbytes], maybe a view; others where a file was cut short."""
+        """Return the bytes at `offset`, uint8 [nbytes], maybe a view; others where a file was cut short."""
 
     def close(self) -> None:
         """Give back the memory or the room on the disk."""
@@ -79,7 +79,7 @@ class HostStore:
         self._stored[group, slot] = self._digests[group].of(content, slot)
 
     def get(self, group: int, slot: int) -> Tensor | None:
-        """A slot's bytes, uint8 [block_bytes], or None unless they are exactly what was put there."""
+        """Return a slot's bytes, uint8 [block_bytes], or None unless they are exactly what was put there."""
         offset = self._offset(group, slot)
         expected = self._stored.get((group, slot))
         if expected is None:

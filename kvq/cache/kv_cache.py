@@ -71,11 +71,11 @@ class KVCache(BlockCache):
             self._host = HostStore(layout, host_slots, swap_folder)
 
     def pool(self, group: int) -> Tensor:
-        """The bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""
+        """Return the bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""
         return self._pools[group].memory
 
     def layer(self, index: int) -> PagedKV:
-        """The blocks of one layer; of a staged one, the sealed ones."""
+        """Return the blocks of one layer; of a staged one, the sealed ones."""
         return self.stores[index].blocks
 
     def batch_of(self, layer: int, batches: Sequence[SequenceBatch]) -> LayerBatch:

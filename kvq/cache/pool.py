@@ -30,7 +30,7 @@ class PoolBytes:
         )
 
     def layer(self, position: int, recipe: KVRecipe) -> PagedKV:
-        """The codes and scales of the layer at `position` in its group.
+        """Return the codes and scales of the layer at `position` in its group.
 
         Raises:
             ConfigError: static scales for another number of KV heads.
@@ -39,7 +39,7 @@ class PoolBytes:
         return paged_layer(self.memory[base:], self.layout.layers[position], recipe, stride, self.num_blocks)
 
     def grown(self, num_blocks: int) -> "PoolBytes":
-        """A larger pool with the same bytes under the same block ids; this one stays as it is.
+        """Return a larger pool with the same bytes under the same block ids; this one stays as it is.
 
         Raises:
             OutOfMemory: both don't fit on the device at once.
@@ -62,7 +62,7 @@ def paged_layer(
     block_size = layer.k_codes.nbytes // (heads * layer.k_codes.row_bytes)
 
     def view(region: Region, dtype: torch.dtype, rows: int = block_size) -> Tensor:
-        """A region of every block as [num_blocks, kv_heads, rows, row] of `dtype`."""
+        """Return a region of every block as [num_blocks, kv_heads, rows, row] of `dtype`."""
         size, typed = dtype.itemsize, memory[: memory.numel() // 16 * 16].view(dtype)
         row = region.row_bytes // size
         return typed.as_strided(

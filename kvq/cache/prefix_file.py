@@ -106,7 +106,7 @@ def _restore(
 
 
 def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[str, Any], list[Tensor]]:
-    """A file's header and its groups' blocks, all checked against this cache and prompt."""
+    """Return a file's header and its groups' blocks, all checked against this cache and prompt."""
     blocks = len(prompt.tokens) // cache.layout.block_size
     limit = _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
     raw = _content(path, limit=limit)
@@ -160,7 +160,7 @@ def _content(path: str | Path, *, limit: int) -> bytes:
 
 
 def _sealed_header(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a file's metadata, if its seal holds."""
+    """Return the JSON object in a file's metadata, if its seal holds."""
     size = int.from_bytes(raw[:8], "little")
     try:
         metadata = json.loads(raw[8 : 8 + size])["__metadata__"]
@@ -176,7 +176,7 @@ def _sealed_header(raw: bytes) -> dict[str, Any]:
 
 
 def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
-    """The groups' blocks, uint8 [counts[g], block_bytes], checked for shape and extent only."""
+    """Return the groups' blocks, uint8 [counts[g], block_bytes], checked for shape and extent only."""
     try:
         found = dict(deserialize(raw))
     except SafetensorError as error:

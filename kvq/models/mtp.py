@@ -70,7 +70,7 @@ class MtpHead:
 
 @torch.inference_mode()
 def load_mtp(model: Model) -> MtpHead:
-    """The first multi-token-prediction layer of a loaded model's folder.
+    """Return the first multi-token-prediction layer of a loaded model's folder.
 
     Raises:
         ConfigError: it has none, or none that transformers can make and kvq run.

@@ -60,7 +60,7 @@ class LatentExpansion(nn.Module):
         )
 
     def take(self, tokens: int) -> Tensor:
-        """The latents [tokens, 1, latent dim] that came in last.
+        """Return the latents [tokens, 1, latent dim] that came in last.
 
         Raises:
             ModelError: they were taken, or are of other tokens.
@@ -97,7 +97,7 @@ class LatentExpansion(nn.Module):
         return keys, values
 
     def _numbers(self) -> Tensor:
-        """The weight, [q_heads, k_dim + v_dim, latent dim]; unpacked, if it is packed."""
+        """Return the weight, [q_heads, k_dim + v_dim, latent dim]; unpacked, if it is packed."""
         if self._keys is not None and self._values is not None:
             return torch.cat((self._keys.values().transpose(1, 2), self._values.values()), dim=1)
         assert self._weight is not None, "it is one or the other"

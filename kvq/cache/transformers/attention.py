@@ -106,7 +106,7 @@ def register_attention() -> None:
 
 
 def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
-    """The mask function of "kvq": the 2-D padding mask as it is, bool [batch, tokens so far].
+    """Return the 2-D padding mask as it is, bool [batch, tokens so far]: the mask function of "kvq".
 
     Where the model lays more over causal attention (images, packed sequences), a mask of no shape
     that attention over blocks takes: a KvqCache refuses it, and kvq's sessions need none.
@@ -181,7 +181,7 @@ def kvq_attention(
 
 
 def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]) -> int:
-    """The place of a layer's K and V.
+    """Return the place of a layer's K and V.
 
     Raises:
         ModelError: the model code hands over other numbers than its config named.

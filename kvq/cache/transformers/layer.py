@@ -116,7 +116,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.cumulative_length
 
     def get_max_length(self) -> int:
-        """The window, or the cache's max_tokens, or -1 for no limit."""
+        """Return the window, or the cache's max_tokens, or -1 for no limit."""
         return self.window or self.state.options.max_tokens or -1
 
     @property

@@ -43,7 +43,7 @@ class RecentRows:
         return min((tail.held for tail in self._layers.values()), default=0)
 
     def rows(self, layer: int, count: int) -> Rows:
-        """A copy of a layer's last `count` rows, zero before those that are held."""
+        """Return a copy of a layer's last `count` rows, zero before those that are held."""
         tail = self._layers[layer]
         have = [x[:, :, tail.end - tail.held : tail.end] for x in (tail.k, tail.v)]
         k, v = (torch.nn.functional.pad(x[:, :, -count:], (0, 0, max(0, count - tail.held), 0)) for x in have)

@@ -228,7 +228,7 @@ class BatchRows:
                 self.recent.select(picked.clone())
 
     def _exact(self, layer: int, new: Rows) -> Rows | None:
-        """The last rows as they came, a step's own among them. Blocks that these fill are stored."""
+        """Return the last rows as they came, a step's own among them. Blocks that these fill are stored."""
         if self.recent is None:
             return None
         exact = self.recent.take(layer, *new)

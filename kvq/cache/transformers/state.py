@@ -46,7 +46,7 @@ class CacheState:
         return 0 if self.rows is None else self.rows.length
 
     def plan(self) -> KVLayout:
-        """The blocks of what is stored under the attention that the config names now.
+        """Return the blocks of what is stored under the attention that the config names now.
 
         Raises:
             ConfigError: they don't fit the model.

@@ -138,14 +138,14 @@ class ChunkCodec:
         return -(-num_tokens // BLOCK_SIZE)
 
     def _blocks(self, num_tokens: int) -> Tensor:
-        """The bytes of as many blocks as hold the tokens, uint8; the pool grows to them."""
+        """Return the bytes of as many blocks as hold the tokens, uint8; the pool grows to them."""
         count = self._num_blocks(num_tokens)
         if count > self._cache.num_blocks[0]:
             self._cache.grow([count])
         return self._cache.pool(0)[: count * self._block_bytes]
 
     def _check(self, chunk: Tensor) -> int:
-        """The tokens of a chunk."""
+        """Return the tokens of a chunk."""
         layers, channels = self._shape
         if chunk.ndim != 4 or (chunk.shape[0], chunk.shape[1], chunk.shape[3]) != (2, layers, channels):
             raise ConfigError(
@@ -195,7 +195,7 @@ def check_recipe(recipe: KVRecipe) -> None:
 
 
 def _recipe(kv: str | Path | KVRecipe, num_layers: int, head_dim: int | None) -> tuple[KVRecipe, list[int]]:
-    """The recipe, and the head dimension of every layer."""
+    """Return the recipe, and the head dimension of every layer."""
     if isinstance(kv, KVRecipe) or str(kv).endswith(".json"):
         recipe = KVRecipe.named(kv, [])
         dims = [(layer.k_head_dim, layer.v_head_dim) for layer in recipe.layers]
@@ -236,7 +236,7 @@ def _layout(recipe: KVRecipe, channels: int, dims: list[int]) -> KVLayout:
 
 
 def _parts(content: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """A coded chunk's header, if its seal holds, and its blocks."""
+    """Return a coded chunk's header, if its seal holds, and its blocks."""
     raw = content[: _FRONT.size].numpy().tobytes()
     if len(raw) < _FRONT.size or not raw.startswith(_MAGIC):
         raise DamagedData(f"a stored chunk is cut short, damaged or none of kvq's; {_AGAIN}")

@@ -41,7 +41,7 @@ class _Codecs:
         self._own = threading.local()
 
     def of(self, shape: torch.Size, dtype: torch.dtype) -> ChunkCodec:
-        """The codec of chunks [2, layers, tokens, channels].
+        """Return the codec of chunks [2, layers, tokens, channels].
 
         Raises:
             ConfigError: another kind of chunk, or a format that it can't be stored in.
@@ -79,7 +79,7 @@ class KvqSerializer(Serializer):  # type: ignore[misc]  # LMCache has no types
         return done
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """The bytes of a chunk of that layout, exactly."""
+        """Return the bytes of a chunk of that layout, exactly."""
         kinds = zip(layout_desc.shapes, layout_desc.dtypes, strict=True)
         return sum(self._codecs.of(shape, dtype).nbytes(shape[2]) for shape, dtype in kinds)
 
@@ -115,7 +115,7 @@ def register() -> None:
 
 
 def make_processor(options: dict[str, object]) -> SerdeProcessor:
-    """The serde of an adapter's `"serde"` object.
+    """Return the serde of an adapter's `"serde"` object.
 
     Raises:
         ConfigError: an option that is unknown, missing or out of range.

@@ -29,7 +29,7 @@ _MANY = 100_000  # requests that an ingress passes on at once: the replicas say 
 
 
 def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) -> serve.Application:
-    """An application for `serve.run`: replicas of `kvq serve` behind one of Ray's routers.
+    """Return an application for `serve.run`: replicas of `kvq serve` behind one of Ray's routers.
 
     `options`: those of `Fleet` (num_replicas, max_replicas, router, ray_actor_options, ...) and of
     `ServerConfig` (served_model_name, access, admission, grace_s, `engine` with options of `kvq.LLM`, ...).
@@ -93,5 +93,5 @@ class Arguments(BaseModel):
 
 
 def build(args: Arguments) -> serve.Application:
-    """The application that the arguments of Ray's command line or file describe."""
+    """Return the application that the arguments of Ray's command line or file describe."""
     return application(**args.model_dump())

@@ -28,7 +28,7 @@ async def forward(
     *,
     pause_s: float = _PAUSE_S,
 ) -> Response:
-    """The answer of the first replica that begins one. `send` asks one that a router chooses."""
+    """Return the answer of the first replica that begins one. `send` asks one that a router chooses."""
     reason = ""
     for attempt in range(_ATTEMPTS):
         if attempt:

@@ -51,7 +51,7 @@ class RelayedRequest:
 
 
 async def read(request: Request) -> RelayedRequest:
-    """A request with its whole body.
+    """Return a request with its whole body.
 
     Raises:
         Problem: it is larger than any server of kvq's takes.
@@ -74,7 +74,7 @@ async def read(request: Request) -> RelayedRequest:
 
 
 def prompt_of(body: bytes) -> str:
-    """A text that begins like another body's where their prompts do; "" for what has no prompt.
+    """Return a text that begins like another body's where their prompts do; "" for what has no prompt.
 
     Conversations count as the JSON of all that templates write: a prefix of tokens is one of that text.
     """

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kvq.kernels import AttentionOptions, SequenceBatch
 
 
 def wanted_format(vllm_config: VllmConfig) -> str | None:
-    """The format, pair or kvq.json that a model is to be served with; None for vLLM's own."""
+    """Return the format, pair or kvq.json that a model is to be served with; None for vLLM's own."""
     additional = vllm_config.additional_config
     options = additional if isinstance(additional, dict) else None
     name = requested(str(vllm_config.cache_config.cache_dtype), options)
@@ -50,7 +50,7 @@ def metadata_of(
     lens: Tensor | None = None,
     is_exact: bool = True,
 ) -> Metadata:
-    """A step of `context_lens` tokens, which are upper limits where not `is_exact`.
+    """Return a step of `context_lens` tokens, which are upper limits where not `is_exact`.
 
     `lens`: of a batch's, int32 [3, requests] on the device, where graphs read them.
 
@@ -141,7 +141,8 @@ class KvqImpl(AttentionImpl):
         Raises:
             ConfigError: kvq has no kernel for the layer's attention.
         """
-        options: _ImplOptions = {**_DEFAULTS, **dict(zip(_DEFAULTS, positional, strict=False)), **named}
+        in_order = cast("_ImplOptions", dict(zip(_DEFAULTS, positional, strict=False)))
+        options: _ImplOptions = {**_DEFAULTS, **in_order, **named}
         attn_type, has_alibi = options["attn_type"], options["alibi_slopes"] is not None
         if has_alibi or attn_type != AttentionType.DECODER:
             what = "ALiBi" if has_alibi else f"{attn_type} attention"

@@ -53,7 +53,7 @@ class _CpuBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """The step's requests; a CPU's tensors are the host's."""
+        """Return the step's requests; a CPU's tensors are the host's."""
         if not self._is_own:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         return metadata_of(common_attn_metadata, common_attn_metadata.seq_lens.tolist())

@@ -45,7 +45,7 @@ class KvqGpuBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        """A layer's attention."""
+        """Return a layer's attention."""
         return KvqImpl
 
     @staticmethod
@@ -71,12 +71,12 @@ class KvqGpuBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """The kernels start from them."""
+        """Return True: the kernels start from sinks."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """The kernels skip what lies before it."""
+        """Return True: the kernels skip what lies before a window."""
         return True
 
     @classmethod
@@ -104,7 +104,7 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
-        """The step's requests. Nothing waits for the device."""
+        """Return the step's requests. Nothing waits for the device."""
         known = common_attn_metadata.seq_lens_cpu_upper_bound
         if known is None:
             return self.build_for_cudagraph_capture(common_attn_metadata)

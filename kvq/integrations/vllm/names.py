@@ -59,7 +59,7 @@ def say_checked(model: str, name: str) -> str:
 
 @lru_cache(maxsize=64)
 def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecipe:
-    """The formats of every layer; `head_dims`: (K, V) in elements, of a layer that asks.
+    """Return the formats of every layer; `head_dims`: (K, V) in elements, of a layer that asks.
 
     Raises:
         ConfigError: no such format, or a file for another model, or without the scales it needs.

@@ -210,7 +210,7 @@ def _run(
 
 
 def _others(model: Model, asked: KVRecipe) -> list[Model]:
-    """The model in the largest formats of about the same size that run here."""
+    """Return the model in the largest formats of about the same size that run here."""
     prepared, found = model.prepared, list[Model]()
     heads, size = prepared.geometry.kv_heads, prepared.block_size
     most = float(asked.bits_per_element(heads, size)) * _SLACK

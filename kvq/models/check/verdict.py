@@ -29,7 +29,7 @@ def verdict(kl_mean: float, perplexity_change: float) -> Verdict:
 
 
 def chance_perplexity(tokens: npt.NDArray[np.int64], vocab_size: int) -> float:
-    """The perplexity of a guess that knows no language: tokens are as likely as they came before.
+    """Return the perplexity of a guess that knows no language: tokens are as likely as they came before.
 
     Or all of the vocabulary alike, if that is better. `tokens`: of a text, in order, [tokens].
 

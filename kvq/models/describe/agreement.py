@@ -84,7 +84,7 @@ def check_shapes(
 def _explained(
     folder: Path, config: Mapping[str, Any], build: Build, name: str, stored: Shape, wanted: Shape
 ) -> str:
-    """The fields of config.json that a parameter's shape follows from, against what is stored."""
+    """Return the fields of config.json that a parameter's shape follows from, against what is stored."""
     axis = next((i for i, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b), None)
     if axis is None or len(stored) != len(wanted):
         shapes = f"the shape {list(wanted)}, the weights {list(stored)}"

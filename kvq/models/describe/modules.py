@@ -56,7 +56,7 @@ def load_config(folder: Path) -> Any:
 
 
 def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """The module that a config.json's dict describes, without numbers and without memory.
+    """Return the module that a config.json's dict describes, without numbers and without memory.
 
     Raises:
         ModelError: it describes none; the message names the field.
@@ -91,7 +91,7 @@ def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.de
 
 
 def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json's dict without what makes transformers look for codes."""
+    """Return a config.json's dict without what makes transformers look for codes."""
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
@@ -101,7 +101,7 @@ def config_of(given: Mapping[str, Any]) -> Any:
 
 
 def default_config(given: Mapping[str, Any]) -> Any:
-    """The configuration of a family as transformers would begin with.
+    """Return the configuration of a family as transformers would begin with.
 
     Raises:
         KeyError, ValueError: a dict that names no family, or none that transformers knows.

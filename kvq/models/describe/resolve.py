@@ -69,7 +69,7 @@ def resolve_model(
 
 
 def find_here(model: str | os.PathLike[str]) -> ModelSource | None:
-    """The embedded model or the folder that is named so; None for what can be a name on the hub alone.
+    """Return the embedded model or the folder that is named so; None for what can be a name on the hub alone.
 
     Raises:
         ModelError: it is none of these.
@@ -97,7 +97,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def _local(name: str) -> ModelSource | None:
-    """The folder of that name, or None."""
+    """Return the folder of that name, or None."""
     if not name.strip():
         raise ModelError("the model's name is empty; give a folder, a hub name or 'tiny'")
     try:

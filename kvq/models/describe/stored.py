@@ -40,7 +40,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return tensor
 
     def path_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         return self._files[name][0]
 
     def __iter__(self) -> Iterator[str]:

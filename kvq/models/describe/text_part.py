@@ -22,7 +22,7 @@ def namer(folder: Path) -> Callable[[str], str | None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json, of its text part, with what other files say of quantized weights.
+    """Return a folder's config.json, of its text part, with what other files say of quantized weights.
 
     Raises:
         ModelError: missing, unreadable, or not a JSON object.
@@ -41,7 +41,7 @@ def read_entries(folder: Path) -> tuple[TensorEntry, ...]:
 
 
 def read_unread(folder: Path) -> dict[str, str]:
-    """The other tensors' types, by the same names."""
+    """Return the other tensors' types, by the same names."""
     return {entry.name: entry.dtype for entry in _all_entries(folder) if entry.dtype in UNREAD}
 
 

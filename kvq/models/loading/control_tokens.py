@@ -75,7 +75,7 @@ class ControlTokens:
         return value
 
     def show(self, text: str) -> str:
-        """A text as it was before anything in it was hidden; pieces of what hid it are left out."""
+        """Return a text as it was before anything in it was hidden; pieces of what hid it are left out."""
         return self._reserved.sub("", self._hidden.sub(lambda found: _shown(found[1]), text))
 
     def encode(self, text: str) -> list[int]:
@@ -187,13 +187,13 @@ def _control_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _number(i: int) -> str:
-    """A number in two private characters."""
+    """Return a number in two private characters."""
     high, low = divmod(i, len(_PRIVATE))
     return chr(_PRIVATE[high]) + chr(_PRIVATE[low])
 
 
 def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:
-    """The longest of those that begin at a place, as the tokenizer takes it."""
+    """Return the longest of those that begin at a place, as the tokenizer takes it."""
     longest_first = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -44,7 +44,7 @@ class CpuLayers:
         wanted: Tensor,
         step: PackedStep,
     ) -> ReadyPass | None:
-        """A step in one call, with the bits of several; None where one isn't enough."""
+        """Return a step in one call, with the bits of several; None where one isn't enough."""
         if len(tokens) != len(step.bad_tokens) or (stack := self._stack_of(step)) is None:
             return None
         tables = angles.tables(parts.dtype, int(positions.max()) + 1)

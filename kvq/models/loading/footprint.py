@@ -50,7 +50,7 @@ def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
 
 
 def held_by_engine(model: PreparedModel) -> HeldAs:
-    """The types in which the engine holds what the checkpoint stores."""
+    """Return the types in which the engine holds what the checkpoint stores."""
     other, rounded = PLAIN[DTYPE_NAMES[model.dtype]], model.rounded_to
     if rounded is not None:
         form = Stored.of(rounded, _ROUNDED_SCALE)
@@ -95,7 +95,7 @@ def _scale_bytes(model: PreparedModel) -> int:
 
 
 def _narrowest(model: PreparedModel) -> str:
-    """The type that holds all Linear weights as they are: fp32 checkpoints are often widened ones."""
+    """Return the type that holds all Linear weights as they are: fp32 checkpoints are often widened ones."""
     matrices = Counter[str]()
     for entry in _matrices(model):
         if entry.dtype in _STORED:

@@ -160,7 +160,7 @@ class _FusedForward:
     def whole(
         self, ends: _Ends, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
     ) -> ReadyPass | None:
-        """A whole step in one call; None where one isn't enough."""
+        """Return a whole step in one call; None where one isn't enough."""
         if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
             return None
         return self._run.whole(ends.parts, self._angles, tokens, positions, wanted, step)
@@ -213,7 +213,7 @@ class FusedPass:
         return self._ends is not None and self.is_free
 
     def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:
-        """The step in one call, not begun, where that is enough; for arguments see `__call__`."""
+        """Return the step in one call, not begun, where that is enough; for arguments see `__call__`."""
         if self._ends is None or step.keeps_hidden:
             return None
         return self._layers.whole(self._ends, tokens, positions, wanted, step)

@@ -51,7 +51,7 @@ _PARTS = {"self_attn", "mlp", "resid_attn_dropout", "resid_mlp_dropout"}
 
 
 def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
-    """The parts of a decoder layer of the model `inner`; None where its code is not known.
+    """Return the parts of a decoder layer of the model `inner`; None where its code is not known.
 
     `window`: tokens that its attention sees, None for all.
     """
@@ -153,7 +153,7 @@ def _kind(inner: Any, index: int) -> str:
 
 
 def _mlp(mlp: Any) -> GatedParts | Callable[[Tensor], Tensor]:
-    """A gated MLP's parts, or the module where it is another."""
+    """Return a gated MLP's parts, or the module where it is another."""
     own = dict(mlp.named_children())
     if isinstance(mlp, GatedMLP):
         return _gated([own["gate_proj"], own["up_proj"]], own["down_proj"], mlp.kernel.activation)
@@ -171,7 +171,7 @@ def _gated(gates: Sequence[nn.Module], down: nn.Module, activation: Activation) 
 
 
 def _rows_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A module of [1, rows, hidden] that may give its router's scores too, as a function of rows."""
+    """Return a module of [1, rows, hidden] that may give its router's scores too, as a function of rows."""
 
     def run(x: Tensor) -> Tensor:
         found = mlp(x[None])
@@ -189,7 +189,7 @@ def _norm(norm: Any) -> NormWeight:
 
 
 def _bias(layers: Sequence[nn.Module]) -> Tensor | None:
-    """The biases of layers side by side; None where none has one."""
+    """Return the biases of layers side by side; None where none has one."""
     given: list[Any] = list(layers)
     known = [layer.bias.detach() for layer in given if layer.bias is not None]
     if not known:

@@ -145,7 +145,7 @@ class PreparedModel:
         return recipe
 
     def layout(self, recipe: KVRecipe) -> KVLayout:
-        """The blocks of a recipe.
+        """Return the blocks of a recipe.
 
         Raises:
             ConfigError: a block size out of range, or a recipe made for other layers.

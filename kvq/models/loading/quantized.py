@@ -37,7 +37,7 @@ _Stored = TypeVar("_Stored")
 def load_rounded(
     folder: Path, dtype: torch.dtype, fmt: WeightFormat, device: torch.device, *, backend: str
 ) -> Any:
-    """A folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
+    """Return a folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
 
     On CPUs stacked experts are, too.
 
@@ -142,7 +142,7 @@ def is_bitsandbytes(config: object) -> bool:
 def load_quantized(
     folder: Path, config_dict: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, backend: str
 ) -> Any:
-    """A folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
+    """Return a folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
 
     The codes go to kernels as they are; transformers sees stand-ins without memory, so that it checks
     names and shapes of all tensors as it does for any model. Stacked experts, which are no Linear
@@ -213,7 +213,7 @@ def _are(weights: list[QuantizedWeight], stacked: Tensor) -> bool:
 
 
 def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:
-    """The weights that lie there in codes, by the layer's name.
+    """Return the weights that lie there in codes, by the layer's name.
 
     Raises:
         ModelError: a tensor that is missing, or not what the scheme says.
@@ -229,7 +229,7 @@ def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str,
 
 
 def coded_layers(stored: Collection[str]) -> list[str]:
-    """The Linear layers whose weights lie in codes among tensors of these names."""
+    """Return the Linear layers whose weights lie in codes among tensors of these names."""
     names = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
     names += [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
     scaled = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]

@@ -69,7 +69,7 @@ class Skeleton:
 
 
 def build_skeleton(prepared: PreparedModel) -> Skeleton | None:
-    """The module of a model that was prepared, every parameter on the meta device.
+    """Return the module of a model that was prepared, every parameter on the meta device.
 
     None where transformers can't make one without numbers; then loading tells.
 

@@ -22,7 +22,7 @@ _NO_FILES = (
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
-    """The tokenizer of a model folder; `chat_template` is instead of its own.
+    """Return the tokenizer of a model folder; `chat_template` is instead of its own.
 
     Raises:
         ModelError: the folder has none that loads without running its code.
@@ -51,7 +51,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
 
 
 def template_source(tokenizer: Any) -> str:
-    """A tokenizer's chat template, or all that it has one after the other; empty without any."""
+    """Return a tokenizer's chat template, or all that it has one after the other; empty without any."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(template.values())
 

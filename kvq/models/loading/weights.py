@@ -122,7 +122,7 @@ def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
 
 
 def place(model: Any, prepared: PreparedModel) -> Any:
-    """A model that was read, ready to run on its device."""
+    """Return a model that was read, ready to run on its device."""
     model = adapt(model, prepared)
     if prepared.device.type == "cpu":
         _log.info("packing weights")
@@ -158,7 +158,7 @@ def _say_unverified(source: ModelSource) -> None:
 
 
 def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
-    """The transformers model itself, on the CPU: its own attention, plain Linear layers.
+    """Return the transformers model itself, on the CPU: its own attention, plain Linear layers.
 
     For what changes weights, such as quantizers; nothing is served from it. `dtype="auto"` is the
     checkpoint's. Checks are those of `load_weights`.

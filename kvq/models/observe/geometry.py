@@ -86,7 +86,7 @@ class _Watch:
 
 
 def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
-    """The geometry of the model that a config.json's dict describes, by transformers' own code for it.
+    """Return the geometry of the model that a config.json's dict describes, by transformers' own code for it.
 
     Raises:
         ModelError: it can't be made or run so, or attends in a way that kvq doesn't; the message says how.
@@ -214,7 +214,7 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
 
 
 def _layers_of(model: Any, calls: list[_Call], most: int) -> tuple[LayerGeometry, ...]:
-    """The layers that store K and V, in order; `most`: query heads that a layer has unless it says so.
+    """Return the layers that store K and V, in order; `most`: query heads that a layer has unless it says so.
 
     Raises:
         ModelError: layers that share K and V, but see other tokens of them.

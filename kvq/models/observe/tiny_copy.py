@@ -96,7 +96,7 @@ def build_tiny_copy(config: Mapping[str, Any], fewest: int = 2) -> Any:
 
 
 def _made(config: Mapping[str, Any]) -> Any:
-    """A model of random numbers, which was seen to run."""
+    """Return a model of random numbers, which was seen to run."""
     bare = build_random(config, torch.float32, torch.device("meta"))
     count = sum(parameter.numel() for parameter in bare.parameters())
     if count > _MOST_VALUES:

@@ -51,7 +51,7 @@ _PIECE = 256  # rows of one product: larger ones are 2 to 4% faster, which is wh
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows that products of `rows` rows are computed with: 4 to 8 sizes an octave."""
+    """Return the number of rows that products of `rows` rows are computed with: 4 to 8 sizes an octave."""
     if rows > _PIECE:
         pieces, rest = divmod(rows, _PIECE)
         return pieces * _PIECE + (padded_rows(max(rest, _CANDIDATES[-1])) if rest else 0)
@@ -177,7 +177,7 @@ def _install_own(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, dict[str, nn.Embedding]]:
-    """The embeddings, by name, that share the weight of one of these layers, by its name: heads.
+    """Return the embeddings, by name, that share the weight of one of these layers, by its name: heads.
 
     None of them where one does more than look rows up, or several layers share the weight: it stays as it is.
     """

@@ -148,7 +148,7 @@ class StepStates:
     def run(
         self, number: int, hidden: Tensor, compute: Callable[[Tensor, _LayerState, Rows], Tensor]
     ) -> Tensor:
-        """A module's results for a step, [1, rows, dim] in and out; rows behind its tokens give zeros.
+        """Return a module's results for a step, [1, rows, dim] in and out; rows behind its tokens give zeros.
 
         `compute(tokens, state, rows)` is the module's for [batch, tokens, dim], of the step's `rows`.
         """

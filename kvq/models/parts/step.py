@@ -121,6 +121,6 @@ class PackedStep:
         return out
 
     def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
-        """A layer's options with its window or chunks, and the step's own limit."""
+        """Return a layer's options with its window or chunks, and the step's own limit."""
         own = self.geometry.layers[layer]
         return options.reaching(own.window, is_chunked=own.is_chunked).within(self.window_limit)

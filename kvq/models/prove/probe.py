@@ -82,7 +82,7 @@ def _observed(session: Session, tokens: list[list[int]]) -> list[list[Tensor]]:
 
 
 def _furthest(weights: LoadedWeights, found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest relative error of a sequence.
+    """Return the largest relative error of a sequence.
 
     Raises:
         ModelError: something is not a number.

@@ -92,7 +92,7 @@ class _Unproven(Exception):
 
 
 def _error_of(weights: LoadedWeights) -> float:
-    """The largest relative error of a tiny copy's logits.
+    """Return the largest relative error of a tiny copy's logits.
 
     Raises:
         _Unproven: it is too large, or could not be seen.

@@ -87,7 +87,7 @@ class PromptEncoder:
         return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         text: str = self._tokenizer.decode(list(tokens))
         return text
 

@@ -26,7 +26,7 @@ class StepResult:
     finite: bool  # False: K or V held a NaN or an infinity; the sequence's blocks were scrubbed
 
     def trusted_logits(self) -> Tensor:
-        """The logits, or a RequestError if K or V was not finite."""
+        """Return the logits, or a RequestError if K or V was not finite."""
         if not self.finite:
             raise RequestError(
                 "K or V held NaN or infinity; the weights or the dtype overflow, try dtype fp32"

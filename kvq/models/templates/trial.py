@@ -110,7 +110,7 @@ class _Trial:
 
 
 def _called(content: str | None) -> Turns:
-    """A conversation with a call beside some text, or none."""
+    """Return a conversation with a call beside some text, or none."""
     return [_message("user"), {"role": "assistant", "content": content, "tool_calls": [_CALL]}]
 
 
