@@ -23,6 +23,7 @@ def make_store(
         ConfigError: calibrated centers that the layer can't have.
         UnsupportedKernel: no backend can run the layer.
     """
+    # D379: the only place that asks
     own, blocks = layer.geometry, views[Role.SEALED]
     kernels = _kernels(layout, layer, group, Device.of(device), backend)
     store: PagedStore
