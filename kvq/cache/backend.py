@@ -25,7 +25,7 @@ _BUILT_IN = {"kvq": "kvq.cache.kv_cache:KVCache", "dense": "kvq.cache.dense_back
 class CacheBackend(Protocol):
     """Blocks of K and V of all layers, by layer group. `kvq.cache.conformance` tests one.
 
-    `kvq.cache.blocks.BlockCache` has all that moves whole blocks, for those who inherit from it.
+    `kvq.cache.blocks.BlockCache` is a base class with everything that moves whole blocks.
     Instead of `stores` a backend may have `group_of`, a dict from layer index to layer group, and
     `write(layer, k, v, slots)` and `attend(layer, q, batch, options)`, which do what those methods of a
     `LayerStore` do; `batch` is that of the layer's group.

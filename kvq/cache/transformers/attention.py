@@ -184,7 +184,7 @@ def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]
     """Return the place of a layer's K and V.
 
     Raises:
-        ModelError: the model code hands over other numbers than its config named.
+        ModelError: the model code passes other numbers than its config has.
     """
     place = geometry.place(number)
     if place is None:

@@ -29,7 +29,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         model.generate(**inputs, past_key_values=KvqCache(model.config, kv="int4"))
 
     With any attention of transformers, each layer's rows are dequantized into scratch memory that
-    all layers share, anew in every step. With `model.set_attn_implementation("kvq")` attention
+    all layers share, again in every step. With `model.set_attn_implementation("kvq")` attention
     reads the blocks instead, the faster way wherever compiled kernels run (`kvq doctor`).
 
     For inference: no gradients flow through it. Padding goes on the left; with "kvq" it takes no

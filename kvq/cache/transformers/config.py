@@ -13,7 +13,7 @@ from kvq.layout import check_recipe_fits
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CacheConfig:
-    """A live config, read when needed: its attention can be chosen anew between two calls."""
+    """A live config, read when needed: the attention of a model can change between two calls."""
 
     text: Any  # the decoder's own PreTrainedConfig, shared with the model's modules
     geometry: ModelGeometry  # K and V as attention sees them

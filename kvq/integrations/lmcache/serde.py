@@ -1,4 +1,4 @@
-"""The serde `kvq` for LMCache's L2 adapters. Imported by those who have LMCache.
+"""The serde `kvq` for LMCache's L2 adapters. Needs LMCache.
 
     {"type": "fs", "base_path": "/cache", "serde": {"type": "kvq", "kv": "int4", "head_dim": 128}}
 

@@ -37,7 +37,7 @@ def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) ->
     another, and its requests go elsewhere. `model` is a folder at every node, or a hub's name.
 
     Raises:
-        ConfigError: an option that nobody knows, or that can't be used.
+        ConfigError: an unknown option, or one that can't be used.
     """
     if unknown := sorted(options.keys() - _FLEET - _SERVER):
         hint = nearest(unknown[0], sorted(_FLEET | _SERVER))

@@ -27,7 +27,7 @@ class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's ty
             for _ in range(_MOST_STALE):
                 try:
                     return await super().choose_replicas(candidate_replicas, pending_request)
-                except KeyError as error:  # a replica that the tree named, and nobody else knows
+                except KeyError as error:  # a replica that only the tree knows
                     (unknown,) = error.args
                     await self._tree_actor.remove_tenants.remote([unknown.to_full_id_str()])
         return await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidate_replicas, pending_request)

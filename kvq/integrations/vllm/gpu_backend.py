@@ -112,7 +112,7 @@ class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
         return metadata_of(common_attn_metadata, known.tolist(), lens=lens)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
-        """A step of which a graph keeps the launches while contexts grow, or whose contexts nobody knows."""
+        """Return the metadata of a step that a graph captures, or whose contexts are unknown on the host."""
         return metadata_of(
             common_attn_metadata,
             [self._longest] * common_attn_metadata.num_reqs,

@@ -40,7 +40,7 @@ Found = dict[tuple[str, int], Errors]  # by the digest of a recipe, and layer
 
 
 class ComparedCache:
-    """A session's cache; everything written to it goes to others too, and they attend beside it."""
+    """A session's cache that writes to other caches as well, and attends over them too."""
 
     def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
         """`others`: by the digest of their recipe."""

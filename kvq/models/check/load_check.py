@@ -1,4 +1,4 @@
-"""The load check: whether a KV format that nobody measured for a model breaks it, found before it serves.
+"""Load check: finds out whether an unmeasured KV format breaks a model, before the model serves.
 
 The model runs over a short text with unquantized KV. Every layer also attends over what the format, and
 others of its size, make of the same K and V. Where no layer's attention is off by `CLEAR_ERROR`, the format

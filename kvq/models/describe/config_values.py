@@ -12,7 +12,7 @@ from kvq.formats.checkpoints.fields import shown
 from kvq.models.describe.checkpoint import read_json
 
 _LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
-_MOST_EXPERTS = 10_000  # of which modules are made, one by one
+_MOST_EXPERTS = 10_000  # since a module is made for each
 _MOST_LAYERS = 10_000
 _NUMBERS_OF_LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers", "shared_layers")  # ends of names
 _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise

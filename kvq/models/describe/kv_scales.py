@@ -1,4 +1,4 @@
-"""Static FP8 scales of K and V that a checkpoint brings beside its weights: value = code * scale."""
+"""Static FP8 scales of K and V in a checkpoint, beside its weights: value = code * scale."""
 
 import logging
 import math
@@ -14,9 +14,7 @@ from kvq.models.describe.text_part import read_tensors
 _NAME = re.compile(
     r"\.(\d{1,9})\.\w+\.(?:(?:attn\.)?([kv])_scale|([kv])_proj\.(?:output_scale|[kv]_scale)|kv_scale)$"
 )
-_BESIDE = re.compile(
-    r"\.\d{1,9}\.\w+\.(?:attn\.)?(?:(q|prob)_scale|[kvq]_zero_point)$"
-)  # what nobody here reads
+_BESIDE = re.compile(r"\.\d{1,9}\.\w+\.(?:attn\.)?(?:(q|prob)_scale|[kvq]_zero_point)$")  # not read here
 _LARGEST = 448.0  # of FP8's codes
 _log = logging.getLogger("kvq")
 

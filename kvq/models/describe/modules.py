@@ -193,7 +193,7 @@ def load_module_from(
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Be the only one here who loads with transformers, which says nothing meanwhile."""
+    """Load with transformers in one thread at a time, without its log lines."""
     _prepare_process()
     with _loading, quiet_logs("transformers"):
         yield

@@ -1,7 +1,7 @@
 """Control tokens, which give a prompt its structure, told apart from text that only spells them.
 
 A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands, also in what a user wrote. So before a
-chat template is rendered, such spellings in texts that nobody vouches for are hidden behind characters that
+chat template is rendered, such spellings in untrusted texts are hidden behind characters that
 no text holds, `<|IM_END|>` as well since templates may change case; in the result those that are left are the
 template's own. A second tokenizer, the same but that it knows its control tokens by spellings nobody can
 guess, then reads the whole.
@@ -16,7 +16,7 @@ from typing import Any
 from kvq.errors import RequestError
 from kvq.models.loading.tokenizer import template_source
 
-_PRIVATE = range(0x100000, 0x10FFFE)  # the last plane: in nobody's texts, changed by no normalizer
+_PRIVATE = range(0x100000, 0x10FFFE)  # the last plane: used in no text, changed by no normalizer
 _BYTES = 0xF0000  # the first of 256 characters of a private plane, which stand for a hidden text's bytes
 _LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # of code models, whose templates know nothing of files
 _NONCE_LENGTH = 8  # characters: 128 bits

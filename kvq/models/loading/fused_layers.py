@@ -204,12 +204,12 @@ class FusedPass:
 
     @property
     def is_free(self) -> bool:
-        """True while nobody has hooks on the modules that steps go around."""
+        """True while the modules that steps bypass have no hooks."""
         return not (any(self._hooks) or self._layers.is_hooked or "forward" in self._model.__dict__)
 
     @property
     def is_whole(self) -> bool:
-        """True while nobody has hooks and one call of compiled code may be enough for a step."""
+        """True while modules have no hooks and one compiled call may be enough for a step."""
         return self._ends is not None and self.is_free
 
     def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:

@@ -44,7 +44,7 @@ class PreparedModel:
     """A model that was found, and everything that its small files and headers say. Made by `prepare`."""
 
     source: ModelSource
-    config: Mapping[str, Any]  # config.json, or what it says of the text part
+    config: Mapping[str, Any]  # config.json, or its text part
     geometry: ModelGeometry
     entries: tuple[TensorEntry, ...]  # of all weight files
     device: torch.device
@@ -94,7 +94,7 @@ class PreparedModel:
         Raises:
             ModelError: generation_config.json is no JSON object.
         """
-        own = None  # of who has no tokenizer, and gives ids
+        own = None  # without a tokenizer, prompts are token ids
         with suppress(ModelError):
             own = self.tokenizer.eos_token_id
         return read_end_ids(self.folder, self.config, own, self.geometry.vocab_size)

@@ -42,7 +42,7 @@ class _StandIn(Tensor):
         self, *_: object, dtype: torch.dtype | None = None, device: object = None, non_blocking: bool = False
     ) -> Tensor:
         if dtype in (None, self.dtype):
-            return self.as_subclass(Tensor)  # of the same storage, by which its source is told
+            return self.as_subclass(Tensor)  # shares the storage that identifies its source
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
 

@@ -65,7 +65,7 @@ class LoadedWeights:
         return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
 
     def forget_rows(self) -> None:
-        """Find out anew what steps have to be padded to; after layers were exchanged."""
+        """Forget how far steps are padded, after layers were replaced."""
         self.__dict__.pop("_fewest_rows", None)
         self.__dict__.pop("fused_pass", None)
 
@@ -145,7 +145,7 @@ def adapt(model: Any, prepared: PreparedModel) -> Any:
 
 
 def _say_unverified(source: ModelSource) -> None:
-    """Warn, once a folder and process, that nobody would notice a flipped bit of codes."""
+    """Warn, once a folder and process, that a flipped bit of codes would go unnoticed."""
     if source.folder in _told:
         return
     _told.add(source.folder)

@@ -240,7 +240,7 @@ class _Cut:
         given = {name: value for name, value in given.items() if name not in ("kvq_step", self._cache)}
         length = hidden.shape[1]
 
-        more: tuple[None, ...] = ()  # what some return behind their result, and nobody needs
+        more: tuple[None, ...] = ()  # further results of some modules, which are not needed
 
         def compute(tokens: Tensor, state: _LayerState, rows: Rows) -> Tensor:
             nonlocal more

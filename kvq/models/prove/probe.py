@@ -77,7 +77,7 @@ def _observed(session: Session, tokens: list[list[int]]) -> list[list[Tensor]]:
             f"kvq does not run {geometry.model_type}: its {len(geometry.layers)} layers called the "
             f"registered attention for {sorted(layers)}, not once each"
         )
-    # Fused layers go another way when nobody observes them.
+    # Fused layers take another path when no observer is set.
     return [packed, _run(session, tokens)] if is_fused(session.weights.model) else [packed]
 
 

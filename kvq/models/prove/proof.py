@@ -39,7 +39,7 @@ _log = logging.getLogger("kvq")
 
 
 def prove(prepared: PreparedModel) -> None:
-    """Check the code of a model that was prepared; of a family on the list, what its config says of windows.
+    """Check the code of a prepared model; for a family on the list, the windows of its config.
 
     Raises:
         ModelError: its own attention gives something else, or no tiny copy can be made or run.
@@ -59,7 +59,7 @@ def prove(prepared: PreparedModel) -> None:
         ) from why
     except KVQError:
         raise
-    except Exception as error:  # whatever code raises that nobody tried before
+    except Exception as error:  # code that was never tried may raise anything
         raise ModelError(
             f"kvq does not run {family}: it is not among the families that were checked, and a small one "
             f"can't be run ({first_lines(error)})"

@@ -139,7 +139,7 @@ class PromptEncoder:
             given = [self._hidden(turn) for turn in given]
         try:
             return _rendered(self._tokenizer, given, options)
-        except MemoryError:  # nothing that it says of the conversation
+        except MemoryError:  # it says nothing about the conversation
             raise
         except Exception as error:
             from jinja2.exceptions import TemplateError

@@ -24,7 +24,7 @@ class Forms:
     joins_arguments: bool = False  # it wants arguments of calls as text, not as objects
     parts_calls: bool = False  # it shows a turn's text and its calls as two turns alone
     names_results: bool = False  # it wants a function's name beside what came of a call
-    variables: frozenset[str] | None = None  # that it reads; None: nobody knows
+    variables: frozenset[str] | None = None  # that it reads; None: unknown
 
     @property
     def only_calls(self) -> bool:
