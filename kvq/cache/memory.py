@@ -37,7 +37,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes held on a device: by PyTorch's tensors on a GPU, else by this process; 0 where the system doesn't say.
+    """Bytes held on a device: by PyTorch's tensors on a GPU, else by this process; 0 if unknown.
 
     Files that the process has mapped, libraries among them, don't count.
     """
