@@ -32,7 +32,7 @@ class Home:
 
     @classmethod
     def note_fork(cls) -> None:
-        """Remember a fork beside a thread that may hold torch's locks: no thread of the child releases them."""
+        """Remember a fork beside a thread that may hold torch's locks: no thread of the child frees them."""
         if cls._stepping in (0, os.getpid()):
             is_stepping = any(thread.name == cls.ENGINE_THREAD for thread in threading.enumerate())
             cls._stepping = os.getpid() if is_stepping else 0
