@@ -60,7 +60,7 @@ class _Codecs:
         return known[kind]
 
 
-class KvqSerializer(Serializer):  # type: ignore[misc]  # LMCache has no types
+class _Serializer(Serializer):  # type: ignore[misc]  # LMCache has no types
     """K and V chunks to kvq blocks."""
 
     def __init__(self, codecs: _Codecs) -> None:
@@ -84,7 +84,7 @@ class KvqSerializer(Serializer):  # type: ignore[misc]  # LMCache has no types
         return sum(self._codecs.of(shape, dtype).nbytes(shape[2]) for shape, dtype in kinds)
 
 
-class KvqDeserializer(Deserializer):  # type: ignore[misc]
+class _Deserializer(Deserializer):  # type: ignore[misc]
     """kvq blocks to K and V chunks, once every byte of them is checked."""
 
     def __init__(self, codecs: _Codecs) -> None:
@@ -134,7 +134,7 @@ def make_processor(options: dict[str, object]) -> SerdeProcessor:
             raise ConfigError(f"the serde kvq needs the model's head_dim with kv={kv!r}")
         check_recipe(KVRecipe.uniform(kv, [(head_dim, head_dim)]))  # refused now, not at the first chunk
     codecs, workers = _Codecs(kv, head_dim), _count(options, "max_workers") or 1
-    return AsyncSerdeProcessor(KvqSerializer(codecs), KvqDeserializer(codecs), max_workers=workers)
+    return AsyncSerdeProcessor(_Serializer(codecs), _Deserializer(codecs), max_workers=workers)
 
 
 def _count(options: dict[str, object], name: str) -> int | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from typing import Any, TypedDict, Unpack
+from typing import Any, Generic, ParamSpec, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from kvq.blockmgr import StateMove
 from kvq.cache.stores.recurrent import StateSlots, Tensors
 from kvq.geometry import ModelGeometry
 
+P = ParamSpec("P")
 CACHE_NAMES = ("cache_params", "past_key_values")  # what modules call what holds their states
 _HIDDEN = "hidden_states"
 
@@ -220,16 +221,16 @@ def cut_states(model: nn.Module, geometry: ModelGeometry) -> None:
             module.forward = _Cut(module.forward, number)
 
 
-class _Cut:
+class _Cut(Generic[P]):
     """A module's forward pass over a step."""
 
-    def __init__(self, forward: Callable[..., Any], number: int) -> None:
-        self._forward = forward
+    def __init__(self, forward: Callable[P, Any], number: int) -> None:
+        self._forward: Callable[..., Any] = forward  # also called with a step cut to pieces
         self._number = number
         self.__signature__ = signature(forward)
         self._cache = next(name for name in CACHE_NAMES if name in self.__signature__.parameters)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor | tuple[Tensor | None, ...]:
         states = _running.states
         if states is None:
             alone: Tensor | tuple[Tensor | None, ...] = self._forward(*args, **kwargs)
