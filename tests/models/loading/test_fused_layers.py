@@ -307,7 +307,7 @@ def test_a_step_in_one_call_refuses_what_is_not_there() -> None:
     session = model.session(max_tokens=64)
     sequence = session.new_sequence()
     session.forward([(sequence, [1, 2, 3])])
-    _, stack = next(iter(model.weights.model.model.forward._run._stacks.values()))
+    stack = next(iter(model.weights.model.model.forward._run._stacks.values()))
     make = stack.whole
     tables = model.weights.model.model.forward._angles.tables(torch.float32, 8)
     session.manager.append([(sequence, 2)])
