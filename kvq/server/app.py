@@ -1,10 +1,6 @@
-"""The routes."""
+"""HTTP application: all routes behind the guard, and every failure as an error object."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
-from time import time
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,39 +11,33 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from kvq.errors import RequestError, nearest
-from kvq.server import health
-from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kvq.server import health, viewers
 from kvq.server.admission.metrics import CONTENT_TYPE
-from kvq.server.admission.prompts import Conversation, Prompts
-from kvq.server.admission.service import Service, describe
-from kvq.server.anthropic.bodies import MessagesBody, PromptBody
-from kvq.server.anthropic.message import MessageCall
-from kvq.server.anthropic.prompt import conversation
+from kvq.server.admission.service import Service
+from kvq.server.anthropic import routes as anthropic
 from kvq.server.http.body_errors import of_body
 from kvq.server.http.credentials import Access, Credentials
 from kvq.server.http.guard import REASON, Guard, as_response
 from kvq.server.http.ignored import HEADER
 from kvq.server.http.problems import MESSAGES_PATH, Problem
 from kvq.server.http.strict_json import JsonRoute
-from kvq.server.openai import answer_types
-from kvq.server.openai.chat import Chat
-from kvq.server.openai.completions import Completion
-from kvq.server.openai.openapi import ONE_OR_STREAM, describe_routes
-from kvq.server.openai.respond import admitted, note_fields, respond, tenant
-from kvq.server.viewers import add_routes as add_page
+from kvq.server.openai import routes as openai
+from kvq.server.openai.openapi import describe_routes
 from kvq.version import __version__
 
-_SHOWN = 100  # characters of a path that nobody knows
+_SHOWN = 100  # characters of an unknown path in an error
 _ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
-_ASIDE = ("/tokenize", "/detokenize", f"{MESSAGES_PATH}/count_tokens")
-_GENERATING = ("/v1/completions", "/v1/chat/completions", MESSAGES_PATH)
+_GENERATING = (*openai.GENERATING, MESSAGES_PATH)
+_READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH)
 
 
 def create_app(
     service: Service, access: Access | None = None, credentials: Credentials | None = None
 ) -> FastAPI:
-    """The application over a service. With API keys every route but `/health/live` needs one of them, of
-    those of `credentials`, if given."""
+    """Return the application over a service.
+
+    With API keys every route but `/health/live` needs one: one of `credentials`, or of `access` without them.
+    """
     access = access or Access()
     app = FastAPI(
         title="kvq",
@@ -58,76 +48,16 @@ def create_app(
         strict_content_type=False,
     )
     app.router.route_class = JsonRoute
-    app.state.turns = service.turns
-    created = int(time())
-
-    @app.post("/v1/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.Completion}})
-    async def completions(request: Request, body: CompletionBody) -> Response:
-        await note_fields(request, service, body)
-        return await respond(request, service, Completion(service, body, tenant(request)), stream=body.stream)
-
-    @app.post("/v1/chat/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.ChatCompletion}})
-    async def chat(request: Request, body: ChatBody) -> Response:
-        await note_fields(request, service, body)
-        return await respond(request, service, Chat(service, body, tenant(request)), stream=body.stream)
-
-    @app.get("/v1/models", responses={200: {"model": answer_types.Models}})
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [describe(service, created, name) for name in service.names]}
-
-    @app.get("/v1/models/{model:path}", responses={200: {"model": answer_types.Model}})
-    async def model(model: str) -> dict[str, Any]:
-        service.check_model(model)
-        return describe(service, created, model)
-
-    @asynccontextmanager
-    async def aside(
-        request: Request, body: TokenizeBody | DetokenizeBody | PromptBody
-    ) -> AsyncIterator[tuple[Prompts, str]]:
-        """A request that the engine does not see: who reads its texts, and who asks."""
-        await note_fields(request, service, body)
-        service.check_model(body.model)
-        with admitted(request, service.aside(tenant(request))):
-            yield service.counting, tenant(request)
-
-    @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
-    async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
-        async with aside(request, body) as (prompts, asks):
-            if body.messages is not None:
-                options = {"add_generation_prompt": body.add_generation_prompt}
-                asked = Conversation(messages=body.messages, options=options)
-                tokens = await prompts.chat(asked, tenant=asks)
-            else:
-                special = body.add_special_tokens
-                tokens = await prompts.tokenize(body.prompt or "", special=special, tenant=asks)
-        info = service.remote.info
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_context if info else None}
-
-    @app.post("/detokenize", responses={200: {"model": answer_types.Prompt}})
-    async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
-        async with aside(request, body) as (prompts, asks):
-            info = service.remote.info
-            if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
-                raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
-            return {"prompt": await prompts.detokenize(body.tokens, tenant=asks)}
-
-    @app.post(MESSAGES_PATH, responses={200: ONE_OR_STREAM | {"model": answer_types.Message}})
-    async def messages(request: Request, body: MessagesBody) -> Response:
-        await note_fields(request, service, body)
-        call = MessageCall(service, body, tenant(request))
-        return await respond(request, service, call, stream=body.stream)
-
-    @app.post(f"{MESSAGES_PATH}/count_tokens", responses={200: {"model": answer_types.InputTokens}})
-    async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
-        async with aside(request, body) as (prompts, asks):
-            return {"input_tokens": len(await prompts.chat(conversation(body), tenant=asks))}
+    app.state.loop_budget = service.loop_budget
+    openai.add_routes(app, service)
+    anthropic.add_routes(app, service)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     health.add_routes(app, service)
-    add_page(app, service, has_keys=bool(access.api_keys))
+    viewers.add_routes(app, service, has_keys=bool(access.api_keys))
     _answer_problems(app, service)
     describe_routes(app, has_keys=bool(access.api_keys), is_strict=service.is_strict)
     app.add_middleware(
@@ -138,7 +68,7 @@ def create_app(
         charge=service.admission.charge_refused,
         count=partial(_count, service),
     )
-    if access.origins:  # around the guard, since browsers send no key when they ask whether they may
+    if access.origins:  # around the guard: browsers send no key when they ask for permission
         app.add_middleware(
             CORSMiddleware,
             allow_origins=sorted(access.origins),
@@ -152,7 +82,7 @@ def create_app(
 def _check_arrival(service: Service, path: str, tenant: str) -> None:
     if path in _GENERATING:
         service.check_arrival(tenant)
-    elif path in _ASIDE:
+    elif path in _READING:
         service.admission.check_aside(tenant)
 
 
@@ -163,7 +93,7 @@ def _count(service: Service, path: str, problem: Problem) -> None:
 
 
 def _answer_problems(app: FastAPI, service: Service) -> None:
-    """Every failure becomes an error object of the protocol that is spoken there, and is counted once."""
+    """Turn every failure into an error object of the route's protocol, and count it once."""
 
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
@@ -182,7 +112,7 @@ def _answer_problems(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(ValidationError)
     async def invalid_when_converted(request: Request, error: ValidationError) -> JSONResponse:
-        """What was within its bounds in one protocol is not in the other: texts that are joined, say."""
+        """Answer a body within one protocol's bounds that exceeds the other's: with joined texts, say."""
         return await problem(request, of_body(error.errors(include_url=False), None))
 
     @app.exception_handler(HTTPException)

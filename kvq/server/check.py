@@ -20,8 +20,8 @@ from kvq.models.prove.proof import prove
 from kvq.server.admission.config import LOCAL, ServerConfig
 from kvq.server.admission.prompts import Prompts
 from kvq.server.http.problems import Problem
+from kvq.server.http.server import listen
 from kvq.server.reading import Readers, Setup
-from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import bytes_of
@@ -81,7 +81,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
 
 def _address(config: ServerConfig) -> Iterator[Finding]:
     try:
-        listen(config).close()
+        listen(config.host, config.port).close()
         yield _ok(f"address: {config.host}:{config.port} is free")
     except ConfigError as error:
         yield _error(f"address: {error}")

@@ -14,7 +14,7 @@ from kvq.server.admission.prompts import PROBE
 from kvq.server.admission.service import Service
 from kvq.server.engine.messages import Ended
 from kvq.server.http.problems import Problem, unavailable
-from kvq.server.openai.answer_types import Status
+from kvq.server.openai.openapi import answer
 from kvq.version import __version__
 
 _DEADLINE_S = 10.0
@@ -81,23 +81,22 @@ async def check_readiness(service: Service) -> None:
 def add_routes(app: FastAPI, service: Service) -> None:
     """`/health` and its three depths, and `/version` as vLLM has it."""
     deep = DeepCheck(service)
-    answer: dict[int | str, dict[str, Any]] = {200: {"model": Status}}
 
     @app.get("/version", responses={200: {"model": dict[str, str]}})
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/health/live", responses=answer)
+    @app.get("/health/live", responses=answer("Status"))
     async def live() -> dict[str, str]:
         return {"status": "live"}  # the loop that answers this is the one that serves
 
-    @app.get("/health", responses=answer)
-    @app.get("/health/ready", responses=answer)
+    @app.get("/health", responses=answer("Status"))
+    @app.get("/health/ready", responses=answer("Status"))
     async def ready() -> dict[str, str]:
         await check_readiness(service)
         return {"status": "ready"}
 
-    @app.get("/health/deep", responses=answer)
+    @app.get("/health/deep", responses=answer("Status"))
     async def generates() -> dict[str, Any]:
         try:
             return {"status": "generating", "seconds": await deep.run()}

@@ -2,43 +2,31 @@
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI
-
-from kvq.errors import ConfigError, EngineError, KVQError
+from kvq.errors import EngineError, KVQError
+from kvq.models.describe.resolve import ModelSource
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.service import Service
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
+from kvq.server.engine.messages import Ready
+from kvq.server.engine.remote import Remote
 from kvq.server.http.credentials import Credentials
-from kvq.server.http.listener import Door
 from kvq.server.http.logs import configure, log_event
 from kvq.server.http.loop_budget import Stretches
-from kvq.server.http.protocol import Connection, prepare
+from kvq.server.http.server import HttpServer, listen
 
 _log = logging.getLogger("kvq")
-_END_S = 0.3  # for answers to be written after the engine is gone
-_STUCK_S = 2  # for all to be closed after that
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us: what runs is served to its end before the sockets are closed."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def serve(config: ServerConfig) -> None:
@@ -47,7 +35,7 @@ def serve(config: ServerConfig) -> None:
     Raises:
         ConfigError: the engine can't be built, or the address can't be bound.
         EngineError: the engine ended more often than it may.
-        KeyboardInterrupt: it was told to end before it was ready.
+        KeyboardInterrupt: a signal came before the server was ready.
     """
     logs, stretches = configure(config.log), Stretches()
     try:
@@ -58,71 +46,40 @@ def serve(config: ServerConfig) -> None:
 
 
 async def _serve(config: ServerConfig, stretches: Stretches) -> None:
-    listener = listen(config)
+    sock = listen(config.host, config.port)
     credentials = Credentials(config.access, config.tls, config.read_access)
-    ended: asyncio.Future[KVQError | None] = asyncio.get_running_loop().create_future()
-
-    def end(reason: KVQError | None = None) -> None:
-        if not ended.done():
-            ended.set_result(reason)
-
-    source, remote = make_remote(config, on_failed=end)
-    services: list[Service] = []
-
-    def stop() -> None:
-        for service in services if ended.done() else ():
-            service.hurry()  # asked twice
-        end()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    has_terminal = os.isatty(0)
-
-    def hang_up() -> None:  # told by somebody, or because the terminal was closed
-        credentials.read_again() if os.isatty(0) == has_terminal else stop()
-
-    if config.read_access is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+    end = _End()
+    source, remote = make_remote(config, on_failed=end.set)
+    end.on_signals(None if config.read_access is None else credentials)
     starting = asyncio.create_task(remote.start())
-    try:
-        tokenizer = await _unless(ended, partial(load_without_torch, source.folder, config.chat_template))
-        service = make_service(config, source.name, source.folder, remote, tokenizer)
-        _log.info("tool calls: %s", service.tools.description)
-    except BaseException:
-        await remote.close()
-        await asyncio.gather(starting, return_exceptions=True)
-        raise
-    services.append(service)
+    service = end.service = await _make_service(config, source, remote, starting, end)
     ready = asyncio.gather(starting, service.prompts.start())
-    server = _Server(_uvicorn(create_app(service, config.access, credentials)))
-    door = _open(config, server, listener, credentials)
-    service.metrics.watch("kvq_http_connections", "Open connections.", lambda: door.num_connections)
+    server = HttpServer(create_app(service, config.access, credentials))
+    most = config.max_connections
+    listener = server.listen(
+        sock,
+        credentials,
+        max_connections=most,
+        max_per_address=config.max_connections_per_address or -(-most // 2),
+    )
+    service.metrics.watch("kvq_http_connections", "Open connections.", lambda: listener.num_connections)
     service.metrics.watch(
         "kvq_http_longest_stretch_seconds",
         "Longest that the HTTP process computed without looking after its connections, since it was ready.",
         lambda: stretches.longest_s,
     )
-
-    listening = asyncio.create_task(server.serve(sockets=[]))  # the door hands it connections
+    listening = asyncio.create_task(server.serve(sockets=[]))  # the listener hands it connections
     try:
-        await asyncio.wait((ready, listening, ended), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ready, listening, end.came), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             info, _ = await ready
-            gc.collect()
-            gc.freeze()  # else a collection looks through all the libraries' objects, which takes 50 ms
-            await asyncio.sleep(0)  # nobody waited yet for all that
-            stretches.longest_s = 0.0
-            log_event("model", served=service.name, source=str(source), digest=info.model_digest)
-            scheme = "http" if config.tls is None else "https"
-            address, port = listener.getsockname()[:2]
-            _log.info("kvq serves %s on %s://%s:%d", service.name, scheme, address, port)
-        await asyncio.wait((listening, ended), return_when=asyncio.FIRST_COMPLETED)
+            await _settle(stretches)
+            _announce(service, source, info, config, sock)
+        await asyncio.wait((listening, end.came), return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             await listening
             raise EngineError("the server stopped listening")
-        reason = await ended
-        if reason is not None:
-            raise reason
+        end.raise_reason()
         if not ready.done():
             raise KeyboardInterrupt
         log_event("draining", requests=service.num_active, grace_s=config.grace_s)
@@ -131,83 +88,107 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         ready.cancel()
         await asyncio.gather(ready, return_exceptions=True)
         await service.close()
-        door.close()
-        server.should_exit = True
-        asyncio.get_running_loop().call_later(_END_S, door.drop_all)
-        await listening
+        await server.end(listener, listening)
         log_event("ended")
 
 
-async def _unless(ended: "asyncio.Future[KVQError | None]", work: Callable[[], Any]) -> Any:
-    """What `work` returns, in a thread that nobody waits for if the server is to end meanwhile.
+class _End:
+    """The server's end: what asks for it, and why."""
+
+    def __init__(self) -> None:
+        self.came: asyncio.Future[KVQError | None] = asyncio.get_running_loop().create_future()
+        self.service: Service | None = None
+
+    def set(self, reason: KVQError | None = None) -> None:
+        """Ask for the end; a `reason` is an error."""
+        if not self.came.done():
+            self.came.set_result(reason)
+
+    def on_signals(self, credentials: Credentials | None) -> None:
+        """End at SIGTERM and SIGINT; with `credentials`, read them again at SIGHUP."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        has_terminal = os.isatty(0)
+
+        def hang_up(credentials: Credentials) -> None:
+            if os.isatty(0) == has_terminal:
+                credentials.read_again()
+            else:  # the signal came because the terminal was closed
+                self._stop()
+
+        if credentials is not None:
+            loop.add_signal_handler(signal.SIGHUP, hang_up, credentials)
+
+    def raise_reason(self) -> None:
+        """Raise the error that ended the server, if one did."""
+        if (reason := self.came.result()) is not None:
+            raise reason
+
+    def _stop(self) -> None:
+        if self.service is not None and self.came.done():
+            self.service.hurry()  # the second signal
+        self.set()
+
+
+async def _make_service(
+    config: ServerConfig,
+    source: ModelSource,
+    remote: Remote,
+    starting: "asyncio.Task[Ready]",
+    end: _End,
+) -> Service:
+    """Return the service over an engine that is starting; without one, end that engine."""
+    try:
+        tokenizer = await _unless(end, partial(load_without_torch, source.folder, config.chat_template))
+        service = make_service(config, source.name, source.folder, remote, tokenizer)
+        _log.info("tool calls: %s", service.tools.description)
+    except BaseException:
+        await remote.close()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
+    return service
+
+
+async def _settle(stretches: Stretches) -> None:
+    """Collect garbage once and for all; from now on stretches of the event loop count."""
+    gc.collect()
+    gc.freeze()  # else a collection looks through all the libraries' objects, which takes 50 ms
+    await asyncio.sleep(0)  # no client has waited for this yet
+    stretches.longest_s = 0.0
+
+
+def _announce(
+    service: Service, source: ModelSource, info: Ready, config: ServerConfig, sock: socket.socket
+) -> None:
+    log_event("model", served=service.name, source=str(source), digest=info.model_digest)
+    scheme = "http" if config.tls is None else "https"
+    address, port = sock.getsockname()[:2]
+    _log.info("kvq serves %s on %s://%s:%d", service.name, scheme, address, port)
+
+
+async def _unless(end: _End, work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, done in a thread; the server's end does not wait for it.
 
     Raises:
-        KeyboardInterrupt: it was told to.
-        KVQError: it has to.
+        KeyboardInterrupt: a signal came before the result.
+        KVQError: the server has to end.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
     def run() -> None:
         try:
-            tell = partial(done.set_result, work())
-        except BaseException as error:  # noqa: BLE001 - for who waits
-            tell = partial(done.set_exception, error)
+            finish = partial(done.set_result, work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            finish = partial(done.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: done.done() or tell())
+            loop.call_soon_threadsafe(lambda: done.done() or finish())
 
     threading.Thread(target=run, name="kvq-load", daemon=True).start()
-    await asyncio.wait((done, ended), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((done, end.came), return_when=asyncio.FIRST_COMPLETED)
     if done.done():
         return done.result()
     done.cancel()
-    if (reason := ended.result()) is not None:
-        raise reason
+    end.raise_reason()
     raise KeyboardInterrupt
-
-
-def _open(
-    config: ServerConfig, server: uvicorn.Server, listener: socket.socket, credentials: Credentials
-) -> Door:
-    """Let connections in, to uvicorn's protocol."""
-    server.config.load()
-    door = Door(
-        listener,
-        tls=None if config.tls is None else lambda: credentials.context,
-        max_connections=config.max_connections,
-        max_per_address=config.max_connections_per_address or -(-config.max_connections // 2),
-    )
-    door.open(partial(Connection, server.config, server.server_state, {}, asyncio.get_running_loop()))
-    return door
-
-
-def _uvicorn(app: FastAPI) -> uvicorn.Config:
-    app.openapi()  # made once, which takes long: not while somebody waits
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        http=Connection,
-        ws="none",
-        timeout_graceful_shutdown=_STUCK_S,
-    )
-
-
-def listen(config: ServerConfig) -> socket.socket:
-    """Take the address before anything is loaded; clients wait in line from here on.
-
-    Raises:
-        ConfigError: it can't be had.
-    """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
-    except OSError as error:
-        why = error.strerror
-        if error.errno == errno.EADDRINUSE:
-            why = "another program has that port; end it, or give another --port"
-        raise ConfigError(f"can't listen on {config.host}:{config.port}: {why}") from error
-    prepare(listener)
-    return listener

@@ -15,7 +15,7 @@ from kvq.server.admission.service import Service
 from kvq.server.engine.messages import LiveRequest, PastRequest, Picture
 from kvq.server.http.guard import DOCS
 from kvq.server.http.problems import Problem
-from kvq.server.openai.respond import tenant as who_asks
+from kvq.server.openai.respond import tenant_of
 from kvq.version import __version__
 
 _INTERVAL_S = 0.25  # between pictures at least
@@ -124,7 +124,7 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
 
     @app.get("/pool", responses={200: {"model": dict[str, Any]}})
     async def pool(request: Request) -> Response:
-        shown = await viewers.show(who_asks(request), has_keys=has_keys)
+        shown = await viewers.show(tenant_of(request), has_keys=has_keys)
         return JSONResponse(shown, headers=_HEADERS | {"Cache-Control": "no-store"})
 
 

@@ -22,7 +22,7 @@ from kvq.server.engine.messages import Ended, ErrorKind, Ready
 from kvq.server.engine.remote import Remote, State
 from kvq.server.http.ignored import Body, Ignored, find_ignored
 from kvq.server.http.logs import log_event
-from kvq.server.http.loop_budget import Turns
+from kvq.server.http.loop_budget import LoopBudget
 from kvq.server.http.problems import Problem, failed, timed_out, unavailable
 from kvq.server.tools.calling import ToolCalling
 
@@ -61,7 +61,7 @@ class Service:
         self.defaults = defaults or SamplingDefaults()
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
         self.metrics = Metrics(remote, self.name, config.metrics_names)
-        self.turns = Turns()
+        self.loop_budget = LoopBudget()
         self.num_active = 0
         self.is_strict = config.strict_requests
         self._watch()
@@ -219,7 +219,7 @@ class Service:
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; return when the running ones ended, after `grace_s` at the latest."""
         self._draining = True
-        self.turns.close()
+        self.loop_budget.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
 

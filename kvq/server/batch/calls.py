@@ -18,7 +18,7 @@ from kvq.server.http.ignored import Ignored, safe_name, unknown_field
 from kvq.server.http.logs import describe
 from kvq.server.http.problems import Problem
 from kvq.server.openai.chat import Chat
-from kvq.server.openai.completions import Completion
+from kvq.server.openai.completions import Completions
 from kvq.server.openai.respond import Call
 
 _log = logging.getLogger("kvq")
@@ -72,7 +72,7 @@ class Calls:
             await stack.enter_async_context(self._room.enter(alone=alone))
             await self._until_ready()
             try:
-                kind: Callable[..., Call] = Chat if isinstance(body, ChatBody) else Completion
+                kind: Callable[..., Call] = Chat if isinstance(body, ChatBody) else Completions
                 return await kind(self._service, body, "").answer()
             except Problem:
                 raise

@@ -19,7 +19,7 @@ _INSTEAD = "send larger ones, or Content-Length"
 _FREE_WIRE = 1 << 20  # bytes of a body that are none of its content
 
 
-class MeteredParser(h11.Connection):
+class LimitedParser(h11.Connection):
     """h11's connection, which stops after so many events and takes no bodies of crumbs."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from kvq.errors import ConfigError
-from kvq.server.http.loop_budget import Again, Turns
+from kvq.server.http.loop_budget import Again, LoopBudget
 
 _log = logging.getLogger("kvq")
 _HANDSHAKE_S = 10.0  # to begin it, and again for all of it
@@ -45,7 +45,7 @@ class Stage(Enum):
 class Slot:
     """One connection, from accept to close."""
 
-    door: "Door"
+    listener: "Listener"
     address: str
     sock: socket.socket | None  # until its handshake begins
     since_s: float  # when it was accepted, or its handshake began
@@ -57,11 +57,11 @@ class Slot:
 
     def enter(self, stage: Stage) -> None:
         """It goes on to another stage."""
-        self.door._move(self, stage)
+        self.listener._move(self, stage)
 
     def leave(self) -> None:
         """It is closed; told again, nothing happens."""
-        self.door._leave(self)
+        self.listener._leave(self)
 
     def drop(self) -> None:
         """Close it at once."""
@@ -96,7 +96,7 @@ class _Address:
         return sum(map(len, self.slots.values()))
 
 
-class Door:
+class Listener:
     """Accepts connections while there is room, and makes room where somebody only occupies it.
 
     When all places are taken, the connection that has been silent for longest is closed, of the address with
@@ -106,7 +106,7 @@ class Door:
 
     def __init__(
         self,
-        listener: socket.socket,
+        sock: socket.socket,
         *,
         tls: Callable[[], ssl.SSLContext | None] | None,
         max_connections: int,
@@ -118,11 +118,11 @@ class Door:
         Raises:
             ConfigError: that is none.
         """
-        self.turns = Turns(_SHARE)  # of handshakes and heads
-        self.body_turns = Turns(_SHARE)  # for which no head waits
+        self.budget = LoopBudget(_SHARE)  # of handshakes and heads
+        self.body_budget = LoopBudget(_SHARE)  # for which no head waits
         self.max_connections = min(max_connections, _room(max_connections))
         self._max_per_address = min(max_per_address, self.max_connections)
-        self._listener = listener
+        self._sock = sock
         self._tls = tls
         self._addresses: dict[str, _Address] = {}
         self._num = dict.fromkeys(Stage, 0)
@@ -146,14 +146,14 @@ class Door:
         if self._tls is not None:
             sslproto.SSLProtocol.max_size = _TLS_BUFFER
         self._make = make
-        self._listener.setblocking(False)
+        self._sock.setblocking(False)
         self._resume()
 
     def close(self) -> None:
         """Accept no more, and end what has not begun."""
         self._pause()
         self._make = None
-        self._listener.close()
+        self._sock.close()
         for slot in self._slots():
             if slot.stage is Stage.SILENT and slot.transport is None:
                 slot.drop()
@@ -169,13 +169,13 @@ class Door:
     def _resume(self) -> None:
         if self._make is not None and not self._is_accepting:
             self._is_accepting = True
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _pause(self, duration_s: float | None = None) -> None:
         """Accept nothing until a connection ends or becomes idle, or for so long at most."""
         if self._is_accepting:
             self._is_accepting = False
-            asyncio.get_running_loop().remove_reader(self._listener)
+            asyncio.get_running_loop().remove_reader(self._sock)
         if duration_s is not None:
             asyncio.get_running_loop().call_later(duration_s, self._resume)
 
@@ -184,7 +184,7 @@ class Door:
             if not self._make_room():
                 return
             try:
-                sock, address = self._listener.accept()
+                sock, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -245,7 +245,7 @@ class Door:
             return
         slot.listen_no_more()
         self._spoken[slot] = None
-        self.turns.soon(slot.address, self._admit)
+        self.budget.soon(slot.address, self._admit)
 
     def _admit(self) -> Again:
         """Begin a handshake; of those that take long the longest gives way if it had its time."""
@@ -272,12 +272,12 @@ class Door:
         self._is_admitting = False
         owed, self._num_owed = self._num_owed, 0
         for slot in list(self._spoken)[:owed]:
-            self.turns.soon(slot.address, self._admit)
+            self.budget.soon(slot.address, self._admit)
 
     async def _begin(self, slot: Slot) -> None:
         """Make the connection, after its handshake."""
         make, (sock, slot.sock) = self._make, (slot.sock, None)
-        assert make is not None, "a closed door ends what has not begun"
+        assert make is not None, "a closed listener ends what has not begun"
         assert sock is not None, "it begins once"
         try:
             slot.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
@@ -295,7 +295,7 @@ class Door:
             self._handshakes.pop(slot, None)
             if self._num_owed:
                 self._num_owed -= 1
-                self.turns.soon(slot.address, self._admit)
+                self.budget.soon(slot.address, self._admit)
 
     def _move(self, slot: Slot, stage: Stage) -> None:
         if self._take(slot):

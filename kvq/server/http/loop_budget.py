@@ -31,7 +31,7 @@ class Closing(Exception):
     """Nothing more is begun, since the process ends."""
 
 
-class Turns:
+class LoopBudget:
     """Slices of a few milliseconds, one at a time; between two of them everybody else has the loop."""
 
     def __init__(self, share: float = _SHARE) -> None:

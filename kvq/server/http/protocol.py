@@ -11,9 +11,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from kvq.server.http.limited_parser import SLICE_EVENTS, MeteredParser
+from kvq.server.http.limited_parser import SLICE_EVENTS, LimitedParser
 from kvq.server.http.listener import Slot, Stage
-from kvq.server.http.loop_budget import Again, Turns
+from kvq.server.http.loop_budget import Again, LoopBudget
 from kvq.server.http.problems import Problem, unavailable
 
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
@@ -70,12 +70,12 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         slot: Slot | None = None,
     ) -> None:
-        """`slot`: its place at the door, to be told of what it does."""
+        """`slot`: its place at the listener, to be told of what it does."""
         super().__init__(config, server_state, app_state, _loop)
-        self.conn: MeteredParser = MeteredParser()
+        self.conn: LimitedParser = LimitedParser()
         self._slot = slot
-        self._turns = Turns() if slot is None else slot.door.turns
-        self._body_turns = self._turns if slot is None else slot.door.body_turns
+        self._budget = LoopBudget() if slot is None else slot.listener.budget
+        self._body_budget = self._budget if slot is None else slot.listener.body_budget
         self._is_in_line = False  # to parse on
         self._stage = Stage.SILENT  # before it was
         self._is_resting = False  # from small reads
@@ -103,8 +103,8 @@ class Connection(H11Protocol):
         if self._is_in_line:
             return
         self._is_in_line = True
-        turns = self._body_turns if self.conn.their_state is h11.SEND_BODY else self._turns
-        turns.soon("" if self._slot is None else self._slot.address, self._parse_on)
+        budget = self._body_budget if self.conn.their_state is h11.SEND_BODY else self._budget
+        budget.soon("" if self._slot is None else self._slot.address, self._parse_on)
         if self._is_in_line:
             self._hold()
             if self._slot is not None and self._slot.stage is not Stage.BUSY:

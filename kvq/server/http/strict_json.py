@@ -134,7 +134,7 @@ class _JsonRequest(Request):
                 yield Again.NEXT
 
         try:
-            await self.app.state.turns.through(self.scope.get("kvq_tenant", ""), read())
+            await self.app.state.loop_budget.through(self.scope.get("kvq_tenant", ""), read())
         except Closing as error:
             raise HTTPException(503, "the server is shutting down", {"Retry-After": "1"}) from error
         except RecursionError as error:

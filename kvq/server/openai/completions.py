@@ -12,7 +12,7 @@ from kvq.server.openai.answers import Answer, reason_of
 from kvq.server.openai.sampling import completion_params
 
 
-class Completion(Answer):
+class Completions(Answer):
     """One request, of one prompt or several."""
 
     OBJECT = CHUNK = "text_completion"

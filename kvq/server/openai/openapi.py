@@ -12,33 +12,13 @@ from kvq.server.http.guard import MAX_HEADERS, OPEN, is_browsed
 from kvq.server.http.ignored import HEADER, ONLY_USUAL
 from kvq.server.http.incoming import MAX_BODY
 from kvq.server.http.problems import is_messages_path
+from kvq.server.openai.answer_schemas import SCHEMAS, TEXT, named
 
 Document = dict[str, Any]
-ONE_OR_STREAM: dict[str, Any] = {
-    "description": "The whole answer, or with `stream` its pieces as server-sent events.",
-    "content": {"text/event-stream": {}},
-}
+Responses = dict[int | str, dict[str, Any]]  # of a route, as FastAPI takes them
 _IGNORED: Document = {
     "description": "Fields of the body that are not known here and were ignored, with commas.",
-    "schema": {"type": "string"},
-}
-_TEXT: Document = {"type": "string"}
-_TEXT_OR_NULL: Document = {"type": ["string", "null"]}
-
-
-def _object(**properties: Document) -> Document:
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
-_SCHEMAS = {
-    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
-    "MessagesError": _object(
-        type={"const": "error"},
-        error={
-            **_object(type=_TEXT, message=_TEXT),
-            "properties": {"type": _TEXT, "message": _TEXT, "details": _object(error_code=_TEXT)},
-        },
-    ),
+    "schema": TEXT,
 }
 _WORDS = {
     400: "The request is wrong; the message says where.",
@@ -59,6 +39,19 @@ _SECURITY: Document = {
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "browser": {"type": "http", "scheme": "basic", "description": "The password is the key."},
 }
+
+
+def answer(name: str) -> Responses:
+    """Return the responses of a route that answers with one of the schemas."""
+    return {200: {"content": {"application/json": {"schema": named(name)}}}}
+
+
+def stream_or(name: str) -> Responses:
+    """Return the responses of a route that answers whole or as a stream."""
+    description = "The whole answer, or with `stream` its pieces as server-sent events."
+    return {
+        200: {"description": description, "content": answer(name)[200]["content"] | {"text/event-stream": {}}}
+    }
 
 
 def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:
@@ -84,11 +77,14 @@ def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Docum
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas |= _SCHEMAS
+    schemas |= SCHEMAS
     if is_strict:
         _close(document)
     if has_keys:
         components["securitySchemes"] = _SECURITY
+    # A body's part that is private to its module has an underscore there, and none in the document
+    text = re.sub('"(#/components/schemas/|)_(?=[A-Z])', r'"\1', json.dumps(document))
+    document = app.openapi_schema = json.loads(text)
     return document
 
 
@@ -129,8 +125,7 @@ def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
 
 def _refusal(status: int, path: str) -> Document:
     name = "MessagesError" if is_messages_path(path) else "Error"
-    schema = {"$ref": f"#/components/schemas/{name}"}
-    found: Document = {"description": _WORDS[status], "content": {"application/json": {"schema": schema}}}
+    found: Document = {"description": _WORDS[status], "content": answer(name)[200]["content"]}
     if status in (429, 503):
         what = "Seconds after which another try may succeed."
         found["headers"] = {"Retry-After": {"description": what, "schema": {"type": "integer"}}}

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service
 from kvq.server.http.guard import ADMITTED
 from kvq.server.http.ignored import IGNORED, Body
@@ -37,17 +38,9 @@ class Call(ABC):
         """The answer in pieces, as they come. Raises Problem: it can't be served, or failed on the way."""
 
 
-def tenant(request: Request) -> str:
-    """Who asks: "" without keys, otherwise "key-" and the number of the key."""
+def tenant_of(request: Request) -> str:
+    """Return a request's tenant: "" without keys, otherwise "key-" and the number of the key."""
     return str(request.scope.get("kvq_tenant", ""))
-
-
-@contextlib.contextmanager
-def admitted(request: Request, entered: AbstractContextManager[None]) -> Iterator[None]:
-    """While `entered`; the request was charged for with that."""
-    with entered:
-        request.scope[ADMITTED] = True
-        yield
 
 
 async def note_fields(request: Request, service: Service, body: Body) -> None:
@@ -67,6 +60,22 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
     await asyncio.sleep(0)
 
 
+@contextlib.asynccontextmanager
+async def text_request(
+    request: Request, service: Service, body: Body, model: str | None
+) -> AsyncIterator[Prompts]:
+    """Admit a request that only reads texts, which the engine does not see; yield what reads them.
+
+    Raises:
+        Problem: it is for another model, has a field that is refused, or the tenant has sent too many.
+    """
+    await note_fields(request, service, body)
+    service.check_model(model)
+    with service.aside(tenant_of(request)):
+        request.scope[ADMITTED] = True
+        yield service.counting
+
+
 async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:
     """Answer a call if there is room for it; it is cancelled when the client goes.
 
@@ -74,7 +83,8 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         Problem: it failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(admitted(request, service.enter(tenant(request), call.seats)))
+        stack.enter_context(service.enter(tenant_of(request), call.seats))
+        request.scope[ADMITTED] = True
         cut = service.metrics.cuts.inc
         if stream:
             chunks = await _while_connected(request, _first_of(call.chunks()))

@@ -11,7 +11,6 @@ import pytest
 from kvq.engine.requests.outputs import Piece
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.scheduler import PoolShape, SchedulerConfig
-from kvq.server import run
 from kvq.server.admission.config import ServerConfig
 from kvq.server.app import create_app
 from kvq.server.assembly import make_service
@@ -20,6 +19,7 @@ from kvq.server.engine.process import EngineProcess
 from kvq.server.engine.remote import Remote, State
 from kvq.server.health import DeepCheck
 from kvq.server.http.problems import Problem
+from kvq.server.http.server import HttpServer
 from tests.waiting import HANG_S
 
 
@@ -69,7 +69,7 @@ def ask(tiny):
         remote._process = EngineProcess(popen=None, reader=None, writer=Mute(remote, first="stream" in body))
         made = make_service(config, "tiny", EMBEDDED["tiny"], remote, tiny.tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = run._Server(run._uvicorn(create_app(made)))
+            server = HttpServer(create_app(made))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             answer = await asyncio.to_thread(post, listener.getsockname()[1], body)
             server.should_exit = True

@@ -45,7 +45,7 @@ class Deaths(Calls):
 def calls(monkeypatch):
     made = Deaths()
     answer = lambda service, line, tenant: SimpleNamespace(answer=lambda: made.run(line))  # noqa: E731
-    monkeypatch.setattr("kvq.server.batch.calls.Completion", answer)
+    monkeypatch.setattr("kvq.server.batch.calls.Completions", answer)
     return made
 
 

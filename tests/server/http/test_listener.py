@@ -15,8 +15,8 @@ import trustme
 import uvicorn
 
 from kvq.errors import ConfigError
-from kvq.server.http import listener as door_module
-from kvq.server.http.listener import Door
+from kvq.server.http import listener as listener_module
+from kvq.server.http.listener import Listener
 from kvq.server.http.protocol import Connection
 from tests.server.kit import Server
 from tests.waiting import HANG_S, wait_for
@@ -25,10 +25,10 @@ GET = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 class World:
-    """A door over an application whose answers to /slow wait until they may be given."""
+    """A listener over an application whose answers to /slow wait until they may be given."""
 
     def __init__(self, *, max_connections=8, max_per_address=8, tls=None):
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.options = {
             "max_connections": max_connections,
             "max_per_address": max_per_address,
@@ -43,16 +43,16 @@ class World:
         )
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext
-        self.door = Door(self.listener, **self.options)
+        self.listener = Listener(self.sock, **self.options)
         config.load()
-        self.door.open(
+        self.listener.open(
             lambda slot: Connection(config, server.server_state, {}, asyncio.get_running_loop(), slot)
         )
         serving = asyncio.create_task(server.serve(sockets=[]))
         self.ready.set()
         while not self.ended.is_set():
             await asyncio.sleep(0.01)
-        self.door.close()
+        self.listener.close()
         server.should_exit = True
         await serving
 
@@ -73,7 +73,7 @@ class World:
         self.thread.join()
 
     def connect(self, source="127.0.0.1"):
-        return socket.create_connection(self.listener.getsockname(), HANG_S, source_address=(source, 0))
+        return socket.create_connection(self.sock.getsockname(), HANG_S, source_address=(source, 0))
 
 
 def ask(sock, path=b"/"):
@@ -134,7 +134,7 @@ def test_a_flood_of_silent_connections_keeps_nobody_out(caplog):
                 assert ask(polite).startswith(b"HTTP/1.1 200")
             silent.append(stack.enter_context(world.connect()))
         assert all(is_closed(sock) for sock in silent[:50]), "the oldest gave way"
-        assert world.door.num_connections <= 8
+        assert world.listener.num_connections <= 8
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -145,14 +145,14 @@ def test_connections_in_their_handshake_count_and_give_way(tls, client_tls, capl
             raw = stack.enter_context(world.connect())
             with client_tls.wrap_socket(raw, server_hostname="localhost") as polite:
                 assert ask(polite).startswith(b"HTTP/1.1 200")
-        assert world.door.num_connections <= 8
+        assert world.listener.num_connections <= 8
         assert all(is_closed(sock) for sock in silent[:40])
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_who_has_not_said_a_word_takes_no_handshake_from_others(tls, client_tls, monkeypatch):
-    monkeypatch.setattr(door_module, "_TO_SPEAK_S", 10 * HANG_S)
-    monkeypatch.setattr(door_module, "_MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(listener_module, "_TO_SPEAK_S", 10 * HANG_S)
+    monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 2)
     with World(tls=tls, max_connections=40, max_per_address=40) as world, contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(world.connect())
@@ -162,7 +162,7 @@ def test_who_has_not_said_a_word_takes_no_handshake_from_others(tls, client_tls,
 
 
 def test_the_oldest_handshake_gives_way(tls, client_tls, monkeypatch):
-    monkeypatch.setattr(door_module, "_MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 2)
     with World(tls=tls, max_connections=40, max_per_address=40) as world, contextlib.ExitStack() as stack:
         begun = [stack.enter_context(world.connect()) for _ in range(6)]
         for sock in begun:
@@ -174,16 +174,16 @@ def test_the_oldest_handshake_gives_way(tls, client_tls, monkeypatch):
 
 
 def test_a_closed_door_forgets_who_waits_for_a_handshake(tls, client_tls, monkeypatch):
-    monkeypatch.setattr(door_module, "_MAX_HANDSHAKES", 1)
-    monkeypatch.setattr(door_module, "_TO_SPEAK_S", 10 * HANG_S)
+    monkeypatch.setattr(listener_module, "_MAX_HANDSHAKES", 1)
+    monkeypatch.setattr(listener_module, "_TO_SPEAK_S", 10 * HANG_S)
     with contextlib.ExitStack() as stack:
         with World(tls=tls) as world:
             socks = [stack.enter_context(world.connect()) for _ in range(4)]
             for sock in socks[:3]:
                 sock.sendall(greeting(client_tls)[0])
-            wait_for(lambda: len(world.door._spoken) == 2, "two to wait")
+            wait_for(lambda: len(world.listener._spoken) == 2, "two to wait")
         assert all(map(is_closed, socks))
-        assert not world.door._addresses
+        assert not world.listener._addresses
 
 
 def test_greetings_that_end_at_once_begin_their_handshakes_in_turns(tls, client_tls):
@@ -196,8 +196,8 @@ def test_greetings_that_end_at_once_begin_their_handshakes_in_turns(tls, client_
             for piece in (hello[:3], hello[3:-1]):
                 sock.sendall(piece)
             begun.append((sock, hello[-1:], *client))
-        wait_for(lambda: world.door.num_connections == 20, "all to be accepted")
-        assert not world.door._handshakes
+        wait_for(lambda: world.listener.num_connections == 20, "all to be accepted")
+        assert not world.listener._handshakes
         for sock, last, *_ in begun:
             sock.sendall(last)
         for sock, _, client, coming, going in begun:
@@ -224,7 +224,7 @@ def test_garbage_in_place_of_a_handshake_frees_its_place(tls, client_tls):
                 sock.sendall(sent)
                 sock.shutdown(socket.SHUT_WR)
                 assert is_closed(sock)
-        wait_for(lambda: world.door.num_connections == 0, "all places to be free")
+        wait_for(lambda: world.listener.num_connections == 0, "all places to be free")
         with client_tls.wrap_socket(world.connect(), server_hostname="localhost") as polite:
             assert ask(polite).startswith(b"HTTP/1.1 200")
 
@@ -235,11 +235,11 @@ def test_who_waits_for_an_answer_does_not_give_way_and_new_ones_wait(caplog):
         busy = [stack.enter_context(world.connect()) for _ in range(8)]
         for sock in busy:
             sock.sendall(GET.replace(b"/", b"/slow", 1))
-        wait_for(lambda: world.door._num[door_module.Stage.BUSY] == 8, "all to be busy")
+        wait_for(lambda: world.listener._num[listener_module.Stage.BUSY] == 8, "all to be busy")
         late = [stack.enter_context(world.connect()) for _ in range(20)]
         for sock in late:
             sock.sendall(GET)
-        wait_for(lambda: "busy" in caplog.text, "the door to be closed for now")
+        wait_for(lambda: "busy" in caplog.text, "accepting to be paused")
         world.may_answer.set()
         for sock in busy + late:
             assert answer(sock).startswith(b"HTTP/1.1 200")
@@ -253,7 +253,7 @@ def test_idle_connections_give_way_after_silent_ones():
         idle = [stack.enter_context(world.connect()) for _ in range(3)]
         assert all(ask(sock).startswith(b"HTTP/1.1 200") for sock in idle)
         silent = stack.enter_context(world.connect())
-        wait_for(lambda: world.door.num_connections == 4, "all to be there")
+        wait_for(lambda: world.listener.num_connections == 4, "all to be there")
         new = stack.enter_context(world.connect())
         assert ask(new).startswith(b"HTTP/1.1 200")
         assert is_closed(silent)
@@ -268,7 +268,7 @@ def test_an_address_has_its_share():
         busy = [stack.enter_context(world.connect()) for _ in range(3)]
         for sock in busy:
             sock.sendall(GET.replace(b"/", b"/slow", 1))
-        wait_for(lambda: world.door._num[door_module.Stage.BUSY] == 3, "all to be busy")
+        wait_for(lambda: world.listener._num[listener_module.Stage.BUSY] == 3, "all to be busy")
         assert is_closed(stack.enter_context(world.connect()))
         other = stack.enter_context(world.connect("127.0.0.2"))
         assert ask(other).startswith(b"HTTP/1.1 200")
@@ -279,21 +279,21 @@ def test_an_address_has_its_share():
 
 
 def test_no_descriptors_are_told_once_and_got_over(monkeypatch, caplog):
-    monkeypatch.setattr(door_module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(listener_module, "_AGAIN_S", 0.01)
     with World() as world:
         calls = []
 
         class Short:
             def __getattr__(self, name):
-                return getattr(world.listener, name)
+                return getattr(world.sock, name)
 
             def accept(self):
                 calls.append(1)
                 if len(calls) < 30:
                     raise OSError(errno.EMFILE, "Too many open files")
-                return world.listener.accept()
+                return world.sock.accept()
 
-        world.door._listener = Short()
+        world.listener._sock = Short()
         with world.connect() as sock:
             assert ask(sock).startswith(b"HTTP/1.1 200")
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -304,13 +304,13 @@ def test_the_limit_of_descriptors_bounds_connections(monkeypatch):
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 100))
     monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
-    monkeypatch.setattr(door_module, "_num_open", lambda: 20)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        door = Door(listener, tls=None, max_connections=4096, max_per_address=2048)
-        assert (door.max_connections, limits) == (100 - 20 - door_module._FOR_OTHERS, [(100, 100)])
+    monkeypatch.setattr(listener_module, "_num_open", lambda: 20)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        listener = Listener(sock, tls=None, max_connections=4096, max_per_address=2048)
+        assert (listener.max_connections, limits) == (100 - 20 - listener_module._FOR_OTHERS, [(100, 100)])
         monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
         with pytest.raises(ConfigError, match=r"40 files may be open.*ulimit -n"):
-            Door(listener, tls=None, max_connections=4096, max_per_address=2048)
+            Listener(sock, tls=None, max_connections=4096, max_per_address=2048)
 
 
 @pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "tls"])
@@ -328,13 +328,13 @@ def test_random_coming_and_going_loses_no_place(seed, is_tls, tls):
                     socks.pop(rng.randrange(len(socks))).close()
                 else:
                     rng.choice(socks).sendall(rng.choice([GET, GET[:9], b"\0\r\n\r\n"]))
-            assert world.door.num_connections <= 6
+            assert world.listener.num_connections <= 6
         for sock in socks:
             sock.close()
-        wait_for(lambda: world.door.num_connections == 0, "all places to be free")
-        assert not world.door._addresses
-        assert not world.door._handshakes
-        assert not world.door._spoken
+        wait_for(lambda: world.listener.num_connections == 0, "all places to be free")
+        assert not world.listener._addresses
+        assert not world.listener._handshakes
+        assert not world.listener._spoken
 
 
 def test_a_server_with_few_descriptors_serves_more_clients_than_those():

@@ -1,4 +1,4 @@
-"""Slices of work, in turns."""
+"""Slices of work: owners alternate, and the event loop runs between them."""
 
 import asyncio
 import contextlib
@@ -9,21 +9,21 @@ from time import thread_time
 
 import pytest
 
-from kvq.server.http.loop_budget import Again, Closing, Stretches, Turns
+from kvq.server.http.loop_budget import Again, Closing, LoopBudget, Stretches
 from tests.waiting import HANG_S
 
 
 def test_what_ends_at_once_waits_for_nobody():
-    turns = Turns()
-    asyncio.run(asyncio.wait_for(turns.through("", iter(())), HANG_S))
-    assert len(turns._line) == 0
+    budget = LoopBudget()
+    asyncio.run(asyncio.wait_for(budget.through("", iter(())), HANG_S))
+    assert len(budget._line) == 0
 
 
 def test_owners_take_turns_and_others_run_between():
     seen = []
 
     async def main():
-        turns = Turns()
+        budget = LoopBudget()
 
         def work(name, count):
             for i in range(count):
@@ -36,9 +36,9 @@ def test_owners_take_turns_and_others_run_between():
                 seen.append("-")
 
         await asyncio.gather(
-            turns.through("a", work("a", 3)),
-            turns.through("a", work("A", 3)),
-            turns.through("b", work("b", 3)),
+            budget.through("a", work("a", 3)),
+            budget.through("a", work("A", 3)),
+            budget.through("b", work("b", 3)),
             other(),
         )
 
@@ -50,7 +50,7 @@ def test_owners_take_turns_and_others_run_between():
 
 def test_a_failure_is_for_who_waits_and_the_others_go_on():
     async def main():
-        turns = Turns()
+        budget = LoopBudget()
 
         def fail():
             yield Again.IN_TURN
@@ -61,13 +61,13 @@ def test_a_failure_is_for_who_waits_and_the_others_go_on():
             yield Again.IN_TURN
 
         failed, done = await asyncio.gather(
-            turns.through("a", fail()), turns.through("b", work()), return_exceptions=True
+            budget.through("a", fail()), budget.through("b", work()), return_exceptions=True
         )
         assert isinstance(failed, ValueError)
         assert done is None
         with pytest.raises(TimeoutError):  # who stops waiting stops the work
-            await asyncio.wait_for(turns.through("a", iter(lambda: Again.IN_TURN, 0)), 0.01)
-        await turns.through("b", work())
+            await asyncio.wait_for(budget.through("a", iter(lambda: Again.IN_TURN, 0)), 0.01)
+        await budget.through("b", work())
 
     asyncio.run(main())
 
@@ -76,7 +76,7 @@ def test_who_holds_much_is_next_of_its_owner():
     seen = []
 
     async def main():
-        turns = Turns()
+        budget = LoopBudget()
 
         def work(name):
             yield Again.IN_TURN
@@ -84,7 +84,7 @@ def test_who_holds_much_is_next_of_its_owner():
             yield Again.NEXT
             seen.append(f"{name} ends")
 
-        await asyncio.gather(*(turns.through("a", work(name)) for name in "xyz"))
+        await asyncio.gather(*(budget.through("a", work(name)) for name in "xyz"))
 
     asyncio.run(main())
     assert seen == [f"{name} {what}" for name in "xyz" for what in ("begins", "ends")]
@@ -100,8 +100,8 @@ def test_what_many_begin_at_once_is_spread():
         yield Again.IN_TURN
 
     async def main():
-        turns = Turns()
-        await asyncio.gather(*(turns.through("a", work()) for _ in range(60)))
+        budget = LoopBudget()
+        await asyncio.gather(*(budget.through("a", work()) for _ in range(60)))
 
     with asyncio.Runner(loop_factory=stretches.make_loop) as runner:
         runner.run(main())
@@ -123,7 +123,7 @@ def test_a_failure_leaves_no_garbage():
         body = Body()
         seen = weakref.ref(body)
         with contextlib.suppress(ValueError):
-            await Turns().through("a", fail(body))
+            await LoopBudget().through("a", fail(body))
         del body
         for _ in range(5):
             await asyncio.sleep(0)
@@ -138,18 +138,18 @@ def test_a_failure_leaves_no_garbage():
 
 def test_at_the_end_who_waits_is_told_and_single_steps_go_on():
     async def main():
-        turns, seen = Turns(), []
-        waiting = asyncio.create_task(turns.through("a", iter(lambda: Again.IN_TURN, 0)))
+        budget, seen = LoopBudget(), []
+        waiting = asyncio.create_task(budget.through("a", iter(lambda: Again.IN_TURN, 0)))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        turns.add("b", lambda: seen.append("b") or Again.NO)
-        turns.close()
-        for late in (waiting, turns.through("a", iter(()))):
+        budget.add("b", lambda: seen.append("b") or Again.NO)
+        budget.close()
+        for late in (waiting, budget.through("a", iter(()))):
             with pytest.raises(Closing):
                 await asyncio.wait_for(late, HANG_S)
         while not seen:
             await asyncio.sleep(0.01)
-        assert not turns._waiting
+        assert not budget._waiting
 
     asyncio.run(main())
 
@@ -159,7 +159,7 @@ def test_what_many_ask_for_at_once_is_done_in_turns():
     done = []
 
     async def main():
-        turns = Turns()
+        budget = LoopBudget()
 
         def step(number):
             done.append(number)
@@ -169,7 +169,7 @@ def test_what_many_ask_for_at_once_is_done_in_turns():
         now_s = loop.time()
         loop.time = lambda: now_s  # all of it at one moment, however busy the machine is
         for number in range(100):
-            turns.soon(str(number % 3), partial(step, number))
+            budget.soon(str(number % 3), partial(step, number))
         del loop.time
         at_once = len(done)
         while len(done) < 100:
@@ -186,13 +186,13 @@ def test_a_step_that_wants_another_gets_it_in_its_turn():
     seen = []
 
     async def main():
-        turns = Turns()
+        budget = LoopBudget()
 
         def step():
             seen.append(len(seen))
             return Again.IN_TURN if len(seen) < 5 else Again.NO
 
-        turns.soon("a", step)
+        budget.soon("a", step)
         assert seen == [0]
         while len(seen) < 5:
             await asyncio.sleep(0)

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from kvq.server.http import protocol
-from kvq.server.http.limited_parser import MeteredParser
+from kvq.server.http.limited_parser import LimitedParser
 from kvq.server.http.loop_budget import Again
 from kvq.server.http.protocol import Connection, prepare
 from tests.waiting import HANG_S, wait_for
@@ -100,7 +100,7 @@ def test_who_is_gone_before_its_turn_is_not_read_on():
     """A closed TLS transport has nothing to pause or resume any more."""
     connection = object.__new__(Connection)
     connection.transport = SimpleNamespace(is_closing=lambda: True)
-    connection.conn, connection.flow = MeteredParser(), None
+    connection.conn, connection.flow = LimitedParser(), None
     connection._slot = connection._head_timer = None
     connection._is_in_line, connection._is_resting = True, True
     assert connection._parse_on() is Again.NO

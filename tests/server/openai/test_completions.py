@@ -11,7 +11,7 @@ from kvq.server.admission.bodies import ChatBody, CompletionBody
 from kvq.server.engine.messages import Ended
 from kvq.server.http.guard import Access
 from kvq.server.openai.chat import Chat
-from kvq.server.openai.completions import Completion
+from kvq.server.openai.completions import Completions
 from kvq.server.tools import Thinking, ToolCalling
 from tests.server import asgi
 
@@ -80,11 +80,11 @@ def test_echo_gives_prompts_back_as_they_were_sent(prompt, n):
     sent = [one if isinstance(one, str) else "".join(map(chr, one)) for one in (prompt if many else [prompt])]
     expected = [one + " ok." for one in sent for _ in range(n)]
 
-    choices = whole(Completion(served([" ok", "."])[0], body, ""))["choices"]
+    choices = whole(Completions(served([" ok", "."])[0], body, ""))["choices"]
     assert [choice["text"] for choice in choices] == expected
 
     told = dict.fromkeys(range(len(expected)), "")
-    for chunk in streamed(Completion(served([" ok", "."])[0], body, "")):
+    for chunk in streamed(Completions(served([" ok", "."])[0], body, "")):
         for choice in chunk["choices"]:
             told[choice["index"]] += choice["text"]
     assert [*told.values()] == expected
@@ -92,9 +92,9 @@ def test_echo_gives_prompts_back_as_they_were_sent(prompt, n):
 
 def test_max_tokens_0_gives_the_prompt_alone_and_without_echo_nothing_is_given_back():
     body = {"prompt": "  a b", "echo": True, "max_tokens": 0}
-    assert whole(Completion(served(["x"])[0], CompletionBody(**body), ""))["choices"][0]["text"] == "  a b"
+    assert whole(Completions(served(["x"])[0], CompletionBody(**body), ""))["choices"][0]["text"] == "  a b"
     body = CompletionBody(prompt="a", max_tokens=1)
-    assert whole(Completion(served(["x"])[0], body, ""))["choices"][0]["text"] == "x"
+    assert whole(Completions(served(["x"])[0], body, ""))["choices"][0]["text"] == "x"
 
 
 ASK = {"messages": [{"role": "user", "content": "?"}]}

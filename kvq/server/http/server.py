@@ -1,0 +1,85 @@
+"""HTTP server: uvicorn's protocol over a listener that bounds connections."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvq.errors import ConfigError
+from kvq.server.http.credentials import Credentials
+from kvq.server.http.listener import Listener
+from kvq.server.http.protocol import Connection, prepare
+
+_END_S = 0.3  # for answers to be written after the engine is gone
+_STUCK_S = 2  # for all to be closed after that
+
+
+class HttpServer(uvicorn.Server):
+    """An application's server, which leaves signals alone: running requests end before sockets are closed."""
+
+    def __init__(self, app: FastAPI) -> None:
+        app.openapi()  # made once, which takes long: not while a client waits
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                http=Connection,
+                ws="none",
+                timeout_graceful_shutdown=_STUCK_S,
+            )
+        )
+        self.config.load()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def listen(
+        self, sock: socket.socket, credentials: Credentials, *, max_connections: int, max_per_address: int
+    ) -> Listener:
+        """Accept connections on a listening socket; those of a server with a certificate begin with TLS.
+
+        Raises:
+            ConfigError: the limit of open files leaves none for connections.
+        """
+        listener = Listener(
+            sock,
+            tls=None if credentials.context is None else lambda: credentials.context,
+            max_connections=max_connections,
+            max_per_address=max_per_address,
+        )
+        listener.open(partial(Connection, self.config, self.server_state, {}, asyncio.get_running_loop()))
+        return listener
+
+    async def end(self, listener: Listener, serving: "asyncio.Task[None]") -> None:
+        """Close the listener, give answers a moment to be written, and wait for the end of `serving`."""
+        listener.close()
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(_END_S, listener.drop_all)
+        await serving
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address: clients queue there from now on.
+
+    Raises:
+        ConfigError: the address can't be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        why = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            why = "another program has that port; end it, or give another --port"
+        raise ConfigError(f"can't listen on {host}:{port}: {why}") from error
+    prepare(sock)
+    return sock

@@ -1,0 +1,66 @@
+"""OpenAI routes: completions, chat and models; and `/tokenize` and `/detokenize`, as vLLM has them."""
+
+from time import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from kvq.server.admission.prompts import Conversation, Prompts
+from kvq.server.admission.service import Service, describe
+from kvq.server.http.problems import Problem
+from kvq.server.openai.chat import Chat
+from kvq.server.openai.completions import Completions
+from kvq.server.openai.openapi import answer, stream_or
+from kvq.server.openai.respond import note_fields, respond, tenant_of, text_request
+
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+READING = ("/tokenize", "/detokenize")  # only texts or tokens: the engine sees nothing of them
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes to an application."""
+    created = int(time())
+
+    @app.post("/v1/completions", responses=stream_or("Completion"))
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        await note_fields(request, service, body)
+        call = Completions(service, body, tenant_of(request))
+        return await respond(request, service, call, stream=body.stream)
+
+    @app.post("/v1/chat/completions", responses=stream_or("ChatCompletion"))
+    async def chat(request: Request, body: ChatBody) -> Response:
+        await note_fields(request, service, body)
+        return await respond(request, service, Chat(service, body, tenant_of(request)), stream=body.stream)
+
+    @app.get("/v1/models", responses=answer("Models"))
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [describe(service, created, name) for name in service.names]}
+
+    @app.get("/v1/models/{model:path}", responses=answer("Model"))
+    async def model(model: str) -> dict[str, Any]:
+        service.check_model(model)
+        return describe(service, created, model)
+
+    @app.post("/tokenize", responses=answer("Tokens"))
+    async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+        async with text_request(request, service, body, body.model) as prompts:
+            tokens = await _tokens(prompts, body, tenant_of(request))
+        info = service.remote.info
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_context if info else None}
+
+    @app.post("/detokenize", responses=answer("Prompt"))
+    async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
+        async with text_request(request, service, body, body.model) as prompts:
+            info = service.remote.info
+            if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
+                raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
+            return {"prompt": await prompts.detokenize(body.tokens, tenant=tenant_of(request))}
+
+
+async def _tokens(prompts: Prompts, body: TokenizeBody, tenant: str) -> list[int]:
+    if body.messages is None:
+        return await prompts.tokenize(body.prompt or "", special=body.add_special_tokens, tenant=tenant)
+    options = {"add_generation_prompt": body.add_generation_prompt}
+    return await prompts.chat(Conversation(messages=body.messages, options=options), tenant=tenant)
