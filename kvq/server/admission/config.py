@@ -13,7 +13,7 @@ from kvq.server.http.credentials import Access, Tls
 from kvq.server.http.guard import LOOPBACK
 from kvq.server.http.logs import LogConfig
 from kvq.server.kv_events.config import EventsConfig
-from kvq.server.tools.registry import find_format
+from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.thoughts import check_name
 
 LOCAL = ("127.0.0.1", "::1", "localhost")

@@ -1,4 +1,4 @@
-"""From a batch's line to its result: the server's own calls, tried again when the engine ends."""
+"""Batch calls: answer a line with the server's own calls, and try again when the engine ends."""
 
 import asyncio
 import logging
@@ -35,25 +35,25 @@ _POLL_S = 0.05
 class Calls:
     """Answers lines.
 
-    What was running when the engine ended is tried again, each line alone: so one that ends the engine
+    Lines that were running when the engine ended are tried again, each alone: a line that ends the engine
     every time takes no others with it.
     """
 
     def __init__(
         self, service: Service, on_ignored: Callable[[list[str]], object] = lambda names: None
     ) -> None:
-        """`on_ignored` is told the names of fields that were ignored, once for each line that has any."""
+        """`on_ignored` gets the names of ignored fields, once for each line that has any."""
         self._service = service
         self._on_ignored = on_ignored
         self._room = _Room()
         self._grammars = asyncio.Semaphore(_GRAMMARS)
 
     async def answer(self, line: Line) -> dict[str, Any]:
-        """The answer's body.
+        """Return the answer's body.
 
         Raises:
             Problem: the request can't be served, or failed, several times if that was not its own fault.
-            EngineError: there will be no engine any more.
+            EngineError: the engine ended for good.
         """
         body = await self._body(line)
         for again in range(_TRIES - 1):
@@ -91,7 +91,7 @@ class Calls:
             await asyncio.sleep(_POLL_S)
 
     async def _body(self, line: Line) -> Body:
-        """Raises Problem: not a request of this protocol, or a strict run refuses its unknown fields."""
+        """Return a line's body. Raises Problem: it is invalid, or has unknown fields in a strict run."""
         given = dict(line.body)
         if given.pop("stream", False):
             raise Problem(400, "a batch has no streams; leave stream out", param="stream")
@@ -118,12 +118,12 @@ class Calls:
 
 
 class _Room:
-    """For many side by side, or one alone; who wants to be alone goes before those who come after."""
+    """Lock for many side by side, or one alone; one that waits to be alone goes before later ones."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
         self._num_inside = 0
-        self._num_alone = 0  # or who want to be
+        self._num_alone = 0  # those that wait included
 
     @asynccontextmanager
     async def enter(self, *, alone: bool) -> AsyncIterator[None]:

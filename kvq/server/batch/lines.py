@@ -1,4 +1,4 @@
-"""The lines of a batch and of its results, in OpenAI's format, one at a time."""
+"""Batch lines: requests and their results in OpenAI's format, one at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,27 +20,20 @@ _PASSING = (429, 500, 502, 503, 504)  # statuses that are not the request's own 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """Why a line is no request."""
-
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One request, or what is wrong with it."""
+    """One request; or, with a `fault`, the reason why it is none."""
 
     number: int  # from 1
     custom_id: str | None = None  # None if it could not be read
     url: str = ""
     body: dict[str, Any] = field(default_factory=dict)
-    fault: Fault | None = None
-    unknown: str | None = None  # the first of its fields that means nothing
+    fault: str | None = None
+    fault_code: str = "invalid_line"
+    unknown: str | None = None  # the first of its fields that is not known
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All lines but empty ones; of the file only one line is held at a time.
+    """Yield all lines but empty ones. Only one line of the file is held at a time.
 
     Raises:
         OSError: it can't be read.
@@ -60,9 +53,9 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def parse_line(number: int, raw: bytes) -> Line:
-    """The request of a line; what is wrong with one is in its `fault`."""
+    """Return the request of a line; if it is none, its `fault` says why."""
     try:
-        for _ in scan(raw, inside=1):  # nobody waits for a token meanwhile
+        for _ in scan(raw, inside=1):  # in one go: no client waits for a token meanwhile
             pass
         given = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -86,30 +79,25 @@ def parse_line(number: int, raw: bytes) -> Line:
 
 
 def _faulty(number: int, custom_id: str | None, message: str) -> Line:
-    fault = Fault(code="invalid_line", message=f"line {number}: {message}")
-    return Line(number=number, custom_id=custom_id, fault=fault)
+    return Line(number=number, custom_id=custom_id, fault=f"line {number}: {message}")
 
 
-class Response(msgspec.Struct, frozen=True):
-    """What is read again of a request that was run."""
-
+class _Response(msgspec.Struct, frozen=True):
     status_code: int
 
 
-class Error(msgspec.Struct, frozen=True):
-    """What is read again of a line that was no request."""
-
+class _Error(msgspec.Struct, frozen=True):
     code: str
     line: int
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What is read again of a line."""
+    """A line of results, as far as a later run reads it again."""
 
     id: str
     custom_id: str | None
-    response: Response | None
-    error: Error | None
+    response: _Response | None
+    error: _Error | None
 
     @property
     def is_failed(self) -> bool:
@@ -118,7 +106,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def is_passing(self) -> bool:
-        """True if it failed by the engine or for too much load, so that it may succeed another time."""
+        """True if it failed because of the engine or of load, so that another try may succeed."""
         return self.response is not None and self.response.status_code in _PASSING
 
 
@@ -126,7 +114,7 @@ _decoder = msgspec.json.Decoder(Result)
 
 
 def parse_result(raw: bytes) -> Result | None:
-    """A line that we wrote; None if it is something else."""
+    """Decode a line that an earlier run wrote; None if it is anything else."""
     try:
         result = _decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -135,15 +123,15 @@ def parse_result(raw: bytes) -> Result | None:
 
 
 def encode_answer(line: Line, body: dict[str, Any], status: int = 200) -> bytes:
-    """The result of a request; of one that was refused, or failed, the error object."""
+    """Encode the result of a request: an answer, or the error object of a request that failed."""
     response = {"status_code": status, "request_id": f"req_{uuid4().hex}", "body": body}
     return _encode(line.custom_id, response, None)
 
 
 def encode_fault(line: Line) -> bytes:
-    """Of a line that is no request."""
+    """Encode the result of a line that is no request."""
     assert line.fault is not None, "only a faulty line has a fault"
-    error = {"code": line.fault.code, "message": line.fault.message, "line": line.number}
+    error = {"code": line.fault_code, "message": line.fault, "line": line.number}
     return _encode(line.custom_id, None, error)
 
 

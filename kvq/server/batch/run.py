@@ -1,4 +1,4 @@
-"""`kvq run-batch` from its start to its end."""
+"""Batch run: `kvq run-batch` from its start to its end."""
 
 import asyncio
 import signal
@@ -19,8 +19,8 @@ from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.prompts import Prompts
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.batch.calls import Calls
-from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
+from kvq.server.batch.result_file import ResultFile
 from kvq.server.http.logs import LogConfig
 from kvq.server.http.problems import Problem
 from kvq.server.reading import Readers, Setup
@@ -37,7 +37,7 @@ _CHUNK = 1 << 20  # bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """What to answer, where to, and how: of `serving`, the model, its engine and how requests are read."""
+    """Options of a batch run; `serving` names the model, its engine and how requests are read."""
 
     source: Path
     target: Path
@@ -49,14 +49,14 @@ class BatchConfig:
         if self.max_in_flight < 1:
             raise ConfigError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
         if not self.source.is_file():
-            raise ConfigError(f"{self.source} is no file of requests; give one with a request a line")
+            raise ConfigError(f"{self.source} is no file of requests; give one with a request on each line")
         if self.target.exists() and self.target.samefile(self.source):
             raise ConfigError(f"{self.target} holds the requests; name another file for the results")
 
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
-    """What a run did."""
+    """Figures of a run."""
 
     num_new: int = 0  # lines finished by this run
     num_skipped: int = 0  # lines that were finished before
@@ -79,7 +79,7 @@ class Summary:
                 self.ignored.append(name)
 
     def fail(self, reason: str) -> None:
-        """Note a request without an answer; of many kinds of reasons the first."""
+        """Note a request without an answer; of many different reasons, keep the first few."""
         self.num_failed += 1
         if reason in self.reasons or len(self.reasons) < _NAMED:
             self.reasons[reason] += 1
@@ -96,16 +96,16 @@ def run_batch(
     progress: Progress = lambda done, total: None,
     on_model: Callable[[ModelSource, str], object] = lambda source, digest: None,
 ) -> Summary:
-    """Answer what has no result yet. SIGINT and SIGTERM end it early; another run goes on from there.
+    """Answer the requests without a result. SIGINT and SIGTERM end it early; another run continues there.
 
-    `on_model` is told which model was loaded, and the digest of its tensors.
+    `on_model` gets the model that was loaded, and the digest of its tensors.
 
     Raises:
         ConfigError: a file that can't be used, or an engine that can't be built.
         EngineError: the engine ended more often than it may.
     """
-    with Journal(config.target, retry_failed=config.retry_failed) as journal:
-        return asyncio.run(_Batch(config, journal, progress, on_model).run())
+    with ResultFile(config.target, retry_failed=config.retry_failed) as results:
+        return asyncio.run(_Batch(config, results, progress, on_model).run())
 
 
 class _Batch:
@@ -114,16 +114,16 @@ class _Batch:
     def __init__(
         self,
         config: BatchConfig,
-        journal: Journal,
+        results: ResultFile,
         progress: Progress,
         on_model: Callable[[ModelSource, str], object],
     ) -> None:
         self._config = config
-        self._journal = journal
+        self._results = results
         self._progress = progress
         self._on_model = on_model
         self._total: int | None = None
-        self.summary = Summary(num_failed=journal.num_failed)
+        self.summary = Summary(num_failed=results.num_failed)
 
     async def run(self) -> Summary:
         work = asyncio.create_task(self._run())
@@ -132,7 +132,7 @@ class _Batch:
         with suppress(asyncio.CancelledError):
             await work
             self.summary.is_complete = True
-            self.summary.num_strangers = self._journal.num_strangers
+            self.summary.num_strangers = self._results.num_strangers
         return self.summary
 
     async def _run(self) -> None:
@@ -166,7 +166,7 @@ class _Batch:
             await service.close()
 
     async def _answer_all(self, calls: Calls, lines: Iterator[Line | None]) -> None:
-        """Answer lines, so many at a time as are allowed; whoever is free takes the next."""
+        """Answer lines with `max_in_flight` workers; a free one takes the next."""
         try:
             async with asyncio.TaskGroup() as group:
                 counting = group.create_task(self._count())
@@ -183,13 +183,13 @@ class _Batch:
             if line is None:
                 await asyncio.sleep(0)
                 continue
-            self._journal.write(await self._result(calls, line))
+            self._results.write(await self._result(calls, line))
             self.summary.num_new += 1
             self._show()
 
     async def _result(self, calls: Calls, line: Line) -> bytes:
         if line.fault is not None:
-            self.summary.fail(line.fault.message)
+            self.summary.fail(line.fault)
             return encode_fault(line)
         try:
             body = await calls.answer(line)
@@ -200,9 +200,9 @@ class _Batch:
         return encode_answer(line, body)
 
     def _unfinished(self) -> Iterator[Line | None]:
-        """Lines to answer; None now and then while finished ones are passed over."""
+        """Yield lines to answer; None now and then while finished ones are passed over."""
         for given in read_lines(self._config.source):
-            line = self._journal.unfinished(given)
+            line = self._results.unfinished(given)
             if line is not None:
                 yield line
                 continue
@@ -215,7 +215,7 @@ class _Batch:
         self._progress(self.summary.num_new + self.summary.num_skipped, self._total)
 
     async def _count(self) -> None:
-        """How many lines there are, for the progress bar."""
+        """Count the lines, for the progress bar."""
         count = 0
         with self._config.source.open("rb") as file:
             while chunk := file.read(_CHUNK):
@@ -226,7 +226,7 @@ class _Batch:
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the others."""
+    """Return the error that ended the others."""
     found: BaseException = errors
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]

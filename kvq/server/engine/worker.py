@@ -158,7 +158,7 @@ class Worker:
                 loop.ask(self._events.tell_all)
 
         publisher = Publisher(config, block_size=manager.block_size, on_join=joined)
-        self._events = EventStream(manager, publisher)
+        self._events = EventStream(manager, publisher.put)
         self._events.flush()
 
     def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:

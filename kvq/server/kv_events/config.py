@@ -1,4 +1,4 @@
-"""Where block events are published."""
+"""Addresses at which block events are published."""
 
 import re
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ class EventsConfig:
 
     @property
     def warning(self) -> str:
-        """What whoever listens beyond loopback should know."""
+        """Warning for listeners beyond loopback."""
         return f"they hold the token ids of prompts; whoever reaches {self.address} can read them"
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs of this machine can listen in."""
+        """True if only programs of this machine can listen."""
         return all(_is_local(address) for address in (self.address, self.replay) if address is not None)
 
 
 def listening(text: str, option: str) -> str:
-    """An address to listen on: a port, which is loopback's, `tcp://HOST:PORT`, or `ipc://PATH`.
+    """Return an address to listen on: a port on loopback, `tcp://HOST:PORT`, or `ipc://PATH`.
 
     Raises:
         ConfigError: none of these.

@@ -1,8 +1,8 @@
-"""Batches of block events over ZeroMQ, from a thread of its own, as vLLM publishes them.
+"""Publisher of block events: batches over ZeroMQ, from its own thread, as vLLM publishes them.
 
-Every message is three frames: the topic, a sequence number of 8 bytes (big-endian), and the batch. Whoever
-missed some sends the first missing number to the replay address (DEALER: an empty frame, then 8 bytes) and
-gets those still kept, each after an empty frame, and after them the number -1.
+Every message is three frames: the topic, a sequence number of 8 bytes (big-endian), and the batch. A listener
+that missed some sends the first missing number to the replay address (DEALER: an empty frame, then 8 bytes).
+It gets those still kept, each after an empty frame, and after them the number -1.
 """
 
 import logging
@@ -23,17 +23,17 @@ _QUEUED = 10_000  # batches that wait to be sent
 _KEPT = 10_000  # batches for replays
 _WAITING = 100_000  # messages for one slow reader; ZeroMQ drops those beyond
 _POLL_S = 0.1
-_JOIN_S = 1.0  # least time between two tellings of all blocks
+_JOIN_S = 1.0  # least time between two reports of all blocks
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Publisher:
-    """A `Sink` that listens on an address of its own. Safe to call from one other thread."""
+    """Sends batches to whoever subscribes at its address. Safe to call from one other thread."""
 
     def __init__(
         self, config: EventsConfig, *, block_size: int, on_join: Callable[[], object] = lambda: None
     ) -> None:
-        """`on_join` is called in the publisher's thread when somebody subscribes, at most once a second.
+        """`on_join` is called in the publisher's thread for new subscribers, at most once a second.
 
         Raises:
             ConfigError: an address can't be listened on.
@@ -44,13 +44,13 @@ class Publisher:
         self._on_join = on_join
         self._queue: queue.Queue[Sequence[Change] | None] = queue.Queue(_QUEUED)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)  # sequence number, batch
-        # Above all of an engine that was here before: routers drop lower ones
+        # Above all numbers of an engine that was here before: routers drop lower ones
         self._number = time_ns() // 1000
-        self._is_joined = False  # somebody subscribed who was not told all yet
+        self._is_joined = False  # a new subscriber does not know all blocks yet
         self._told_s = -_JOIN_S
         self._context = zmq.Context()
         try:
-            self._out = self._bound(zmq.XPUB, config.address)  # PUB that tells of subscriptions
+            self._out = self._bound(zmq.XPUB, config.address)  # PUB that reports subscriptions
             self._out.setsockopt(zmq.XPUB_VERBOSE, 1)  # also of those for a topic that others have
             self._replay = None if config.replay is None else self._bound(zmq.ROUTER, config.replay)
         except ConfigError:
@@ -70,7 +70,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Send what waits, for a second at most, and end."""
+        """Send the batches that wait, for a second at most, and end."""
         try:
             self._queue.put(None, timeout=1.0)
         except queue.Full:
@@ -97,7 +97,7 @@ class Publisher:
                 self._send(changes)
             except queue.Empty:
                 continue
-            except Exception:  # noqa: BLE001 - a message's fault must not end the others
+            except Exception:  # noqa: BLE001 - one message's fault must not end the others
                 _log.exception("a batch of block events was not sent")
         self._context.destroy(linger=200)  # ms
 
@@ -109,7 +109,7 @@ class Publisher:
         self._out.send_multipart((self._topic, number, content))
 
     def _listen(self) -> None:
-        """Look for new subscribers and for replays that are asked for; waits for nothing."""
+        """Look for new subscribers and requests for replays, without waiting."""
         while self._out.poll(0):
             if self._out.recv().startswith(b"\x01"):
                 self._is_joined = True

@@ -1,17 +1,16 @@
-"""Block events from the engine to a publisher: never waiting for it, and right again after what was lost."""
+"""Block events from the engine to a publisher: never waits for it, and resends all after a loss."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from kvq.blockmgr import BlockManager, Event, Evicted, Stored
 from kvq.server.kv_events.wire import Change, Cleared, Entered, Left, name_of
 
 
-class Followed:
-    """A subscriber to block events. O(1) an event; a digest and nothing more is kept of a block that is held.
+class _Followed:
+    """A subscriber to block events. O(1) an event; keeps only the digest of a block that is held.
 
     Blocks of the first layer group stand for all: it is the one with full attention, if any has, whose blocks
-    every hit needs. Prompts with a salt are left out: without it nobody could tell them from others.
+    every hit needs. Prompts with a salt are left out: without the salt they look like others.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -21,7 +20,7 @@ class Followed:
         self._changes: list[Change] = []
 
     def include(self, tenant: str) -> None:
-        """From now on, tell of a tenant's prompts that have no salt."""
+        """Report the blocks of a tenant's prompts without a salt from now on."""
         self._roots.add(self._index.root_digest(tenant))
 
     def __call__(self, event: Event) -> None:
@@ -36,12 +35,12 @@ class Followed:
             self._changes.append(Left(name_of(event.digest)))
 
     def take(self) -> list[Change]:
-        """What changed since the last call."""
+        """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
     def held(self, piece: int) -> list[list[Change]]:
-        """All that is held, blocks after their parents, so many a piece. O(blocks)."""
+        """Return all that is held, blocks after their parents, in pieces of `piece` blocks. O(blocks)."""
         found = [node for digest in self._held if (node := self._index.get(digest)) is not None]
         found.sort(key=lambda node: node.depth)
         changes: list[Change] = [one for node in found if (one := self._entered(node.digest)) is not None]
@@ -50,38 +49,32 @@ class Followed:
     def _entered(self, digest: bytes) -> Entered | None:
         node = self._index.get(digest)
         if node is None or node.parent is None or node.root not in self._roots:
-            return None  # it isn't told of; or it has left, which the next event says
+            return None  # it is not reported; or it has left, which the next event says
         parent = None if node.parent.parent is None else name_of(node.parent.digest)
         return Entered(name_of(digest), parent, node.tokens)
 
 
-_PIECE = 1024  # blocks of a batch, where all are told of again
-
-
-class Sink(Protocol):
-    """Who sends batches."""
-
-    def put(self, changes: Sequence[Change]) -> bool:
-        """Take a batch without waiting; False if there is no room."""
+_PIECE = 1024  # blocks of a batch, where all are reported again
 
 
 class EventStream:
-    """What happens to one engine's blocks, batch by batch.
+    """Changes of one engine's blocks, batch by batch.
 
     A batch that found no room is counted. The next ones wait until there is room: everything is cleared then,
-    and all that is held is told of again.
+    and all that is held is reported again.
     """
 
-    def __init__(self, manager: BlockManager, sink: Sink) -> None:
-        self.followed = Followed(manager)
-        self.sent = 0  # changes that the sink took
+    def __init__(self, manager: BlockManager, put: Callable[[Sequence[Change]], bool]) -> None:
+        """`put` takes a batch without waiting; False if there is no room."""
+        self.followed = _Followed(manager)
+        self.sent = 0  # changes that were taken
         self.dropped = 0
-        self._sink = sink
-        self._is_behind = True  # who listens may know an engine that is gone
+        self._take = put
+        self._is_behind = True  # listeners may know an engine that is gone
         self._leave = manager.subscribe(self.followed)
 
     def flush(self) -> None:
-        """Hand over what happened since the last call."""
+        """Hand over the changes since the last call."""
         changes = self.followed.take()
         if not self._is_behind:
             if changes:
@@ -96,16 +89,16 @@ class EventStream:
             self.dropped += len(changes)
 
     def tell_all(self) -> None:
-        """With the next batch, tell of all that is held: somebody new listens."""
+        """Report all that is held with the next batch, for a new listener."""
         self._is_behind = True
 
     def close(self) -> None:
-        """Follow nothing any more, and say that nothing is held."""
+        """Stop following, and report that nothing is held."""
         self._leave()
         self._put([Cleared()])
 
     def _put(self, changes: Sequence[Change]) -> bool:
-        if self._sink.put(changes):
+        if self._take(changes):
             self.sent += len(changes)
             return True
         self.dropped += len(changes)

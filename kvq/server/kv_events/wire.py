@@ -1,9 +1,9 @@
-"""What a batch of block events looks like to vLLM's consumers: msgpack, byte for byte as vLLM 0.32 writes it.
+"""Wire format of block events: msgpack, byte for byte as vLLM 0.32 writes it.
 
-Each event is a map there. Earlier versions wrote arrays, which some readers expect: the kind, then fields.
+Each event is a map. Earlier versions wrote arrays, which some readers expect: the kind, then the fields.
 
-Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests, which is what vLLM sends
-where it sends numbers, and all that routers keep of longer ones.
+Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests: vLLM sends 64 bits where
+it sends numbers, and routers keep no more of longer ones.
 """
 
 from array import array
@@ -14,7 +14,7 @@ import msgspec
 
 from kvq.server.kv_events.config import Form
 
-MEDIUM = "GPU"  # what vLLM calls the memory that a model attends to, also on a CPU
+_MEDIUM = "GPU"  # vLLM's name for the memory that a model attends to, also on a CPU
 
 
 class Entered(NamedTuple):
@@ -38,7 +38,7 @@ class Cleared(NamedTuple):
 Change = Entered | Left | Cleared
 
 
-class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
     """Blocks of one prompt, each after the one before it, can be found."""
 
     block_hashes: list[int]
@@ -52,7 +52,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     group_idx: int | None = None
 
 
-class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+class _BlockRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
     """Blocks can't be found any more."""
 
     block_hashes: list[int]
@@ -60,18 +60,18 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
     group_idx: int | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
+class _AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
     """No block can be found any more."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+_Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
 
 
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one message holds."""
+class _EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The content of one message."""
 
     ts: float  # seconds since 1970
-    events: list[Event] | list[list[Any]]
+    events: list[_Event] | list[list[Any]]
     data_parallel_rank: int | None = None
 
 
@@ -79,29 +79,29 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def name_of(digest: bytes) -> int:
-    """What a block is called."""
+    """Return a block's name for routers: the last 64 bits of its digest."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form = "maps") -> bytes:
-    """A batch; neighbouring blocks of a chain, and neighbouring removals, are one event."""
-    events: list[Event] = []
+    """Encode a batch; neighbouring blocks of a chain, and neighbouring removals, are one event."""
+    events: list[_Event] = []
     for change in changes:
         last = events[-1] if events else None
         if isinstance(change, Cleared):
-            events.append(AllBlocksCleared())
+            events.append(_AllBlocksCleared())
         elif isinstance(change, Left):
-            if isinstance(last, BlockRemoved):
+            if isinstance(last, _BlockRemoved):
                 last.block_hashes.append(change.name)
             else:
-                events.append(BlockRemoved([change.name], MEDIUM, 0))
-        elif isinstance(last, BlockStored) and last.block_hashes[-1] == change.parent:
+                events.append(_BlockRemoved([change.name], _MEDIUM, 0))
+        elif isinstance(last, _BlockStored) and last.block_hashes[-1] == change.parent:
             last.block_hashes.append(change.name)
             last.token_ids += array("I", change.tokens)
         else:
             tokens = array("I", change.tokens).tolist()
-            place = (None, MEDIUM, None, None, 0)  # no LoRA; the layer group
-            events.append(BlockStored([change.name], change.parent, tokens, block_size, *place))
-    arrays = [[type(event).__name__, *msgspec.structs.astuple(event)] for event in events]
-    batch = EventBatch(ts=now, events=events if form == "maps" else arrays, data_parallel_rank=0)
+            place = (None, _MEDIUM, None, None, 0)  # no LoRA; the layer group
+            events.append(_BlockStored([change.name], change.parent, tokens, block_size, *place))
+    arrays = [[event.__struct_config__.tag, *msgspec.structs.astuple(event)] for event in events]
+    batch = _EventBatch(ts=now, events=events if form == "maps" else arrays, data_parallel_rank=0)
     return _encoder.encode(batch)

@@ -19,9 +19,9 @@ join to what was fed. How the text is cut changes nothing but how the events are
 
 from kvq.server.tools.calling import Named, Offer, ToolCalling, ToolChoice
 from kvq.server.tools.format import Tool, ToolFormat
+from kvq.server.tools.formats.registry import FORMATS, find_format
 from kvq.server.tools.output import CallArguments, CallStart, Event, Text
 from kvq.server.tools.parser import Parser
-from kvq.server.tools.registry import FORMATS, find_format
 from kvq.server.tools.thoughts import Thinking, Thoughts
 
 __all__ = [

@@ -8,9 +8,9 @@ from kvq.engine import SamplingParams, StructuredOutput
 from kvq.models.loading.tokenizer import template_source
 from kvq.server.http.problems import Problem
 from kvq.server.tools.format import Tool, ToolFormat, Wording
+from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser
-from kvq.server.tools.registry import find_format
 from kvq.server.tools.thoughts import Thinking
 
 

@@ -40,9 +40,9 @@ def request(i):
 KILLED = """
 import os, signal, sys
 from kvq import cli
-from kvq.server.batch.journal import Journal
+from kvq.server.batch.result_file import ResultFile
 
-write, written = Journal.write, []
+write, written = ResultFile.write, []
 
 def engine():
     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
@@ -56,7 +56,7 @@ def write_and_kill(journal, line):
     if len(written) in (5, 15):
         os.kill(engine() if len(written) == 5 else os.getpid(), signal.SIGKILL)
 
-Journal.write = write_and_kill
+ResultFile.write = write_and_kill
 cli.main(sys.argv[1:])
 """
 

@@ -49,7 +49,7 @@ def held_by(blocks: BlockManager, tenants: Sequence[str]) -> Held:
 
 def following(blocks: BlockManager, *tenants: str, refused: float = 0.0) -> tuple[EventStream, Sink]:
     sink = Sink(blocks, refused)
-    stream = EventStream(blocks, sink)
+    stream = EventStream(blocks, sink.put)
     for tenant in tenants:
         stream.followed.include(tenant)
     return stream, sink

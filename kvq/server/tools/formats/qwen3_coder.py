@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq.server.tools.format import Schemas, ToolFormat
+from kvq.server.tools.formats.values import value_of
 from kvq.server.tools.json_calls import is_name, write_json
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
-from kvq.server.tools.values import value_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"

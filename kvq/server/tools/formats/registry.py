@@ -1,13 +1,13 @@
 """The formats by their names."""
 
 from kvq.errors import ConfigError
-from kvq.server.tools.deepseek_v3 import DEEPSEEK_V3
 from kvq.server.tools.format import ToolFormat
-from kvq.server.tools.hermes import HERMES
-from kvq.server.tools.llama3_json import LLAMA3_JSON
-from kvq.server.tools.mistral import MISTRAL
-from kvq.server.tools.pythonic import PYTHONIC
-from kvq.server.tools.qwen3_coder import QWEN3_CODER
+from kvq.server.tools.formats.deepseek_v3 import DEEPSEEK_V3
+from kvq.server.tools.formats.hermes import HERMES
+from kvq.server.tools.formats.llama3_json import LLAMA3_JSON
+from kvq.server.tools.formats.mistral import MISTRAL
+from kvq.server.tools.formats.pythonic import PYTHONIC
+from kvq.server.tools.formats.qwen3_coder import QWEN3_CODER
 
 _ALL = (HERMES, QWEN3_CODER, MISTRAL, DEEPSEEK_V3, PYTHONIC, LLAMA3_JSON)
 FORMATS = {format.name: format for format in _ALL}  # of those that a template fits, the first wins

@@ -1,4 +1,4 @@
-"""The file of a batch's results: one whole line for each that is finished, whatever happens in between."""
+"""Result file of a batch: one whole line for each finished request, whatever interrupts a run."""
 
 import fcntl
 import hashlib
@@ -11,21 +11,20 @@ from typing import BinaryIO, Self
 
 from kvq.errors import ConfigError
 from kvq.fileio import NEW, PRIVATE, check_writable, keep_permissions
-from kvq.server.batch.lines import BEGIN, Fault, Line, Result, parse_result
+from kvq.server.batch.lines import BEGIN, Line, Result, parse_result
 
 _FINISHED, _SEEN = 1, 2  # has a result; was in the input of this run
 
 
-class Journal:
-    """Results as they come, and which lines have one already.
+class ResultFile:
+    """Results, appended as they come, and the lines that have one already.
 
-    The file is locked while it is open, and lines are only appended to it: a process that is killed
-    leaves at most one that is incomplete, which the next run cuts off. Of every custom_id a digest is
-    held, about 100 bytes in all.
+    The file is locked while it is open. A process that is killed leaves at most one incomplete line, which
+    the next run cuts off. Memory holds a digest of every custom_id, about 100 bytes each.
     """
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        """Open or make the file. `retry_failed` forgets what failed by the engine or for too much load.
+        """Open or make the file. `retry_failed` forgets what failed because of the engine or of load.
 
         Raises:
             ConfigError: it can't be written, holds something else, or another run writes it.
@@ -48,11 +47,11 @@ class Journal:
 
     @property
     def num_strangers(self) -> int:
-        """Custom_ids with a result that were not in the input so far."""
+        """Number of custom_ids with a result that were not in the input so far."""
         return sum(state == _FINISHED for state in self._ids.values())
 
     def unfinished(self, line: Line) -> Line | None:
-        """The line if it has no result yet; faulty if a line before it has the same custom_id."""
+        """Return the line if it has no result yet; with a fault if an earlier line has its custom_id."""
         if line.custom_id is not None:
             key = _digest(line.custom_id)
             state = self._ids.get(key, 0)
@@ -60,7 +59,7 @@ class Journal:
             if not state & _SEEN:
                 return None if state & _FINISHED else line
             message = f"line {line.number}: custom_id {line.custom_id!r} was used in a line before"
-            line = replace(line, custom_id=None, fault=Fault(code="duplicate_custom_id", message=message))
+            line = replace(line, custom_id=None, fault=message, fault_code="duplicate_custom_id")
         return None if line.number in self._numbers else line
 
     def write(self, result: bytes) -> None:
@@ -77,7 +76,7 @@ class Journal:
             raise ConfigError(f"can't write {self._path}: {error.strerror}") from error
 
     def close(self) -> None:
-        """Wait until everything is on the disk, and let others write the file."""
+        """Wait until everything is on the disk, and unlock the file."""
         with suppress(OSError), self._file:  # a pipe or a strange file system can't
             os.fsync(self._file.fileno())
 
@@ -85,13 +84,13 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; a file that was made for a run that answered nothing is gone again."""
+        """Close the file; remove one that was made for a run that answered nothing."""
         if kind is not None and self._is_new and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
         self.close()
 
     def _read(self, *, forget_passing: bool) -> tuple[int, int]:
-        """Note what is finished. Returns how many results are forgotten, and where whole lines end."""
+        """Note what is finished. Return the number of forgotten results, and where whole lines end."""
         num_forgotten = end = 0
         for raw, result in self._results():
             end += len(raw)
@@ -106,10 +105,10 @@ class Journal:
         return num_forgotten, end
 
     def _results(self) -> Iterator[tuple[bytes, Result]]:
-        """Whole lines from the file's beginning.
+        """Yield whole lines from the file's beginning.
 
         Raises:
-            ConfigError: one of them, or the beginning of an incomplete last one, is not ours.
+            ConfigError: one of them, or the beginning of an incomplete last one, is no result of kvq.
         """
         self._file.seek(0)
         number = 0
@@ -127,13 +126,13 @@ class Journal:
                 )
 
     def _rewrite(self) -> None:
-        """Put a file without what is to be done again in this one's place, all at once.
+        """Replace the file at once by one without the results that are forgotten.
 
-        It is locked before it gets the name, so that the name is never without a lock.
+        The new file is locked before it gets the name, so that the name is never without a lock.
         """
-        aside = self._path.with_name(f".{self._path.name}.kvq-retry")
-        aside.unlink(missing_ok=True)  # of a run that was killed
-        new = _open_locked(aside, permissions=PRIVATE)
+        other = self._path.with_name(f".{self._path.name}.kvq-retry")
+        other.unlink(missing_ok=True)  # of a run that was killed
+        new = _open_locked(other, permissions=PRIVATE)
         try:
             keep_permissions(new.fileno(), os.fstat(self._file.fileno()))
             for raw, result in self._results():
@@ -141,20 +140,20 @@ class Journal:
                     new.write(raw)
             new.flush()
             os.fsync(new.fileno())
-            os.replace(aside, self._path)
+            os.replace(other, self._path)
         except OSError as error:
             new.close()
-            aside.unlink(missing_ok=True)
-            raise ConfigError(f"can't write {aside}: {error.strerror}") from error
+            other.unlink(missing_ok=True)
+            raise ConfigError(f"can't write {other}: {error.strerror}") from error
         self._file.close()
         self._file = new
 
 
 def _open_locked(path: Path, *, permissions: int = NEW) -> BinaryIO:
-    """Open to read and append, or make with these permissions.
+    """Open a file to read and append, or make it with these permissions.
 
     Raises:
-        ConfigError: not allowed, or another process holds it.
+        ConfigError: it can't be written, or another process holds its lock.
     """
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, permissions), "a+b")
