@@ -19,12 +19,12 @@ from kvq.server.reading import Lane, Overran, Readers
 from kvq.server.reading.jobs import (
     Chat,
     Decode,
+    Decoded,
     Found,
     FromReader,
     Job,
     Numbers,
     Refusal,
-    Said,
     Shared,
     Text,
     Trial,
@@ -183,7 +183,7 @@ class Prompts:
     async def detokenize(self, tokens: list[int], *, tenant: str = "") -> str:
         """The text of token ids, special tokens included."""
         answer = await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))
-        assert isinstance(answer, Said), "a text was asked for"
+        assert isinstance(answer, Decoded), "a text was asked for"
         return answer.text
 
     async def probe(self) -> str | None:

@@ -1,1 +1,1 @@
-"""HTTP edge: listeners, the protocol, limits on what arrives, JSON, access and error answers."""
+"""HTTP edge: listener, protocol, limits on requests, JSON, access and error answers."""

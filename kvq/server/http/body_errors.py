@@ -1,4 +1,4 @@
-"""What is said against a body, in the words of who sent it, and against content that is no text."""
+"""Validation errors of request bodies, in the client's field names; refusals of content that is not text."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
@@ -9,13 +9,13 @@ from pydantic_core import PydanticCustomError
 from kvq.errors import nearest
 from kvq.server.http.problems import Problem
 
-_MAX_KEY = 60  # characters of one that is told
+_MAX_KEY = 60  # characters of a key in an error
 _VALID = "Input should be a valid "
 _OF_TYPE, _OF_WORDS = "_type", "literal_error"
-_Placed = tuple[list[str], Any]  # a complaint behind its path in the body
-# Ends of complaints that something else may have been meant.
+_Placed = tuple[list[str], Any]  # the path in the body, one of pydantic's errors
+# Ends of errors after which another type may have been meant
 _ELSE = (_OF_TYPE, _OF_WORDS, "missing")
-_MAX_KIND = 20  # characters of one that is compared with those that are known
+_MAX_KIND = 20  # characters of a kind that is compared with known ones
 _ALIKE = 0.5  # as input_text and text are, and image and text are not
 _JSON: dict[type, str] = {
     str: "a text",
@@ -28,29 +28,29 @@ _JSON: dict[type, str] = {
 }
 
 
-def of_body(complaints: Sequence[Any], body: Any) -> Problem:
-    """One of pydantic's complaints against a body: of the first field, the one that got deepest into it.
+def of_body(errors: Sequence[Any], body: Any) -> Problem:
+    """Return the problem for pydantic's errors in a body: the deepest error of the first field.
 
-    Where a field may be one of several things, pydantic complains once for each.
+    Where a field may have one of several types, pydantic has an error for each.
     """
-    field = _path(complaints[0], body)[:1]
-    placed = ((_path(one, body), one) for one in complaints)
+    field = _path(errors[0], body)[:1]
+    placed = ((_path(one, body), one) for one in errors)
     of_field = list(takewhile(lambda pair: pair[0][:1] == field, placed))
-    # The one whose value fits best what it was taken for: first by its own type, then by how deep it is right
+    # The type that the value fits best: first by the value's own type, then by how deep it is right
     path, found = max(
         _firsts(of_field), key=lambda at: (not at[1]["type"].endswith(_ELSE), len(at[1]["loc"]))
     )
     where, message = ".".join(path), _message(found, [one for at, one in of_field if at == path])
-    said = f"{where or 'body'}: {message}{'' if ' got ' in message else _got(found)}"
-    return Problem(400, said, code=found.get("ctx", {}).get("code"), param=where or None)
+    text = f"{where or 'body'}: {message}{'' if ' got ' in message else _got(found)}"
+    return Problem(400, text, code=found.get("ctx", {}).get("code"), param=where or None)
 
 
 def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Before content is looked at: it is a text, or a list of `noun`s of these kinds.
+    """Return a check, before validation, that content is a text or a list of `noun`s of these kinds.
 
-    `others` are kinds of no content that could be described; they are only said to be of no use.
+    `others`: known kinds whose content can't be described in words; they are refused as of no use.
 
-    The check raises PydanticCustomError: it is something else; `at` in its context is the place in the list.
+    The check raises PydanticCustomError for anything else; `at` in its context is the place in the list.
     """
     known = " or ".join(map(repr, kinds))
 
@@ -85,22 +85,22 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
 
 
 def json_kind(value: Any) -> str:
-    """What a decoded value is, in words."""
+    """Return the kind of a decoded value, in words."""
     return _JSON.get(type(value), "something else")
 
 
 def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
-    """The first one against each thing that the field may be: a place without a path's parts names it."""
+    """Return the first error for each type that a field may have. Places name types beside the path's parts."""
     firsts: dict[tuple[Any, ...], _Placed] = {}
     for path, one in placed:
         place = one["loc"]
-        taken_for = [part for part in place if isinstance(part, str) and part[:_MAX_KEY] not in path]
-        firsts.setdefault((len(place), *taken_for), (path, one))
+        types = [part for part in place if isinstance(part, str) and part[:_MAX_KEY] not in path]
+        firsts.setdefault((len(place), *types), (path, one))
     return firsts.values()
 
 
 def _message(found: Any, there: Sequence[Any]) -> str:
-    """`there`: all complaints against the same value."""
+    """Return the message of an error; `there` are all errors of the same value."""
     message: str = found["msg"].removeprefix("Value error, ")
     kinds = dict.fromkeys(one["msg"].removeprefix(_VALID) for one in there if one["msg"].startswith(_VALID))
     if not message.startswith(_VALID):
@@ -109,8 +109,8 @@ def _message(found: Any, there: Sequence[Any]) -> str:
     return f"{_VALID}{', '.join(others)}{' or ' if others else ''}{last}"
 
 
-def _got(complaint: Any) -> str:
-    given, kind = complaint.get("input"), complaint["type"]
+def _got(error: Any) -> str:
+    given, kind = error.get("input"), error["type"]
     if isinstance(given, bool):
         return f", got {given!s}".lower()
     if isinstance(given, int | float) or (kind == _OF_WORDS and isinstance(given, str)):
@@ -118,13 +118,13 @@ def _got(complaint: Any) -> str:
     return f", got {json_kind(given)}" if kind.endswith((_OF_TYPE, _OF_WORDS)) else ""
 
 
-def _path(complaint: Any, body: Any) -> list[str]:
-    """Where in the body it is: the other parts of its place name what a value was taken for."""
-    path, value, parts = [], body, complaint["loc"]
-    own = complaint.get("ctx", {}).get("at")  # further in than pydantic knows
+def _path(error: Any, body: Any) -> list[str]:
+    """Return the path in the body to an error. Other parts of its place name the type that was tried."""
+    path, value, parts = [], body, error["loc"]
+    own = error.get("ctx", {}).get("at")  # deeper than pydantic knows
     parts = (*parts[parts[:1] == ("body",) :], *(() if own is None else (own,)))
     for i, part in enumerate(parts, 1):
-        is_missing = complaint["type"] == "missing" and i == len(parts)
+        is_missing = error["type"] == "missing" and i == len(parts)
         if isinstance(value, dict) and (part in value or is_missing):
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):

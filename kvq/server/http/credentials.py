@@ -1,4 +1,4 @@
-"""Who may ask: the keys and the certificate as their files said when they were read last."""
+"""Credentials: API keys and the certificate, as their files were when they were last read."""
 
 import logging
 import re
@@ -19,12 +19,12 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """Who may ask, and from where."""
+    """Keys, host names and origins whose requests are accepted."""
 
-    api_keys: tuple[str, ...] = ()  # the tenants, by their place
+    api_keys: tuple[str, ...] = ()  # of tenants, by their order
     metrics_keys: tuple[str, ...] = ()  # may read metrics and health, and nothing else
-    hosts: frozenset[str] | None = None  # names this server is called by, without ports; None: any
-    origins: frozenset[str] = frozenset()  # of pages that may call it, such as https://a.org; * for all
+    hosts: frozenset[str] | None = None  # names of this server, without ports; None: any
+    origins: frozenset[str] = frozenset()  # of pages that may call it, such as https://a.org; *: all
 
     def __post_init__(self) -> None:
         for origin in self.origins:
@@ -32,12 +32,12 @@ class Access:
                 raise ConfigError(f"{origin!r} is no origin; write it as https://a.org or https://a.org:8443")
         if self.metrics_keys and not self.api_keys:
             raise ConfigError(
-                "--metrics-key-file needs --api-key-file, --api-key or KVQ_API_KEY: without one anybody "
-                "may ask anything"
+                "--metrics-key-file needs --api-key-file, --api-key or KVQ_API_KEY: without them anybody "
+                "may send any request"
             )
         if set(self.metrics_keys) & set(self.api_keys):
             raise ConfigError(
-                "a key of --metrics-key-file may ask for everything: it is among the clients' keys, too"
+                "a key of --metrics-key-file allows everything: it is among the clients' keys, too"
             )
 
 
@@ -52,10 +52,10 @@ class Tls:
         self.context()
 
     def context(self) -> ssl.SSLContext:
-        """For handshakes, with what the files hold now.
+        """Return the context for handshakes, from the files' present content.
 
         Raises:
-            ConfigError: no certificate and its open key, or others may read the key.
+            ConfigError: the files are no certificate with its unencrypted key, or others may read the key.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -73,12 +73,12 @@ class Tls:
 
 
 class Credentials:
-    """What counts now. A key keeps its tenant while it is in the file, and no other key ever gets that."""
+    """The valid keys. A key keeps its tenant while it is in the file; no other key ever gets that tenant."""
 
     def __init__(
         self, access: Access, tls: Tls | None = None, read: Callable[[], Access] | None = None
     ) -> None:
-        """`read`: what is in the files by then."""
+        """`read` returns the files' present content."""
         self.context = None if tls is None else tls.context()  # of handshakes that begin from now on
         self._tls, self._read = tls, read
         self._tenants: dict[bytes, str] = {}
@@ -86,7 +86,7 @@ class Credentials:
         self._take(access)
 
     def read_again(self) -> None:
-        """Take what the files hold; if one of them can't be used all stays as it was, which is logged."""
+        """Read the files again; if one of them can't be used, log that and keep everything as it was."""
         try:
             access = None if self._read is None else self._read()
             context = None if self._tls is None else self._tls.context()
@@ -99,10 +99,10 @@ class Credentials:
         log_event("reread", keys=len(self._tenants), certificate=context is not None)
 
     def tenant(self, given: bytes) -> str | None:
-        """Who asks with a key: empty where none is needed, `WATCHER`, or None for one that is unknown."""
+        """Return the tenant of a key: "" where none is needed, `WATCHER`, or None for an unknown key."""
         if not self._tenants:
             return ""
-        found = [who for key, who in self._tenants.items() if secrets.compare_digest(given, key)]
+        found = [tenant for key, tenant in self._tenants.items() if secrets.compare_digest(given, key)]
         return found[0] if found else None
 
     def _take(self, access: Access) -> None:

@@ -1,4 +1,4 @@
-"""What every request passes before anything reads it: host, origin, key, size, time."""
+"""Guard of all requests before they are read: host, origin, key, size and time."""
 
 import base64
 import binascii
@@ -15,24 +15,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvq.server.http.credentials import WATCHER, Access, Credentials
 from kvq.server.http.ignored import HEADER, IGNORED
 from kvq.server.http.incoming import FREE, MAX_BODY, Incoming, skip, too_large
-from kvq.server.http.logs import Sparse, log_event, request_id
+from kvq.server.http.logs import LogLimit, log_event, request_id
 from kvq.server.http.problems import Problem, dialect_of
 
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 OPEN = ("/health/live",)  # need no key
-_WATCHED = ("/metrics", "/health", "/version")  # and below; all that a key for metrics may read
+_WATCHED = ("/metrics", "/health", "/version")  # and paths below: what a key for metrics may read
 DOCS, DOCUMENT = "/docs", "/openapi.json"
 POLLED = "/pool"  # by every open page, four times a second
 CHALLENGE = 'Basic realm="kvq: any name, an API key as the password", charset="UTF-8"'
-# Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine,
-# but not that one does not generate.
+# Polled every few seconds by machines, which alone would fill the log. A missing engine is logged elsewhere,
+# once; an engine that does not generate is not.
 _QUIET = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
     "/health/deep": (200,),
 }
-ADMITTED = "kvq_admitted"  # in its scope: it was, and counts among its tenant's
-REASON = "kvq_reason"  # in a request's scope: the code or type of the problem that it got for an answer
-# Refusals for what a request is, which take as much to find as a request may.
+ADMITTED = "kvq_admitted"  # in the scope of an admitted request, which its tenant was charged for
+REASON = "kvq_reason"  # in a request's scope: the code or type of the problem that answers it
+# Refusals of invalid requests, which cost as much to find as valid requests cost to read
 _COSTLY = frozenset((400, 403, 404, 405, 408, 411, 413, 415, 422, 431))
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
@@ -51,9 +51,9 @@ class Guard:
         charge: Callable[[str], object] = lambda tenant: None,
         count: Callable[[str, Problem], object] = lambda path, problem: None,
     ) -> None:
-        """`credentials`: the keys that count now, if not those of `access`. `check` raises Problem if it is
-        plain, before its body is read, that a request can't be served. `charge` is told the tenant of each
-        one that was refused for what it is, `count` path and problem of each POST that is refused here.
+        """`credentials`: the valid keys, if not those of `access`. `check` gets path and tenant, and raises
+        Problem for a request that can't be served whatever its body is. `charge` gets the tenant of each
+        invalid request, `count` path and problem of each POST that is refused here.
         """
         self._app = app
         self._access = access
@@ -62,7 +62,7 @@ class Guard:
         self._count = count
         self._credentials = credentials or Credentials(access)
         self._incoming = Incoming()
-        self._refused = Sparse()
+        self._refused = LogLimit()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,9 +87,9 @@ class Guard:
                 await response(scope, receive, answer.send)
                 return
             if whole is not None:
-                # HEAD is GET whose body the connection leaves out
-                asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-                await self._app(asked, whole, answer.send)
+                # HEAD is GET, and the connection leaves out the body
+                as_get = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self._app(as_get, whole, answer.send)
         finally:
             body.release()
             if answer.status in _COSTLY and ADMITTED not in scope and "kvq_tenant" in scope:
@@ -135,7 +135,7 @@ class Guard:
         self._check_arrival(scope["path"], scope["kvq_tenant"])
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """Who asks, by the number of the key."""
+        """Return the tenant of a request's key."""
         if path in OPEN:
             return ""
         authorization = headers.get(b"authorization", b"")
@@ -143,25 +143,25 @@ class Guard:
         given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         if is_browsed(path):
             given = basic_password(authorization) or given
-        who = self._credentials.tenant(given)
-        if who == WATCHER and not path.startswith(_WATCHED):
+        tenant = self._credentials.tenant(given)
+        if tenant == WATCHER and not path.startswith(_WATCHED):
             raise Problem(403, f"this key is for {', '.join(_WATCHED)} alone", code="metrics_key")
-        if who is None:
+        if tenant is None:
             raise Problem(
                 401,
                 "this server needs an API key: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
             )
-        return who
+        return tenant
 
 
 def is_browsed(path: str) -> bool:
-    """True for what a browser asks for by itself, where a key may come as a Basic password."""
+    """True for paths that a browser opens by itself, where a key may come as a Basic password."""
     return path in ("/", POLLED, DOCS, DOCUMENT) or path.startswith("/page/")
 
 
 def basic_password(authorization: bytes) -> bytes:
-    """The password of a `Basic` authorization header; empty if it is none."""
+    """Return the password of a `Basic` authorization header; empty for another header."""
     scheme, _, credentials = authorization.partition(b" ")
     if scheme.lower() != b"basic":
         return b""
@@ -172,7 +172,7 @@ def basic_password(authorization: bytes) -> bytes:
 
 
 class _Answer:
-    """Sees the status of an answer, and adds the request's id and the names of ignored fields to it."""
+    """Notes the status of an answer, and adds the request's id and the names of ignored fields to it."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status: int | None = None
@@ -191,18 +191,18 @@ class _Answer:
 
 
 def _most_bytes(scope: Scope) -> int:
-    """That the body of a request may have; where nobody reads one, those that nobody else has to wait for."""
+    """Return the limit of a request's body; where none is read, what no other request has to wait for."""
     is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
     return MAX_BODY if is_read else FREE
 
 
 def as_response(problem: Problem, path: str) -> JSONResponse:
-    """A problem as an answer, as those who ask at `path` expect it."""
+    """Return a problem as an answer in the protocol of a path."""
     return JSONResponse(dialect_of(path).error(problem), problem.status, problem.headers())
 
 
 def _name(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: how large, how slow, how many bytes of them at once."""
+"""Limits of request bodies: size, time to arrive, and bytes of all at once."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,14 @@ from kvq.server.http.problems import Problem, unavailable
 
 MAX_BODY = 8 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all requests that are not yet answered
-FREE = 64 << 10  # bytes of each body that don't count: nobody's large ones shut out small ones
+FREE = 64 << 10  # bytes of each body that don't count: large bodies never shut out small ones
 BODY_S = 30.0  # for a body to arrive
 _SKIP_S = 1.0
 _TRIM_S = 0.5  # after a large body's end
 
 
 class Incoming:
-    """Bytes that the bodies of the requests at hand take; one tenant's may be three quarters of them."""
+    """Bytes in the bodies of unanswered requests; one tenant's may be three quarters of the limit."""
 
     def __init__(self, most: int = MAX_BODIES) -> None:
         self.num_bytes = 0
@@ -26,12 +26,12 @@ class Incoming:
         self._most = most
         self._is_trimming = False
 
-    def body(self) -> "Body":
-        """Of a new request; to be released when it is answered."""
-        return Body(self)
+    def body(self) -> "_RequestBody":
+        """Return the body of a new request, to be released when it is answered."""
+        return _RequestBody(self)
 
     def take(self, tenant: str, count: int) -> None:
-        """Raise Problem if so many bytes more are too many."""
+        """Count `count` more bytes. Raises Problem: they are too many."""
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
         if self._of[tenant] + count > self._most * 3 // 4:
@@ -40,7 +40,7 @@ class Incoming:
         self._of[tenant] += count
 
     def give(self, tenant: str, count: int) -> None:
-        """So many are free again; the C library, which would keep them, gives them back to the system."""
+        """Free `count` bytes; the C library, which would keep them, returns them to the system."""
         self.num_bytes -= count
         self._of[tenant] -= count
         if not self._of[tenant]:
@@ -54,16 +54,14 @@ class Incoming:
         asyncio.get_running_loop().run_in_executor(None, give_back)
 
 
-class Body:
-    """One request's."""
-
+class _RequestBody:
     def __init__(self, incoming: Incoming) -> None:
         self._incoming = incoming
         self._tenant = ""
         self._num_bytes = 0  # that count
 
     async def read(self, receive: Receive, tenant: str = "", most: int = MAX_BODY) -> Receive | None:
-        """Read `most` bytes at most; returns what reads it again, and then the connection's end;
+        """Read `most` bytes at most. Return what reads them again, and then the connection's end;
         None if that came first.
 
         Raises:
@@ -95,14 +93,14 @@ class Body:
         return again
 
     def release(self) -> None:
-        """Nobody holds it any more."""
+        """Free the bytes."""
         self._incoming.give(self._tenant, self._num_bytes)
         self._num_bytes = 0
 
 
 async def skip(receive: Receive) -> None:
-    """Pass over what is left of a refused body for a moment: closed at once, a client that is still
-    sending would see a reset and never the answer.
+    """Read and drop the rest of a refused body for a moment: closed at once, a client that is still sending
+    would see a reset and never the answer.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SKIP_S):
@@ -111,5 +109,5 @@ async def skip(receive: Receive) -> None:
 
 
 def too_large(most: int) -> Problem:
-    """A body is."""
+    """Return the problem of a body that is too large."""
     return Problem(413, f"a request may have {most} bytes here", code="request_too_large")

@@ -1,7 +1,7 @@
-"""How much a body of JSON holds, counted in slices before anything of it is built; and no name twice.
+"""Bounds of a JSON body: values, names and depth, counted in slices before anything is built; no name twice.
 
-Four million values take seconds to be built and checked, and nothing else runs meanwhile. What is no JSON
-is left to the decoder, which stops at the first error; up to there both see the same.
+Four million values take seconds to be built and checked, and nothing else runs meanwhile. Invalid JSON is
+left to the decoder, which stops at the first error; up to there both read the same values.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which don't count among the
 IDS_IN = (b"prompt", b"tokens")
 MAX_KEYS = 4096  # of one object
 MAX_NAME = 1 << 20  # bytes
-MAX_NESTING = 72  # strict_json.MAX_DEPTH of a value that may be anything, and what it stands in
+MAX_NESTING = 72  # strict_json.MAX_DEPTH of a value that may be anything, and the levels around it
 MAX_DIGITS = 64
 MAX_EXPONENTS = 1024  # numbers with one: those near a float's bounds take 8 us each
 _LEAST, _LARGEST = "-1.79e308", "1.79e308"  # a float's
 _SLICE_S = 0.0005
 _SHOWN = 40  # characters of a name in an error
-_STEPS = 6  # of the way to what is refused
+_STEPS = 6  # of the path to a refused value
 _TOKENS = 64  # between two looks at the clock
-# Each of these ends after some ten thousand bytes, however long what it matches goes on.
+# Each of these ends after some ten thousand bytes, however long its match could go on
 _TOKEN = re.compile(rb'[\s,:]{0,4096}("[^"\\]{0,1024}"|[\[\]{}"]|[^"\[\]{},:\s]{1,%d})' % (MAX_DIGITS + 1))
 _BETWEEN = re.compile(rb"[\s,:]{1,4096}")
 _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
@@ -38,13 +38,13 @@ _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 def scan(
     body: bytes | bytearray, *, inside: int = 0, long: list[tuple[int, int]] | None = None
 ) -> Iterator[Again]:
-    """Count what a body holds, in slices of half a millisecond.
+    """Count the values of a body, in slices of half a millisecond.
 
-    `inside`: how many objects the body stands in, as it does in a batch's line. `long`: to be told where the
-    values lie that are texts of more than a MiB, without their quotes.
+    `inside`: number of objects around the body, as in a batch's line. `long` receives the places of values
+    that are texts of more than a MiB, without their quotes.
 
     Raises:
-        ValueError: it holds too much.
+        ValueError: a bound is exceeded.
     """
     began = perf_counter()
     for _ in _Scan(body, inside, [] if long is None else long).steps():
@@ -66,10 +66,10 @@ class _Scan:
     has_ids: bool = False  # the field of the body that is being read
     entries: list[int] = field(default_factory=list)  # of all that is open; an object's names and values
     names: list[set[bytes] | None] = field(default_factory=list)  # of objects; of a list None
-    way: list[bytes] = field(default_factory=list)  # the name that was last read in each of these, quoted
+    way: list[bytes] = field(default_factory=list)  # the last name in each of these, quoted
 
     def steps(self) -> Iterator[None]:
-        """Go on, a little at a time."""
+        """Scan the body, a little at a time."""
         body, num_tokens = self.body, 0
         while self.pos < len(body):
             num_tokens += 1
@@ -96,7 +96,7 @@ class _Scan:
             elif kind != ord('"'):
                 self._count_number(found[1])
                 continue
-            elif found[1] == b'"':  # and no more: it is long, or has escapes
+            elif found[1] == b'"':  # the quote alone: the text is long, or has escapes
                 yield from self._skip_string()
             if self.entries and self.entries[-1] % 2 == 1 and (names := self.names[-1]) is not None:
                 self._take_name(bytes(memoryview(body)[found.start(1) : self.pos]), names)
@@ -118,7 +118,7 @@ class _Scan:
         self.way.append(b"")
 
     def _take_name(self, name: bytes, names: set[bytes]) -> None:
-        """`name`: in its quotes, as it is written."""
+        """Note the name of a field; `name` has its quotes, as it is written."""
         if len(name) > MAX_NAME:
             raise ValueError(f"the name of a field may have {MAX_NAME} bytes")
         if b"\\" in name:
@@ -174,5 +174,5 @@ class _Scan:
 
 
 def _shown(name: bytes) -> str:
-    """`name`: in its quotes."""
+    """Return the text of a quoted name for an error."""
     return f"{name[1:-1].decode(errors='replace'):.{_SHOWN}}"

@@ -1,4 +1,4 @@
-"""Parsing HTTP in small slices: no client's bytes keep the event loop from everybody else's.
+"""HTTP parser in small slices: no client's bytes keep the event loop from other clients'.
 
 h11 takes about 30 microseconds for an event, and one read of a socket may hold ten thousand one-byte chunks.
 """
@@ -20,14 +20,14 @@ _FREE_WIRE = 1 << 20  # bytes of a body that are none of its content
 
 
 class LimitedParser(h11.Connection):
-    """h11's connection, which stops after so many events and takes no bodies of crumbs."""
+    """h11's connection, which stops after a number of events and refuses bodies in tiny chunks."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
         self._receive_buffer = _Lines()
         self.allowance = SLICE_EVENTS  # events before it pretends to need more data
-        self.ran_out = False  # it did
-        self.refusal: Problem | None = None  # why this client is not listened to any more
+        self.ran_out = False  # the allowance did
+        self.refusal: Problem | None = None  # why this client's connection ends
         self._num_chunks = 0
         self._num_bytes = 0
         self._num_wire = 0
@@ -40,7 +40,7 @@ class LimitedParser(h11.Connection):
         """The next event, or h11.NEED_DATA at the end of the allowance.
 
         Raises:
-            h11.RemoteProtocolError: what came is no HTTP, or a body of crumbs.
+            h11.RemoteProtocolError: the bytes are no HTTP, or a body in tiny chunks.
         """
         if self.allowance <= 0:
             self.ran_out = True
@@ -71,17 +71,17 @@ class LimitedParser(h11.Connection):
 
 
 class _TooManyLines(h11.RemoteProtocolError):
-    """In a head, or behind the last chunk."""
+    """Too many lines in a head, or behind the last chunk."""
 
 
 class _Lines(ReceiveBuffer):
-    """What came and is not parsed yet. A head or trailers of any number of lines are one event of h11.
+    """Bytes that are not parsed yet. A head or trailers of any number of lines are one event of h11.
 
-    It knows nothing of its parser: such a circle would stay, since nobody looks for garbage.
+    Has no reference to its parser: such a cycle would stay, since garbage is not collected while serving.
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """All lines up to an empty one, once it is there; so many at most, counted as they come."""
+        """Return all lines up to an empty one, once it is there; at most `MAX_LINES`, counted as they come."""
         if len(self._data) > MAX_LINES:
             end = blank_line_regex.search(self._data, self._multiple_lines_search)
             if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # and two ends

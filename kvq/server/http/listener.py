@@ -1,4 +1,4 @@
-"""Connections, counted from the moment they are accepted: in all, by address, TLS handshakes included."""
+"""Listener: bounds connections from the moment they are accepted, in all and by address, TLS included."""
 
 import asyncio
 import contextlib
@@ -19,24 +19,24 @@ from kvq.server.http.loop_budget import Again, LoopBudget
 
 _log = logging.getLogger("kvq")
 _HANDSHAKE_S = 10.0  # to begin it, and again for all of it
-_MAX_HANDSHAKES = 256  # at once; who has not said a word is in none, and costs a descriptor only
+_MAX_HANDSHAKES = 256  # at once; a silent connection is in none, and costs only a descriptor
 _SHARE = 0.5  # of the loop's time, for handshakes and parsing
-_AT_A_TIME = 8  # accepted before others have their turn
-_FOR_OTHERS = 32  # descriptors left for all that is no connection
-_AGAIN_S = 1.0  # after the system had none
-_TO_SPEAK_S = 0.1  # that a connection has, at least, before it gives way as silent
-_REST_S = 0.05  # before another look at a greeting that is there in part
+_AT_A_TIME = 8  # connections accepted before the loop runs others
+_FOR_OTHERS = 32  # descriptors left for everything but connections
+_AGAIN_S = 1.0  # until the next try after the system had no descriptor
+_TO_SPEAK_S = 0.1  # least time of a silent connection before it gives way
+_REST_S = 0.05  # before another look at a greeting that has come in part
 _HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's head, and of a whole one
-_QUIET_S = 60.0  # without trouble, before the next one is told of
-_READ = 32 << 10  # bytes at once; asyncio would take 256 KB from each of those who send
+_QUIET_S = 60.0  # without trouble, before the next one is logged
+_READ = 32 << 10  # bytes at once; asyncio would take 256 KB from each connection
 _TLS_BUFFER = 16 << 10  # bytes a connection, a TLS record; asyncio would take 256 KB
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Stage(Enum):
-    """What a connection is doing; those that do least give way first."""
+    """Activity of a connection; those that do least give way first."""
 
-    SILENT = "silent"  # before or in its handshake, or it has never asked for anything
+    SILENT = "silent"  # before or in its handshake, or without any request so far
     IDLE = "idle"  # between two requests
     BUSY = "busy"
 
@@ -50,21 +50,21 @@ class Slot:
     sock: socket.socket | None  # until its handshake begins
     since_s: float  # when it was accepted, or its handshake began
     stage: Stage = Stage.SILENT
-    timer: asyncio.TimerHandle | None = None  # until it says its first word
-    rest: asyncio.TimerHandle | None = None  # between two looks at a word that is not whole
+    timer: asyncio.TimerHandle | None = None  # until its first bytes
+    rest: asyncio.TimerHandle | None = None  # between two looks at a greeting that is not whole
     task: asyncio.Task[None] | None = None  # its handshake
-    transport: asyncio.Transport | None = None  # since that ended
+    transport: asyncio.Transport | None = None  # after its handshake
 
     def enter(self, stage: Stage) -> None:
-        """It goes on to another stage."""
+        """Enter another stage."""
         self.listener._move(self, stage)
 
     def leave(self) -> None:
-        """It is closed; told again, nothing happens."""
+        """Free the slot of a closed connection. Does nothing the second time."""
         self.listener._leave(self)
 
     def drop(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()
         elif self.task is not None:
@@ -75,7 +75,7 @@ class Slot:
         self.leave()
 
     def listen_no_more(self) -> None:
-        """To its first word."""
+        """Stop waiting for the first bytes."""
         if self.timer is not None and self.sock is not None:
             self.timer.cancel()
             self.timer = None
@@ -97,11 +97,11 @@ class _Address:
 
 
 class Listener:
-    """Accepts connections while there is room, and makes room where somebody only occupies it.
+    """Accepts connections while there is room, and closes unused ones to make room.
 
-    When all places are taken, the connection that has been silent for longest is closed, of the address with
-    the most of them; then an idle one. When all are busy nothing is accepted until one ends: clients wait in
-    the system's own line. An address that has its share makes room among its own, or is turned away.
+    When all slots are taken, the connection that has been silent for longest is closed, of the address with
+    the most silent ones; then an idle one. When all are busy nothing is accepted until one ends: clients wait
+    in the system's queue. An address at its limit makes room among its own connections, or is refused.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Listener:
         max_connections: int,
         max_per_address: int,
     ) -> None:
-        """`tls`: tells by what a handshake goes, when it begins. `max_connections`: lowered to what the
+        """`tls` returns the context of a handshake that begins. `max_connections` is lowered to what the
         system's limit of descriptors leaves.
 
         Raises:
-            ConfigError: that is none.
+            ConfigError: it leaves none.
         """
-        self.budget = LoopBudget(_SHARE)  # of handshakes and heads
-        self.body_budget = LoopBudget(_SHARE)  # for which no head waits
+        self.budget = LoopBudget(_SHARE)  # for handshakes and heads
+        self.body_budget = LoopBudget(_SHARE)  # separate: no head waits for bodies
         self.max_connections = min(max_connections, _room(max_connections))
         self._max_per_address = min(max_per_address, self.max_connections)
         self._sock = sock
@@ -127,9 +127,9 @@ class Listener:
         self._addresses: dict[str, _Address] = {}
         self._num = dict.fromkeys(Stage, 0)
         self._handshakes: OrderedDict[Slot, None] = OrderedDict()
-        self._spoken: OrderedDict[Slot, None] = OrderedDict()  # who waits for a handshake
+        self._spoken: OrderedDict[Slot, None] = OrderedDict()  # those that wait for a handshake
         self._is_admitting = False  # by a timer
-        self._num_owed = 0  # handshakes that found no room when it was their turn
+        self._num_owed = 0  # handshakes that found no room in their turn
         self._make: Callable[[Slot], asyncio.Protocol] | None = None
         self._is_accepting = False
         self._troubled_s = -_QUIET_S
@@ -138,11 +138,11 @@ class Listener:
 
     @property
     def num_connections(self) -> int:
-        """Open ones, those in their handshake included."""
+        """Number of open connections, including those in their handshake."""
         return sum(self._num.values())
 
     def open(self, make: Callable[[Slot], asyncio.Protocol]) -> None:
-        """Accept from here on; `make` a protocol for each connection, which tells its slot how it goes."""
+        """Accept from now on; `make` returns a connection's protocol, which moves its slot between stages."""
         if self._tls is not None:
             sslproto.SSLProtocol.max_size = _TLS_BUFFER
         self._make = make
@@ -150,7 +150,7 @@ class Listener:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more, and end what has not begun."""
+        """Accept no more, and close connections before their handshake's end."""
         self._pause()
         self._make = None
         self._sock.close()
@@ -159,7 +159,7 @@ class Listener:
                 slot.drop()
 
     def drop_all(self) -> None:
-        """Close every connection, whatever it does."""
+        """Close every connection at once."""
         for slot in self._slots():
             slot.drop()
 
@@ -172,7 +172,7 @@ class Listener:
             asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _pause(self, duration_s: float | None = None) -> None:
-        """Accept nothing until a connection ends or becomes idle, or for so long at most."""
+        """Accept nothing until a connection ends or becomes idle, or for `duration_s` at most."""
         if self._is_accepting:
             self._is_accepting = False
             asyncio.get_running_loop().remove_reader(self._sock)
@@ -196,13 +196,13 @@ class Listener:
             self._enter(sock, str(address[0]))
 
     def _make_room(self) -> bool:
-        """Whether one more can be taken now; if not, accepting goes on when it can."""
+        """True if one more can be accepted now; if not, accepting resumes when it can."""
         if self.num_connections < self.max_connections:
             return True
         for stage in (Stage.SILENT, Stage.IDLE):
             if self._num[stage]:
                 most = max(self._addresses.values(), key=lambda one: len(one.slots[stage]))
-                slot = next(iter(most.slots[stage]))  # it is the longest in this stage
+                slot = next(iter(most.slots[stage]))  # the longest in this stage
                 if (left_s := self._left_to_speak(slot)) > 0:
                     self._pause(left_s)
                     return False
@@ -236,10 +236,12 @@ class Listener:
         loop.add_reader(sock, self._speaks, slot)
 
     def _speaks(self, slot: Slot) -> None:
-        """Its first bytes have come, or its end."""
+        """Handle the first bytes of a connection, or its end."""
         assert slot.sock is not None, "it is listened to"
         loop = asyncio.get_running_loop()
-        if not _has_hello(slot.sock):  # what takes long begins with its last byte, and would not be in turn
+        if not _has_hello(
+            slot.sock
+        ):  # the handshake's costly part follows the last byte, and has to be in turn
             loop.remove_reader(slot.sock)
             slot.rest = loop.call_later(_REST_S, loop.add_reader, slot.sock, self._speaks, slot)
             return
@@ -248,9 +250,9 @@ class Listener:
         self.budget.soon(slot.address, self._admit)
 
     def _admit(self) -> Again:
-        """Begin a handshake; of those that take long the longest gives way if it had its time."""
+        """Begin a handshake; if too many are under way, the oldest gives way once it had its time."""
         loop = asyncio.get_running_loop()
-        if not self._spoken:  # who spoke was dropped since
+        if not self._spoken:  # the connection was dropped since
             return Again.NO
         if len(self._handshakes) >= _MAX_HANDSHAKES:
             oldest = next(iter(self._handshakes))
@@ -262,7 +264,7 @@ class Listener:
                 return Again.NO
             oldest.drop()
         slot, _ = self._spoken.popitem(last=False)
-        self._move(slot, Stage.SILENT)  # the last of them now
+        self._move(slot, Stage.SILENT)  # now the youngest of them
         self._handshakes[slot] = None
         slot.since_s = loop.time()
         slot.task = loop.create_task(self._begin(slot))
@@ -275,9 +277,9 @@ class Listener:
             self.budget.soon(slot.address, self._admit)
 
     async def _begin(self, slot: Slot) -> None:
-        """Make the connection, after its handshake."""
+        """Do the handshake, and make the connection's protocol."""
         make, (sock, slot.sock) = self._make, (slot.sock, None)
-        assert make is not None, "a closed listener ends what has not begun"
+        assert make is not None, "a closed listener drops connections that have not begun"
         assert sock is not None, "it begins once"
         try:
             slot.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
@@ -317,7 +319,7 @@ class Listener:
         self._num[stage] += 1
 
     def _take(self, slot: Slot) -> bool:
-        """Take a connection from where it is counted; False: it has left."""
+        """Take a connection out of its stage; False if it has left."""
         theirs = self._addresses.get(slot.address)
         if theirs is None or slot not in theirs.slots[slot.stage]:
             return False
@@ -326,7 +328,7 @@ class Listener:
         return True
 
     def _tell(self, trouble: str) -> None:
-        """Once, until it has been quiet for a while."""
+        """Log a warning, once until there was no trouble for a while."""
         now = asyncio.get_running_loop().time()
         if now - self._troubled_s >= _QUIET_S:
             _log.warning("%s", trouble)
@@ -334,20 +336,20 @@ class Listener:
 
 
 def _has_hello(sock: socket.socket) -> bool:
-    """False while the first record of a TLS handshake is there in part."""
+    """False while the first record of a TLS handshake has come only in part."""
     try:
         begun = sock.recv(_RECORD, socket.MSG_PEEK)
-    except OSError:  # it is found again, and told, by whoever reads it
+    except OSError:  # the next read finds it again, and reports it
         return True
     is_handshake = begun[:1] == b"\x16"
     return not is_handshake or (len(begun) >= _HEAD and len(begun) >= _HEAD + int.from_bytes(begun[3:_HEAD]))
 
 
 def _room(wanted: int) -> int:
-    """Connections that the limit of descriptors leaves, raised as far as it may be.
+    """Return the connections that the limit of descriptors leaves, after raising it as far as allowed.
 
     Raises:
-        ConfigError: none.
+        ConfigError: it leaves none.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = _num_open() + _FOR_OTHERS

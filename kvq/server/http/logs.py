@@ -1,6 +1,6 @@
-"""What the server writes about itself: one line an event, as text or JSON, and never what people wrote.
+"""Server log: one line for each event, as text or JSON, and never a user's text.
 
-Messages of foreign exceptions may quote a prompt, so only their type and where they arose is kept.
+Messages of other libraries' exceptions may quote a prompt: only their type and place are logged.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from kvq.errors import ConfigError, KVQError, nearest
 _FORMATS = ("text", "json")
 _LEVELS = ("debug", "info", "warning", "error")
 request_id: ContextVar[str] = ContextVar("kvq_request_id", default="")
-# Of the libraries' only errors: some of their warnings come with every odd connection.
+# Only errors of libraries: some of their warnings come with every odd connection
 _LOGGERS = {"uvicorn.error": logging.ERROR, "asyncio": logging.ERROR, "py.warnings": logging.WARNING}
-_MAX_WAITING = 10_000  # records; the newest are dropped while nobody takes what is written
-_BURST, _PER_S = 500, 5.0  # lines that anybody can bring about: at once, and a second from then on
+_MAX_WAITING = 10_000  # records; the newest are dropped while standard error is blocked
+_BURST, _PER_S = 500, 5.0  # lines that any client can cause: at once, and per second from then on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    """What is logged, and how."""
+    """Format and level of the log."""
 
     format: str = "text"  # or json
     level: str = "info"
@@ -43,7 +43,7 @@ class LogConfig:
 
 
 def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | None) -> None:
-    """One line about something that happened, with its fields; None are left out."""
+    """Log one line about an event, with its fields; None are left out."""
     logger = logging.getLogger("kvq")
     if not logger.isEnabledFor(level):
         return
@@ -53,8 +53,8 @@ def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | N
     logger.log(level, name, extra={"fields": known})
 
 
-class Sparse:
-    """Lines that anybody can bring about, as many as they like: so many at once, then so many a second."""
+class LogLimit:
+    """Rate limit of lines that any client can cause: some at once, then some each second."""
 
     def __init__(self) -> None:
         self._left = float(_BURST)
@@ -62,7 +62,7 @@ class Sparse:
         self._num_left_out = 0
 
     def take(self) -> int | None:
-        """How many lines were left out before this one; None if it has to be left out as well."""
+        """Return the number of lines left out before this one; None if this one has to be left out."""
         now = perf_counter()
         self._left = min(_BURST, self._left + (now - self._filled_s) * _PER_S)
         self._filled_s = now
@@ -75,11 +75,11 @@ class Sparse:
 
 
 def configure(config: LogConfig) -> QueueListener:
-    """Log to standard error, from a thread of its own; `stop` the result at the end."""
+    """Log to standard error from a separate thread; `stop` the returned listener at the end."""
     waiting: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
     handler = _Dropping(waiting)
     handler.setFormatter(_Json() if config.format == "json" else _Text())
-    handler.addFilter(_as_asked)
+    handler.addFilter(_soften)
     logging.captureWarnings(True)
     levels: dict[str, int | str] = {"kvq": config.level.upper(), **_LOGGERS}
     for name, level in levels.items():
@@ -92,8 +92,8 @@ def configure(config: LogConfig) -> QueueListener:
     return listener
 
 
-def _as_asked(record: logging.LogRecord) -> bool:
-    """Let all through; that the grace was over when the server ended is what the operator asked for."""
+def _soften(record: logging.LogRecord) -> bool:
+    """Pass every record; the end of the grace period is a warning, since the operator ended the server."""
     if record.name == "uvicorn.error" and "graceful shutdown exceeded" in str(record.msg):
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True
@@ -101,7 +101,7 @@ def _as_asked(record: logging.LogRecord) -> bool:
 
 class _Dropping(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(queue.Full):  # a server must not wait for whoever reads its log
+        with contextlib.suppress(queue.Full):  # a server must not wait for the reader of its log
             self.queue.put_nowait(record)
 
 
@@ -127,7 +127,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as it may be logged: our own with their text, foreign ones by their type."""
+    """Describe an exception for the log: kvq's own with their text, others by their type."""
     name = type(error).__name__
     return f"{name}: {error}" if isinstance(error, KVQError) else name
 

@@ -1,4 +1,4 @@
-"""The event loop's time: work in slices of milliseconds, one after the other, and how long a stretch was."""
+"""Event loop's time: a budget for work in slices of milliseconds, and the longest stretch without a pause."""
 
 import asyncio
 import selectors
@@ -9,30 +9,30 @@ from time import perf_counter, thread_time
 from kvq.fair_line import FairLine
 
 _SHARE = 0.25  # of the loop's time
-_LONG_S = 0.003  # a slice that everybody feels who waits for a token
-_LONG_SHARE = 0.05  # of the loop's time that such ones have
-_HOPS = 3  # of the loop, in which whoever waited for a slice goes on with what it gave
-_AT_ONCE_S = 0.005  # that first steps may take of it without a turn
-_LEAST_S = 0.001  # that one of them counts: what follows it takes time as well
+_LONG_S = 0.003  # a slice that delays everybody's tokens
+_LONG_SHARE = 0.05  # of the loop's time for such slices
+_HOPS = 3  # rounds of the loop in which a slice's result is used
+_AT_ONCE_S = 0.005  # that first steps may take at once
+_LEAST_S = 0.001  # that each of them counts, with the work that follows from it
 
 
 class Again(Enum):
-    """When a step wants to be followed by another one of its kind."""
+    """When a step has to be called again."""
 
     NO = 0
-    IN_TURN = 1  # after those who wait
-    NEXT = 2  # before others of its owner: it holds much, and many such would together
+    IN_TURN = 1  # after those that wait
+    NEXT = 2  # before others of its owner: it holds much memory, and many such steps would together
 
     def __bool__(self) -> bool:
         return self is not Again.NO
 
 
 class Closing(Exception):
-    """Nothing more is begun, since the process ends."""
+    """The process ends, so that nothing more is begun."""
 
 
 class LoopBudget:
-    """Slices of a few milliseconds, one at a time; between two of them everybody else has the loop."""
+    """Runs slices of a few milliseconds, one at a time; between two of them the loop serves all others."""
 
     def __init__(self, share: float = _SHARE) -> None:
         """`share`: of the loop's time, unless slices are long."""
@@ -45,37 +45,37 @@ class LoopBudget:
         self._is_closed = False
 
     def add(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` in its turn, and again as often as it asks for it."""
+        """Call `step` in its turn, and again as it returns."""
         self._line.put(owner, step)
         if not self._is_running:
             self._is_running = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def soon(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` at once; in its turn, if many have been called at once lately, or it wants another."""
+        """Call `step` at once; in its turn if many were called at once lately, or if it asks for another call."""
         if not self._has_spare() or self._at_once(step):
             self.add(owner, step)
 
     async def through(self, owner: str, steps: Iterator[Again]) -> None:
-        """Go through an iterator: to its first yield at once, from there on in turns, as it yields.
+        """Run an iterator: to its first yield at once, from there on in turns.
 
-        What many do at once is much together, so that all but a few of these begin in turn as well.
-        Raises what it raises; Closing: `close` was called before it was through.
+        If many do this at the same time, all but a few begin in turn as well. Raises the iterator's
+        exception, or Closing if `close` was called before its end.
         """
         if self._is_closed:
             raise Closing
         if self._has_spare() and not self._at_once(lambda: next(steps, Again.NO)):
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        failures: list[Exception] = []  # a future that held one would live as long as its traceback, and back
+        failures: list[Exception] = []  # in a future, it and its traceback would keep each other alive
 
         def step() -> Again:
-            if done.done():  # nobody waits for it any more
+            if done.done():  # the caller was cancelled
                 return Again.NO
             try:
                 if again := next(steps, Again.NO):
                     return again
-            except Exception as error:  # noqa: BLE001 - for who waits
+            except Exception as error:  # noqa: BLE001 - raised by `through`
                 failures.append(error)
             done.set_result(None)
             return Again.NO
@@ -90,7 +90,7 @@ class LoopBudget:
             raise failures.pop()
 
     def close(self) -> None:
-        """Go through nothing any more; who waits is told so. Single steps go on."""
+        """Raise Closing from all calls of `through`, now and later. Single steps go on."""
         self._is_closed = True
         for done, failures in self._waiting.items():
             if not done.done():
@@ -127,7 +127,7 @@ class LoopBudget:
             self._settle(began, _HOPS)
 
     def _settle(self, began_s: float, hops: int) -> None:
-        """Rest after a slice, by how long it took with all that followed from it at once."""
+        """Rest after a slice, by its length and that of the work that followed from it at once."""
         loop = asyncio.get_running_loop()
         if hops:
             loop.call_soon(self._settle, began_s, hops - 1)
@@ -140,9 +140,9 @@ class LoopBudget:
 
 
 class Stretches:
-    """How long the event loop computes at a stretch: meanwhile nobody else is served.
+    """Longest time that the event loop computes at a stretch, while nobody else is served.
 
-    Sees each stretch between two looks at the sockets, in processor time: a busy machine is none of it.
+    Measures each stretch between two looks at the sockets, in processor time, whatever else the machine does.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the server answers when it can't do what was asked, in the words of the protocols spoken here."""
+"""Problems: error answers, in the words of OpenAI's and Anthropic's protocols."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class Problem(Exception):
 
     @property
     def ending(self) -> str:
-        """How a request with this answer ended, as metrics name it."""
+        """Ending of a request with this answer, as metrics name it."""
         other = "invalid" if self.status < 500 else "error" if self.status == 500 else "refused"
         return {429: "limited", 504: "timeout"}.get(self.status, other)
 
     def counted(self) -> "Problem":
-        """The same, of a request that is counted already."""
+        """Mark the request as counted, and return this problem."""
         self.is_counted = True
         return self
 
@@ -50,17 +50,17 @@ class Problem(Exception):
 
 
 def unavailable(message: str, *, retry_after_s: int = 1) -> Problem:
-    """The server can't take a request now."""
+    """Return the problem of a server that can't take a request now."""
     return Problem(503, message, type="service_unavailable", code="unavailable", retry_after_s=retry_after_s)
 
 
 def timed_out(message: str) -> Problem:
-    """A request took longer than this server allows."""
+    """Return the problem of a request that took longer than this server allows."""
     return Problem(504, message, type="timeout_error", code="timeout")
 
 
 def failed(message: str) -> Problem:
-    """The engine failed a request through no fault of its own."""
+    """Return the problem of a request that failed through no fault of its own."""
     return Problem(500, message, type="server_error", code="engine_error")
 
 
@@ -80,20 +80,20 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialect:
-    """One protocol's ways."""
+    """A protocol's form of errors and streams."""
 
     error: Callable[[Problem], dict[str, Any]]  # the error object
     event: Callable[[dict[str, Any]], bytes]  # a chunk or an error object as a server-sent event
-    done: bytes  # what ends a complete stream
+    done: bytes  # the end of a complete stream
 
 
 def is_messages_path(path: str) -> bool:
-    """True if whoever asks there speaks Anthropic's protocol."""
+    """True if requests at this path are in Anthropic's protocol."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 def dialect_of(path: str) -> Dialect:
-    """What whoever asks at `path` expects."""
+    """Return the dialect of a path."""
     return ANTHROPIC if is_messages_path(path) else OPENAI
 
 

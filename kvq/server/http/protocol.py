@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: bounds on how slowly they begin, what parsing takes and how much they buffer."""
+"""HTTP/1.1 connections: bounds on the time of a head, on parsing and on buffers."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from kvq.server.http.problems import Problem, unavailable
 
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
 _SMALL_READ = 1 << 10  # bytes
-_SMALL_READS = 64  # a second, of a connection, that bring no request further
+_SMALL_READS = 64  # a second, of a connection, that complete nothing
 _WRITE_BUFFER = 8 << 10  # bytes
-_KERNEL_BUFFER = 64 << 10  # bytes, of what is sent; the kernel would take megabytes for who does not read
-_UNREAD_S = 60  # until the kernel gives up a connection whose reader takes nothing
+_KERNEL_BUFFER = 64 << 10  # bytes to send; the kernel would take megabytes for a client that does not read
+_UNREAD_S = 60  # until the kernel gives up a connection whose client reads nothing
 
 
 class _Flow(FlowControl):
-    """Reading, paused by the application or by us; only both let it go on."""
+    """Flow control of reading: it is paused while the application or this server wants that."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -33,18 +33,18 @@ class _Flow(FlowControl):
         self._is_held = False
 
     def pause_reading(self) -> None:
-        """The application has enough for now."""
+        """Pause reading for the application."""
         self._is_asked = True
         super().pause_reading()
 
     def resume_reading(self) -> None:
-        """The application wants more."""
+        """Resume reading for the application."""
         self._is_asked = False
         if not self._is_held:
             super().resume_reading()
 
     def hold(self, is_held: bool) -> None:
-        """Read nothing, whatever the application wants, until told otherwise."""
+        """Read nothing while held, whatever the application wants."""
         self._is_held = is_held
         if is_held:
             super().pause_reading()
@@ -55,8 +55,8 @@ class _Flow(FlowControl):
 class Connection(H11Protocol):
     """uvicorn's connection, whose refusals are error objects.
 
-    What it parses is metered: so much at once, the rest in turn with others. So are small reads that bring
-    no request further, which cost the same as large ones.
+    Parsing is limited: a slice at once, the rest in turn with others. So are small reads that complete
+    nothing, which cost the same as large ones.
     """
 
     flow: _Flow
@@ -70,14 +70,14 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         slot: Slot | None = None,
     ) -> None:
-        """`slot`: its place at the listener, to be told of what it does."""
+        """`slot`: its slot at the listener, which follows its stages."""
         super().__init__(config, server_state, app_state, _loop)
         self.conn: LimitedParser = LimitedParser()
         self._slot = slot
         self._budget = LoopBudget() if slot is None else slot.listener.budget
         self._body_budget = self._budget if slot is None else slot.listener.body_budget
         self._is_in_line = False  # to parse on
-        self._stage = Stage.SILENT  # before it was
+        self._stage = Stage.SILENT  # before it was in line
         self._is_resting = False  # from small reads
         self._num_small = 0
         self._counted_s = 0.0
@@ -90,7 +90,7 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, while the head of a request comes in time."""
+        """Parse data, while the head of a request comes in time."""
         before = self.cycle, self.conn.their_state
         super().data_received(data)
         is_parsed = not self._is_in_line
@@ -99,7 +99,7 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Parse a little, in turn where many others do; what is left, in turn with others."""
+        """Parse a slice, in turn if many others parse; the rest in turn with others."""
         if self._is_in_line:
             return
         self._is_in_line = True
@@ -109,7 +109,7 @@ class Connection(H11Protocol):
             self._hold()
             if self._slot is not None and self._slot.stage is not Stage.BUSY:
                 self._stage = self._slot.stage
-                self._slot.enter(Stage.BUSY)  # it has asked for something, as far as anybody knows yet
+                self._slot.enter(Stage.BUSY)  # it may have sent a request
 
     def on_response_complete(self) -> None:
         if self._slot is not None:
@@ -117,25 +117,25 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is there any more."""
+        """Free the slot."""
         self._unwatch_head()
         super().connection_lost(exc)
         if self._slot is not None:
             self._slot.leave()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or too little of it in too many pieces."""
+        """Answer bytes that are no HTTP, or too little of it in too many pieces."""
         self._refuse(self.conn.refusal or Problem(400, msg))
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Tell whoever reads the body that no more of it comes."""
+        """Tell the reader of the body that no more of it comes."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
     def shutdown(self) -> None:
-        """The server ends: what was answered in part is finished, what was asked in part is refused."""
+        """Finish an answer that has begun, and refuse a request that has come in part: the server ends."""
         is_asking = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
         if is_asking and self.cycle is not None:
             self._refuse(unavailable("the server is shutting down"))

@@ -1,4 +1,4 @@
-"""Answers to one reader, who may be slow, stop reading, or go: whole, or as server-sent events."""
+"""Sending of answers, whole or as server-sent events, to clients that may be slow or go away."""
 
 import asyncio
 import logging
@@ -13,24 +13,24 @@ from kvq.server.http.problems import OPENAI, Dialect, Problem, failed
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB
-_PATIENCE_S = 2.0  # for a reader who is so far behind
+_PATIENCE_S = 2.0  # with a client that is so far behind
 _PIECE = 64 << 10  # bytes of a whole answer
-_PIECE_S = 10.0  # for a reader to take one
+_PIECE_S = 10.0  # for a client to take a piece
 
 
 class WholeAnswer(Response):
-    """JSON, sent as fast as it is taken. Who takes no piece for ten seconds is cut off."""
+    """JSON answer, sent as fast as it is read. A client that takes no piece for ten seconds is cut off."""
 
     media_type = "application/json"
 
     def __init__(self, content: bytes, *, on_cut: Callable[[], object], on_end: Callable[[], object]) -> None:
-        """`on_cut` is called if the reader is too slow, `on_end` when nothing is left to send."""
+        """`on_cut` is called if the client is too slow, `on_end` when nothing is left to send."""
         super().__init__(content)
         self._on_cut = on_cut
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, or as much as the reader takes."""
+        """Send the content, or as much as the client reads."""
         content = bytes(self.body)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -46,9 +46,9 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """Sends chunks as they come. A reader who falls too far behind is cut off; the work behind it ends.
+    """Answer in chunks, sent as they come. A client that falls too far behind is cut off, and its work ends.
 
-    A failure on the way becomes an error object, the last event of all.
+    A failure becomes an error object, the last event of all.
     """
 
     media_type = "text/event-stream"
@@ -61,7 +61,7 @@ class EventStream(Response):
         on_cut: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_cut` is called if the reader is too slow, `on_end` when nothing of the stream is left."""
+        """`on_cut` is called if the client is too slow, `on_end` when nothing of the stream is left."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -75,7 +75,7 @@ class EventStream(Response):
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or as much as the reader takes."""
+        """Send all chunks, or as many as the client reads."""
         work = (self._fill(scope), self._send(send), until_gone(receive))
         tasks = [asyncio.create_task(one) for one in work]
         sending = tasks[1]
@@ -91,7 +91,7 @@ class EventStream(Response):
             self._on_end()
 
     async def _fill(self, scope: Scope) -> None:
-        """Encode what comes, up to what a reader may be behind."""
+        """Encode chunks as they come, as far ahead as a client may be behind."""
         try:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
@@ -102,7 +102,7 @@ class EventStream(Response):
             _cut_off(scope, self._on_cut)
         except Problem as problem:
             self._put_error(problem)
-        except Exception as error:  # noqa: BLE001 - the answer has begun, so its reader is told in it
+        except Exception as error:  # noqa: BLE001 - the answer has begun, so the error is a part of it
             _log.exception("a stream failed")
             self._put_error(failed(f"the server failed: {type(error).__name__}"))
         finally:
@@ -110,7 +110,7 @@ class EventStream(Response):
             self._changed.set()
 
     async def _send(self, send: Send) -> None:
-        """Write what is there, all of it at once; wait while the connection is full."""
+        """Send all events that wait, at once; wait while the connection is full."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while True:
             await self._changed.wait()
@@ -123,7 +123,7 @@ class EventStream(Response):
                 return
 
     async def _wait_for_room(self) -> None:
-        """A step may bring more than fits, which a reader takes at once, or never."""
+        """Wait until the client has read on: a step may bring more than fits."""
         if self._num_bytes <= MAX_BEHIND:
             return
         async with asyncio.timeout(_PATIENCE_S):
@@ -141,7 +141,7 @@ class EventStream(Response):
 
 
 def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
-    """End a connection whose reader is too slow, whatever is still to be sent."""
+    """End the connection of a client that is too slow, whatever is still to be sent."""
     on_cut()
     transport = scope.get("state", {}).get("kvq_transport")
     if transport is not None:
@@ -149,6 +149,6 @@ def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client went; what it still sends is dropped."""
+    """Return when the client has gone; drop what it still sends."""
     while (await receive())["type"] != "http.disconnect":
         pass

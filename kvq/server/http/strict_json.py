@@ -1,4 +1,4 @@
-"""JSON from clients, taken literally: no text for a number, no depth without end, no text that is none."""
+"""Strict JSON of requests: no text in place of a number, bounded depth, valid Unicode."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
@@ -16,18 +16,18 @@ from kvq.server.http.json_bounds import scan
 from kvq.server.http.loop_budget import Again, Closing
 from kvq.strict_json import check_value
 
-DECODED = "kvq_decoded"  # a request's body in its scope, until somebody takes it
+DECODED = "kvq_decoded"  # a request's body in its scope, until it is taken
 MAX_TEXT = 4 << 20  # characters
-_LARGE = 64 << 10  # bytes of a body that is decoded in a turn of its own
-Span = tuple[int, int]  # where a text begins and ends, within its quotes
+_LARGE = 64 << 10  # bytes of a body that is decoded in its own turn
+Span = tuple[int, int]  # a text's begin and end, within its quotes
 _PART = 512 << 10  # bytes
 _ESCAPE = 6  # bytes, the longest: \u20ac
 
 
 def decode(body: bytes | bytearray, spans: Iterable[Span]) -> Generator[Again, None, Any]:
-    """Return the value of a body; `spans`: values of it that are long texts, in their order.
+    """Return the value of a body; `spans`: its values that are long texts, in their order.
 
-    Of long texts a part at a time: of 8 MiB a decoder keeps the loop for 15 ms.
+    Long texts are decoded a part at a time: a decoder would hold the loop for 15 ms with 8 MiB.
 
     Raises:
         msgspec.MsgspecError: it is no JSON.
@@ -61,7 +61,7 @@ def _decode_part(part: bytes | bytearray) -> Any:
 
 
 def _cut(body: bytes | bytearray, start: int, at: int) -> int:
-    """A place close before `at` that is within no character and no escape, nor between two halves of one."""
+    """Return a place shortly before `at` that splits no character, no escape and no surrogate pair."""
     for _ in range(3):
         at -= body[at] & 0xC0 == 0x80
     last = body.rfind(b"\\", at - _ESCAPE, at)
@@ -74,7 +74,7 @@ def _cut(body: bytes | bytearray, start: int, at: int) -> int:
 
 
 def _put_back(value: Any, texts: dict[str, str]) -> Any:
-    """Put texts where their places are named; in objects and lists as they are."""
+    """Put texts in the place of their names, changing objects and lists."""
     if isinstance(value, str):
         return texts.get(value, value)
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -85,7 +85,7 @@ def _put_back(value: Any, texts: dict[str, str]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """1.0 is an integer in JSON schema's eyes, and some clients know no others."""
+    """Return 1.0 as an integer: JSON schema counts it as one, and some clients send no others."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -96,9 +96,9 @@ def _few(text: str) -> str:
     return text
 
 
-# Pydantic would make UTF-8 of megabytes to count them, several times.
+# Pydantic's own bound would encode megabytes to count them, several times
 LongText = Annotated[str, AfterValidator(_few), Field(strict=True, json_schema_extra={"maxLength": MAX_TEXT})]
-# Of integers, last of their annotations: bounds behind it would not be told by the document.
+# Last of an integer's annotations: bounds behind it would be missing in the document
 WHOLE = BeforeValidator(_whole)
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -114,14 +114,14 @@ class _JsonRequest(Request):
     """A request whose body is UTF-8 and JSON to the letter: no NaN, no halves of surrogate pairs."""
 
     async def body(self) -> bytes:
-        """As it was read; Starlette would copy it."""
+        """Return the body as it was read; Starlette would copy it."""
         if not hasattr(self, "_body"):
             pieces = [piece async for piece in self.stream() if piece]
             self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return self._body
 
     async def json(self) -> Any:
-        """Raises HTTPException: it is something else, or holds too much."""
+        """Return the decoded body. Raises HTTPException: it is not such JSON, or too large."""
         body, decoded = await self.body(), []
 
         def read() -> Iterator[Again]:
@@ -130,7 +130,7 @@ class _JsonRequest(Request):
             if len(body) > _LARGE:
                 yield Again.IN_TURN
             decoded.append((yield from decode(body, long)))
-            if len(body) > _LARGE:  # what is done with it has a turn of its own
+            if len(body) > _LARGE:  # its validation has its own turn
                 yield Again.NEXT
 
         try:
@@ -148,10 +148,10 @@ class _JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads such bodies."""
+    """Route whose bodies are strict JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """FastAPI's, for our kind of request."""
+        """Return FastAPI's handler, for a `_JsonRequest`."""
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:

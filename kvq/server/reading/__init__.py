@@ -1,7 +1,7 @@
-"""Tokenizing and chat templates in processes of their own, which can be ended whatever they do.
+"""Prompt readers: tokenizing and chat templates in separate processes, which can be ended at any time.
 
-A template is a program that came with the model, and a tokenizer's time grows with what somebody sends.
-Neither may hold the event loop, another tenant's request, or the server's end.
+A template is a program that came with the model, and a tokenizer's time grows with the text. Neither may hold
+up the event loop, another tenant's request, or the server's end.
 """
 
 from kvq.server.reading.jobs import Setup

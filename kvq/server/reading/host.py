@@ -1,8 +1,8 @@
-"""The process that readers are forked from: `python -m kvq.server.reading.host FD`.
+"""Host process that readers are forked from: `python -m kvq.server.reading.host FD`.
 
-It loads the tokenizer once. For each byte that comes on its socket, with a descriptor beside it, it forks
-a reader that serves there, and answers with its process id; for the id of a reader that has to go it answers
-with how that one ended. It ends, and all readers with it, when the other end is closed.
+It loads the tokenizer once. For each `FORK` on its socket, sent with a descriptor, it forks a reader that
+serves there, and answers with the reader's process id. For a reader's id it ends that reader, and answers
+with its exit status. When the other end is closed it ends, and all readers with it.
 """
 
 import gc
@@ -26,7 +26,7 @@ FORK = bytes(ID_BYTES)  # in place of the id of one that has to go
 
 
 def main() -> None:
-    """Load, then fork and end readers until nobody asks any more."""
+    """Load, then fork and end readers until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads don't outlive a fork
     with socket.socket(fileno=int(sys.argv[1])) as sock:
@@ -71,7 +71,7 @@ def _host(sock: socket.socket, encoder: PromptEncoder, memory_bytes: int) -> Non
                 answer = _end(reader) if reader in readers else 0
                 readers.discard(reader)
             sock.sendall(answer.to_bytes(ID_BYTES, "little", signed=True))
-    except OSError:  # nobody is there any more
+    except OSError:  # the other end is gone
         return
     finally:
         for reader in readers:
@@ -79,13 +79,13 @@ def _host(sock: socket.socket, encoder: PromptEncoder, memory_bytes: int) -> Non
 
 
 def _end(reader: int) -> int:
-    """End a reader and tell how it ended: a status, or a signal's number below zero."""
+    """End a reader and return its exit status, or a signal's number below zero."""
     os.kill(reader, signal.SIGKILL)  # one that has ended is still known by its id
     return os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1])
 
 
 def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoReturn:
-    """A reader's life, in a process forked for it: do what is asked for on a socket, until it is closed."""
+    """Do jobs from a socket until it is closed, then end this process, which was forked for it."""
     try:
         decoder: Decoder[ToReader] = Decoder(ToReader)  # type: ignore[arg-type]
         with socket.socket(fileno=descriptor) as sock:
@@ -94,7 +94,7 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
                 if isinstance(job, Piece):
                     pieces.append(job.text)
                     continue
-                # Of processor time, on which it dies: a busy machine is no fault of the job's.
+                # Processor time, and the process dies of it: a busy machine is no fault of the job's.
                 signal.setitimer(signal.ITIMER_PROF, job.processor_s)
                 limit_memory(memory_bytes)
                 answer = encode(_answer(encoder, job, pieces))
@@ -116,9 +116,9 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
             is_too_long=isinstance(error, TooLong),
             template_fails=isinstance(error, TemplateFails),
         )
-    except MemoryError:  # as if it had crashed, which other libraries would do of it
+    except MemoryError:  # as if it had crashed, as it would within other libraries
         os._exit(NO_MEMORY)
-    except Exception as error:  # noqa: BLE001 - this job's, whatever it is; its words may quote a prompt
+    except Exception as error:  # noqa: BLE001 - fails this job alone; its message may quote a prompt
         return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
 
 

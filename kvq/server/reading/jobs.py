@@ -1,4 +1,4 @@
-"""What the HTTP process and the processes that read prompts say to each other."""
+"""Messages between the HTTP process and the prompt readers."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +12,16 @@ from kvq.server.engine.messages import Message
 
 
 class Setup(Message, frozen=True):
-    """To the process that the others are forked from: the first message."""
+    """First message to the host process: the tokenizer to load."""
 
     folder: str  # of the model
     chat_template: str | None = None  # instead of the model's own
     trusts_chats: bool = False  # as `PromptEncoder` has it
-    memory_bytes: int = 1 << 30  # that one job may take, beside what the tokenizer holds
+    memory_bytes: int = 1 << 30  # that one job may take, beside the tokenizer's own
 
 
 class Found(Message, frozen=True):
-    """All is loaded; and what a trial found of the chat template."""
+    """All is loaded; or the result of a trial of the chat template."""
 
     forms: Forms = Forms()
 
@@ -32,39 +32,39 @@ class Numbers(Message, frozen=True):
     packed: bytes
 
 
-class Said(Message, frozen=True):
-    """A text."""
+class Decoded(Message, frozen=True):
+    """Text of token ids."""
 
     text: str
 
 
 class Refusal(Message, frozen=True):
-    """Why a job can't be done; its own fault, unless it failed."""
+    """Reason why a job can't be done; the job's own fault, unless `has_failed`."""
 
     reason: str
     is_too_long: bool = False
-    template_fails: bool = False  # maybe for others, too
+    template_fails: bool = False  # maybe for other conversations, too
     has_failed: bool = False
 
 
 class Job(Message, frozen=True, kw_only=True):
-    """One to be done."""
+    """Work for a reader."""
 
-    processor_s: float = 0.0  # that it may take; it ends the process
+    processor_s: float = 0.0  # that it may take, or the process is ended
     most_told: int = 1 << 20  # token ids of an answer
 
     def do(self, encoder: PromptEncoder) -> "FromReader":
-        """Its answer. Raises RequestError: it can't be done."""
+        """Do the job and return its answer. Raises RequestError: it can't be done."""
         raise NotImplementedError
 
-    def _told(self, tokens: list[int]) -> Numbers | Refusal:
+    def _bounded(self, tokens: list[int]) -> Numbers | Refusal:
         if len(tokens) > self.most_told:
             return Refusal(reason=f"it has {len(tokens)} tokens; {self.most_told} are allowed here")
         return Numbers(packed=pack(tokens))
 
 
 class Piece(Message, frozen=True):
-    """Of a long text in the job that follows; see `in_pieces`."""
+    """Part of a long text in the job that follows; see `in_pieces`."""
 
     text: str
 
@@ -73,13 +73,13 @@ class Text(Job, frozen=True, kw_only=True):
     """A text to tokenize."""
 
     text: str
-    special: bool  # with what the tokenizer puts around it
-    plain: bool  # it holds no control tokens, whatever it spells
+    special: bool  # with the special tokens that the tokenizer puts around it
+    plain: bool  # no control tokens, whatever it spells
     max_tokens: int | None
 
     def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
-        """Its token ids."""
-        return self._told(
+        """Return its token ids."""
+        return self._bounded(
             encoder.encode(self.text, special=self.special, plain=self.plain, max_tokens=self.max_tokens)
         )
 
@@ -88,7 +88,7 @@ class Trial(Job, frozen=True, kw_only=True):
     """The chat template to try."""
 
     def do(self, encoder: PromptEncoder) -> Found:
-        """What it shows."""
+        """Return the forms that it shows."""
         return Found(forms=encoder.forms)
 
 
@@ -101,13 +101,13 @@ class Chat(Job, frozen=True, kw_only=True):
     max_tokens: int | None
 
     def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
-        """Its token ids."""
+        """Return its token ids."""
         encoder.forms = self.forms
-        return self._told(encoder.encode_chat(self.turns, self.options, max_tokens=self.max_tokens))
+        return self._bounded(encoder.encode_chat(self.turns, self.options, max_tokens=self.max_tokens))
 
 
 class Shared(Job, frozen=True, kw_only=True):
-    """How many tokens a conversation shares with others from the start."""
+    """A conversation whose first tokens are compared with those of others."""
 
     tokens: bytes
     whole: tuple[list[dict[str, Any]], dict[str, Any]]
@@ -115,7 +115,7 @@ class Shared(Job, frozen=True, kw_only=True):
     forms: Forms
 
     def do(self, encoder: PromptEncoder) -> Numbers:
-        """With each of them."""
+        """Return how many first tokens it shares with each of them."""
         encoder.forms = self.forms
         return Numbers(packed=pack(encoder.shared_lengths(unpack(self.tokens), self.whole, self.others)))
 
@@ -125,22 +125,22 @@ class Decode(Job, frozen=True, kw_only=True):
 
     tokens: bytes
 
-    def do(self, encoder: PromptEncoder) -> Said:
-        """That text."""
-        return Said(text=encoder.decode(unpack(self.tokens)))
+    def do(self, encoder: PromptEncoder) -> Decoded:
+        """Return the text."""
+        return Decoded(text=encoder.decode(unpack(self.tokens)))
 
 
 ToReader = Piece | Text | Trial | Chat | Shared | Decode
-FromReader = Found | Numbers | Said | Refusal
+FromReader = Found | Numbers | Decoded | Refusal
 
 
 def pack(numbers: list[int]) -> bytes:
-    """Token ids as bytes: a prompt of a million is not looked at one by one on its way."""
+    """Pack token ids into bytes: those of a long prompt are not looked at one by one on their way."""
     return array("I", numbers).tobytes()
 
 
 def unpack(packed: bytes) -> list[int]:
-    """Token ids that were packed."""
+    """Unpack token ids."""
     numbers = array("I")
     numbers.frombytes(packed)
     return numbers.tolist()
@@ -150,7 +150,7 @@ PIECE = 1 << 17  # characters
 
 
 def in_pieces(job: Job) -> tuple[list[Piece], Job]:
-    """What is sent before a job, and what is left of it: a number of pieces where a long text was.
+    """Return the pieces to send before a job, and the job with their number in place of each long text.
 
     Encoding megabytes at once would hold up the event loop.
     """
@@ -165,12 +165,12 @@ def in_pieces(job: Job) -> tuple[list[Piece], Job]:
 
 
 def put_together(job: Job, pieces: Sequence[str]) -> Job:
-    """The whole job again, from what came before it."""
+    """Return the whole job again, with the texts of the pieces before it."""
     if not pieces:
         return job
     if isinstance(job, Text):
         return msgspec.structs.replace(job, text="".join(pieces))
-    assert isinstance(job, Chat), "no other has long texts"
+    assert isinstance(job, Chat), "no other job has long texts"
     left = iter(pieces)
     return msgspec.structs.replace(job, turns=[_long(turn, left) for turn in job.turns])
 

@@ -1,4 +1,4 @@
-"""A line of jobs that is fair by tenant, and the readers that work it off."""
+"""Job queue of prompt readers, fair by tenant."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,12 @@ from kvq.server.http.problems import unavailable
 from kvq.server.reading.jobs import FromReader, Job, Piece, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
-_PROCESSOR_S = 1.0  # that a job may take which reads little
-_PER_BYTE_S = 4e-6  # and for each byte of what it reads: tokenizers take a quarter of it on a slow core
-_SOON_S = 0.25  # a job that takes longer yields to whatever else wants to run
+_PROCESSOR_S = 1.0  # that a job with little to read may take
+_PER_BYTE_S = 4e-6  # more for each byte that it reads; tokenizers take a quarter of it on a slow core
+_SOON_S = 0.25  # a job that takes longer yields to all other processes
 _NICENESS = 5  # lower, and beside busy processes it would not come to its end in time
-_WARY_S = 10.0  # since a tenant's job took longer than that: it does not get the last reader
-_WARY_SOON_S = 0.025  # and its jobs yield sooner: a reader that has not is in the way of everybody's tokens
+_WARY_S = 10.0  # after such a job its tenant does not get the last reader
+_WARY_SOON_S = 0.025  # and its jobs yield sooner: before that they slow down everybody's tokens
 
 
 class Overran(Exception):
@@ -45,7 +45,7 @@ class _Work:
 
 
 class Lane:
-    """Jobs of one kind, so many at a time; none of another kind waits for them."""
+    """Jobs of one kind, `width` at a time; no job of another kind waits for them."""
 
     def __init__(self, readers: Readers, *, width: int, max_waiting: int | None = None) -> None:
         """`width`: jobs side by side."""
@@ -60,10 +60,10 @@ class Lane:
         self.num_waiting = 0  # jobs that are not done yet
 
     async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> FromReader:
-        """A job's answer. `num_bytes`: about what it reads; `deadline_s`: the wait in line included.
+        """Return a job's answer. `num_bytes`: about what it reads; `deadline_s`: the wait in line included.
 
         Raises:
-            UnicodeEncodeError: a text in it is none.
+            UnicodeEncodeError: a text in it is not valid Unicode.
             Overran: the job takes more than it may.
             Problem: too many wait already.
             TimeoutError: it was not done in time.
@@ -86,7 +86,7 @@ class Lane:
             work.answer.cancel()
 
     def close(self) -> None:
-        """Forget whoever waits; the readers are ended by who has made them."""
+        """Fail the jobs that wait. `Readers.close` ends the readers."""
         for task in self._working:
             task.cancel()
         while (taken := self._line.take()) is not None:
@@ -110,7 +110,7 @@ class Lane:
                     own, reader = reader or await self._readers.fork(), None  # kept if its job ends well
                     soon_s = _WARY_SOON_S if tenant in self._wary_until_s else _SOON_S
                     reader = await self._do(own, work, soon_s)
-                except Exception as error:  # noqa: BLE001 - one job's failure is not the others'
+                except Exception as error:  # noqa: BLE001 - fails this job alone
                     work.fail(error)
                 except asyncio.CancelledError:
                     work.fail(_closing())
@@ -120,18 +120,18 @@ class Lane:
         finally:
             if reader is not None:
                 self._idle.append(reader)
-            # Not when the loop comes to it: who comes until then would wait for somebody who has left.
+            # Now, not in the task's callback: a job that came before it would wait for an ended worker
             self._working.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _passed_over(self) -> list[str]:
-        """Whose jobs were slow, and hold all readers but one: that one is for others."""
+        """Return tenants whose jobs were slow and hold all readers but one, which is kept for others."""
         now = monotonic()
         self._wary_until_s = {tenant: until for tenant, until in self._wary_until_s.items() if until > now}
         most = max(1, self._width - 1)
         return [tenant for tenant in self._wary_until_s if self._num_at_work[tenant] >= most]
 
     def _note(self, tenant: str, seconds: float) -> None:
-        """A tenant's job is done."""
+        """Charge a tenant for a job that is done."""
         self._line.charge(tenant, seconds)
         self._num_at_work[tenant] -= 1
         if not self._num_at_work[tenant]:
@@ -140,12 +140,12 @@ class Lane:
             self._wary_until_s[tenant] = monotonic() + _WARY_S
 
     async def _do(self, reader: Reader, work: _Work, soon_s: float) -> Reader | None:
-        """Do one; returns the reader, if it can do others."""
+        """Do one job; return the reader if it can do others."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(soon_s, reader.yield_to_others, _NICENESS)
         try:
             answer = await reader.do(work.pieces, work.job)
-        except BaseException:  # given up within a job, it would answer the next one with this one's
+        except BaseException:  # given up within a job, it would answer the next job with this one's answer
             with contextlib.suppress(OSError):
                 await asyncio.shield(self._readers.end(reader))
             raise
@@ -156,7 +156,7 @@ class Lane:
             return None
         if not work.answer.done():
             work.answer.set_result(answer)
-        if timer.when() <= loop.time():  # it has yielded, which nobody can take back
+        if timer.when() <= loop.time():  # it has yielded, which can't be undone
             await self._readers.end(reader)
             return None
         return reader
@@ -167,9 +167,9 @@ def _closing() -> EngineError:
 
 
 def _why(status: int | None, may_s: float) -> Exception:
-    """What ended a reader."""
+    """Return the error for a reader that ended with this status."""
     if status == -signal.SIGPROF:
         return Overran(f"more than {may_s:.1f} s of processor time")
-    if status in (None, 0, -signal.SIGKILL):  # somebody else
+    if status in (None, 0, -signal.SIGKILL):  # ended from outside
         return EngineError("the process that reads prompts was ended; send the request again")
     return Overran("more memory than it may, or crashes")

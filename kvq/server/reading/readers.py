@@ -1,4 +1,4 @@
-"""Readers as the HTTP process sees them: forked, asked, ended."""
+"""Prompt readers as the HTTP process sees them: forked, given jobs, ended."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,16 @@ _LOAD_S = 300.0  # for a large tokenizer on a busy machine
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """One process, which does one job at a time."""
+    """One process that does one job at a time."""
 
     pid: int
     sock: socket.socket
     host: subprocess.Popen[bytes] | None  # from which it was forked
 
     async def do(self, pieces: Sequence[Piece], job: bytes) -> FromReader | None:
-        """The answer to an encoded job and the pieces of its texts; None if it ended instead."""
+        """Return the answer to an encoded job and the pieces of its texts; None if the reader ended."""
         loop = asyncio.get_running_loop()
-        if self.sock.fileno() < 0:  # closed since it was given to somebody
+        if self.sock.fileno() < 0:  # closed since it was taken
             return None
         with contextlib.suppress(ConnectionError):  # then there is no answer either
             for piece in pieces:
@@ -42,20 +42,20 @@ class Reader:
         return await _decoder.read_async(partial(receive, self.sock))
 
     def yield_to_others(self, niceness: int) -> None:
-        """Let whatever else wants to run go before it."""
+        """Lower the process's priority."""
         with contextlib.suppress(OSError):  # it has just ended
             os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
 
 
 class Readers:
-    """Forks readers of one model's prompts from a process that has loaded its tokenizer.
+    """Forks readers of one model's prompts from a host process that has loaded its tokenizer.
 
-    That process is started at first use, or by `start`, and again when it has ended. Everything is called
-    from event loops, from one at a time.
+    The host is started at first use, or by `start`, and again when it has ended. All calls come from event
+    loops, from one at a time.
     """
 
-    forms: Forms | None = None  # of the chat template, once somebody has tried it
-    trying: asyncio.Lock  # held by who does
+    forms: Forms | None = None  # of the chat template, once it was tried
+    trying: asyncio.Lock  # held during a trial
 
     def __init__(self, setup: Setup) -> None:
         self.trying = asyncio.Lock()
@@ -70,18 +70,18 @@ class Readers:
         """Load the tokenizer, unless that was done.
 
         Raises:
-            ConfigError: the model has none that loads.
+            ConfigError: the model's tokenizer does not load.
             EngineError: the process ended, or these readers were closed.
         """
         async with self._turn:
             await self._connected()
 
     async def fork(self) -> Reader:
-        """A new reader.
+        """Fork a new reader.
 
         Raises:
-            ConfigError: the model has no tokenizer that loads.
-            EngineError: none can be had, now or any more.
+            ConfigError: the model's tokenizer does not load.
+            EngineError: it can't be forked, now or any more.
         """
         async with self._turn:
             for _ in range(_TRIES):
@@ -101,7 +101,7 @@ class Readers:
         raise EngineError("the process that reads prompts ended")
 
     async def end(self, reader: Reader) -> int | None:
-        """End a reader; its exit status, or a signal's number below zero; None if nobody knows any more."""
+        """End a reader; return its exit status, or a signal's number below zero, or None if it is unknown."""
         self._readers.discard(reader)
         reader.sock.close()
         async with self._turn:
@@ -118,7 +118,7 @@ class Readers:
         """End all processes, whatever they do."""
         self._is_closed = True
         for reader in self._readers:
-            if reader.host is self._host:  # which keeps its id from others; else it ends by itself
+            if reader.host is self._host:  # which keeps the id from reuse; others end by themselves
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(reader.pid, signal.SIGKILL)
             reader.sock.close()
@@ -126,7 +126,7 @@ class Readers:
         self._drop_host()
 
     async def _connected(self) -> socket.socket:
-        """The host's socket."""
+        """Return the host's socket, after starting the host if necessary."""
         if self._is_closed:
             raise EngineError("the server is shutting down")
         if self._sock is not None:
@@ -155,7 +155,7 @@ class Readers:
         return ours
 
     def _drop_host(self) -> None:
-        """End the host; readers that are at work go on and are not known to it any more."""
+        """End the host; readers at work go on without it."""
         host, self._host = self._host, None
         sock, self._sock = self._sock, None
         if sock is not None:
@@ -169,7 +169,7 @@ _decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection; ours does not block.
+    """Return both ends of a connection; ours does not block.
 
     Raises:
         EngineError: the system has none.
@@ -187,5 +187,5 @@ def _none(error: OSError) -> EngineError:
 
 
 async def _number(sock: socket.socket) -> int:
-    """A process id or a status that the host tells. Raises OSError or EOFError: it is gone."""
+    """Receive a process id or a status from the host. Raises OSError or EOFError: it is gone."""
     return int.from_bytes(await receive(sock, ID_BYTES), "little", signed=True)

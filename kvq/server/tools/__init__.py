@@ -1,6 +1,6 @@
-"""Tool calls in a model's text: found while it is written, and forced where they are asked for.
+"""Tool calls in a model's text: found while it is written, and forced where a request demands them.
 
-Nothing here knows of OpenAI's or anybody's bodies:
+Independent of any protocol's bodies:
 
     offer = service.tools.offer([Tool(name="f", parameters={...})], choice="auto", parallel=True)
     # None: no call will be read. Otherwise the engine gets `offer.params(params)`, and each result a parser:
@@ -10,11 +10,11 @@ Nothing here knows of OpenAI's or anybody's bodies:
             ...  # Text(text), CallStart(index, id, name) or CallArguments(index, text)
     parser.close()  # the last events
 
-A call's `CallStart` comes once, before its arguments; calls follow each other, their indices count from 0.
-The pieces of arguments join to the text of a JSON object, as the model wrote it: it is broken off if the
-answer is (`max_tokens`), and is no JSON where the model's is none. Nothing of a marker is ever
-shown as text, unless it turns out that no call was meant; then all of it is. Without a call the texts
-join to what was fed. How the text is cut changes nothing but how the events are cut.
+A call's `CallStart` comes once, before its arguments; calls follow each other; their indices count from 0.
+Pieces of arguments join to the text of a JSON object as the model wrote it: cut short if the answer is
+(`max_tokens`), and invalid JSON where the model wrote that. A marker is never shown as text, unless it turns
+out that no call was meant; then all of it is. Without a call the texts join to what was fed. Cutting the text
+differently only cuts the events differently.
 """
 
 from kvq.server.tools.calling import Named, Offer, ToolCalling, ToolChoice

@@ -1,4 +1,4 @@
-"""How the served model calls tools, and what one request may call."""
+"""Tool calling: the served model's format, and the tools that one request may call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +16,18 @@ from kvq.server.tools.thoughts import Thinking
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The one tool that has to be called."""
+    """Choice of the one tool that has to be called."""
 
     name: str
 
 
-_MAX_FORCED_CALLS = 16  # of one answer; a model that is never sure would go on for ever
+_MAX_FORCED_CALLS = 16  # of one answer; an unsure model would go on for ever
 ToolChoice = Literal["none", "auto", "required"] | Named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The tools of one request: how to ask the engine, and how to read the answer."""
+    """The tools of one request: parameters for the engine, and parsers for its results."""
 
     tools: Sequence[Tool]
     format: ToolFormat
@@ -36,14 +36,14 @@ class Offer:
     kept_special_ids: tuple[int, ...] = ()
 
     def parser(self) -> Parser:
-        """A parser for one result."""
+        """Return a parser for one result."""
         return Parser(self.format, self.tools, max_calls=self.max_calls)
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Parameters that keep the markers of calls in the text, and force calls if they have to be made.
+        """Return parameters that keep the markers of calls in the text, and force calls that have to be made.
 
         Raises:
-            Problem: calls are forced, and the text has to be something else, too.
+            Problem: calls are forced, and the text has to follow another grammar, too.
         """
         structured = params.structured
         if self.grammar is not None:
@@ -56,16 +56,18 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCalling:
-    """The model's format, if it is known, and its spelling."""
+    """The model's format of calls, if it is known, and its spelling."""
 
     format: ToolFormat | None = None
     wording: Wording = field(default_factory=Wording)
     is_guess: bool = False  # the format was recognised, not named
-    thinking: Thinking | None = None  # what stands before all that
+    thinking: Thinking | None = None  # before the answer
 
     @classmethod
     def of(cls, tokenizer: Any, name: str, thoughts: str = "auto") -> "ToolCalling":
-        """That of a transformers tokenizer; `name` is a format's, "auto" or "none", as `thoughts` of markers.
+        """Return the tool calling of a transformers tokenizer's model.
+
+        `name`: a format's, "auto" or "none"; `thoughts`: the same choice for the markers of thinking.
 
         Raises:
             ConfigError: there is no such format.
@@ -79,7 +81,7 @@ class ToolCalling:
 
     @property
     def description(self) -> str:
-        """The format's name and how it was found, for the log."""
+        """Name of the format and how it was found, for the log."""
         if self.format is None:
             why = "; the model's chat template has none that is known" if self.is_guess else ""
             return f"not read{why}"
@@ -93,13 +95,13 @@ class ToolCalling:
         parallel: bool = True,
         is_formatted: bool = False,
     ) -> Offer | None:
-        """What a request with these tools needs; None if nothing in its answer is read as a call.
+        """Return the offer of a request with these tools; None if nothing in its answer is read as a call.
 
         `parallel`: more than one call may be made. A `Named` choice makes exactly one, of one of the tools.
-        `is_formatted`: the answer has to be something else, too.
+        `is_formatted`: the request asks for structured output.
 
         Raises:
-            Problem: the tools, the choice and the format don't go together.
+            Problem: the tools, the choice and the output format exclude each other.
         """
         _check(tools, choice, is_formatted)
         format, special = self.format, self.wording.special

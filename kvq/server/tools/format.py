@@ -1,4 +1,4 @@
-"""What is known about a format of tool calls: how one is read, and how forced ones are written."""
+"""Formats of tool calls: how a call is read, and how forced calls are written."""
 
 import json
 import re
@@ -24,7 +24,7 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wording:
-    """What a model's tokenizer and template say about how it spells calls."""
+    """Parts of a model's tokenizer and template that decide how it spells calls."""
 
     template: str = ""
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens by their text
@@ -32,14 +32,14 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
-    """The text of an answer that is calls and nothing else, but for their arguments."""
+    """Text around the arguments, in an answer of calls alone."""
 
-    # What stands before and behind the arguments, from the tool's name
+    # From a tool's name: the text before its arguments, and behind them
     call: Callable[[str], tuple[str, str]]
     before: str = ""
     between: str = ""
     after: str = ""
-    max_calls: int | None = None  # that the templates take in a turn
+    max_calls: int | None = None  # in a turn that the templates take
     rules: Mapping[str, str] = field(default_factory=dict)  # Lark in place of a text
 
 
@@ -49,38 +49,38 @@ ReadCall = Callable[[Source, Output, Schemas], Steps[bool]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """Format in which a family of models writes calls.
 
     A call stands behind one of the markers `wraps`, behind its `opening`, or behind both; an opening of one
-    character counts at the start of a line only. `read` reads one from there on; False if it is none.
-    `spelling` tells how forced calls are written; None has them written as plain JSON.
+    character counts at the start of a line only. `read` reads a call from there on, or returns False.
+    `spelling` says how forced calls are written; without it they are plain JSON.
     """
 
     name: str
     read: ReadCall
-    is_template: Callable[[str], bool]  # whether a chat template speaks this format
+    is_template: Callable[[str], bool]  # True if a chat template uses this format
     wraps: tuple[str, ...] = ()
     opening: str = ""
-    ends: tuple[str, ...] = ()  # markers behind calls, left out once there was one
+    ends: tuple[str, ...] = ()  # markers behind calls, left out once there was a call
     inner: tuple[str, ...] = ()  # and those within
     spelling: Callable[[Wording], Spelling] | None = None
     new_id: Callable[[], str] = call_id
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The words that it looks for, which are special tokens in many vocabularies."""
+        """All markers of the format, which are special tokens in many vocabularies."""
         words = (*self.wraps, self.opening, *self.ends, *self.inner)
         return tuple(word for word in words if len(word) > 1)
 
     def grammar(self, tools: Sequence[Tool], wording: Wording, max_calls: int) -> str:
-        """Lark of an answer of 1 to `max_calls` calls and nothing else."""
+        """Return the Lark grammar of an answer of 1 to `max_calls` calls and nothing else."""
         assert self.spelling is not None, "others are written as plain JSON"
         spelling, special = self.spelling(wording), wording.special
         rules = {word: f"<[{special[word]}]>" for word in self.markers if word in special}
         rules |= spelling.rules
 
         def lark(text: str) -> str:
-            """Markers are the tokens that they are in this vocabulary."""
+            """Spell a text in Lark; markers are tokens where the vocabulary has them."""
             parts = re.split("(" + "|".join(map(re.escape, rules)) + ")", text) if rules else [text]
             return " ".join(rules.get(part) or json.dumps(part) for part in parts if part)
 
@@ -98,12 +98,12 @@ class ToolFormat:
 
 
 def json_call(name: str, key: str = "arguments") -> tuple[str, str]:
-    """What stands before and behind the arguments of a call that is a JSON object."""
+    """Return the text before and behind the arguments of a call that is a JSON object."""
     return f'{{"name": {json.dumps(name)}, "{key}": ', "}"
 
 
 def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments' schema: of an object, and without other members than it names."""
+    """Return the arguments' schema: an object with no other members than it names."""
     schema = {"type": "object"} | dict(parameters)
     if not any(key in schema for key in _COMPOSED):
         schema = {"properties": {}, "additionalProperties": False} | schema

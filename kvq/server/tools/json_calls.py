@@ -1,4 +1,4 @@
-"""Calls that are JSON objects: `{"name": ..., "arguments": {...}}`, given out while they are read."""
+"""JSON calls: `{"name": ..., "arguments": {...}}`, given out while they are read."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def is_name(name: object) -> bool:
-    """True if a function may be called so; whether there is one is for the caller to say."""
+    """True if this can be a function's name, whether or not there is such a function."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
@@ -32,7 +32,7 @@ class _Draft:
         self.has_begun = False
 
     def set_name(self, name: str | None) -> bool:
-        """False if no call can be meant."""
+        """Take the name of the function; False if no call can be meant."""
         if (
             self._name is not None
             or not is_name(name)
@@ -58,7 +58,7 @@ class _Draft:
             self._arguments.append(text)
 
     def finish(self) -> bool:
-        """The object is complete. True if it was a call."""
+        """End the object; True if it was a call."""
         if self._name is not None and not self.has_begun and self._names is None:
             self.add("{}")
         return self.has_begun
@@ -72,11 +72,10 @@ class _Draft:
 
 
 def call_object(source: Source, output: Output, names: Collection[str] | None = None) -> Steps[bool]:
-    """Read an object behind its `{` and give out the call that it is.
+    """Read an object behind its `{` and give out its call; False if it is none: what was read is still held.
 
-    With `names` no other function counts, and without arguments it is no call. False if it is no call:
-    what was read is still held. An object that breaks off or goes wrong once the call has begun
-    is read up to there.
+    With `names` only these functions count, and an object without arguments is no call. An object that breaks
+    off or becomes invalid once the call has begun is read up to there.
     """
     draft = _Draft(source, output, names)
     while True:
@@ -114,10 +113,10 @@ def call_array(source: Source, output: Output, names: Collection[str] | None = N
 
 
 def bracket(source: Source, sink: Callable[[str], None], plain: re.Pattern[str] = _PLAIN) -> Steps[bool]:
-    """Pass on what is in a bracket, which comes next, to the one that closes it. True if it is complete.
+    """Pass on a text in brackets, from the opening one to the one that closes it. True if it is complete.
 
-    Brackets and strings are looked at, no more: what a model writes between them is its own. `plain` matches
-    what is neither.
+    Only brackets and strings are looked at: anything that a model writes between them is passed on. `plain`
+    matches text that is neither.
     """
     depth = 0
     while char := (yield from source.peek()):
@@ -135,7 +134,7 @@ def bracket(source: Source, sink: Callable[[str], None], plain: re.Pattern[str] 
 
 
 def call_named(source: Source, output: Output, name: str) -> Steps[bool]:
-    """Read the arguments of a call whose name came before them. False if it is no call."""
+    """Read the arguments of a call whose name came first; False if it is no call."""
     if not is_name(name) or (yield from source.peek()) != "{":
         return False
     source.drop()
@@ -145,22 +144,22 @@ def call_named(source: Source, output: Output, name: str) -> Steps[bool]:
 
 
 def write_json(value: object) -> str:
-    """A value as JSON that can be sent: halves of surrogate pairs are escaped.
+    """Encode a value as JSON that can be sent: halves of surrogate pairs are escaped.
 
     Raises:
         ValueError: infinite or not a number.
-        TypeError: nothing that JSON knows.
+        TypeError: a type that JSON does not have.
     """
     return sendable(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def sendable(text: str) -> str:
-    """JSON text whose halves of surrogate pairs are escaped."""
+    """Escape the halves of surrogate pairs in a JSON text."""
     return text.encode("utf8", "backslashreplace").decode("utf8")
 
 
 def _member(source: Source, draft: _Draft, *, is_open: bool) -> Steps[bool]:
-    """Read one member of a call; False if it goes wrong."""
+    """Read one member of a call; False if it is invalid."""
     key = yield from _string(source)
     if key is None:
         return False
@@ -201,7 +200,7 @@ def _any_value(source: Source) -> Steps[bool]:
 
 
 def _string(source: Source) -> Steps[str | None]:
-    """Read a string; None if it is none, or breaks off."""
+    """Read a string; None if something else comes, or it breaks off."""
     parts: list[str] = []
     if (yield from source.peek()) != '"' or not (yield from _string_text(source, parts.append)):
         return None
@@ -213,7 +212,7 @@ def _string(source: Source) -> Steps[str | None]:
 
 
 def _string_text(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
-    """Pass on a string from its quote to its quote, as it is written. True if it is complete."""
+    """Pass on a string with its quotes, as it is written. True if it is complete."""
     quote = source.take()
     sink(quote)
     while char := (yield from source.peek()):
@@ -232,7 +231,7 @@ def _forget(_: str) -> None:
     pass
 
 
-# `[{"name": "f", "arguments": {...}}, ...]`, for forced calls where the model's format is no help.
+# `[{"name": "f", "arguments": {...}}, ...]`, for forced calls if the model's format has no spelling
 PLAIN = ToolFormat(
     name="plain",
     read=call_array,

@@ -1,4 +1,4 @@
-"""What a parser finds in a model's text, and gives out."""
+"""Parser output: the events found in a model's text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins: the `index`-th of this answer, from 0."""
+    """Start of a call, the `index`-th of this answer, from 0."""
 
     index: int
     id: str
@@ -36,30 +36,30 @@ Event = Text | CallStart | CallArguments
 
 
 def call_id() -> str:
-    """A new call's id, as OpenAI writes them."""
+    """Return a new id of a call, as OpenAI writes them."""
     return f"call_{uuid4().hex[:24]}"
 
 
 class Output:
-    """Events since they were last asked for. White space before, between and after calls is left out."""
+    """Events since the last `drain`. White space before, between and after calls is left out."""
 
     def __init__(self, new_id: Callable[[], str], max_calls: int | None) -> None:
         """Calls beyond the first `max_calls` are left out."""
         self._new_id = new_id
         self._max_calls = max_calls
         self._events: list[Event] = []
-        self._space = ""  # read, and not shown until something else than a call follows
+        self._space = ""  # read, and not shown until something other than a call follows
         self._follows_text = False
         self.num_calls = 0
 
     @property
     def is_line_start(self) -> bool:
-        """True if no text, or only white space, stands between here and a line's start or a call."""
+        """True if only white space, if anything, stands between here and a line's start or a call."""
         return not self._follows_text or "\n" in self._space
 
     @property
     def is_behind_call(self) -> bool:
-        """True if the last that came was a call."""
+        """True if a call came last."""
         return self.num_calls > 0 and not self._follows_text
 
     def text(self, text: str) -> None:
@@ -78,19 +78,19 @@ class Output:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Go on with the arguments of the call that began last."""
+        """Add to the arguments of the last call."""
         index = self.num_calls - 1
         if text and self._is_wanted(index):
             self._events.append(CallArguments(index, text))
 
     def finish(self) -> None:
-        """No more comes."""
+        """End the output: show the white space at the end of a text."""
         if self._space and (self._follows_text or not self.num_calls):
             self._events.append(Text(self._space))
         self._space = ""
 
     def drain(self) -> list[Event]:
-        """The events since the last time; what belongs together is one event."""
+        """Return the events since the last time; neighbours of one kind are one event."""
         drained: list[Event] = []
         by_call = groupby(self._events, lambda one: (type(one), -1 if isinstance(one, Text) else one.index))
         for (kind, index), group in by_call:
@@ -108,7 +108,7 @@ class Output:
 
 
 def end_of_call(source: Source, output: Output, end: str) -> Steps[None]:
-    """Read the marker behind a call, if it is there."""
+    """Read the marker behind a call, if it comes."""
     source.hold()
     yield from source.skip_space()
     if (yield from source.word(end)):
@@ -118,7 +118,7 @@ def end_of_call(source: Source, output: Output, end: str) -> Steps[None]:
 
 
 def no_call(source: Source, output: Output) -> Steps[None]:
-    """Show what was held: it was no call. Behind one, the rest of an answer that breaks off is left out."""
+    """Show held text, which was no call. Behind a call, the rest of an answer that breaks off is left out."""
     if output.is_behind_call and not (yield from source.peek()):
         source.drop()
     else:

@@ -1,4 +1,4 @@
-"""Text in, events out."""
+"""Parser of tool calls: text in, events out."""
 
 import re
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ class Parser:
     def __init__(
         self, format: ToolFormat, tools: Sequence[Tool] = (), *, max_calls: int | None = None
     ) -> None:
-        """`tools`: those on offer. Formats without markers take nothing else for a call."""
+        """`tools`: those on offer. Formats without markers accept only calls of these."""
         self._source = Source()
         self._output = Output(format.new_id, max_calls)
         self._steps = self._read(format, {tool.name: tool.parameters for tool in tools})
 
     @property
     def num_calls(self) -> int:
-        """Calls that began so far, those beyond `max_calls` too."""
+        """Number of calls that have begun, including those beyond `max_calls`."""
         return self._output.num_calls
 
     def feed(self, text: str) -> list[Event]:
-        """What is known after the next piece of text. Never raises."""
+        """Read the next piece of text, and return the events known by then. Never raises."""
         self._source.add(text)
         next(self._steps, None)
         return self._output.drain()
 
     def close(self) -> list[Event]:
-        """What was held back, when no more text comes. The parser can't be used after that."""
+        """End the text, and return the events that were held back. The parser can't be used afterwards."""
         self._source.close()
         next(self._steps, None)
         self._output.finish()
@@ -52,10 +52,10 @@ class Parser:
 def _until_marker(
     source: Source, output: Output, markers: Sequence[str], *, ends: Sequence[str]
 ) -> Steps[str]:
-    """Show text up to a marker and read that; "" at the end of the text.
+    """Show text up to a marker, and read the marker; "" at the end of the text.
 
-    What is read from the marker on is held in the source: if no call follows, it is text. Markers of a single
-    character count at the start of a line only. `ends` are those behind calls, left out once there was one.
+    Text from the marker on is held in the source: if no call follows, it is shown. Markers of a single
+    character count at the start of a line only. Markers in `ends` are left out once there was a call.
     """
     words = (*markers, *ends)
     plain = re.compile(f"[^{re.escape(''.join({word[0] for word in words}))}]+")

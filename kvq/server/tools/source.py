@@ -1,4 +1,4 @@
-"""Text that comes in pieces, read by generators that wait for more of it."""
+"""Text source: text that comes in pieces, read by generators that wait for more of it."""
 
 import re
 from collections.abc import Generator, Sequence
@@ -10,9 +10,9 @@ _SPACE = re.compile(r"\s+")
 
 
 class Source:
-    """One character is looked at once: the work is linear in the text, however it is cut.
+    """Text in pieces. Every character is looked at once: work is linear in the text, however it is cut.
 
-    What is read after `hold` is kept until `release` gives it back or `drop` forgets it.
+    Text read after `hold` is kept until `release` returns it or `drop` forgets it.
     """
 
     def __init__(self) -> None:
@@ -22,16 +22,16 @@ class Source:
         self._held: list[str] | None = None
 
     def add(self, text: str) -> None:
-        """The next piece; the one before was read to its end."""
+        """Add the next piece, after the one before was read to its end."""
         assert self._at == len(self._piece), "a piece is read to its end before the next one comes"
         self._piece, self._at = text, 0
 
     def close(self) -> None:
-        """No more pieces come."""
+        """Note that no more pieces come."""
         self._is_closed = True
 
     def peek(self) -> Steps[str]:
-        """The next character, not yet read; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self._at == len(self._piece) and not self._is_closed:
             yield
         return self._piece[self._at : self._at + 1]
@@ -41,7 +41,7 @@ class Source:
         return self._read(self._at + 1)
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Read what matches here in this piece, without waiting for the next one."""
+        """Read the text that matches here in this piece, without waiting for the next one."""
         match = pattern.match(self._piece, self._at)
         return "" if match is None else self._read(match.end())
 
@@ -57,7 +57,7 @@ class Source:
         yield from self.all_of(_SPACE)
 
     def one_of(self, words: Sequence[str]) -> Steps[str]:
-        """Read one of some words, none of which begins another. "" if none is here: what fits is read."""
+        """Read one of some words, none a prefix of another. "" if none comes: the part that fits is read."""
         read = ""
         while char := (yield from self.peek()):
             read += char
@@ -69,21 +69,21 @@ class Source:
         return ""
 
     def word(self, word: str) -> Steps[bool]:
-        """Read a word. False if it is not here: what fits is read."""
+        """Read a word. False if it does not come: characters that fit are read."""
         return (yield from self.one_of((word,))) == word
 
     def hold(self) -> None:
-        """Keep what is read from here on."""
+        """Keep the text that is read from here on."""
         self._held = []
 
     def release(self) -> str:
-        """What was read since `hold`, which ends."""
+        """Return the text read since `hold`, and keep no more."""
         text = "".join(self._held or ())
         self._held = None
         return text
 
     def drop(self) -> None:
-        """Forget what was read since `hold`, which ends."""
+        """Forget the text read since `hold`, and keep no more."""
         self._held = None
 
     def _read(self, end: int) -> str:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: told from the answer, and let by before a grammar begins."""
+"""Thinking: a model's thoughts are separated from its answer, and allowed before a grammar begins."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _SPACE = r"/[ \n]{0,4}/"  # behind thoughts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thinking:
-    """How a model marks its thoughts."""
+    """Markers around a model's thoughts."""
 
     begin: str
     end: str
@@ -27,7 +27,7 @@ class Thinking:
 
     @classmethod
     def of(cls, tokenizer: Any, template: str, name: str) -> "Thinking | None":
-        """By the name of its markers, or "auto": by a chat template or tokens that have them; "none".
+        """Return the markers of a name; for "auto", those in a chat template or a vocabulary; "none": None.
 
         Raises:
             ConfigError: there are no such markers.
@@ -44,9 +44,9 @@ class Thinking:
         return cls(begin=begin, end=end, end_id=added.get(end, (None,))[0], special=special)
 
     def is_open(self, before: str, *, is_continued: bool = False) -> bool | None:
-        """Whether a text goes on with thoughts, by what stands before it; None: it may begin with some.
+        """True if thoughts follow the text `before`, False if the answer does; None if either may come.
 
-        `is_continued`: it goes on with an answer that has begun.
+        `is_continued`: an answer that has begun is continued.
         """
         before = before.rstrip()
         if is_continued:
@@ -54,7 +54,7 @@ class Thinking:
         return True if before.endswith(self.begin) else False if before.endswith(self.end) else None
 
     def params(self, params: SamplingParams, is_open: bool | None) -> SamplingParams:
-        """Parameters that keep the markers in the text, and begin a grammar behind what is thought."""
+        """Return parameters that keep the markers in the text, and begin a grammar behind the thoughts."""
         structured = params.structured
         if structured is not None and is_open is not False:
             tokens = {marker: f"<[{token}]>" for marker, token in self.special}
@@ -67,19 +67,19 @@ class Thinking:
 
 
 class Thoughts:
-    """Takes the thoughts out of one answer while it is written."""
+    """Separates the thoughts of one answer from its text, while it is written."""
 
     def __init__(self, thinking: Thinking | None, is_open: bool | None) -> None:
-        """Without `thinking` there are none; `is_open`: as that found it."""
+        """Without `thinking` all is text; `is_open`: as `Thinking.is_open` found it."""
         self._thinking = thinking
         self._is_inside = is_open if thinking is not None else False
         self._held = ""
         self._has_begun = False  # to think
-        self._is_behind = False  # that, and nothing was said yet
+        self._is_behind = False  # the thoughts, and no text came yet
         self.num_tokens = 0  # of them
 
     def feed(self, text: str, tokens: Sequence[int] = (), *, is_last: bool = False) -> tuple[str, str]:
-        """What is thought, and what is said, with the next piece of text."""
+        """Read the next piece of text; return what it adds to the thoughts, and to the answer."""
         thinking = self._thinking
         if thinking is None or (self._is_inside is False and not self._is_behind):
             return "", text
@@ -109,7 +109,7 @@ class Thoughts:
         return thought, text
 
     def _without_end(self, thought: str) -> tuple[str, str]:
-        """What can be shown of it, and what may belong to its end: space, and the beginning of the marker."""
+        """Split a thought before what may belong to its end: white space, and a part of the marker."""
         end = self._thinking.end if self._thinking is not None else ""
         sizes = range(len(end) - 1, 0, -1)
         size = next((size for size in sizes if thought.endswith(end[:size])), 0)
@@ -118,6 +118,6 @@ class Thoughts:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError if no markers are called so."""
+    """Raise ConfigError if no markers have this name."""
     if name not in ("auto", "none", *_MARKERS):
         raise ConfigError(f"no reasoning parser {name!r}; there are auto, none, {', '.join(_MARKERS)}")

@@ -101,9 +101,12 @@ def test_files_of_something_else_are_left_as_they_are(tmp_path, content):
 
 def test_two_runs_never_write_one_file_and_a_killed_one_leaves_it_free(tmp_path):
     path = tmp_path / "out.jsonl"
-    hold = f"from kvq.server.batch.result_file import *\nJournal(Path({str(path)!r})); print(1, flush=True); input()"
+    hold = (
+        "from kvq.server.batch.result_file import *\n"
+        f"results = ResultFile(Path({str(path)!r})); print(1, flush=True); input()"
+    )
     other = subprocess.Popen(
-        [sys.executable, "-c", hold.replace("ResultFile(", "results = ResultFile(")],
+        [sys.executable, "-c", hold],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -37,7 +37,7 @@ def test_a_key_for_metrics_reads_metrics_and_health_and_nothing_else():
     ("given", "message"),
     [
         ({"metrics_keys": ("m",)}, "--metrics-key-file needs --api-key-file"),
-        ({"metrics_keys": ("m",), "api_keys": ("a", "m")}, "may ask for everything"),
+        ({"metrics_keys": ("m",), "api_keys": ("a", "m")}, "allows everything"),
     ],
 )
 def test_metrics_keys_that_restrict_nothing_are_refused(given, message):

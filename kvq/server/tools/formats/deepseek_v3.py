@@ -1,4 +1,4 @@
-"""DeepSeek's calls, in a section of their own; its markers have wide bars and low blocks, here left out.
+"""DeepSeek's calls, in their own section of the answer. Its markers have wide bars and low blocks in reality.
 
 V3 and R1: `<tool call begin>function<tool sep>f`, a fenced block of JSON, `<tool call end>`.
 V3.1: `<tool call begin>f<tool sep>{...}<tool call end>`.

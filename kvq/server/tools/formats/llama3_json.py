@@ -16,7 +16,7 @@ _BETWEEN = re.compile(r"[\s;,]+")
 
 
 def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
-    """A call, and what separates it from the next one, which is left out."""
+    """Read a call; leave out the separator before the next one."""
     if not (yield from call_object(source, output, tools)):
         return False
     source.hold()

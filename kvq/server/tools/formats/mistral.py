@@ -47,7 +47,7 @@ def _spelling(wording: Wording) -> Spelling:
 
 
 def _new_id() -> str:
-    """Nine letters and digits: Mistral's templates refuse other ids when they come back."""
+    """Return nine letters and digits: Mistral's templates refuse other ids when they come back."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 

@@ -19,7 +19,7 @@ _MAX_CALL = 1 << 18  # characters that Python's parser gets to see
 
 
 def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
-    """Give out a list's calls; False if what is held is not one of them."""
+    """Give out a list's calls; False if the held text is not one of them."""
     separator = ","
     while separator == ",":
         yield from source.skip_space()
@@ -44,7 +44,7 @@ def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
 
 
 def _arguments(text: str) -> str | None:
-    """JSON of `(a=1, b="x")`; None unless all are literals with names."""
+    """Return the JSON of `(a=1, b="x")`; None unless all are literals with names."""
     if len(text) > _MAX_CALL:
         return None
     try:

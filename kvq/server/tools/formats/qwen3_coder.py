@@ -49,7 +49,7 @@ def _parameters(source: Source, output: Output, schema: Mapping[str, Any]) -> St
 
 
 def _parameter(source: Source) -> Steps[str | None]:
-    """A parameter's name; None if something else comes, which is held."""
+    """Read a parameter's name; None if something else comes, which is held."""
     source.hold()
     yield from source.skip_space()
     if (yield from source.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
@@ -62,7 +62,7 @@ def _parameter(source: Source) -> Steps[str | None]:
 
 
 def _value(source: Source) -> Steps[str | None]:
-    """A parameter's text without the line breaks around it; None if it breaks off."""
+    """Read a parameter's text without the line breaks around it; None if it breaks off."""
     parts: list[str] = []
     while (yield from source.peek()):
         if text := source.run(_NO_TAG):

@@ -1,4 +1,4 @@
-"""The formats by their names."""
+"""Registry of the formats of tool calls, by name."""
 
 from kvq.errors import ConfigError
 from kvq.server.tools.format import ToolFormat
@@ -10,11 +10,11 @@ from kvq.server.tools.formats.pythonic import PYTHONIC
 from kvq.server.tools.formats.qwen3_coder import QWEN3_CODER
 
 _ALL = (HERMES, QWEN3_CODER, MISTRAL, DEEPSEEK_V3, PYTHONIC, LLAMA3_JSON)
-FORMATS = {format.name: format for format in _ALL}  # of those that a template fits, the first wins
+FORMATS = {format.name: format for format in _ALL}  # the first that fits a template wins
 
 
 def find_format(name: str, template: str) -> ToolFormat | None:
-    """The format of a name; that of a chat template for "auto", if one is recognised; None for "none".
+    """Return the format of a name; for "auto", the one that a chat template uses, if it is known.
 
     Raises:
         ConfigError: there is no such format.

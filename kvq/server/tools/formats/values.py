@@ -1,4 +1,4 @@
-"""What a bare value of a call is by its tool's schema: text, or what JSON makes of it."""
+"""Values without quotes in calls: text or JSON, as the tool's schema says."""
 
 import json
 from ast import literal_eval
@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 _MOST_PARTS = 128  # of schemas that are looked at for a value; some refer to themselves
-_OPEN = object()  # of no kind: only schemas that name none let it pass
+_OPEN = object()  # of no kind: only schemas that name none allow it
 _PYTHON = {"True": True, "TRUE": True, "False": False, "FALSE": False, "None": None}
 _KINDS: dict[str, Any] = {
     "string": lambda value: isinstance(value, str),
@@ -22,14 +22,14 @@ _KINDS: dict[str, Any] = {
 
 
 class _Schemas:
-    """Those that local references are of, and what they say."""
+    """A schema with the parts that local references name."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._left = _MOST_PARTS
 
     def allow(self, schema: object, value: object) -> bool:
-        """False if a value is of another kind, or none of those listed; what is in it is not looked at."""
+        """True if a value's kind and enumeration fit a schema; members of the value are not looked at."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return schema is not False
@@ -49,7 +49,7 @@ class _Schemas:
         )
 
     def member(self, schema: object, name: str) -> object:
-        """The schema of an object's member, of all parts that say it; None: none does."""
+        """Return the schema of an object's member, from all parts that have it, or None."""
         self._left -= 1
         if not isinstance(schema, Mapping) or self._left < 0:
             return None
@@ -70,7 +70,7 @@ class _Schemas:
                 yield from parts
 
     def _target(self, reference: str) -> object:
-        """What a local reference is to; anything, if that is not found."""
+        """Return the target of a local reference; a schema that allows anything if there is none."""
         found: Any = self._root
         for name in unquote(reference.removeprefix("#")).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -82,7 +82,7 @@ class _Schemas:
 
 
 def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
-    """The value of a tool's parameter: text where that is allowed and what JSON makes of it is not."""
+    """Return the value of a tool's parameter: text where the schema allows text and not the JSON value."""
     schemas = _Schemas(parameters)
     schema = schemas.member(parameters, name)
     is_open, is_text = schemas.allow(schema, _OPEN), schemas.allow(schema, text)
@@ -96,7 +96,7 @@ def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _from_python(written: str, text: str) -> Any:
-    """A value as Python writes it, if it is one."""
+    """Return the value that Python's spelling means, or the text itself."""
     if written[:1] in ("{", "["):
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             value = literal_eval(written)
