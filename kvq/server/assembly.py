@@ -1,4 +1,4 @@
-"""What a server is made of: the engine's process, and the service in front of it."""
+"""Assembly of a server: the engine's process, and the service in front of it."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _log = logging.getLogger("kvq")
 
 
 def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -> tuple[ModelSource, Remote]:
-    """Where the model is, and its engine, not started yet; `on_failed` is told why there won't be one.
+    """Return the model's source, and its engine, not started yet. `on_failed` gets the reason if it fails.
 
     Raises:
         KVQError: there is no such model.
@@ -43,15 +43,15 @@ def make_service(
     tokenizer: Any,
     prompts: Prompts | None = None,
 ) -> Service:
-    """The service over an engine. `name`: of the model, unless the configuration has others. `prompts`: read
-    otherwise than for clients who wait.
+    """Return the service over an engine. `name`: the model's, unless the configuration has others. `prompts`:
+    a reader with other limits than those for waiting clients.
 
     Raises:
-        ConfigError: there are no such tool calls, or no such generation_config.json.
+        ConfigError: the format of tool calls is unknown, or generation_config.json can't be used.
     """
     defaults = read_defaults(folder, config.generation_config)
-    if told := str(defaults):
-        _log.info("%s", told)
+    if text := str(defaults):
+        _log.info("%s", text)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
     setup = Setup(folder=str(folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats)
     prompts = prompts or Prompts(

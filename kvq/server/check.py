@@ -1,4 +1,4 @@
-"""`kvq serve --check`: all that `kvq serve` would refuse, told without loading the weights."""
+"""Checks of `kvq serve --check`: everything that `kvq serve` would refuse, without loading the weights."""
 
 import asyncio
 import signal
@@ -33,14 +33,14 @@ _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step hold
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """Result of one check."""
 
     level: str  # ok, warning, error
     text: str
 
     @property
     def is_error(self) -> bool:
-        """True if the server would not start, or refuse what it is for."""
+        """True if the server would not start, or refuse all requests."""
         return self.level == "error"
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ _ok, _warning, _error = (partial(Finding, level) for level in ("ok", "warning", 
 
 
 def check_config(config: ServerConfig) -> list[Finding]:
-    """Look at the address, the model's files, formats, memory and the prefill budget; try its template."""
+    """Check the address, the model's files, formats, memory and the prefill budget; try its template."""
     findings = [*_address(config), *_events(config)]
     try:
         engine = check_engine(config.model, config.kv, config.engine)
@@ -70,7 +70,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         *findings,
         _ok(f"model: {model.source}, digest {model.digest[:12]}"),
         _ok(f"formats: KV in {config.kv}, computed in {str(model.dtype)[6:]} on {model.device}"),
-        *([_ok(said)] if (said := str(read_defaults(model.folder, config.generation_config))) else []),
+        *([_ok(text)] if (text := str(read_defaults(model.folder, config.generation_config))) else []),
         *([] if model.end_ids else [_warning(f"ends of texts: {NO_END}")]),
         *_checked(engine),
         *_memory(engine),
@@ -107,7 +107,7 @@ def _events(config: ServerConfig) -> Iterator[Finding]:
 
 
 def _checked(engine: CheckedEngine) -> Iterator[Finding]:
-    """What the load check found of the formats, if it ran; it needs the weights."""
+    """Report what an earlier load check found of the formats, if it ran; it needs the weights."""
     if not is_to_check(engine.model, engine.recipe):
         return
     found = recalled(engine.model, engine.recipe)
@@ -120,12 +120,12 @@ def _checked(engine: CheckedEngine) -> Iterator[Finding]:
 
 
 def _weights(model: PreparedModel) -> int:
-    """Bytes once they are loaded."""
+    """Return the bytes of loaded weights."""
     return model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
 
 
 def _taken(checked: CheckedEngine) -> int:
-    """Bytes of weights and of a step's activations, roughly: what is free has none of them as yet."""
+    """Return the bytes of weights and of a step's activations, roughly; free memory has to hold both."""
     model, config = checked.model, checked.config
     live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
     return _weights(model) + live_values * model.dtype.itemsize
@@ -149,9 +149,9 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
         yield _error(f"memory: {total} are more than the {binary(free)} that are free")
     else:
         yield _ok(f"memory: {total} of {'?' if free is None else binary(free)} free")
-    asked, seqs = config.kv_memory, config.max_num_seqs
-    if asked is not None and pool < 0.9 * parse_bytes(asked, "kv_memory"):
-        yield _ok(f"memory: of --kv-memory {asked} no more could be used by {seqs} sequences")
+    wanted, seqs = config.kv_memory, config.max_num_seqs
+    if wanted is not None and pool < 0.9 * parse_bytes(wanted, "kv_memory"):
+        yield _ok(f"memory: {seqs} sequences can use no more of --kv-memory {wanted}")
     longest = longest_context(layout, pools, context)
     if longest < context:
         yield _warning(
@@ -186,7 +186,7 @@ def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
     budget = checked.config.max_num_batched_tokens
     try:
         pools = checked.pools(available_bytes(checked.model.device), _taken(checked))
-    except KVQError:  # told above
+    except KVQError:  # reported by `_memory`
         return
     staged, context = pools.step_tokens, checked.model.max_context
     rows = max(1, min(pools.sequences, at_once(checked.layout, pools, min(LENGTHS[0], context)).count))
@@ -220,22 +220,20 @@ def _template(config: ServerConfig, model: PreparedModel) -> Iterator[Finding]:
     if why is not None:
         yield _error(f"chat template: {why}")
     elif lacking:
-        yield _warning(
-            f"chat template: found; it has no place for {lacking}: the model can't be told of such"
-        )
+        yield _warning(f"chat template: found; it has no place for {lacking}: the model will not see any")
     else:
         yield _ok("chat template: found; it shows all roles, tools and calls")
 
 
 async def _try_prompts(config: ServerConfig, model: PreparedModel) -> tuple[str | None, str]:
-    """Why no conversation can be read, if so, and what of one isn't shown; aside from this process."""
+    """Return why no conversation can be read, or None, and what the template does not show."""
     setup = Setup(
         folder=str(model.folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats
     )
     prompts = Prompts(Readers(setup), model.tokenizer)
     trying = asyncio.current_task()
     assert trying is not None, "within a coroutine"
-    for number in (signal.SIGTERM, signal.SIGINT):  # raised, they would end another task of the loop's
+    for number in (signal.SIGTERM, signal.SIGINT):  # raised, they would end another task of the loop
         asyncio.get_running_loop().add_signal_handler(number, trying.cancel)
     try:
         await prompts.start()

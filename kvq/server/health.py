@@ -1,4 +1,4 @@
-"""Is the server alive, does it take requests, does it really generate?"""
+"""Health checks: is the server alive, does it take requests, does it really generate?"""
 
 import asyncio
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from kvq.server.openai.openapi import answer
 from kvq.version import __version__
 
 _DEADLINE_S = 10.0
-_FRESH_S = 5.0  # an answer of the deep check is given again for so long
+_FRESH_S = 5.0  # for which a result of the deep check is used again
 _TOKENS = 10
 
 
 class DeepCheck:
-    """A text tokenized and 10 tokens generated under deadlines, past admission; one at a time for all."""
+    """Deep check: tokenizes a text and generates 10 tokens under deadlines, past admission, one at a time."""
 
     def __init__(self, service: Service, *, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
@@ -32,10 +32,10 @@ class DeepCheck:
         self._began_s = 0.0
 
     async def run(self) -> float:
-        """Seconds that it took, a chat read before; a result of the last five seconds counts.
+        """Return the seconds that it took; a result of the last five seconds is used again.
 
         Raises:
-            Problem: no engine, or it did not generate in time.
+            Problem: there is no engine, or it did not generate in time.
         """
         self._service.check_ready()
         old = self._running
@@ -72,14 +72,14 @@ class DeepCheck:
 
 
 async def check_readiness(service: Service) -> None:
-    """Raise Problem unless requests are taken, and their texts can be read."""
+    """Raise Problem unless requests are accepted and their texts can be read."""
     service.check_ready()
     if (reason := await service.prompts.probe()) is not None:
         raise unavailable(reason)
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """`/health` and its three depths, and `/version` as vLLM has it."""
+    """Add `/health` with its three depths, and `/version` as vLLM has it."""
     deep = DeepCheck(service)
 
     @app.get("/version", responses={200: {"model": dict[str, str]}})

@@ -1,4 +1,4 @@
-"""The page at `/` and what it shows: everybody who looks shares one picture of the engine."""
+"""Web page at `/`. All viewers share one snapshot of the engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from kvq.server.http.problems import Problem
 from kvq.server.openai.respond import tenant_of
 from kvq.version import __version__
 
-_INTERVAL_S = 0.25  # between pictures at least
-_SHARE = 0.02  # of the engine's time that pictures may take
-_WAIT_S = 2.0  # for a step to end; then the last picture has to do
+_INTERVAL_S = 0.25  # between snapshots at least
+_SHARE = 0.02  # of the engine's time that snapshots may take
+_WAIT_S = 2.0  # for a step to end; then the last snapshot is shown
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _CONTENT: dict[str, Any] = {kind: {"schema": {"type": "string"}} for kind in _TYPES.values()}
 _HEADERS = {
@@ -33,24 +33,24 @@ _HEADERS = {
 
 
 class Viewers:
-    """Pictures for everybody, taken while somebody looks, and no more often than the engine can bear."""
+    """Snapshots for all viewers, taken while there are any, and no more often than the engine can bear."""
 
     def __init__(self, service: Service, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
         self._clock = clock
         self._lock = asyncio.Lock()
         self._picture: Picture | None = None
-        self._pools: list[dict[str, Any]] = []  # of the picture, as JSON has them
+        self._pools: list[dict[str, Any]] = []  # of the snapshot, as in JSON
         self._taken_s = 0.0
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two pictures: longer where blocks are many."""
+        """Seconds between two snapshots: longer with many blocks."""
         cost_s = 0.0 if self._picture is None else self._picture.cost_s
         return max(_INTERVAL_S, cost_s / _SHARE)
 
     async def show(self, tenant: str, *, has_keys: bool) -> dict[str, Any]:
-        """What one tenant may see: its own requests, and of others blocks and counts."""
+        """Return what one tenant may see: its own requests, and blocks and counts of others."""
         async with self._lock:
             if self._clock() - self._taken_s >= self.interval_s:
                 await self._look()
@@ -74,7 +74,7 @@ class Viewers:
         try:
             picture = await asyncio.wait_for(remote.look(), _WAIT_S)
         except TimeoutError:
-            pass  # the last picture has to do
+            pass  # the last snapshot is shown
         except EngineError:
             self._picture = None
         else:
@@ -99,7 +99,7 @@ class Viewers:
 
 
 def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
-    """The page, its files and its data."""
+    """Add the page, its files and its data."""
     viewers = Viewers(service)
     assets = {
         file.name: (file.read_bytes(), _TYPES[kind])
@@ -129,12 +129,12 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
 
 
 def _own(requests: list[LiveRequest] | list[PastRequest], tenant: str) -> list[dict[str, Any]]:
-    """A tenant's requests, without its name."""
+    """Return a tenant's requests, without its name."""
     found = [msgspec.to_builtins(request) for request in requests if request.tenant == tenant]
     return [{name: value for name, value in one.items() if name != "tenant"} for one in found]
 
 
 def _name(tenant: str) -> str:
-    """How a tenant is shown: by the number of its key, counted from 1; never the key."""
+    """Return a tenant's name for the page: the number of its key, counted from 1; never the key."""
     kind, _, number = tenant.partition("-")
     return f"{kind} {int(number) + 1}" if kind == "key" and number.isdigit() else tenant

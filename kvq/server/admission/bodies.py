@@ -1,7 +1,7 @@
-"""What clients send, as OpenAI and the field's servers define it; every field has its bounds.
+"""Request bodies in OpenAI's protocol, with the fields of other servers; every field has its bounds.
 
-Fields that nobody here knows are ignored, as other servers do, and named in the answer's head. `LABELS` and
-`USUAL` are others' fields that ask for nothing.
+Unknown fields are ignored, as other servers do, and named in the answer's head. `LABELS` and `USUAL` are
+fields of other servers that ask for nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,7 +27,7 @@ MAX_TOOLS = 128
 _MAX_CALLS = 128  # of one message
 _CallId = Annotated[str, Field(max_length=256)]
 _FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # many: no call of Python for each
+_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # without a call of Python for each
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
@@ -35,11 +35,11 @@ _Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
 _TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as elsewhere
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
 _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
-# Prefixes are shared only with requests of the same key that name the same.
+# Prefixes are shared only with requests of the same key that have the same salt
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Biased = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a token id, in one spelling only
-# Of `apply_chat_template`: what would replace the template or the messages, or change what comes back.
+# Options of `apply_chat_template` that would replace the template or the messages, or change the result
 _RESERVED = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "self"),
@@ -53,7 +53,7 @@ _NULL = {"type": "null"}
 
 
 def _few(given: Any) -> Any:
-    """Before each of a million entries is found wrong."""
+    """Refuse a million entries before each of them is checked."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         raise ValueError(f"at most {MAX_BIASES} tokens can be biased")
     return given
@@ -63,15 +63,15 @@ _Choices = Annotated[list[LongText], Field(min_length=1, max_length=1024)]
 _Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
 
 
-class StreamOptions(Body):
-    """Of a streamed answer."""
+class _StreamOptions(Body):
+    """Options of a streamed answer."""
 
     USUAL: ClassVar = {"include_obfuscation": False}
     include_usage: Flag = False
     _is_usual = model_validator(mode="before")(check_usual)
 
 
-class JsonSchema(Body):
+class _JsonSchema(Body):
     """A named schema; the name is for the reader only."""
 
     LABELS: ClassVar = frozenset(("description",))
@@ -82,23 +82,23 @@ class JsonSchema(Body):
     strict: Flag | None = None  # it always is
 
 
-class ResponseFormat(Body):
-    """What the text has to be."""
+class _ResponseFormat(Body):
+    """Format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: _JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> "ResponseFormat":
+    def _has_its_schema(self) -> "_ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema belongs to type json_schema")
         return self
 
 
 class StructuredOutputs(Body):
-    """The same constraints as the `guided_*` fields, as vLLM has them now."""
+    """Constraints of the text as newer vLLM names them; the `guided_*` fields are the older names."""
 
-    model_config = ConfigDict(extra="forbid")  # a constraint that is passed over is none
+    model_config = ConfigDict(extra="forbid")  # a constraint that is ignored is none
 
     definition: JsonObject | LongText | None = Field(default=None, alias="json")
     regex: LongText | None = None
@@ -108,7 +108,7 @@ class StructuredOutputs(Body):
 
 
 def _says_null(schema: dict[str, Any]) -> None:
-    """Let the document tell that a field which may be left out may be null."""
+    """Document that every optional field may be null."""
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()):
             if "anyOf" not in field:
@@ -120,7 +120,7 @@ def _says_null(schema: dict[str, Any]) -> None:
 
 
 class Common(Body):
-    """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
+    """Fields of completions and chat. Null counts as left out, as elsewhere."""
 
     model_config = ConfigDict(json_schema_extra=_says_null)
 
@@ -136,13 +136,13 @@ class Common(Body):
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
     n: _Samples = 1
     stream: Flag = False
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     logit_bias: _Biases | None = None
     seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: _ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
     cache_salt: CacheSalt | None = None
@@ -169,7 +169,7 @@ class Common(Body):
 
 
 def _kind_of_prompt(given: Any) -> str | None:
-    """By the first item, so that others than it are wrong, and not the list."""
+    """Return the kind of a prompt by its first item, so that errors name items and not the list."""
     if isinstance(given, list):
         first = given[0] if given else None
         return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
@@ -200,7 +200,7 @@ class CompletionBody(Common):
     suffix: LongText | None = None
 
 
-class TextPart(Body):
+class _TextPart(Body):
     """A part of a message's content."""
 
     LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
@@ -208,7 +208,7 @@ class TextPart(Body):
     text: LongText
 
 
-_Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
+_Parts = Annotated[list[_TextPart], Field(max_length=1024, fail_fast=True)]
 
 
 class FunctionBody(Body):
@@ -227,7 +227,7 @@ class FunctionBody(Body):
         return schema
 
 
-class ToolBody(Body):
+class _ToolBody(Body):
     """A tool; only functions are known."""
 
     type: Literal["function"]
@@ -235,7 +235,7 @@ class ToolBody(Body):
 
 
 class _ChosenFunction(Body):
-    """Its name."""
+    """Name of a function that has to be called."""
 
     name: _FunctionName
 
@@ -248,7 +248,7 @@ class ToolChoiceBody(Body):
 
 
 class CalledFunction(Body):
-    """What was called, with the arguments' JSON text."""
+    """A called function, with the arguments as JSON text."""
 
     LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
     name: _CallId
@@ -264,13 +264,13 @@ class ToolCallBody(Body):
     function: CalledFunction
 
 
-_Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)]
+_Tools = Annotated[list[_ToolBody], Field(max_length=MAX_TOOLS)]
 _ToolCalls = Annotated[list[ToolCallBody], Field(max_length=_MAX_CALLS)]
 _ToolChoices = Literal["none", "auto", "required"] | ToolChoiceBody
 
 
 class ChatMessage(Body):
-    """One turn; whatever else it holds is for the model's template."""
+    """A message of a chat; its other fields are for the model's template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -292,7 +292,7 @@ class ChatMessage(Body):
 
 
 def plain_text(message: ChatMessage) -> str:
-    """A turn's content as one text."""
+    """Return a message's content as one text."""
     content = message.content or ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -300,7 +300,7 @@ def plain_text(message: ChatMessage) -> str:
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
-    LABELS: ClassVar = Common.LABELS | {"prediction"}  # which would make the same answer come sooner
+    LABELS: ClassVar = Common.LABELS | {"prediction"}  # it would only make the same answer come sooner
     USUAL: ClassVar = {"modalities": ["text"], "verbosity": "medium"}
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: _Count | None = None

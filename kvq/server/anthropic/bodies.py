@@ -1,6 +1,6 @@
-"""What clients send, as Anthropic defines it; every field has its bounds.
+"""Request bodies in Anthropic's protocol; every field has its bounds.
 
-Fields that nobody here knows are ignored and named, but for those whose loss would change an answer.
+Unknown fields are ignored and named. Those whose loss would change an answer are refused.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,42 +14,42 @@ from kvq.server.http.ignored import Body, check_usual
 from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 
 _MAX_BLOCKS = 1024
-# What other models' turns are made of, beside what is in this module.
+# Blocks in the turns of other models, beside those of this module
 _THOUGHTS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
-# What Anthropic's client looks for: it then sends whole conversations, and no thread.
+# Error code for which Anthropic's client looks; it then sends whole conversations, and no thread
 _NO_THREADS = "thread_unsupported_request"
 _Id = Annotated[str, Field(max_length=256)]
 
 
 class CacheControl(Body):
-    """What lies before it, and the block itself, shall stay cached."""
+    """Request to keep a block and everything before it cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
     @property
     def seconds(self) -> float:
-        """For how long."""
+        """Seconds for which it stays cached."""
         return 300.0 if self.ttl == "5m" else 3600.0
 
 
-class Marked(Body):
-    """Anything that a breakpoint may lie behind."""
+class _Marked(Body):
+    """A block or tool that a breakpoint may follow."""
 
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Marked):
-    """Text."""
+class TextBlock(_Marked):
+    """Text of a message."""
 
     type: Literal["text"]
     text: LongText
 
 
 def _blocks_of(*kinds: str) -> BeforeValidator:
-    """Before blocks of these kinds: a text is one block; others are refused in words."""
+    """Return a validator before blocks of these kinds: a text becomes one block; other kinds are refused."""
     check = content_of("block", kinds, _THOUGHTS)
 
     def as_blocks(content: Any) -> Any:
@@ -61,7 +61,7 @@ def _blocks_of(*kinds: str) -> BeforeValidator:
 TextBlocks = Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=True), _blocks_of("text")]
 
 
-class ToolUseBlock(Marked):
+class ToolUseBlock(_Marked):
     """A call that the assistant made."""
 
     USUAL: ClassVar = {"caller": {"type": "direct"}}
@@ -72,8 +72,8 @@ class ToolUseBlock(Marked):
     _is_usual = model_validator(mode="before")(check_usual)
 
 
-class ToolResultBlock(Marked):
-    """What came of a call. Whether it failed is for its text to say: no template asks."""
+class ToolResultBlock(_Marked):
+    """Result of a call. Its text has to say whether the call failed: no template reads the flag."""
 
     LABELS: ClassVar = frozenset(("is_error",))
     type: Literal["tool_result"]
@@ -81,16 +81,16 @@ class ToolResultBlock(Marked):
     content: TextBlocks = Field([])
 
 
-class ThinkingBlock(Marked):
-    """What the assistant thought; nobody signs it here."""
+class ThinkingBlock(_Marked):
+    """Thoughts of the assistant, without a signature."""
 
     LABELS: ClassVar = frozenset(("signature",))
     type: Literal["thinking"]
     thinking: LongText
 
 
-class CustomTool(FunctionBody, Marked):
-    """A function that the model may call; Anthropic's own tools are not here."""
+class CustomTool(FunctionBody, _Marked):
+    """A function that the model may call; Anthropic's own tools are not supported."""
 
     LABELS: ClassVar = frozenset(("eager_input_streaming",))  # as arguments always come here
     USUAL: ClassVar = {"allowed_callers": ["direct"], "defer_loading": False}
@@ -107,15 +107,15 @@ class CustomTool(FunctionBody, Marked):
         return tool
 
 
-class ToolChoice(Body):
-    """Which tools may or have to be called."""
+class _ToolChoice(Body):
+    """Choice of the tools that may or have to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: _Id | None = None
     disable_parallel_tool_use: Flag = False
 
     @model_validator(mode="after")
-    def _names_its_tool(self) -> "ToolChoice":
+    def _names_its_tool(self) -> "_ToolChoice":
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("a name belongs to type tool")
         return self
@@ -142,33 +142,33 @@ class Message(Body):
         return self
 
 
-class Thinking(Body):
-    """Whether the model shall think, as far as its template lets that be said."""
+class _Thinking(Body):
+    """Switch of the model's thinking, as far as its template has one."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class OutputFormat(Body):
-    """What the text has to be."""
+class _OutputFormat(Body):
+    """Format of the text."""
 
     type: Literal["json_schema"]
     definition: JsonObject = Field(alias="schema")
 
 
 class _OutputConfig(Body):
-    """How to answer; `effort` is not known."""
+    """Options of the answer; `effort` is not known."""
 
-    format: OutputFormat | None = None
+    format: _OutputFormat | None = None
 
 
-class Metadata(Body):
-    """Of the request; not used."""
+class _Metadata(Body):
+    """Metadata of the request, which is not used."""
 
     user_id: Annotated[str, Field(max_length=256)] | None = None
 
 
 class PromptBody(Body):
-    """What a prompt is made of, and what else may be asked about one that is only counted."""
+    """Fields of a prompt; all of them may also be given when its tokens are only counted."""
 
     LABELS: ClassVar = frozenset(("user_profile_id",))
     USUAL: ClassVar = {"speed": "standard"}
@@ -176,8 +176,8 @@ class PromptBody(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: TextBlocks = Field([])
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] = Field([])
-    tool_choice: ToolChoice = ToolChoice(type="auto")
-    thinking: Thinking | None = None
+    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    thinking: _Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
     output_config: _OutputConfig | None = None
     _is_usual = model_validator(mode="before")(check_usual)
@@ -189,7 +189,7 @@ class PromptBody(Body):
             if isinstance(body, dict) and body.get(name):
                 raise ValueError(f"{name} is not supported; leave it out")
         if isinstance(body, dict) and body.get("thread"):
-            words = "no thread is held here between requests; send the whole conversation, without thread"
+            words = "no thread is kept between requests; send the whole conversation, without thread"
             raise PydanticCustomError(_NO_THREADS, words, {"code": _NO_THREADS})
         return body
 
@@ -203,6 +203,6 @@ class MessagesBody(PromptBody):
     top_k: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = None
     stop_sequences: Annotated[list[LongText], Field(max_length=64)] = Field([])
     stream: Flag = False
-    metadata: Metadata | None = None
+    metadata: _Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
     cache_salt: CacheSalt | None = None  # not Anthropic's

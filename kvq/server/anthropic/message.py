@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: an answer's content, block by block, and the events that tell of it."""
+"""`POST /v1/messages`: an answer's content, block by block, and the events that stream it."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -38,10 +38,10 @@ _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "n
 
 
 class MessageCall(Call):
-    """One request. The whole answer is what the events of the streamed one add up to."""
+    """One request. The whole answer is the sum of the streamed answer's events."""
 
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
-        """Raises Problem: something in it that this server does not do."""
+        """Raises Problem: the body asks for something that this server does not do."""
         service.check_model(body.model)
         if body.thinking is not None and body.thinking.type != "disabled" and not service.tools.thinking:
             raise Problem(400, "this model does not think; leave thinking out", param="thinking")
@@ -72,10 +72,10 @@ class MessageCall(Call):
                     yield {"type": "message_start", "message": self._message([], unknown, self._usage)}
                 self._last = message
                 self._usage["output_tokens"] += len(message.token_ids)
-                for told in self._content.feed(message.text, is_last=message.finish_reason is not None):
-                    yield told
-        for told in self._content.close():
-            yield told
+                for event in self._content.feed(message.text, is_last=message.finish_reason is not None):
+                    yield event
+        for event in self._content.close():
+            yield event
         yield {"type": "message_delta", "delta": self._ending(), "usage": self._usage}
         yield {"type": "message_stop"}
 
@@ -107,10 +107,10 @@ class MessageCall(Call):
 
 
 class Content:
-    """The blocks of an answer while it is written."""
+    """Blocks of an answer while it is written."""
 
     def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
-        """Without a parser all that is no thought is text."""
+        """Without a parser everything but thoughts is text."""
         self.blocks: list[dict[str, Any]] = []
         self._parser = parser
         self._thoughts = thoughts
@@ -123,14 +123,14 @@ class Content:
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
-        """Go on with the answer; what there is to tell of it."""
-        thought, said = self._thoughts.feed(text, is_last=is_last)
-        found = [Text(said)] if self._parser is None else self._parser.feed(said)
-        told = self._add("thinking", thought)
-        return [*told, *(event for one in found for event in self._take(one))]
+        """Add text to the answer, and return the events of it."""
+        thought, rest = self._thoughts.feed(text, is_last=is_last)
+        found = [Text(rest)] if self._parser is None else self._parser.feed(rest)
+        events = self._add("thinking", thought)
+        return [*events, *(event for one in found for event in self._take(one))]
 
     def close(self) -> list[Event]:
-        """End the answer."""
+        """End the answer, and return the last events."""
         found = [] if self._parser is None else self._parser.close()
         return [*(event for one in found for event in self._take(one)), *self._stop()]
 
@@ -143,7 +143,7 @@ class Content:
         return self._add("text", found.text)
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """Go on with a block of text or thinking, or begin one."""
+        """Add to a block of text or thinking, or begin one."""
         if not text:
             return []
         is_same = self._is_open and self.blocks[-1]["type"] == kind
@@ -196,7 +196,7 @@ def _params(body: MessagesBody, offer: Offer | None, defaults: SamplingDefaults)
 
 
 def _usage(prompt: PromptUse) -> dict[str, int]:
-    """Cached tokens were read, pinned ones beyond them written; the three add up to the prompt."""
+    """Return the usage of a prompt: cached tokens count as read, pinned ones beyond them as written."""
     written = max(0, prompt.pinned - prompt.cached)
     return {
         "input_tokens": prompt.total - prompt.cached - written,
@@ -207,7 +207,7 @@ def _usage(prompt: PromptUse) -> dict[str, int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Arguments as the object that they are; empty if the model wrote something else, or was broken off."""
+    """Decode arguments; an empty object if the model wrote anything else, or was cut short."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

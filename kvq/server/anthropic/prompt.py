@@ -1,4 +1,4 @@
-"""The tokens of a conversation as the model's chat template has it, and what shall stay cached of them."""
+"""Prompts of Anthropic's conversations: their form for the model's chat template, and cache breakpoints."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,13 +22,14 @@ from kvq.server.http.problems import Problem
 
 T = TypeVar("T")
 _MAX_BREAKPOINTS = 4
-_OTHER = "\ue000"  # for private use: nobody's text goes on with it
+_OTHER = "\ue000"  # for private use: no user's text continues with it
 
 
 async def prompt_pins(prompts: Prompts, body: PromptBody, tokens: list[int], tenant: str) -> list[PrefixPin]:
-    """What the body's breakpoints ask for.
+    """Return the pins that the body's breakpoints ask for.
 
-    A prefix is what does not change if other text follows its last block, whatever the template makes of it.
+    A prefix consists of the tokens that stay the same if other text follows its last block, whatever the
+    template does.
 
     Raises:
         Problem: too many breakpoints, or the template takes too long.
@@ -45,7 +46,7 @@ async def prompt_pins(prompts: Prompts, body: PromptBody, tokens: list[int], ten
 
 
 def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, CacheControl]]:
-    """Where the blocks are that breakpoints lie behind."""
+    """Return the blocks with a breakpoint: the list of each, its index there, and the breakpoint."""
     lists: list[list[Any]] = [body.tools, body.system, *(message.content for message in body.messages)]
     places = [(blocks, at, block.cache_control) for blocks in lists for at, block in enumerate(blocks)]
     if places and places[-1][2] is None:
@@ -57,7 +58,7 @@ def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, CacheControl]]:
 
 
 def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
-    """The conversation if something else followed a block; the body is as before in the end."""
+    """Return the conversation with other text behind a block. Leaves the body as it was."""
     block = blocks[at]
     others = [block]
     if isinstance(block, CustomTool):
@@ -76,13 +77,13 @@ def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
 
 
 def conversation(body: PromptBody) -> Conversation:
-    """What the model's template is given.
+    """Return the conversation for the model's template.
 
-    Turns of one role after another are one turn, as Anthropic has it: templates want roles to alternate.
-    A last turn of the assistant is continued.
+    Successive turns of one role are joined, as Anthropic does: templates want roles to alternate. A last turn
+    of the assistant is continued.
 
     Raises:
-        Problem: it can't be.
+        Problem: the last turn can't be continued.
     """
     messages: list[ChatMessage] = []
     if body.system:
@@ -97,14 +98,14 @@ def conversation(body: PromptBody) -> Conversation:
     if body.thinking is not None:
         options["enable_thinking"] = body.thinking.type != "disabled"
     if body.tools and body.tool_choice.type != "none":  # else nobody would read the model's calls
-        told = {"name", "description", "parameters"}
-        functions = [tool.model_dump(include=told, exclude_none=True) for tool in body.tools]
+        shown = {"name", "description", "parameters"}
+        functions = [tool.model_dump(include=shown, exclude_none=True) for tool in body.tools]
         options["tools"] = [{"type": "function", "function": function} for function in functions]
     return Conversation(messages=messages, options=options)
 
 
 def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Results of calls are turns of their own."""
+    """Yield messages of the user's turns; results of calls are separate messages."""
     parts: list[str | ChatMessage] = []
     for turn in turns:
         for is_result, blocks in groupby(turn.content, key=lambda block: isinstance(block, ToolResultBlock)):
@@ -157,5 +158,5 @@ def _only(kind: type[T], items: Iterable[object]) -> list[T]:
 
 
 def text_of(blocks: Iterable[object]) -> str:
-    """What blocks of text among some say."""
+    """Return the text of all text blocks, joined."""
     return "".join(block.text for block in _only(TextBlock, blocks))

@@ -90,7 +90,7 @@ def json_kind(value: Any) -> str:
 
 
 def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
-    """Return the first error for each type that a field may have. Places name types beside the path's parts."""
+    """Return the first error for each type that a field may have: places name types beside path parts."""
     firsts: dict[tuple[Any, ...], _Placed] = {}
     for path, one in placed:
         place = one["loc"]

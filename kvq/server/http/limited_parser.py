@@ -81,7 +81,7 @@ class _Lines(ReceiveBuffer):
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return all lines up to an empty one, once it is there; at most `MAX_LINES`, counted as they come."""
+        """Return all lines up to an empty one, once it is there; they are counted as they come."""
         if len(self._data) > MAX_LINES:
             end = blank_line_regex.search(self._data, self._multiple_lines_search)
             if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # and two ends

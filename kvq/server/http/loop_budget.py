@@ -52,7 +52,7 @@ class LoopBudget:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def soon(self, owner: str, step: Callable[[], Again]) -> None:
-        """Call `step` at once; in its turn if many were called at once lately, or if it asks for another call."""
+        """Call `step` at once; in its turn if many were called at once lately, or if it asks for that."""
         if not self._has_spare() or self._at_once(step):
             self.add(owner, step)
 

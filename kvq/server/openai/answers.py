@@ -1,4 +1,4 @@
-"""A request of OpenAI's protocol, from its prompts to the answer: whole, or in pieces as they come."""
+"""Answers in OpenAI's protocol, from a request's prompts: whole, or in pieces as they come."""
 
 import asyncio
 from abc import abstractmethod
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Answer(Call):
-    """That of one request, over `n` results of each of its prompts."""
+    """Answer of one request, with `n` results for each of its prompts."""
 
-    OBJECT: ClassVar[str]  # what an answer is called
-    CHUNK: ClassVar[str]  # and a piece of one
-    ID: ClassVar[str]  # what ids begin with
+    OBJECT: ClassVar[str]  # of a whole answer
+    CHUNK: ClassVar[str]  # of a piece
+    ID: ClassVar[str]  # the prefix of ids
 
     def __init__(
         self, service: Service, body: Common, params: SamplingParams, tenant: str, *, num_prompts: int = 1
@@ -61,18 +61,18 @@ class Answer(Call):
 
     @abstractmethod
     async def _read(self) -> list[list[int]]:
-        """The prompts' tokens."""
+        """Return the prompts' tokens."""
 
     @abstractmethod
     def _choice(self, index: int, whole: Piece) -> dict[str, Any]:
-        """A whole result."""
+        """Return a whole result."""
 
     @abstractmethod
     def _delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """What a step added to a result; None if that is nothing to tell."""
+        """Return a step's part of a result; None if there is nothing to send."""
 
     async def _results(self) -> list[Piece]:
-        """What the pieces of each result add up to."""
+        """Return all results, each the sum of its pieces."""
         wholes = defaultdict[int, Piece](
             lambda: Piece(request_id="", index=0, text="", token_ids=[], logprobs=[])
         )
@@ -82,7 +82,7 @@ class Answer(Call):
         return [wholes[index] for index in range(len(self._prompts) * self._n)]
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """(index of the result, what a step added to it), as they come."""
+        """Yield (index of the result, a step's part of it), as they come."""
         self._prompts = await self._read()
         streams = [self._pieces_of(i, tokens) for i, tokens in enumerate(self._prompts)]
         return streams[0] if len(streams) == 1 else _merge(streams)
@@ -120,7 +120,7 @@ class Answer(Call):
 
 
 def reason_of(piece: Piece) -> str | None:
-    """Why a result ended, in OpenAI's words."""
+    """Return why a result ended, in OpenAI's words."""
     return "stop" if piece.finish_reason == "cancelled" else piece.finish_reason
 
 
@@ -133,7 +133,7 @@ def _add(whole: Piece, piece: Piece) -> None:
 
 
 async def _merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """What comes of several streams, as it comes; the first failure ends all."""
+    """Yield the items of several streams as they come; the first failure ends all."""
     queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(64)
 
     async def pump(stream: AsyncGenerator[T]) -> None:
@@ -141,7 +141,7 @@ async def _merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
             async with aclosing(stream):
                 async for item in stream:
                     await queue.put(item)
-        except Exception as error:  # noqa: BLE001 - raised where it is read
+        except Exception as error:  # noqa: BLE001 - raised by the consumer
             await queue.put(error)
         else:
             await queue.put(None)

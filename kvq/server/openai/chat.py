@@ -28,7 +28,7 @@ class Chat(Answer):
     OBJECT, CHUNK, ID = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, service: Service, body: ChatBody, tenant: str) -> None:
-        """Raises Problem: something in it that this server does not do."""
+        """Raises Problem: the body asks for something that this server does not do."""
         service.check_model(body.model)
         params = chat_params(body, service.defaults)
         self._offer = _offer(body, service.tools)
@@ -39,8 +39,8 @@ class Chat(Answer):
 
     async def _read(self) -> list[list[int]]:
         body = self._body
-        told = body.tools if body.tool_choice != "none" else None  # else nobody would read the model's calls
-        tools = [tool.model_dump(exclude_none=True) for tool in told or ()]
+        shown = body.tools if body.tool_choice != "none" else None  # else calls would be text
+        tools = [tool.model_dump(exclude_none=True) for tool in shown or ()]
         effort = body.reasoning_effort and {"reasoning_effort": body.reasoning_effort}
         options = {**(effort or {}), **(body.chat_template_kwargs or {}), "tools": tools or None}
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
@@ -94,10 +94,10 @@ class Chat(Answer):
 
 
 class _Reading:
-    """One result's text, read as it comes."""
+    """Reader of one result's text, as it comes."""
 
     def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:
-        """Without a parser all that is no thought is content."""
+        """Without a parser everything but thoughts is content."""
         self._parser = parser
         self.thoughts = thoughts
 
@@ -110,13 +110,13 @@ class _Reading:
         return message
 
     def delta(self, delta: Piece) -> dict[str, Any]:
-        """What a step adds to a result; may be nothing."""
+        """Return a step's part of a message; it may be empty."""
         is_last = delta.finish_reason is not None
-        thought, said = self.thoughts.feed(delta.text, delta.token_ids, is_last=is_last)
+        thought, text = self.thoughts.feed(delta.text, delta.token_ids, is_last=is_last)
         added: dict[str, Any] = {"reasoning_content": thought} if thought else {}
         if self._parser is None:
-            return added | ({"content": said} if said or not delta.text else {})
-        events = self._parser.feed(said)
+            return added | ({"content": text} if text or not delta.text else {})
+        events = self._parser.feed(text)
         if is_last:
             events += self._parser.close()
         if content := "".join(event.text for event in events if isinstance(event, Text)):
@@ -126,7 +126,7 @@ class _Reading:
         return added
 
     def reason(self, piece: Piece) -> str | None:
-        """Why the result ended, as OpenAI says it; last of all that is asked about a piece."""
+        """Return why the result ended, in OpenAI's words; call this last for a piece."""
         reason = reason_of(piece)
         has_calls = self._parser is not None and self._parser.num_calls
         return "tool_calls" if has_calls and reason == "stop" else reason
@@ -144,7 +144,7 @@ def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
 
 
 def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """One for each call that something was added to: clients know no more than one of an index in a chunk."""
+    """Return one delta for each call that has grown: clients read only one of an index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallStart):

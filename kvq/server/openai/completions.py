@@ -19,10 +19,10 @@ class Completions(Answer):
     ID = "cmpl"
 
     def __init__(self, service: Service, body: CompletionBody, tenant: str) -> None:
-        """Raises Problem: something in it that this server does not do."""
+        """Raises Problem: the body asks for something that this server does not do."""
         service.check_model(body.model)
         if body.suffix is not None:
-            raise Problem(400, "suffix is not supported: this model fills in no middles", param="suffix")
+            raise Problem(400, "suffix is not supported: no text is inserted before it", param="suffix")
         params = completion_params(body, service.defaults)
         if body.stream and (params.prompt_logprobs is not None or params.best_of is not None):
             raise Problem(
@@ -33,14 +33,14 @@ class Completions(Answer):
         given: Any = body.prompt
         self._given = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         self._body = body
-        self._echoed: list[str] = []  # what results begin with, by the prompt's index
-        self._num_characters = Counter[int]()  # told so far, by the result's index
+        self._echoed: list[str] = []  # the texts before results, by the prompt's index
+        self._num_characters = Counter[int]()  # sent so far, by the result's index
         super().__init__(service, body, params, tenant, num_prompts=len(self._given))
 
     async def _read(self) -> list[list[int]]:
-        reader, asks = self._service.prompts, self._terms.origin.tenant
+        reader, tenant = self._service.prompts, self._terms.origin.tenant
         prompts = [
-            await reader.tokenize(given, tenant=asks) if isinstance(given, str) else given
+            await reader.tokenize(given, tenant=tenant) if isinstance(given, str) else given
             for given in self._given
         ]
         for i, tokens in enumerate(prompts):
@@ -48,13 +48,13 @@ class Completions(Answer):
             self._service.check_prompt(tokens, self._terms.params, where)
         if self._body.echo:
             self._echoed = [
-                given if isinstance(given, str) else await reader.detokenize(given, tenant=asks)
+                given if isinstance(given, str) else await reader.detokenize(given, tenant=tenant)
                 for given in self._given
             ]
         return prompts
 
     async def _results(self) -> list[Piece]:
-        """With `max_tokens` 0 the prompts, and not the tokens that the engine made."""
+        """Return the results; with `max_tokens` 0 without the token that the engine made."""
         results = await super()._results()
         if self._body.max_tokens == 0:
             self._receipts = [replace(used, generated_tokens=0) for used in self._receipts]
@@ -63,7 +63,7 @@ class Completions(Answer):
         return results
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Of a whole result as of a part of one."""
+        """Return a whole result, or a part of one."""
         logprobs, i = None, index // self._n
         echoed = self._echoed[i] if self._echoed and index not in self._num_characters else ""
         if piece.logprobs is not None and self.is_heavy:
@@ -72,7 +72,7 @@ class Completions(Answer):
             logprobs = texts.completion_logprobs(piece.token_ids, piece.logprobs, start)
             if scores:
                 known = texts.completion_logprobs(self._prompts[i], scores, 0, within=echoed)
-                logprobs = {name: known[name] + told for name, told in logprobs.items()}
+                logprobs = {name: known[name] + values for name, values in logprobs.items()}
         self._num_characters[index] += len(echoed + piece.text)
         return {
             "index": index,

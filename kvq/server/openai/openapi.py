@@ -1,4 +1,4 @@
-"""`/openapi.json`: what FastAPI can't know of the routes is added."""
+"""OpenAPI document: `/openapi.json`, with the facts that FastAPI does not know of the routes."""
 
 import json
 import re
@@ -24,11 +24,11 @@ _WORDS = {
     400: "The request is wrong; the message says where.",
     401: "No API key, or a wrong one.",
     403: "A page of another origin asked, or a key for metrics alone.",
-    404: "No such thing here.",
+    404: "There is no such path or model.",
     408: "The request did not arrive in time.",
     413: f"A body may have {MAX_BODY} bytes.",
     415: "A body is JSON, and its content type says so.",
-    429: "More than this key may ask for now.",
+    429: "The key's limit is reached.",
     431: f"Headers may have {MAX_HEADERS} bytes together.",
     500: "The server failed.",
     503: "The server can't take requests now.",
@@ -55,7 +55,7 @@ def stream_or(name: str) -> Responses:
 
 
 def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:
-    """Let the application describe itself completely. Called when all routes are there."""
+    """Let the application describe itself completely. Call this after all routes were added."""
     app.openapi = partial(_document, app, app.openapi, has_keys, is_strict)  # type: ignore[method-assign]
 
 
@@ -65,7 +65,7 @@ def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Docum
     document: Document = make()
     for path, operation in _operations(document):
         responses = operation["responses"]
-        responses.pop("422", None)  # FastAPI's own words, which nobody hears here
+        responses.pop("422", None)  # FastAPI's own form of errors, which is not used
         for status in _statuses(path, operation, has_keys):
             responses[str(status)] = _refusal(status, path)
         if "requestBody" in operation:
@@ -95,7 +95,7 @@ def _operations(document: Document) -> Iterator[tuple[str, Document]]:
 
 
 def _close(document: Document) -> None:
-    """Say of all objects that are sent that unknown fields are refused."""
+    """Declare in all objects of bodies that unknown fields are refused."""
     schemas = dict(document["components"]["schemas"])
     left = _references([operation.get("requestBody") for _, operation in _operations(document)])
     while left:
@@ -112,7 +112,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
-    """What a route may answer beside 200."""
+    """Yield the statuses of a route beside 200."""
     takes_body = "requestBody" in operation
     yield from (400, 403, 408, 413, 431, 500, 503)
     if has_keys and path not in OPEN:

@@ -1,4 +1,4 @@
-"""From a call's answer to HTTP: whole or as server-sent events, for as long as somebody reads it."""
+"""Responses to calls: whole or as server-sent events, for as long as the client is connected."""
 
 import asyncio
 import contextlib
@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 
 class Call(ABC):
-    """One request of an API that generates."""
+    """A request to generate."""
 
-    seats: Seats  # what it needs at the engine
-    is_heavy = False  # whether its whole answer may take long to encode, as log-probabilities do
+    seats: Seats  # that it needs at the engine
+    is_heavy = False  # True if its whole answer may take long to encode, as log-probabilities do
 
     @abstractmethod
     async def answer(self) -> dict[str, Any]:
-        """The whole answer. Raises Problem: it can't be served, or failed."""
+        """Return the whole answer. Raises Problem: the request can't be served, or failed."""
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """The answer in pieces, as they come. Raises Problem: it can't be served, or failed on the way."""
+        """Yield the answer's pieces as they come. Raises Problem: the request can't be served, or failed."""
 
 
 def tenant_of(request: Request) -> str:
@@ -44,12 +44,12 @@ def tenant_of(request: Request) -> str:
 
 
 async def note_fields(request: Request, service: Service, body: Body) -> None:
-    """Name fields of a body that are ignored in the answer's head, whatever the answer will be.
+    """Name the ignored fields of a body in the answer's head, whatever the answer will be.
 
-    Others have their turn before and after: a body was just checked, and is to be taken apart.
+    The loop serves others before and after: validating a body and converting it each take time.
 
     Raises:
-        Problem: the server is strict, and refuses one.
+        Problem: the server is strict, and a field is unknown.
     """
     decoded = request.scope.pop(DECODED)
     await asyncio.sleep(0)
@@ -80,7 +80,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
     """Answer a call if there is room for it; it is cancelled when the client goes.
 
     Raises:
-        Problem: it failed before anything was sent.
+        Problem: the call failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(service.enter(tenant_of(request), call.seats))
@@ -95,7 +95,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
             content = await _while_connected(request, _encoded(call))
             if content is not None:
                 return WholeAnswer(content, on_cut=cut, on_end=stack.pop_all().close)
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has gone
 
 
 async def _encoded(call: Call) -> bytes:
@@ -104,7 +104,7 @@ async def _encoded(call: Call) -> bytes:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of some work; None, and the work is cancelled, if the client goes before."""
+    """Return the result of some work; if the client goes first, cancel the work and return None."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(until_gone(request.receive))
     try:
@@ -120,7 +120,7 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T 
 
 
 async def _first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Wait for the first item, so that what fails at once is an error and not a broken stream."""
+    """Wait for the first item, so that an early failure is an error and not a broken stream."""
     return _chain(await anext(chunks, None), chunks)
 
 

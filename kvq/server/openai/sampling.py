@@ -1,4 +1,4 @@
-"""From a request's body to the engine's parameters."""
+"""Sampling parameters for the engine, from a request's body."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -21,14 +21,12 @@ _CALLED = {"max_completion_tokens": "max_tokens"}
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as text: one object to hold, and not a tree of thousands that each look for garbage
-    goes through while the request waits.
-    """
+    """Return the schema as one text, so that garbage collection does not walk thousands of small objects."""
     return msgspec.json.encode(schema).decode()
 
 
 def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> SamplingParams:
-    """With `max_tokens` 0 a token is generated that nobody sees: the engine makes at least one.
+    """Return a completion's parameters. With `max_tokens` 0 the engine makes one token, which is dropped.
 
     Raises:
         Problem: a parameter that the engine does not take.
@@ -36,13 +34,13 @@ def completion_params(body: CompletionBody, defaults: SamplingDefaults) -> Sampl
     others = {
         "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,
         "prompt_logprobs": body.logprobs if body.echo else None,
-        "echo": False,  # the engine knows tokens, whose text may be another than what was sent
+        "echo": False,  # the engine's text of the tokens may differ from the client's
     }
     return params_of(body, _other_fields(body) | others, defaults)
 
 
 def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
-    """Raises Problem: a parameter that the engine does not take."""
+    """Return a chat's parameters. Raises Problem: the engine does not take one of them."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     others = {
@@ -53,15 +51,16 @@ def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
 
 
 def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
-    """What a body asks of the engine, for whom, and how urgent it is; `service_tier` "flex" is for batch."""
+    """Return parameters with their tenant and priority; `service_tier` "flex" means batch."""
     priority = body.priority or ("batch" if body.service_tier == "flex" else "interactive")
     return Terms(params=params, origin=Origin(priority=priority, tenant=tenant, cache_salt=body.cache_salt))
 
 
 def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
-    """What a body says of the engine's parameters in the engine's own words: a new one needs no more.
+    """Return the engine's parameters from the body's fields of the same names: a new one needs no more.
 
-    `others`: what it says in the protocol's. `defaults`: the model's, for what it leaves out or says null to.
+    `others`: parameters that the protocol names or spells in another way. `defaults`: the model's, for fields
+    that are left out or null.
 
     Raises:
         Problem: a parameter that the engine does not take.
@@ -76,7 +75,7 @@ def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) ->
 
 
 def _other_fields(body: Common) -> dict[str, Any]:
-    """What the field's words or values are others for than the engine's."""
+    """Return the parameters that the protocol names or spells in another way than the engine."""
     return {
         "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
         "stop": body.stop or (),
@@ -87,7 +86,7 @@ def _other_fields(body: Common) -> dict[str, Any]:
 
 
 def _take_structured(body: Common) -> StructuredOutput | None:
-    """The constraint, whose schema the body then has no more; see `schema_text`."""
+    """Return the constraint, and drop its schema from the body; see `schema_text`."""
     format, guided = body.response_format, body.guided_json
     schema: Any = None
     if format is not None and format.type == "json_object":
