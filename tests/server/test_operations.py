@@ -317,7 +317,7 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check, untried):
     assert "a step has 10 tokens left for new prompts" in said
     status, said = check("--kv-memory", "100TiB")
     assert status == 0, "it takes no more than could be used"
-    assert "no more could be used by 128 sequences" in said
+    assert "128 sequences can use no more of --kv-memory" in said
     status, said = check("--max-model-len", "99999")
     assert "a context of 99999 tokens was asked for; this model takes 1 to 4096" in said
     status, said = check("--model", "/nowhere")

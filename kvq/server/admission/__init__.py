@@ -1,1 +1,1 @@
-"""Admission: bodies and prompts of requests, limits of rate and concurrency, and metrics."""
+"""Admission: request bodies and prompts, limits of rate and concurrency, and metrics."""

@@ -31,7 +31,8 @@ _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # without a cal
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
-_Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
+Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
+CountOrZero = Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE]
 _TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as elsewhere
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
 _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
@@ -150,7 +151,7 @@ class Common(Body):
     top_k: _TopK | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
-    min_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] = 0
+    min_tokens: CountOrZero = 0
     ignore_eos: Flag = False
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = Field([])
     include_stop_str_in_output: Flag = False
@@ -193,7 +194,7 @@ class CompletionBody(Common):
     """`POST /v1/completions`."""
 
     prompt: _Prompts
-    max_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = 16
+    max_tokens: CountOrZero | None = 16
     best_of: _Samples | None = None
     logprobs: _Logprobs | None = None
     echo: Flag = False
@@ -303,8 +304,8 @@ class ChatBody(Common):
     LABELS: ClassVar = Common.LABELS | {"prediction"}  # it would only make the same answer come sooner
     USUAL: ClassVar = {"modalities": ["text"], "verbosity": "medium"}
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: Flag = False
     top_logprobs: _Logprobs | None = None
     tools: _Tools | None = None

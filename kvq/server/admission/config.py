@@ -1,4 +1,4 @@
-"""How a server is reached, what it serves, and what it bears."""
+"""Server configuration: address, model, access and limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,15 +21,15 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Everything `kvq serve` is told; bounds of single numbers are checked there."""
+    """All options of `kvq serve`, which checks the bounds of single numbers."""
 
     model: str | Path = "tiny"
     kv: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_name: str | tuple[str, ...] | None = None  # the first of several is that of answers
+    served_model_name: str | tuple[str, ...] | None = None  # answers have the first of several
     access: Access = field(default_factory=Access)
-    read_access: Callable[[], Access] | None = None  # the same by what its files hold then
+    read_access: Callable[[], Access] | None = None  # `access` from the files' present content
     tls: Tls | None = None
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tenants: TenantLimits = field(default_factory=TenantLimits)
@@ -46,7 +46,7 @@ class ServerConfig:
     reasoning_parser: str = "auto"  # by the chat template or the tokenizer; "none"; or the name of markers
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
     generation_config: str = "auto"  # whose sampling fills what requests leave out; see `read_defaults`
-    # Where control tokens count as such that clients spell; in chats those of users, tools and documents
+    # True if control tokens in clients' texts count as such; in chats, those of users, tools and documents
     trusts_chats: bool = False
     trusts_completions: bool = True
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
@@ -66,9 +66,9 @@ class ServerConfig:
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
-    """Host headers that are answered: those given and loopback's; any, if none is given beyond loopback.
+    """Return the accepted Host headers: those given and loopback's; any, if none is given beyond loopback.
 
-    On loopback a web page could otherwise reach the server under a name of its own.
+    Otherwise a web page could reach a server on loopback under the page's own host name.
     """
     if not given and host not in LOCAL:
         return None
@@ -76,10 +76,10 @@ def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """API keys from a file, one a line, in its order; what begins with # is a comment.
+    """Read API keys from a file, one on each line, in its order; lines that begin with # are comments.
 
     Raises:
-        ConfigError: no such file, no key in it, or others may read it (`check_secret`).
+        ConfigError: there is no such file, it has no key, or others may read it (`check_secret`).
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
@@ -87,6 +87,6 @@ def read_keys(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not keys:
-        raise ConfigError(f"{path} holds no API key; write one a line")
+        raise ConfigError(f"{path} holds no API key; write one on each line")
     check_secret(path)
     return keys

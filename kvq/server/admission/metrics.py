@@ -1,4 +1,4 @@
-"""What Prometheus scrapes at `/metrics`, and where its values come from when somebody asks."""
+"""Metrics for Prometheus at `/metrics`, some counted as things happen, others read at every scrape."""
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from kvq.server.engine.remote import Remote, State
 from kvq.server.engine.residency import BOUNDS_S, BlockTimes
 from kvq.version import __version__
 
-Value = float | Mapping[tuple[str, ...], float]  # one, or by the values of labels
+Value = float | Mapping[tuple[str, ...], float]  # or one for each combination of labels' values
 _OF_GAUGES = (
     *("preemptions", "prompt_tokens", "cached_tokens"),
     *("generated_tokens", "evictions", "refused_pins"),
@@ -30,25 +30,25 @@ _OF_GAUGES = (
 )
 _OF_RECEIPTS = ("recomputed_tokens", "swapped_blocks")
 _OF_POOLS = ("free", "cached", "live")
-_IGNORED = ("refused", "unknown", "label")  # there from the start, so that rates are too
+_IGNORED = ("refused", "unknown", "label")  # all exist from the start, so that rates do
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Source:
-    """The engine as its last step left it, and totals since the server's start: those never fall."""
+class _Source:
+    """The engine's figures after its last step, and totals since the server's start, which never fall."""
 
     def __init__(self, model: str, remote: Remote) -> None:
-        """`model`: as clients name it."""
+        """`model`: its name for clients."""
         self.model = model
         self.block_times = BlockTimes()
         self._remote = remote
-        # Of the engine's lives that ended; of receipts, all
+        # Of engine processes that ended; of receipts, all
         self._before: collections.Counter[str] = collections.Counter()
-        self._now: dict[str, int] = {}  # of its present one
+        self._now: dict[str, int] = {}  # of the present engine process
         self._life = 0
 
     def take(self, stepped: Stepped) -> None:
-        """Add what a step counted."""
+        """Add a step's counts."""
         if self._life != self._remote.num_restarts:
             self._before.update(self._now)
             self._life = self._remote.num_restarts
@@ -61,13 +61,13 @@ class Source:
             self.block_times.add(stepped.block_times)
 
     def total(self, name: str) -> int:
-        """The engine's `restarts`, or of what is counted in gauges and receipts."""
+        """Return a total: the engine's `restarts`, or a count of gauges and receipts."""
         if name == "restarts":
             return self._remote.num_restarts
         return self._before[name] + self._now.get(name, 0)
 
     def read(self) -> dict[str, Value]:
-        """What is known now of the server and its engine."""
+        """Return the present values of the server and its engine."""
         info, is_ready = self._remote.info, self._remote.state is State.READY
         found: dict[str, Value] = {"version": {(__version__,): 1}, "is_ready": is_ready}
         if info is not None:
@@ -106,20 +106,20 @@ def _of_gauges(gauges: Gauges, info: Ready) -> dict[str, Value]:
 
 
 class Metrics:
-    """Counts what happens, under every kind of names that was asked for."""
+    """Counts events under every kind of names that is enabled."""
 
     def __init__(self, remote: Remote, model: str, kinds: Iterable[str] = ("kvq",)) -> None:
         """`model`: its name for clients; `kinds`: as `parse_names` gives them."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each that nobody draws
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, of no use
         self._registry = CollectorRegistry()
-        self._source = Source(model, remote)
+        self._source = _Source(model, remote)
         self._named = [_Named(ALL_NAMES[kind], self._source, self._registry) for kind in kinds]
         self.cuts = Counter(
-            "kvq_slow_readers_cut", "Streams whose readers fell too far behind.", registry=self._registry
+            "kvq_slow_readers_cut", "Streams whose clients fell too far behind.", registry=self._registry
         )
         self.ignored = Counter(
             "kvq_requests_with_ignored_fields",
-            "Requests with unknown fields: refused, answered without them, or answered and nothing is lost.",
+            "Requests with unknown fields: refused, answered without them, or with mere labels.",
             ["kind"],
             registry=self._registry,
         )
@@ -128,23 +128,23 @@ class Metrics:
         remote.on_stepped = self._stepped
 
     def ended(self, ended: Ended) -> None:
-        """A request ended at the engine."""
+        """Count a request that ended at the engine."""
         failed = {"request": "invalid", "busy": "refused"}.get(ended.kind or "", "error")
         self.count("success" if ended.error is None else failed)
         for key, value in _values_of(ended).items():
             self._observe(key, value)
 
     def count(self, ending: str) -> None:
-        """How a request ended: success, error, cancelled, timeout, or invalid, limited, refused before."""
+        """Count an end: success, error, cancelled, timeout; before the engine invalid, limited, refused."""
         for named in self._named:
             named.count(ending)
 
     def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
-        """A gauge of the HTTP process, read at every scrape."""
+        """Add a gauge of the HTTP process, read at every scrape."""
         Gauge(name, what, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """Return all metrics in Prometheus' format."""
         return generate_latest(self._registry)
 
     def _observe(self, key: str, value: float) -> None:
@@ -161,9 +161,9 @@ class Metrics:
 
 
 class _Named(Collector):
-    """The metrics under one kind of names: some count as things happen, others are read at every scrape."""
+    """The metrics under one kind of names."""
 
-    def __init__(self, names: Names, source: Source, registry: CollectorRegistry) -> None:
+    def __init__(self, names: Names, source: _Source, registry: CollectorRegistry) -> None:
         self._names = names
         self._source = source
         self._labels = {key: source.model if value is None else value for key, value in names.labels.items()}
@@ -171,10 +171,10 @@ class _Named(Collector):
         ends = Counter(
             names.ends.name, names.ends.text, [*self._labels, *names.ends.labels], registry=registry
         )
-        self._ends = {ending: ends.labels(*fixed, told) for ending, told in names.endings.items()}
+        self._ends = {ending: ends.labels(*fixed, value) for ending, value in names.endings.items()}
         self._observed: dict[str, Histogram] = {}
-        for key, (name, text, buckets) in names.observed.items():
-            made = Histogram(name, text, [*self._labels], buckets=tuple(buckets), registry=registry)
+        for key, (name, text, buckets, _) in names.observed.items():
+            made = Histogram(name, text, [*self._labels], buckets=buckets, registry=registry)
             self._observed[key] = made.labels(**self._labels) if self._labels else made
         registry.register(self)
 
@@ -187,29 +187,29 @@ class _Named(Collector):
             self._observed[key].observe(value)
 
     def collect(self) -> Iterator[Metric]:
-        """What is read when somebody asks."""
+        """Yield the metrics that are read at every scrape."""
         names, labels, fixed = self._names, [*self._labels], [*self._labels.values()]
-        for key, (name, text, _) in names.totals:
+        for key, (name, text, *_) in names.totals:
             counter = CounterMetricFamily(name, text, labels=labels)
             counter.add_metric(fixed, self._source.total(key))
             yield counter
-        for key, (name, text, _) in names.block_times.items():
+        for key, (name, text, *_) in names.block_times.items():
             spread = getattr(self._source.block_times, key)
             counts = zip(map(str, (*map(float, BOUNDS_S), "+Inf")), accumulate(spread.counts), strict=True)
             histogram = HistogramMetricFamily(name, text, labels=labels)
             histogram.add_metric(fixed, [(le, float(count)) for le, count in counts], spread.total_s)
             yield histogram
         values = self._source.read()
-        for key, (name, text, own) in names.gauges.items():
+        for key, (name, text, _, own) in names.gauges.items():
             if (value := values.get(key)) is not None:
                 gauge = GaugeMetricFamily(name, text, labels=[*labels, *own])
-                for told, one in ({(): value} if isinstance(value, int | float) else value).items():
-                    gauge.add_metric([*fixed, *told], one)
+                for given, one in ({(): value} if isinstance(value, int | float) else value).items():
+                    gauge.add_metric([*fixed, *given], one)
                 yield gauge
 
 
 def _values_of(ended: Ended) -> dict[str, float]:
-    """Durations in seconds and sizes in tokens of a request that ended; of a failed one only its `ttft`."""
+    """Return durations in seconds and sizes in tokens of a request; of a failed one only its `ttft`."""
     times = {key: getattr(ended.timing, f"{key}_s", None) for key in ("ttft", "queue", "prefill", "e2e")}
     found = {key: value for key, value in times.items() if value is not None}
     if ended.error is not None or ended.receipt is None:

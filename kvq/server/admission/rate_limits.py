@@ -1,4 +1,4 @@
-"""What one API key may ask for: requests at once, requests and tokens a minute."""
+"""Rate limits of one API key: sequences at once, requests and tokens a minute."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantLimits:
-    """Of every key alike; None: no limit. Without keys all clients are one tenant."""
+    """Limits of every key; None: no limit. Without keys all clients are one tenant."""
 
     max_concurrency: int | None = None  # sequences at once: a request's prompts times its results
     requests_per_minute: int | None = None
@@ -21,7 +21,7 @@ class TenantLimits:
 
 
 class _Bucket:
-    """Refills steadily to what one minute allows; may be overdrawn by what is known only afterwards."""
+    """Token bucket: refills steadily to one minute's amount; may be overdrawn by costs known late."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_minute = per_minute
@@ -29,12 +29,12 @@ class _Bucket:
         self._filled_s = now
 
     def wait_s(self, now: float, amount: float) -> float:
-        """Seconds until `amount` can be taken; 0 if it can be now."""
+        """Return the seconds until `amount` can be taken; 0 if it can be now."""
         self._fill(now)
         return max(0.0, amount - self._left) / self._per_minute * _MINUTE_S
 
     def take(self, now: float, amount: float) -> None:
-        """Take it, whether or not so much is left."""
+        """Take `amount`, whether or not so much is left."""
         self._fill(now)
         self._left -= amount
 
@@ -45,7 +45,7 @@ class _Bucket:
 
 
 class Tenant:
-    """One key's requests."""
+    """Requests of one key."""
 
     def __init__(self, limits: TenantLimits, clock: Callable[[], float] = monotonic) -> None:
         self.num_active = 0  # sequences
@@ -57,7 +57,7 @@ class Tenant:
         self._tokens = None if tpm is None else _Bucket(tpm, now)
 
     def check(self, sequences: int = 1) -> None:
-        """Raise Problem if one request more, for so many sequences, is too many: 429, or 400 if always."""
+        """Raise Problem if one more request, with `sequences`, is too many: 429, or 400 if it always is."""
         most = self._limits.max_concurrency
         if most is not None and sequences > most:
             raise Problem(400, f"{sequences} sequences at once; {most} are allowed for this key", param="n")
@@ -75,7 +75,7 @@ class Tenant:
 
     @contextmanager
     def active(self, sequences: int = 1) -> Iterator[None]:
-        """A request that was admitted, to its end."""
+        """Count an admitted request and its sequences until its end."""
         self.num_active += sequences
         self.charge_request()
         try:
@@ -84,12 +84,12 @@ class Tenant:
             self.num_active -= sequences
 
     def charge_request(self) -> None:
-        """Count a request, whatever becomes of it."""
+        """Count a request, whatever its end."""
         if self._requests is not None:
             self._requests.take(self._clock(), 1)
 
     def charge(self, tokens: int) -> None:
-        """Count tokens that it used."""
+        """Count tokens that a request used."""
         if self._tokens is not None:
             self._tokens.take(self._clock(), tokens)
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvq.server.admission.bodies import MAX_MESSAGES, MAX_TOOLS, CacheSalt, FunctionBody
+from kvq.server.admission.bodies import MAX_MESSAGES, MAX_TOOLS, CacheSalt, Count, CountOrZero, FunctionBody
 from kvq.server.http.body_errors import content_of
 from kvq.server.http.ignored import Body, check_usual
-from kvq.server.http.strict_json import WHOLE, Flag, JsonObject, LongText, Real
+from kvq.server.http.strict_json import Flag, JsonObject, LongText, Real
 
 _MAX_BLOCKS = 1024
 # Blocks in the turns of other models, beside those of this module
@@ -197,10 +197,10 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
+    max_tokens: Count
     temperature: _Share = 1.0
     top_p: _Share | None = None
-    top_k: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = None
+    top_k: CountOrZero | None = None
     stop_sequences: Annotated[list[LongText], Field(max_length=64)] = Field([])
     stream: Flag = False
     metadata: _Metadata | None = None

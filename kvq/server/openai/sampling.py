@@ -17,7 +17,11 @@ from kvq.server.http.problems import Problem
 from kvq.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
-_CALLED = {"max_completion_tokens": "max_tokens"}
+_CALLED = {"max_completion_tokens": "max_tokens"}  # fields of another name than the engine's
+
+
+# Each as the engine names it, and as `guided_*` fields and `structured_outputs` do
+_CONSTRAINTS = {"regex": "regex", "choice": "choice", "lark": "grammar"}
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
@@ -93,19 +97,16 @@ def _take_structured(body: Common) -> StructuredOutput | None:
         schema = {"type": "object"}
     elif format is not None and format.json_schema is not None:
         schema = format.json_schema.definition
-    asked = body.structured_outputs or StructuredOutputs()
-    any_object = {"type": "object"} if asked.json_object else None
-    schema = _one("json_schema", schema, _schema(guided), _schema(asked.definition), any_object)
+    outputs = body.structured_outputs or StructuredOutputs()
+    any_object = {"type": "object"} if outputs.json_object else None
+    schema = _one("json_schema", schema, _schema(guided), _schema(outputs.definition), any_object)
     body.guided_json = body.structured_outputs = None
     if format is not None:
         format.json_schema = None
-    given = {
-        "json_schema": None if schema is None else schema_text(schema),
-        "regex": _one("regex", body.guided_regex, asked.regex),
-        "choice": _one("choice", body.guided_choice, asked.choice),
-        "lark": _one("grammar", body.guided_grammar, asked.grammar),
-    }
-    return None if all(constraint is None for constraint in given.values()) else StructuredOutput(**given)
+    given = {"json_schema": None if schema is None else schema_text(schema)}
+    for constraint, name in _CONSTRAINTS.items():
+        given[constraint] = _one(name, getattr(body, f"guided_{name}"), getattr(outputs, name))
+    return StructuredOutput(**given) if any(one is not None for one in given.values()) else None
 
 
 def _one(name: str, *given: Any) -> Any:

@@ -92,7 +92,7 @@ def test_threads_are_refused_so_that_the_official_client_sends_whole_conversatio
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
         assert answer["error"]["details"] == {"error_code": "thread_unsupported_request"}
         assert answer["error"]["message"] == (
-            "body: no thread is held here between requests; send the whole conversation, without thread"
+            "body: no thread is kept between requests; send the whole conversation, without thread"
         )
     status, _, answer = client.post(path, asked("a", compaction={"a": 1}))
     assert (status, answer["error"]["message"]) == (400, "body: compaction is not supported; leave it out")
