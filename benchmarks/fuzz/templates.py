@@ -16,7 +16,7 @@ from kvq.models.loading.control_tokens import ControlTokens
 from kvq.models.run.prompts import PromptEncoder
 from kvq.server.engine.frames import Decoder, encode
 from kvq.server.reading.host import NO_MEMORY, read_jobs
-from kvq.server.reading.jobs import Chat, FromReader, Numbers, Refusal, unpack
+from kvq.server.reading.jobs import Chat, Done, FromReader, Refusal, unpack
 from tests.models.chat_families import FAMILIES
 
 _PROCESSOR_S = 0.5
@@ -55,7 +55,7 @@ def case(odds: random.Random) -> str | None:
     for answer in answers:
         if isinstance(answer, Refusal) and answer.has_failed:
             return f"{answer.reason}: {told}"
-    if is_whole and all(isinstance(answer, Numbers) for answer in answers) and len(answers) == 2:
+    if is_whole and all(isinstance(answer, Done) for answer in answers) and len(answers) == 2:
         found, wanted = (_structure(name, tokenizer, answer) for answer in answers)
         if found != wanted and not any(
             turn["role"] in ("assistant", "system", "developer") for turn in turns
@@ -133,7 +133,7 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
 
 
 def _structure(name: str, tokenizer: Any, answer: FromReader) -> list[int]:
-    assert isinstance(answer, Numbers), "token ids"
+    assert isinstance(answer, Done), "token ids"
     known = {tokenizer.convert_tokens_to_ids(one) for one in _spellings(name)}
     return [
         token

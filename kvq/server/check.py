@@ -32,7 +32,7 @@ _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step hold
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class _Finding:
     """Result of one check."""
 
     level: str  # ok, warning, error
@@ -47,10 +47,10 @@ class Finding:
         return f"{self.level:<8}{self.text}"
 
 
-_ok, _warning, _error = (partial(Finding, level) for level in ("ok", "warning", "error"))
+_ok, _warning, _error = (partial(_Finding, level) for level in ("ok", "warning", "error"))
 
 
-def check_config(config: ServerConfig) -> list[Finding]:
+def check_config(config: ServerConfig) -> list[_Finding]:
     """Check the address, the model's files, formats, memory and the prefill budget; try its template."""
     findings = [*_address(config), *_events(config)]
     try:
@@ -79,7 +79,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
     ]
 
 
-def _address(config: ServerConfig) -> Iterator[Finding]:
+def _address(config: ServerConfig) -> Iterator[_Finding]:
     try:
         listen(config.host, config.port).close()
         yield _ok(f"address: {config.host}:{config.port} is free")
@@ -92,7 +92,7 @@ def _address(config: ServerConfig) -> Iterator[Finding]:
         )
 
 
-def _events(config: ServerConfig) -> Iterator[Finding]:
+def _events(config: ServerConfig) -> Iterator[_Finding]:
     if config.kv_events is None:
         return
     from kvq.server.kv_events.publisher import Publisher  # with pyzmq, which nothing else needs
@@ -106,7 +106,7 @@ def _events(config: ServerConfig) -> Iterator[Finding]:
         yield _warning(f"block events: {config.kv_events.warning}")
 
 
-def _checked(engine: CheckedEngine) -> Iterator[Finding]:
+def _checked(engine: CheckedEngine) -> Iterator[_Finding]:
     """Report what an earlier load check found of the formats, if it ran; it needs the weights."""
     if not is_to_check(engine.model, engine.recipe):
         return
@@ -131,7 +131,7 @@ def _taken(checked: CheckedEngine) -> int:
     return _weights(model) + live_values * model.dtype.itemsize
 
 
-def _memory(checked: CheckedEngine) -> Iterator[Finding]:
+def _memory(checked: CheckedEngine) -> Iterator[_Finding]:
     model, config, layout = checked.model, checked.config, checked.layout
     weights = _weights(model)
     needed, free, context = _taken(checked), available_bytes(model.device), model.max_context
@@ -182,7 +182,7 @@ def _memory(checked: CheckedEngine) -> Iterator[Finding]:
         )
 
 
-def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
+def _prefill(checked: CheckedEngine) -> Iterator[_Finding]:
     budget = checked.config.max_num_batched_tokens
     try:
         pools = checked.pools(available_bytes(checked.model.device), _taken(checked))
@@ -207,7 +207,7 @@ def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
         yield _ok(f"prefill: a prompt of full context takes {steps} steps at least")
 
 
-def _template(config: ServerConfig, model: PreparedModel) -> Iterator[Finding]:
+def _template(config: ServerConfig, model: PreparedModel) -> Iterator[_Finding]:
     if not getattr(model.tokenizer, "chat_template", None):
         yield _warning("chat template: none: /v1/chat/completions will be refused; give --chat-template FILE")
         return

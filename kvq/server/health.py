@@ -22,7 +22,7 @@ _FRESH_S = 5.0  # for which a result of the deep check is used again
 _TOKENS = 10
 
 
-class DeepCheck:
+class _DeepCheck:
     """Deep check: tokenizes a text and generates 10 tokens under deadlines, past admission, one at a time."""
 
     def __init__(self, service: Service, *, clock: Callable[[], float] = monotonic) -> None:
@@ -80,7 +80,7 @@ async def check_readiness(service: Service) -> None:
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add `/health` with its three depths, and `/version` as vLLM has it."""
-    deep = DeepCheck(service)
+    deep = _DeepCheck(service)
 
     @app.get("/version", responses={200: {"model": dict[str, str]}})
     async def version() -> dict[str, str]:

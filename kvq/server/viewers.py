@@ -32,7 +32,7 @@ _HEADERS = {
 }
 
 
-class Viewers:
+class _Viewers:
     """Snapshots for all viewers, taken while there are any, and no more often than the engine can bear."""
 
     def __init__(self, service: Service, clock: Callable[[], float] = monotonic) -> None:
@@ -100,7 +100,7 @@ class Viewers:
 
 def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
     """Add the page, its files and its data."""
-    viewers = Viewers(service)
+    viewers = _Viewers(service)
     assets = {
         file.name: (file.read_bytes(), _TYPES[kind])
         for file in (files("kvq.server") / "page").iterdir()

@@ -9,7 +9,7 @@ from kvq.errors import EngineError
 from kvq.server.engine.messages import Picture
 from kvq.server.engine.remote import State
 from kvq.server.http.guard import basic_password
-from kvq.server.viewers import Viewers
+from kvq.server.viewers import _Viewers
 
 
 class Engine:
@@ -40,8 +40,8 @@ class Clock:
         return self.seconds
 
 
-def viewers(engine: Engine, clock: Clock) -> Viewers:
-    return Viewers(SimpleNamespace(name="tiny", remote=engine, why_not_ready=None), clock)
+def viewers(engine: Engine, clock: Clock) -> _Viewers:
+    return _Viewers(SimpleNamespace(name="tiny", remote=engine, why_not_ready=None), clock)
 
 
 def test_a_crowd_costs_the_engine_one_look():

@@ -16,21 +16,7 @@ from kvq.server.engine.token_texts import TokenTexts
 from kvq.server.http.json_bounds import MAX_TOKEN_IDS
 from kvq.server.http.problems import Problem, failed, unavailable
 from kvq.server.reading import Lane, Overran, Readers
-from kvq.server.reading.jobs import (
-    Chat,
-    Decode,
-    Decoded,
-    Found,
-    FromReader,
-    Job,
-    Numbers,
-    Refusal,
-    Shared,
-    Text,
-    Trial,
-    pack,
-    unpack,
-)
+from kvq.server.reading.jobs import Chat, Decode, Done, Job, Refusal, Shared, Text, Trial, pack
 
 _log = logging.getLogger("kvq")
 _DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
@@ -122,8 +108,7 @@ class Prompts:
                 try:
                     found = await self._do(self._for_chats, Trial(), PROBE, 0)
                 except Overran:
-                    found = Found()
-                assert isinstance(found, Found), "a trial was asked for"
+                    found = Done()
                 readers.forms = found.forms
             return readers.forms
 
@@ -144,7 +129,7 @@ class Prompts:
         job = Text(
             text=text, special=special, plain=self._plain_texts, max_tokens=self._max_tokens(), **self._bounds
         )
-        return _numbers(await self._do(self._for_texts, job, tenant, len(text)))
+        return (await self._do(self._for_texts, job, tenant, len(text))).numbers
 
     async def chat(self, conversation: Conversation, *, tenant: str = "") -> list[int]:
         """Token ids of a conversation in the model's own format.
@@ -161,7 +146,7 @@ class Prompts:
         most: dict[str, Any] = {"max_tokens": self._max_tokens(), **self._bounds}
         job = Chat(turns=turns, options=options, forms=forms, **most)
         try:
-            return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
+            return (await self._do(self._for_chats, job, tenant, _num_bytes(turns))).numbers
         except (Overran, _TemplateFails) as error:
             raise await self._problem_of(error) from error
 
@@ -178,13 +163,11 @@ class Prompts:
         given = [(await _turns(one.messages), one.options) for one in (whole, *others)]
         job = Shared(tokens=pack(tokens), whole=given[0], others=given[1:], forms=await self.forms())
         num_bytes = sum(_num_bytes(turns) for turns, _ in given)
-        return _numbers(await self._do(self._for_chats, job, tenant, num_bytes))
+        return (await self._do(self._for_chats, job, tenant, num_bytes)).numbers
 
     async def detokenize(self, tokens: list[int], *, tenant: str = "") -> str:
         """The text of token ids, special tokens included."""
-        answer = await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))
-        assert isinstance(answer, Decoded), "a text was asked for"
-        return answer.text
+        return (await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))).text
 
     async def probe(self) -> str | None:
         """Why prompts can't be read, if so, as lately tried with a small one of each kind."""
@@ -245,7 +228,7 @@ class Prompts:
             return error
         return Problem(400, f"the model's chat template takes {error} for this", param="messages")
 
-    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> FromReader:
+    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> Done:
         try:
             deadline_s = _DEADLINE_S if isinstance(job, Trial) else self._deadline_s
             answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=deadline_s)
@@ -285,8 +268,3 @@ def _num_bytes(turns: Sequence[dict[str, Any]]) -> int:
         for turn in turns
         if (content := turn.get("content"))
     )
-
-
-def _numbers(answer: FromReader) -> list[int]:
-    assert isinstance(answer, Numbers), "numbers were asked for"
-    return unpack(answer.packed)

@@ -87,7 +87,7 @@ class MessageCall(Call):
         begun = None if last.role == "user" else text_of(last.content)
         is_open, params = self._service.thinks(self._params, tokens, begun)
         parser = None if self._offer is None else self._offer.parser()
-        self._content = Content(parser, Thoughts(self._service.tools.thinking, is_open))
+        self._content = _Content(parser, Thoughts(self._service.tools.thinking, is_open))
         origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
         return self._service.stream(tokens, Terms(params=params, origin=origin, pins=pins), self.seats)
 
@@ -106,7 +106,7 @@ class MessageCall(Call):
         return head | {"content": content} | ending | {"usage": usage | {"service_tier": "standard"}}
 
 
-class Content:
+class _Content:
     """Blocks of an answer while it is written."""
 
     def __init__(self, parser: Parser | None, thoughts: Thoughts) -> None:

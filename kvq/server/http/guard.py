@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvq.server.http.credentials import WATCHER, Access, Credentials
 from kvq.server.http.ignored import HEADER, IGNORED
 from kvq.server.http.incoming import FREE, MAX_BODY, Incoming, skip, too_large
-from kvq.server.http.logs import LogLimit, log_event, request_id
+from kvq.server.http.logs import log_event, request_id
 from kvq.server.http.problems import Problem, dialect_of
 
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
@@ -36,6 +36,30 @@ REASON = "kvq_reason"  # in a request's scope: the code or type of the problem t
 _COSTLY = frozenset((400, 403, 404, 405, 408, 411, 413, 415, 422, 431))
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
+
+
+_BURST, _PER_S = 500, 5.0  # log lines that any client can cause: at once, and per second from then on
+
+
+class _LogLimit:
+    """Rate limit of log lines that any client can cause: some at once, then some each second."""
+
+    def __init__(self) -> None:
+        self._left = float(_BURST)
+        self._filled_s = perf_counter()
+        self._num_left_out = 0
+
+    def take(self) -> int | None:
+        """Return the number of lines left out before this one; None if this one has to be left out."""
+        now = perf_counter()
+        self._left = min(_BURST, self._left + (now - self._filled_s) * _PER_S)
+        self._filled_s = now
+        if self._left < 1:
+            self._num_left_out += 1
+            return None
+        self._left -= 1
+        num, self._num_left_out = self._num_left_out, 0
+        return num
 
 
 class Guard:
@@ -62,7 +86,7 @@ class Guard:
         self._count = count
         self._credentials = credentials or Credentials(access)
         self._incoming = Incoming()
-        self._refused = LogLimit()
+        self._refused = _LogLimit()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from time import perf_counter
 from typing import Any
 
 from kvq.errors import ConfigError, KVQError, nearest
@@ -24,7 +23,6 @@ request_id: ContextVar[str] = ContextVar("kvq_request_id", default="")
 # Only errors of libraries: some of their warnings come with every odd connection
 _LOGGERS = {"uvicorn.error": logging.ERROR, "asyncio": logging.ERROR, "py.warnings": logging.WARNING}
 _MAX_WAITING = 10_000  # records; the newest are dropped while standard error is blocked
-_BURST, _PER_S = 500, 5.0  # lines that any client can cause: at once, and per second from then on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,27 +49,6 @@ def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | N
     if rid := request_id.get():
         known["request_id"] = rid
     logger.log(level, name, extra={"fields": known})
-
-
-class LogLimit:
-    """Rate limit of lines that any client can cause: some at once, then some each second."""
-
-    def __init__(self) -> None:
-        self._left = float(_BURST)
-        self._filled_s = perf_counter()
-        self._num_left_out = 0
-
-    def take(self) -> int | None:
-        """Return the number of lines left out before this one; None if this one has to be left out."""
-        now = perf_counter()
-        self._left = min(_BURST, self._left + (now - self._filled_s) * _PER_S)
-        self._filled_s = now
-        if self._left < 1:
-            self._num_left_out += 1
-            return None
-        self._left -= 1
-        num, self._num_left_out = self._num_left_out, 0
-        return num
 
 
 def configure(config: LogConfig) -> QueueListener:

@@ -18,7 +18,7 @@ from kvq.errors import KVQError, RequestError
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.server.engine.frames import Decoder, encode
-from kvq.server.reading.jobs import Found, FromReader, Job, Piece, Refusal, Setup, ToReader, put_together
+from kvq.server.reading.jobs import Done, FromReader, Job, Piece, Refusal, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 NO_MEMORY = 1  # exit status of a reader
@@ -38,7 +38,7 @@ def main() -> None:
         except KVQError as error:
             sock.sendall(encode(Refusal(reason=str(error))))
             return
-        sock.sendall(encode(Found()))
+        sock.sendall(encode(Done()))
         _host(sock, encoder, setup.memory_bytes)
 
 

@@ -20,22 +20,17 @@ class Setup(Message, frozen=True):
     memory_bytes: int = 1 << 30  # that one job may take, beside the tokenizer's own
 
 
-class Found(Message, frozen=True):
-    """All is loaded; or the result of a trial of the chat template."""
+class Done(Message, frozen=True):
+    """Result of a job: `packed` token ids or counts, a text, or the forms of the chat template."""
 
+    packed: bytes = b""
+    text: str = ""
     forms: Forms = Forms()
 
-
-class Numbers(Message, frozen=True):
-    """Token ids, or counts."""
-
-    packed: bytes
-
-
-class Decoded(Message, frozen=True):
-    """Text of token ids."""
-
-    text: str
+    @property
+    def numbers(self) -> list[int]:
+        """The token ids or counts."""
+        return unpack(self.packed)
 
 
 class Refusal(Message, frozen=True):
@@ -57,10 +52,10 @@ class Job(Message, frozen=True, kw_only=True):
         """Do the job and return its answer. Raises RequestError: it can't be done."""
         raise NotImplementedError
 
-    def _bounded(self, tokens: list[int]) -> Numbers | Refusal:
+    def _bounded(self, tokens: list[int]) -> "FromReader":
         if len(tokens) > self.most_told:
             return Refusal(reason=f"it has {len(tokens)} tokens; {self.most_told} are allowed here")
-        return Numbers(packed=pack(tokens))
+        return Done(packed=pack(tokens))
 
 
 class Piece(Message, frozen=True):
@@ -77,7 +72,7 @@ class Text(Job, frozen=True, kw_only=True):
     plain: bool  # no control tokens, whatever it spells
     max_tokens: int | None
 
-    def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
+    def do(self, encoder: PromptEncoder) -> "FromReader":
         """Return its token ids."""
         return self._bounded(
             encoder.encode(self.text, special=self.special, plain=self.plain, max_tokens=self.max_tokens)
@@ -87,9 +82,9 @@ class Text(Job, frozen=True, kw_only=True):
 class Trial(Job, frozen=True, kw_only=True):
     """The chat template to try."""
 
-    def do(self, encoder: PromptEncoder) -> Found:
+    def do(self, encoder: PromptEncoder) -> Done:
         """Return the forms that it shows."""
-        return Found(forms=encoder.forms)
+        return Done(forms=encoder.forms)
 
 
 class Chat(Job, frozen=True, kw_only=True):
@@ -100,7 +95,7 @@ class Chat(Job, frozen=True, kw_only=True):
     forms: Forms = Forms()  # of the template
     max_tokens: int | None
 
-    def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
+    def do(self, encoder: PromptEncoder) -> "FromReader":
         """Return its token ids."""
         encoder.forms = self.forms
         return self._bounded(encoder.encode_chat(self.turns, self.options, max_tokens=self.max_tokens))
@@ -114,10 +109,10 @@ class Shared(Job, frozen=True, kw_only=True):
     others: list[tuple[list[dict[str, Any]], dict[str, Any]]]
     forms: Forms
 
-    def do(self, encoder: PromptEncoder) -> Numbers:
+    def do(self, encoder: PromptEncoder) -> Done:
         """Return how many first tokens it shares with each of them."""
         encoder.forms = self.forms
-        return Numbers(packed=pack(encoder.shared_lengths(unpack(self.tokens), self.whole, self.others)))
+        return Done(packed=pack(encoder.shared_lengths(unpack(self.tokens), self.whole, self.others)))
 
 
 class Decode(Job, frozen=True, kw_only=True):
@@ -125,13 +120,13 @@ class Decode(Job, frozen=True, kw_only=True):
 
     tokens: bytes
 
-    def do(self, encoder: PromptEncoder) -> Decoded:
+    def do(self, encoder: PromptEncoder) -> Done:
         """Return the text."""
-        return Decoded(text=encoder.decode(unpack(self.tokens)))
+        return Done(text=encoder.decode(unpack(self.tokens)))
 
 
 ToReader = Piece | Text | Trial | Chat | Shared | Decode
-FromReader = Found | Numbers | Decoded | Refusal
+FromReader = Done | Refusal
 
 
 def pack(numbers: list[int]) -> bytes:

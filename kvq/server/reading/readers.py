@@ -15,7 +15,7 @@ from kvq.models.templates.forms import Forms
 from kvq.server.engine.frames import Decoder, encode, receive
 from kvq.server.engine.process import start_module
 from kvq.server.reading.host import FORK, ID_BYTES
-from kvq.server.reading.jobs import Found, FromReader, Piece, Refusal, Setup
+from kvq.server.reading.jobs import Done, FromReader, Piece, Refusal, Setup
 
 _TRIES = 2  # to fork, since the host may have ended unnoticed
 _LOAD_S = 300.0  # for a large tokenizer on a busy machine
@@ -147,7 +147,7 @@ class Readers:
         except BaseException:
             self._drop_host()
             raise
-        if not isinstance(loaded, Found):
+        if not isinstance(loaded, Done):
             self._drop_host()
             if isinstance(loaded, Refusal):
                 raise ConfigError(loaded.reason)

@@ -17,7 +17,7 @@ from kvq.server.assembly import make_service
 from kvq.server.engine.messages import Ended, Ready, Start
 from kvq.server.engine.process import EngineProcess
 from kvq.server.engine.remote import Remote, State
-from kvq.server.health import DeepCheck
+from kvq.server.health import _DeepCheck
 from kvq.server.http.problems import Problem
 from kvq.server.http.server import HttpServer
 from tests.waiting import HANG_S
@@ -118,7 +118,7 @@ def test_the_deep_check_is_not_done_again_within_five_seconds():
     )
 
     async def check_thrice():
-        check = DeepCheck(service, clock=lambda: clock.seconds)
+        check = _DeepCheck(service, clock=lambda: clock.seconds)
         assert await asyncio.gather(check.run(), check.run()) == [0.5, 0.5]
         clock.seconds = 1004.9
         assert await check.run() == 0.5

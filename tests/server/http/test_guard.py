@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.server.http import guard, logs
+from kvq.server.http import guard
 from kvq.server.http.guard import Access, Guard
 from kvq.server.http.incoming import FREE, MAX_BODY
 from kvq.server.http.problems import Problem
@@ -132,7 +132,7 @@ def test_refusals_without_end_write_so_many_lines_and_how_many_were_left_out(mon
         lambda _name, *, level, **fields: lines.append((level, fields["refusals_left_out"])),
     )
     now = [0.0]
-    monkeypatch.setattr(logs, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(guard, "perf_counter", lambda: now[0])
 
     async def app(_scope, _receive, send):
         await send({"type": "http.response.start", "status": 404, "headers": []})
