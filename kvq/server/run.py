@@ -22,9 +22,9 @@ from kvq.server.assembly import make_remote, make_service
 from kvq.server.engine.messages import Ready
 from kvq.server.engine.remote import Remote
 from kvq.server.http.credentials import Credentials
-from kvq.server.http.logs import configure, log_event
 from kvq.server.http.loop_budget import Stretches
 from kvq.server.http.server import HttpServer, listen
+from kvq.server.logs import configure, log_event
 
 _log = logging.getLogger("kvq")
 

@@ -149,7 +149,7 @@ def _config(service: Service, options: ServeOptions) -> "ServerConfig":
     from kvq.server.admission.config import ServerConfig
     from kvq.server.admission.metric_names import parse_names
     from kvq.server.admission.rate_limits import TenantLimits
-    from kvq.server.http.logs import LogConfig
+    from kvq.server.logs import LogConfig
 
     return ServerConfig(
         **service.fields(),

@@ -15,8 +15,8 @@ from kvq.server.admission.config import ServerConfig
 from kvq.server.app import create_app
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.health import check_readiness
-from kvq.server.http.logs import configure, log_event
 from kvq.server.http.problems import Problem
+from kvq.server.logs import configure, log_event
 
 _END_S = 0.5  # for requests of an engine that ended to be told so
 

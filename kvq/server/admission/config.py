@@ -11,8 +11,8 @@ from kvq.server.admission.admission import AdmissionConfig
 from kvq.server.admission.rate_limits import TenantLimits
 from kvq.server.http.credentials import Access, Tls
 from kvq.server.http.guard import LOOPBACK
-from kvq.server.http.logs import LogConfig
 from kvq.server.kv_events.config import EventsConfig
+from kvq.server.logs import LogConfig
 from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.thoughts import check_name
 

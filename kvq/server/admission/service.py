@@ -21,9 +21,9 @@ from kvq.server.admission.prompts import Prompts
 from kvq.server.engine.messages import Ended, ErrorKind, Ready
 from kvq.server.engine.remote import Remote, State
 from kvq.server.http.ignored import Body, Ignored, find_ignored
-from kvq.server.http.logs import log_event
 from kvq.server.http.loop_budget import LoopBudget
 from kvq.server.http.problems import Problem, failed, timed_out, unavailable
+from kvq.server.logs import log_event
 from kvq.server.tools.calling import ToolCalling
 
 # Of requests that the engine ended

@@ -15,8 +15,8 @@ from kvq.server.batch.lines import FIELDS, Line
 from kvq.server.engine.remote import State
 from kvq.server.http.body_errors import of_body
 from kvq.server.http.ignored import Ignored, safe_name, unknown_field
-from kvq.server.http.logs import describe
 from kvq.server.http.problems import Problem
+from kvq.server.logs import describe
 from kvq.server.openai.chat import Chat
 from kvq.server.openai.completions import Completions
 from kvq.server.openai.respond import Call

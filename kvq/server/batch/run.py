@@ -21,8 +21,8 @@ from kvq.server.assembly import make_remote, make_service
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
 from kvq.server.batch.result_file import ResultFile
-from kvq.server.http.logs import LogConfig
 from kvq.server.http.problems import Problem
+from kvq.server.logs import LogConfig
 from kvq.server.reading import Readers, Setup
 
 Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)

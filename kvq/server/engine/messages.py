@@ -13,8 +13,8 @@ from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.scheduler.request import RequestState
 from kvq.server.engine.residency import BlockTimes
-from kvq.server.http.logs import LogConfig
 from kvq.server.kv_events.config import EventsConfig
+from kvq.server.logs import LogConfig
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

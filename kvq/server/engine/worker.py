@@ -47,9 +47,9 @@ from kvq.server.engine.messages import (
 )
 from kvq.server.engine.process_stats import Gaps, Heap, Memory
 from kvq.server.engine.residency import Residency
-from kvq.server.http.logs import configure
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.stream import EventStream
+from kvq.server.logs import configure
 
 _log = logging.getLogger("kvq")
 _SWITCH_S = 5e-4  # that a step waits at most for Python code of other threads; Python's own is 5 ms

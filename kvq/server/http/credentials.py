@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
-from kvq.server.http.logs import log_event
+from kvq.server.logs import log_event
 
 _log = logging.getLogger("kvq")
 WATCHER = "metrics"  # the tenant of keys for metrics alone

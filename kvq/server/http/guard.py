@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvq.server.http.credentials import WATCHER, Access, Credentials
 from kvq.server.http.ignored import HEADER, IGNORED
 from kvq.server.http.incoming import FREE, MAX_BODY, Incoming, skip, too_large
-from kvq.server.http.logs import log_event, request_id
 from kvq.server.http.problems import Problem, dialect_of
+from kvq.server.logs import log_event, request_id
 
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 OPEN = ("/health/live",)  # need no key

@@ -17,7 +17,7 @@ _LEAST_S = 0.001  # that each of them counts, with the work that follows from it
 
 
 class Again(Enum):
-    """When a step has to be called again."""
+    """Answer of a step: whether and when to call it again."""
 
     NO = 0
     IN_TURN = 1  # after those that wait

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvq.server.http import logs
+from kvq.server import logs
 
 NAMES = ("kvq", *logs._LOGGERS)
 
