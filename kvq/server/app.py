@@ -83,7 +83,7 @@ def _check_arrival(service: Service, path: str, tenant: str) -> None:
     if path in _GENERATING:
         service.check_arrival(tenant)
     elif path in _READING:
-        service.admission.check_aside(tenant)
+        service.admission.check_text_request(tenant)
 
 
 def _count(service: Service, path: str, problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""Who is let in: what the pools and the queue can bear, decided before any work is done."""
+"""Admission control: limits of pools and queue, checked before any work is done."""
 
 import random
 from array import array
@@ -13,7 +13,7 @@ from time import monotonic
 from kvq.engine import SamplingParams
 from kvq.errors import RequestError
 from kvq.scheduler import Request, resolve_max_tokens, worst_case
-from kvq.server.admission.concurrency import FirstTokens, Seating, Seats
+from kvq.server.admission.concurrency import ConcurrencyLimit, FirstTokens, SequenceSlots
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.rate_limits import Tenant, TenantLimits
 from kvq.server.engine.messages import Ready
@@ -25,34 +25,34 @@ _MAX_RETRY_S = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionConfig:
-    """How much may wait. Load is the largest of the four shares of what waits in what may."""
+    """Limits of waiting work. Load is the largest of four shares: of each limit, the part that is used."""
 
-    max_queue: int = 1024  # requests without a seat at the engine
+    max_queue: int = 1024  # requests without a slot at the engine
     max_queued_tokens: int = 1 << 20  # of prompts without their first token
-    max_wait_s: float = 30.0  # for the first token, as lately observed
+    max_wait_s: float = 30.0  # for the first token, by recent observation
     max_overcommit: float = 16.0  # worst-case blocks of all requests / blocks of the pool
-    # Of any share but the first, which is no estimate: from here on some requests are refused, at random,
-    # that would have to wait for a seat.
+    # Above this share of any limit but `max_queue`, which is exact, random requests are refused that would
+    # have to wait for a slot
     shed_above: float = 0.8
     max_kv_pressure: float = 0.95  # live blocks / blocks
 
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """One prompt at the engine, and what it may need in the end."""
+    """A prompt at the engine, and its worst-case need."""
 
     prompt_tokens: int
     share: float  # worst-case blocks / blocks of the pool
-    seats: Seats  # of its request
+    slots: SequenceSlots  # of its request
     left: int  # of its sequences, those that have not ended
-    tells: bool  # of its first token as it comes; of several results the best are known at the end
+    tells: bool  # its first token comes at once; with best_of, results are known only at the end
     has_started: bool = False
 
 
 class Admission:
-    """Counts what waits and what runs, and refuses what is too much.
+    """Counts the requests that wait and run, and refuses more than the limits allow.
 
-    400: can never fit. 429: the tenant's own limit. 503: the server's, with the seconds to wait.
+    400: it can never fit. 429: the tenant's limit. 503: the server's limit, with the seconds to wait.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Admission:
         self._chance = chance
         self._first_tokens = FirstTokens(clock)
         self._tenants: defaultdict[str, Tenant] = defaultdict(lambda: Tenant(self._limits, clock))
-        self._seating = Seating(lambda: engine.num_seats)
+        self._concurrency = ConcurrencyLimit(lambda: engine.num_slots)
         self._queued: set[Queued] = set()
         self._waiting_tokens = 0
         self._overcommit = 0.0
@@ -80,32 +80,32 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a seat at the engine; without blocks, if those are what is short."""
+        """Number of requests without a slot at the engine, or without blocks if more of them lack those."""
         gauges = self._engine.gauges
-        return max(self._seating.num_waiting, 0 if gauges is None else gauges.held_up)
+        return max(self._concurrency.num_waiting, 0 if gauges is None else gauges.held_up)
 
     @property
     def expected_wait_s(self) -> float:
-        """What a new request would wait for its first token; 0 where too little is known."""
+        """Expected wait of a new request for its first token; 0 if too little is known."""
         per_s = self._first_tokens.per_s()
         return 0.0 if per_s is None else (self._prompts.num_waiting + self._first_tokens.num_awaited) / per_s
 
     @property
     def kv_pressure(self) -> float:
-        """Live blocks / blocks of the fullest pool; staging areas, which have room for who runs, aside."""
+        """Live blocks / blocks of the fullest pool. Staging areas, with room for all that run, don't count."""
         gauges, info = self._engine.gauges, self._engine.info
         pools = [] if gauges is None else gauges.pools
         staging = [] if info is None else info.is_staging
-        counted = (pool for pool, aside in zip_longest(pools, staging) if not aside)
+        counted = (pool for pool, is_staging in zip_longest(pools, staging) if not is_staging)
         return max((pool.live / pool.total for pool in counted), default=0.0)
 
     @property
     def load(self) -> float:
-        """0 idle, 1 full."""
+        """Load of the server: 0 idle, 1 full."""
         return max(self.num_waiting / self.config.max_queue, *self._estimates())
 
     def check(self, tenant: str) -> None:
-        """Whether a request of a tenant is refused in any case; asked before its body is read.
+        """Check, before a body is read, that a tenant's request is not refused in any case.
 
         Raises:
             Problem: 429 or 503, with the seconds after which another try may succeed.
@@ -113,48 +113,50 @@ class Admission:
         self._tenants[tenant].check()
         self._check_bounds()
 
-    def check_aside(self, tenant: str) -> None:
-        """Raise Problem, with 429, if a tenant has sent too much; asked before a body is read."""
+    def check_text_request(self, tenant: str) -> None:
+        """Raise Problem, with 429, if a tenant has sent too much; called before a body is read."""
         self._tenants[tenant].check_rates()
 
     def charge_refused(self, tenant: str) -> None:
-        """Count a request that was refused for what it is, and so was never admitted."""
+        """Count an invalid request, which was never admitted."""
         self._tenants[tenant].charge_request()
 
     @contextmanager
-    def enter(self, tenant: str, seats: Seats) -> Iterator[None]:
-        """One request of a tenant and the seats that it needs, from its arrival to its end.
+    def enter(self, tenant: str, slots: SequenceSlots) -> Iterator[None]:
+        """Admit a request of a tenant and count its slots, from its arrival to its end.
 
         Raises:
             Problem: 400 if the tenant may never have so many, 429 or 503, with the seconds to wait.
         """
-        who, sequences = self._tenants[tenant], seats.coming
-        who.check(sequences)
+        limits, sequences = self._tenants[tenant], slots.coming
+        limits.check(sequences)
         self._check_bounds()
-        if not self._seating.has_room(seats):
+        if not self._concurrency.has_room(slots):
             self._shed()
-        self._seating.enter(seats)
+        self._concurrency.enter(slots)
         try:
-            with who.active(sequences):
+            with limits.active(sequences):
                 yield
         finally:
-            self._seating.leave(seats)
+            self._concurrency.leave(slots)
 
     @contextmanager
-    def enter_aside(self, tenant: str) -> Iterator[None]:
-        """One request of a tenant that the engine does not see.
+    def enter_text_request(self, tenant: str) -> Iterator[None]:
+        """Admit a request of a tenant that the engine does not see.
 
         Raises:
             Problem: 429, with the seconds to wait.
         """
-        who = self._tenants[tenant]
-        who.check()
-        with who.active():
+        limits = self._tenants[tenant]
+        limits.check()
+        with limits.active():
             yield
 
     @contextmanager
-    def queue(self, tokens: list[int], params: SamplingParams, info: Ready, seats: Seats) -> Iterator[Queued]:
-        """One prompt of a request at the engine, from now to its end.
+    def queue(
+        self, tokens: list[int], params: SamplingParams, info: Ready, slots: SequenceSlots
+    ) -> Iterator[Queued]:
+        """Count a prompt of a request at the engine, from now to its end.
 
         Raises:
             Problem: 400 if it can never fit, 503 if too much waits already.
@@ -162,7 +164,7 @@ class Admission:
         entry = Queued(
             prompt_tokens=len(tokens),
             share=check_fits(tokens, params, info),
-            seats=seats,
+            slots=slots,
             left=params.num_sequences,
             tells=params.best_of is None,
         )
@@ -178,17 +180,17 @@ class Admission:
             self.ended(entry)
 
     def started(self, entry: Queued) -> None:
-        """It has its first token."""
+        """Note a prompt's first token."""
         if not entry.has_started:
-            self._seating.begin(entry.seats, entry.left)
+            self._concurrency.begin(entry.slots, entry.left)
             self._wait_no_more(entry, started=True)
 
     def ended_one(self, entry: Queued) -> None:
-        """One of its sequences ended."""
+        """Note that one of a prompt's sequences ended."""
         self._end(entry, min(1, entry.left))
 
     def ended(self, entry: Queued) -> None:
-        """All of it ended, maybe before its reader knows; told again, nothing happens."""
+        """Note that a prompt ended, maybe before its client knows. Does nothing the second time."""
         self._end(entry, entry.left)
         if not entry.has_started:
             self._wait_no_more(entry, started=False)
@@ -204,7 +206,7 @@ class Admission:
 
     def _end(self, entry: Queued, count: int) -> None:
         entry.left -= count
-        self._seating.end(entry.seats, count, begun=entry.has_started)
+        self._concurrency.end(entry.slots, count, begun=entry.has_started)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Count what a tenant's request used."""
@@ -212,7 +214,7 @@ class Admission:
             self._tenants[tenant].charge(tokens)
 
     def _estimates(self) -> list[float]:
-        """What those at hand may still take, as shares of what they may."""
+        """Return the estimated shares of the limits that present requests may still take."""
         config = self.config
         shares = [self._waiting_tokens / config.max_queued_tokens, self.expected_wait_s / config.max_wait_s]
         return [*shares, self._overcommit / config.max_overcommit] if self.num_waiting else shares
@@ -228,7 +230,7 @@ class Admission:
         self._check_room(0, 0.0)
 
     def _check_room(self, tokens: int, share: float) -> None:
-        """Whether so many prompt tokens more may wait, and a pool's share be promised."""
+        """Raise Problem if so many more prompt tokens, or so much more of a pool, exceed the limits."""
         if not self._queued:  # alone, whatever fits is served
             return
         if self._waiting_tokens + tokens > self.config.max_queued_tokens:
@@ -239,7 +241,7 @@ class Admission:
     def _shed(self) -> None:
         load, start = max(self._estimates()), self.config.shed_above
         if load > start and self._chance() < (load - start) / (1 - start):
-            raise self._overloaded(f"what waits is {load:.0%} of what may")
+            raise self._overloaded(f"waiting work is {load:.0%} of what may wait")
 
     def _overloaded(self, message: str) -> Problem:
         wait_s = min(max(1, ceil(self.expected_wait_s)), _MAX_RETRY_S)

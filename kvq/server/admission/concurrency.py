@@ -10,7 +10,7 @@ from collections.abc import Callable
 _MANY = 1 << 62
 
 
-class Seats:
+class SequenceSlots:
     """Slots that one request needs: one for each of its sequences, until that ends.
 
     The sequences of one prompt begin together: while fewer slots are free, it waits.
@@ -23,14 +23,16 @@ class Seats:
         self.held = 0
 
 
-class Seating:
+class ConcurrencyLimit:
     """Slots of all requests. A request has one as soon as its first prompt does."""
 
-    def __init__(self, num_seats: Callable[[], int | None]) -> None:
-        """`num_seats` returns the engine's number of slots, None while it is unknown."""
-        self._num_seats = num_seats
+    def __init__(self, num_slots: Callable[[], int | None]) -> None:
+        """`num_slots` returns the engine's number of slots, None while it is unknown."""
+        self._num_slots = num_slots
         self._num_held = 0
-        self._coming: dict[Seats, None] = {}  # with sequences that have not begun, in order of arrival
+        self._coming: dict[
+            SequenceSlots, None
+        ] = {}  # with sequences that have not begun, in order of arrival
         self._num_new = 0  # of these, those without any slot
 
     @property
@@ -38,46 +40,46 @@ class Seating:
         """Number of requests without a slot. O(slots)."""
         return self._look()[0]
 
-    def has_room(self, seats: Seats) -> bool:
+    def has_room(self, slots: SequenceSlots) -> bool:
         """True if a request would find its slots free now."""
-        return seats.at_once <= self._look()[1]
+        return slots.at_once <= self._look()[1]
 
-    def enter(self, seats: Seats) -> None:
+    def enter(self, slots: SequenceSlots) -> None:
         """Count a new request."""
-        self._coming[seats] = None
+        self._coming[slots] = None
         self._num_new += 1
 
-    def begin(self, seats: Seats, count: int) -> None:
+    def begin(self, slots: SequenceSlots, count: int) -> None:
         """Note that `count` sequences have their first token, maybe before those of earlier requests."""
-        self._change(seats, coming=-count, held=count)
+        self._change(slots, coming=-count, held=count)
 
-    def end(self, seats: Seats, count: int, *, begun: bool) -> None:
+    def end(self, slots: SequenceSlots, count: int, *, begun: bool) -> None:
         """Note that `count` sequences ended; `begun`: they had their first token."""
-        self._change(seats, coming=0 if begun else -count, held=-count if begun else 0)
+        self._change(slots, coming=0 if begun else -count, held=-count if begun else 0)
 
-    def leave(self, seats: Seats) -> None:
+    def leave(self, slots: SequenceSlots) -> None:
         """Free all slots of a request that is over."""
-        self._change(seats, coming=-seats.coming, held=-seats.held)
+        self._change(slots, coming=-slots.coming, held=-slots.held)
 
-    def _change(self, seats: Seats, *, coming: int, held: int) -> None:
-        is_new = seats in self._coming and not seats.held
-        seats.coming += coming
-        seats.held += held
+    def _change(self, slots: SequenceSlots, *, coming: int, held: int) -> None:
+        is_new = slots in self._coming and not slots.held
+        slots.coming += coming
+        slots.held += held
         self._num_held += held
-        if not seats.coming:
-            self._coming.pop(seats, None)
-        self._num_new += (seats in self._coming and not seats.held) - is_new
+        if not slots.coming:
+            self._coming.pop(slots, None)
+        self._num_new += (slots in self._coming and not slots.held) - is_new
 
     def _look(self) -> tuple[int, int]:
         """Return (requests that wait, slots that are free for a new request)."""
-        most = self._num_seats()
+        most = self._num_slots()
         free = (_MANY if most is None else most) - self._num_held
         num_new = self._num_new
-        for seats in self._coming:
-            if min(seats.at_once, seats.coming) > free:
+        for slots in self._coming:
+            if min(slots.at_once, slots.coming) > free:
                 return num_new, 0  # this request waits, and all behind it
-            free -= seats.coming
-            num_new -= not seats.held
+            free -= slots.coming
+            num_new -= not slots.held
         return 0, free
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, aside from the HTTP process and without the model."""
+"""Prompts: texts and conversations to token ids and back, in other processes and without the model."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from kvq.server.reading.jobs import Chat, Decode, Done, Job, Refusal, Shared, Te
 
 _log = logging.getLogger("kvq")
 _DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
-_MAX_ASIDE = 64  # texts that may wait in line beside those to be generated from
+_MAX_COUNTING = 64  # texts that may wait to be counted only
 _WIDTH = 2  # prompts of a kind read side by side
 _A_FEW = 128  # messages made ready at a stretch
 PROBE = "\0probe"  # a tenant of its own, so that it waits for one job of each other at most
@@ -33,12 +33,12 @@ _BROKEN = "the model's chat template is broken: for one short message"
 
 
 class _TemplateFails(Problem):
-    """By an error that it did not mean."""
+    """The chat template failed with an unintended error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """What a chat template is given."""
+    """Messages and options for a chat template."""
 
     messages: Sequence[ChatMessage]
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class Prompts:
         deadline_s: float = _DEADLINE_S,
         max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`tokenizer`: the readers' own, for what is quick whoever asks. `plain_texts`: texts that are no
-        conversations hold no control tokens, whatever they spell. `deadline_s`: for one prompt, the wait
-        for a free reader included. `max_tokens` tells what fits the model: a text that has more tokens
-        however it is cut is refused by its length.
+        """`tokenizer`: the readers' own, for quick work in this process. `plain_texts`: texts outside
+        conversations hold no control tokens, whatever they spell. `deadline_s`: for one prompt, including the
+        wait for a free reader. `max_tokens` returns what fits the model: a text that certainly has more is
+        refused by its length.
         """
         self.texts = TokenTexts(tokenizer)
         self.why_broken: str | None = None  # why no conversation can be read, as far as that is known
@@ -71,34 +71,34 @@ class Prompts:
         self._plain_texts = plain_texts
         self._deadline_s = deadline_s
         self._max_tokens = max_tokens
-        self._bounds: dict[str, Any] = {}  # of token ids that one text may become, but for a prompt's
+        self._bounds: dict[str, Any] = {}  # of token ids of a text that is only counted
         self._for_texts, self._for_chats = Lane(readers, width=_WIDTH), Lane(readers, width=_WIDTH)
         self._probing: asyncio.Task[None] | None = None
         self._probed_s = -_BROKEN_S
 
     @property
     def num_waiting(self) -> int:
-        """Texts and conversations that are not token ids yet."""
+        """Number of texts and conversations that are not token ids yet."""
         return sum(lane.num_waiting for lane in {self._for_texts, self._for_chats})
 
     async def start(self) -> None:
-        """Load what the readers need and try the chat template, which is done at first use otherwise.
+        """Load the readers' tokenizer and try the chat template, instead of at first use.
 
         Raises:
-            KVQError: there can be none.
+            KVQError: the tokenizer can't be loaded.
         """
         await self._readers.start()
         with contextlib.suppress(Problem):  # then it is tried again
             if why := await self.try_one():
                 _log.error("chat template: no conversation can be read: %s", why)
             elif lacking := (await self.forms()).lacking:
-                _log.info("chat template: no place for %s; the model can't be told of such", lacking)
+                _log.info("chat template: no place for %s; the model will not see any", lacking)
 
     async def forms(self) -> Forms:
-        """What the chat template shows, and in which form, as a trial found that may have taken too long.
+        """Return what a trial of the chat template found that it shows, and in which form.
 
         Raises:
-            Problem: nobody can try it now.
+            Problem: it can't be tried now.
         """
         readers = self._readers
         if not self._has_template:
@@ -112,19 +112,19 @@ class Prompts:
                 readers.forms = found.forms
             return readers.forms
 
-    def aside(self) -> "Prompts":
-        """The same, of any length, for who only wants to know: a line and a reader of its own."""
+    def for_counting(self) -> "Prompts":
+        """Return prompts of any length for requests that only count or read, with their own queue."""
         other = copy.copy(self)
         other._max_tokens = lambda: None
         other._bounds = {"most_told": MAX_TOKEN_IDS}
-        other._for_texts = other._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_ASIDE)
+        other._for_texts = other._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_COUNTING)
         return other
 
     async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
-            Problem: it is no valid text, or takes too long.
+            Problem: it is not valid Unicode, or takes too long.
         """
         job = Text(
             text=text, special=special, plain=self._plain_texts, max_tokens=self._max_tokens(), **self._bounds
@@ -132,17 +132,21 @@ class Prompts:
         return (await self._do(self._for_texts, job, tenant, len(text))).numbers
 
     async def chat(self, conversation: Conversation, *, tenant: str = "") -> list[int]:
-        """Token ids of a conversation in the model's own format.
+        """Return the token ids of a conversation in the model's own format.
 
         Raises:
-            Problem: the model has no template, or it refuses the messages, or takes too long.
+            Problem: the model has no template, or the template refuses the messages, or takes too long.
         """
         if not self._has_template:
             raise Problem(400, "this model has no chat template; use /v1/completions", param="messages")
         if self.why_broken is not None:
             self._look_again()
             raise failed(self.why_broken)
-        turns, options, forms = await _turns(conversation.messages), conversation.options, await self.forms()
+        turns, options, forms = (
+            await _as_dicts(conversation.messages),
+            conversation.options,
+            await self.forms(),
+        )
         most: dict[str, Any] = {"max_tokens": self._max_tokens(), **self._bounds}
         job = Chat(turns=turns, options=options, forms=forms, **most)
         try:
@@ -153,46 +157,46 @@ class Prompts:
     async def shared_lengths(
         self, tokens: list[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
     ) -> list[int]:
-        """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
+        """Return how many first tokens a conversation shares with each other one; 0 with its equals.
 
-        `tokens`: what `chat` made of the whole one.
+        `tokens`: the result of `chat` for the whole one.
 
         Raises:
             Problem: the template refuses one of the others, or it takes too long.
         """
-        given = [(await _turns(one.messages), one.options) for one in (whole, *others)]
+        given = [(await _as_dicts(one.messages), one.options) for one in (whole, *others)]
         job = Shared(tokens=pack(tokens), whole=given[0], others=given[1:], forms=await self.forms())
         num_bytes = sum(_num_bytes(turns) for turns, _ in given)
         return (await self._do(self._for_chats, job, tenant, num_bytes)).numbers
 
     async def detokenize(self, tokens: list[int], *, tenant: str = "") -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, with special tokens."""
         return (await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))).text
 
     async def probe(self) -> str | None:
-        """Why prompts can't be read, if so, as lately tried with a small one of each kind."""
+        """Return why prompts can't be read, or None, by a recent try with a small one of each kind."""
         self._look_again()
         if self._probing is not None:
             await asyncio.wait((self._probing,))
         return self.why_broken
 
     async def try_one(self) -> str | None:
-        """Why prompts can't be read, if so, tried now with a small one of each kind.
+        """Try a small prompt of each kind now, and return why prompts can't be read, or None.
 
         Raises:
-            Problem: nobody can say now.
+            Problem: it can't be tried now.
         """
         try:
             await self.tokenize("ping", tenant=PROBE)
             if self._has_template:
                 options, forms = {"add_generation_prompt": True}, await self.forms()
-                job = Chat(turns=await _turns(_PING), options=options, forms=forms, max_tokens=None)
+                job = Chat(turns=await _as_dicts(_PING), options=options, forms=forms, max_tokens=None)
                 await self._do(self._for_chats, job, PROBE, 0)
         except Overran as error:
             return f"{_BROKEN} it takes {error}"
         except _TemplateFails as error:
-            told = error.message.rpartition("template fails for this: ")[2]
-            return f"{_BROKEN} {told}; --chat-template FILE takes another"
+            reason = error.message.rpartition("template fails for this: ")[2]
+            return f"{_BROKEN} {reason}; --chat-template FILE takes another"
         except Problem as problem:
             if problem.status > 500:
                 raise
@@ -221,7 +225,7 @@ class Prompts:
             self._probing = None
 
     async def _problem_of(self, error: "Overran | _TemplateFails") -> Problem:
-        """Whose fault it is: the conversation's, or any conversation would do the same."""
+        """Return the problem: of this conversation, or of a template that fails for every conversation."""
         if await self.probe() is not None:
             return failed(str(self.why_broken))
         if isinstance(error, Problem):
@@ -251,8 +255,8 @@ class Prompts:
         return answer
 
 
-async def _turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as plain values; many of them in several stretches."""
+async def _as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as dicts; the loop serves others between stretches of many."""
     turns: list[dict[str, Any]] = []
     for at in range(0, len(messages), _A_FEW):
         if at:
@@ -262,7 +266,7 @@ async def _turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _num_bytes(turns: Sequence[dict[str, Any]]) -> int:
-    """About how much there is to read."""
+    """Return about how many bytes there are to read."""
     return sum(
         len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
         for turn in turns

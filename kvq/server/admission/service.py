@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the tokenizer, and everybody who is being served."""
+"""Service behind the routes: the engine, the tokenizer, admission and metrics."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from kvq.engine.requests.prompts import check_known
 from kvq.engine.requests.request_options import Terms
 from kvq.errors import EngineError, RequestError
 from kvq.server.admission.admission import Admission, Queued, check_fits
-from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.metrics import Metrics
 from kvq.server.admission.prompts import Prompts
@@ -36,7 +36,7 @@ _PROBLEMS: dict[ErrorKind | None, Callable[[str], Problem]] = {
 
 
 class Service:
-    """Requests in, the engine's messages out, while there is an engine and the server is not ending."""
+    """Takes requests and returns the engine's messages, while the engine is ready and the server goes on."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class Service:
         tools: ToolCalling | None = None,
         defaults: SamplingDefaults | None = None,
     ) -> None:
-        """`names`: of the model, as clients see it, first that of answers; `tools`: how it calls them, if
-        that is known; `defaults`: of what requests leave out.
+        """`names`: the model's for clients; answers have the first. `tools`: its format of tool calls.
+        `defaults`: for fields that requests leave out.
         """
         config = config or ServerConfig()
         self.names = (names,) if isinstance(names, str) else names
         self.name = self.names[0]
         self.remote = remote
         self.prompts = prompts
-        self.counting = prompts.aside()  # for requests that the engine does not see
+        self.counting = prompts.for_counting()  # for requests that the engine does not see
         self.tools = tools or ToolCalling()
         self.defaults = defaults or SamplingDefaults()
         self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
@@ -72,7 +72,7 @@ class Service:
 
     @property
     def why_not_ready(self) -> str | None:
-        """Why no request can be taken now."""
+        """Reason why no request can be taken now, or None."""
         if self._draining:
             return "the server is shutting down"
         if self.remote.state is not State.READY:
@@ -84,21 +84,21 @@ class Service:
         if (reason := self.why_not_ready) is not None:
             raise unavailable(reason)
 
-    def check_model(self, asked: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
         """Raise Problem if a request is for another model."""
-        if asked is not None and asked not in self.names:
+        if name is not None and name not in self.names:
             raise Problem(
                 404,
-                f"no model {asked!r} here; this server has {', '.join(map(repr, self.names))}",
+                f"no model {name!r} here; this server has {', '.join(map(repr, self.names))}",
                 code="model_not_found",
                 param="model",
             )
 
     async def check_fields(self, given: Any, body: Body) -> Ignored:
-        """What of a decoded body was ignored, counted.
+        """Find and count the ignored fields of a decoded body.
 
         Raises:
-            Problem: this server is strict, and there is something that may be missed.
+            Problem: this server is strict, and there is an unknown field that is no label.
         """
         is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
         ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
@@ -111,13 +111,13 @@ class Service:
         return ignored
 
     def check_arrival(self, tenant: str) -> None:
-        """Raise Problem if a request of a tenant can't be taken, whatever it asks for."""
+        """Raise Problem if a request of a tenant can't be taken, whatever its body is."""
         with self._counting_refusals():
             self.check_ready()
             self.admission.check(tenant)
 
     def check_prompt(self, tokens: list[int], params: SamplingParams, where: str) -> None:
-        """Raise Problem if the engine would refuse a prompt: of several, before any is begun."""
+        """Raise Problem if the engine would refuse a prompt; of several, before any is begun."""
         info = self._info()
         with self._counting_refusals():
             try:
@@ -129,9 +129,9 @@ class Service:
     def thinks(
         self, params: SamplingParams, tokens: list[int], begun: str | None = None
     ) -> tuple[bool | None, SamplingParams]:
-        """Whether an answer begins with thoughts, see `Thinking.is_open`, and parameters that let it.
+        """Return whether an answer begins with thoughts (`Thinking.is_open`), and parameters that allow them.
 
-        `begun`: how the answer begins that is continued.
+        `begun`: the beginning of an answer that is continued.
         """
         if (thinking := self.tools.thinking) is None:
             return False, params
@@ -140,20 +140,20 @@ class Service:
         return is_open, thinking.params(params, is_open)
 
     @contextmanager
-    def aside(self, tenant: str) -> Iterator[None]:
-        """A request that the engine does not see.
+    def text_request(self, tenant: str) -> Iterator[None]:
+        """Admit a request that the engine does not see.
 
         Raises:
             Problem: the server is shutting down, or the tenant has sent too many.
         """
         if self._draining:
             raise unavailable("the server is shutting down")
-        with self.admission.enter_aside(tenant):
+        with self.admission.enter_text_request(tenant):
             yield
 
     @contextmanager
-    def enter(self, tenant: str, seats: Seats) -> Iterator[None]:
-        """A request and the seats that it needs, until it is answered, if there is room for it.
+    def enter(self, tenant: str, slots: SequenceSlots) -> Iterator[None]:
+        """Admit a request and count its slots until it is answered.
 
         Raises:
             Problem: the server can't take it now, or the tenant has sent too many.
@@ -161,30 +161,32 @@ class Service:
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 self.check_ready()
-                stack.enter_context(self.admission.enter(tenant, seats))
+                stack.enter_context(self.admission.enter(tenant, slots))
             self.num_active += 1
             self._idle.clear()
             stack.callback(self._leave)
             yield
 
-    async def stream(self, tokens: list[int], terms: Terms, seats: Seats) -> AsyncGenerator[Piece | Ended]:
-        """A prompt's messages up to its `Ended`, which has no error. `seats`: of its request.
+    async def stream(
+        self, tokens: list[int], terms: Terms, slots: SequenceSlots
+    ) -> AsyncGenerator[Piece | Ended]:
+        """Yield a prompt's messages up to its `Ended`, which has no error. `slots`: its request's.
 
         Raises:
-            Problem: it can't be served now, never, or failed.
+            Problem: it can't be served now, or ever, or failed.
         """
         info = self._info()
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
-                entry = stack.enter_context(self.admission.queue(tokens, terms.params, info, seats))
+                entry = stack.enter_context(self.admission.queue(tokens, terms.params, info, slots))
             messages = self.remote.stream(
                 tokens, terms, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
             )
-            status = "cancelled"  # unless something else happens
+            status = "cancelled"  # unless another end comes
             try:
                 async for message in messages:
                     if isinstance(message, Ended):
-                        status = ""  # counted by what it says
+                        status = ""  # counted by its own status
                         self._count(message, terms.origin.tenant)
                         if message.error is not None:
                             raise _PROBLEMS[message.kind](message.error).counted()
@@ -202,13 +204,13 @@ class Service:
                 await messages.aclose()
 
     def _info(self) -> Ready:
-        """What the engine is. Raises Problem: there is none now."""
+        """Return the engine's description. Raises Problem: there is no engine now."""
         self.check_ready()
         assert self.remote.info is not None, "a ready engine said what it is"
         return self.remote.info
 
     def _note(self, entry: Queued, message: Piece | Ended | EngineError) -> None:
-        """Tell admission what became of a prompt, however far behind its reader is."""
+        """Tell admission of a prompt's progress, however far behind its client is."""
         if not isinstance(message, Piece):
             self.admission.ended(entry)
             return
@@ -224,11 +226,11 @@ class Service:
             await asyncio.wait_for(self._idle.wait(), grace_s)
 
     def hurry(self) -> None:
-        """Let a drain end now."""
+        """End a drain now."""
         self._idle.set()
 
     async def close(self) -> None:
-        """End the engine; who still waits gets an error object."""
+        """End the engine; requests that still wait get an error object."""
         await self.remote.close()
         self.counting.close()
         self.prompts.close()
@@ -263,8 +265,8 @@ class Service:
         watch(
             "kvq_active_requests", "Requests between their arrival and their answer.", lambda: self.num_active
         )
-        watch("kvq_requests_waiting", "Of these, without a seat.", lambda: admission.num_waiting)
-        watch("kvq_load", "What waits / what may wait.", lambda: admission.load)
+        watch("kvq_requests_waiting", "Requests without a slot at the engine.", lambda: admission.num_waiting)
+        watch("kvq_load", "Waiting work / work that may wait.", lambda: admission.load)
         watch("kvq_http_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
 
     def _leave(self) -> None:
@@ -274,7 +276,7 @@ class Service:
 
 
 def describe(service: Service, created: int, name: str) -> dict[str, Any]:
-    """The model by one of its names, as `/v1/models` lists it."""
+    """Return the model under one of its names, as `/v1/models` lists it."""
     info = service.remote.info
     limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
     return {"id": name, "object": "model", "created": created, "owned_by": "kvq"} | limit

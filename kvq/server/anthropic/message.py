@@ -10,7 +10,7 @@ from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece, PromptUse
 from kvq.engine.requests.request_options import Origin, Terms
-from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
@@ -54,7 +54,7 @@ class MessageCall(Call):
         self._offer = offer
         self._last: Piece | None = None
         self._usage: dict[str, int] = {}
-        self.seats = Seats()
+        self.slots = SequenceSlots()
 
     async def answer(self) -> dict[str, Any]:
         async for _ in self.chunks():
@@ -89,7 +89,7 @@ class MessageCall(Call):
         parser = None if self._offer is None else self._offer.parser()
         self._content = _Content(parser, Thoughts(self._service.tools.thinking, is_open))
         origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
-        return self._service.stream(tokens, Terms(params=params, origin=origin, pins=pins), self.seats)
+        return self._service.stream(tokens, Terms(params=params, origin=origin, pins=pins), self.slots)
 
     def _ending(self) -> dict[str, Any]:
         last = self._last

@@ -112,7 +112,7 @@ class Remote:
         return None if self._process is None else self._process.popen.pid
 
     @property
-    def num_seats(self) -> int | None:
+    def num_slots(self) -> int | None:
         """Sequences that the engine runs side by side, once it said so."""
         return None if self.info is None else self.info.scheduler.max_num_seqs
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 from kvq.engine import SamplingParams, TokenLogprobs
 from kvq.engine.requests.outputs import Piece, Receipt
 from kvq.server.admission.bodies import Common
-from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
 from kvq.server.engine.messages import Ended
 from kvq.server.openai.respond import Call
@@ -40,7 +40,7 @@ class Answer(Call):
         self._prompts: list[list[int]] = []
         self._scores: dict[int, list[TokenLogprobs | None]] = {}  # of prompts, by their index
         self.is_heavy = params.logprobs is not None
-        self.seats = Seats(prompts=num_prompts, sequences=params.num_sequences)
+        self.slots = SequenceSlots(prompts=num_prompts, sequences=params.num_sequences)
 
     async def answer(self) -> dict[str, Any]:
         results = await self._results()
@@ -89,7 +89,7 @@ class Answer(Call):
 
     async def _pieces_of(self, i: int, tokens: list[int]) -> AsyncGenerator[tuple[int, Piece]]:
         first = i * self._n
-        async with aclosing(self._service.stream(tokens, self._terms, self.seats)) as messages:
+        async with aclosing(self._service.stream(tokens, self._terms, self.slots)) as messages:
             async for message in messages:
                 if isinstance(message, Ended):
                     self._scores[i] = message.prompt_logprobs or []

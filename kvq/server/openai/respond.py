@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service
 from kvq.server.http.guard import ADMITTED
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Call(ABC):
     """A request to generate."""
 
-    seats: Seats  # that it needs at the engine
+    slots: SequenceSlots  # that it needs at the engine
     is_heavy = False  # True if its whole answer may take long to encode, as log-probabilities do
 
     @abstractmethod
@@ -71,7 +71,7 @@ async def text_request(
     """
     await note_fields(request, service, body)
     service.check_model(model)
-    with service.aside(tenant_of(request)):
+    with service.text_request(tenant_of(request)):
         request.scope[ADMITTED] = True
         yield service.counting
 
@@ -83,7 +83,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         Problem: the call failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.enter(tenant_of(request), call.seats))
+        stack.enter_context(service.enter(tenant_of(request), call.slots))
         request.scope[ADMITTED] = True
         cut = service.metrics.cuts.inc
         if stream:

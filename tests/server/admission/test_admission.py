@@ -10,7 +10,7 @@ from kvq.blockmgr import PoolUsage
 from kvq.engine import SamplingParams
 from kvq.scheduler import PoolShape, SchedulerConfig
 from kvq.server.admission.admission import Admission, AdmissionConfig
-from kvq.server.admission.concurrency import Seats
+from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.rate_limits import TenantLimits
 from kvq.server.engine.messages import Gauges, Ready
 from kvq.server.http.problems import Problem
@@ -46,9 +46,9 @@ def gauges(live=0, held_up=0):
 class World:
     """An admission whose surroundings the test decides."""
 
-    def __init__(self, limits=None, seats=4, **config):
+    def __init__(self, limits=None, slots=4, **config):
         self.now, self.die = 0.0, 1.0
-        self.engine = SimpleNamespace(gauges=gauges(), num_seats=seats, info=None)
+        self.engine = SimpleNamespace(gauges=gauges(), num_slots=slots, info=None)
         self.prompts = SimpleNamespace(num_waiting=0)
         self.admission = Admission(
             AdmissionConfig(**config),
@@ -62,16 +62,16 @@ class World:
     def enter(self, tenant="", stack=None, **needed):
         """A request; it ends at once unless there is a stack for it."""
         with ExitStack() as own:
-            seats = Seats(**needed)
-            (stack or own).enter_context(self.admission.enter(tenant, seats))
-            return seats
+            slots = SequenceSlots(**needed)
+            (stack or own).enter_context(self.admission.enter(tenant, slots))
+            return slots
 
-    def queue(self, stack, prompt=16, output=16, seats=None, **options):
-        """A prompt at the engine, of a request of its own unless its seats are given."""
+    def queue(self, stack, prompt=16, output=16, slots=None, **options):
+        """A prompt at the engine, of a request of its own unless its slots are given."""
         params = SamplingParams(max_tokens=output, **options)
-        if seats is None:
-            seats = self.enter(stack=stack, sequences=params.num_sequences)
-        return stack.enter_context(self.admission.queue([1] * prompt, params, info(), seats))
+        if slots is None:
+            slots = self.enter(stack=stack, sequences=params.num_sequences)
+        return stack.enter_context(self.admission.queue([1] * prompt, params, info(), slots))
 
     def status(self, tenant="", stack=None, **needed):
         try:
@@ -87,7 +87,7 @@ def test_an_idle_server_takes_everybody():
     assert world.admission.load == 0
 
 
-@pytest.mark.parametrize(("seats", "queue", "needed", "served"), [
+@pytest.mark.parametrize(("slots", "queue", "needed", "served"), [
     (4, 2, {}, 4),
     (128, 4, {}, 128),
     (1, 1, {}, 1),
@@ -97,9 +97,9 @@ def test_an_idle_server_takes_everybody():
     (3, 2, {"prompts": 64}, 1),
     (5, 1, {"prompts": 2, "sequences": 2}, 1),  # one seat is no use to two sequences
 ])  # fmt: skip
-def test_a_burst_fills_the_seats_and_the_queue_exactly(seats, queue, needed, served):
+def test_a_burst_fills_the_seats_and_the_queue_exactly(slots, queue, needed, served):
     """Without a step of the engine in between, and though every chance goes against it."""
-    world = World(seats=seats, max_queue=queue)
+    world = World(slots=slots, max_queue=queue)
     world.die = 0.0
     with ExitStack() as stack:
         statuses = [world.status(stack=stack, **needed) for _ in range(served + queue + 3)]
@@ -112,7 +112,7 @@ def test_a_burst_fills_the_seats_and_the_queue_exactly(seats, queue, needed, ser
 
 
 def test_a_seat_is_free_when_its_sequence_has_ended_whoever_still_reads():
-    world = World(seats=2, max_queue=1)
+    world = World(slots=2, max_queue=1)
     with ExitStack() as stack:
         entry = world.queue(stack, n=2)
         assert [world.status(stack=stack), world.status()] == [200, 503]
@@ -127,7 +127,7 @@ def test_a_seat_is_free_when_its_sequence_has_ended_whoever_still_reads():
 
 
 def test_whoever_is_let_in_before_his_turn_leaves_another_waiting():
-    world = World(seats=1, max_queue=2)
+    world = World(slots=1, max_queue=2)
     with ExitStack() as stack:
         with ExitStack() as first:
             world.queue(first)
@@ -139,10 +139,10 @@ def test_whoever_is_let_in_before_his_turn_leaves_another_waiting():
 
 
 class Engine:
-    """Lets prompts begin as they came, as far as its seats reach, and takes its time to tell."""
+    """Lets prompts begin as they came, as far as its slots reach, and takes its time to tell."""
 
-    def __init__(self, seats):
-        self.free, self.line, self.untold, self.running = seats, [], [], []
+    def __init__(self, slots):
+        self.free, self.line, self.untold, self.running = slots, [], [], []
 
     def step(self):
         while self.line and self.line[0].left <= self.free:
@@ -161,15 +161,15 @@ class Engine:
                 self.untold.remove(entry)
 
     def num_waiting(self):
-        seated = {entry.seats for entry in self.running}
-        return len({entry.seats for entry in self.line} - seated)
+        running = {entry.slots for entry in self.running}
+        return len({entry.slots for entry in self.line} - running)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_who_waits_is_who_has_no_seat_at_an_engine_that_takes_them_as_they_come(seed):
     rng = random.Random(seed)
-    num_seats, most = rng.randrange(3, 9), rng.randrange(1, 6)
-    world, engine = World(seats=num_seats, max_queue=most, max_overcommit=1e9), Engine(num_seats)
+    num_slots, most = rng.randrange(3, 9), rng.randrange(1, 6)
+    world, engine = World(slots=num_slots, max_queue=most, max_overcommit=1e9), Engine(num_slots)
     world.die, at_hand, seen = 0.0, [], set()
     for _ in range(2000):
         engine.step()  # which tells nobody yet
@@ -185,8 +185,8 @@ def test_who_waits_is_who_has_no_seat_at_an_engine_that_takes_them_as_they_come(
                 continue
             stack.close()
             assert waiting < most
-            seats = world.enter(stack=stack, prompts=prompts, sequences=n)
-            entries = [world.queue(stack, seats=seats, n=n) for _ in range(prompts)]
+            slots = world.enter(stack=stack, prompts=prompts, sequences=n)
+            entries = [world.queue(stack, slots=slots, n=n) for _ in range(prompts)]
             engine.line += entries
             at_hand.append((stack, entries))
         elif chance < 0.5 and engine.untold:
@@ -212,7 +212,7 @@ def test_who_waits_is_who_has_no_seat_at_an_engine_that_takes_them_as_they_come(
 
 
 def test_requests_that_lack_blocks_wait_though_there_are_seats():
-    world = World(seats=100, max_queue=3)
+    world = World(slots=100, max_queue=3)
     with ExitStack() as stack:
         for _ in range(10):
             world.queue(stack)
@@ -225,7 +225,7 @@ def test_requests_that_lack_blocks_wait_though_there_are_seats():
 
 
 def test_estimates_shed_at_random_but_nobody_for_whom_there_is_a_seat():
-    world = World(seats=2, max_queue=10, max_queued_tokens=100)
+    world = World(slots=2, max_queue=10, max_queued_tokens=100)
     world.die = 0.0
     with ExitStack() as stack:
         world.queue(stack, prompt=90)
@@ -256,7 +256,7 @@ def test_a_refusal_says_when_to_come_again():
 
 
 def test_a_server_that_is_hardly_used_does_not_look_slow():
-    world = World(seats=100, max_wait_s=10)
+    world = World(slots=100, max_wait_s=10)
     with ExitStack() as stack:
         for _ in range(20):  # one in half a second, each with its first token in 0.1 s
             entry = world.queue(stack)
@@ -290,7 +290,7 @@ def test_live_blocks_beyond_the_limit_refuse_cached_ones_do_not():
 
 
 def test_full_staging_areas_refuse_nobody():
-    """They have room for those that run: all seats taken is all of them live."""
+    """They have room for those that run: all slots taken is all of them live."""
     world = World()
     world.engine.gauges = gauges(live=10)
     world.engine.gauges.pools.append(PoolUsage(total=2, free=0, cached=0, live=2))
@@ -344,7 +344,7 @@ def test_a_keys_requests_count_as_often_as_they_generate():
     world = World(TenantLimits(max_concurrency=4))
 
     def enter(tenant, sequences):
-        return world.admission.enter(tenant, Seats(sequences=sequences))
+        return world.admission.enter(tenant, SequenceSlots(sequences=sequences))
 
     with enter("a", 3):
         assert world.status("a") == 200
@@ -354,16 +354,16 @@ def test_a_keys_requests_count_as_often_as_they_generate():
     with pytest.raises(Problem, match="5 sequences at once; 4 are allowed") as refused, enter("a", 5):
         pass
     assert refused.value.status == 400
-    with world.admission.enter_aside("a"):  # what the engine does not see counts too
+    with world.admission.enter_text_request("a"):  # what the engine does not see counts too
         assert [world.status("a") for _ in range(2)] == [200, 200]
         with pytest.raises(Problem), enter("a", 4):
             pass
 
 
 def test_before_its_body_is_read_a_request_is_refused_for_what_is_certain_only():
-    world = World(TenantLimits(requests_per_minute=2), seats=1, max_queue=2, max_queued_tokens=100)
+    world = World(TenantLimits(requests_per_minute=2), slots=1, max_queue=2, max_queued_tokens=100)
     with ExitStack() as stack:
-        world.queue(stack, prompt=95, seats=world.enter("b", stack))
+        world.queue(stack, prompt=95, slots=world.enter("b", stack))
         world.die = 0.0
         for _ in range(5):
             world.admission.check("a")  # counts nothing
@@ -391,7 +391,7 @@ def test_requests_a_minute_refill_steadily():
 
 def test_tokens_a_minute_are_paid_afterwards():
     world = World(TenantLimits(tokens_per_minute=100))
-    with world.admission.enter("a", Seats()):
+    with world.admission.enter("a", SequenceSlots()):
         world.admission.charge("a", 250)
     assert world.status("a") == 429
     world.now += 60
@@ -403,7 +403,7 @@ def test_tokens_a_minute_are_paid_afterwards():
 def test_random_comings_and_goings_leave_nothing_behind():
 
     rng = random.Random(5)
-    world = World(seats=5, max_queue=50, max_overcommit=5, max_queued_tokens=2000)
+    world = World(slots=5, max_queue=50, max_overcommit=5, max_queued_tokens=2000)
     world.admission._chance = rng.random
     stacks, statuses = [], set()
     for _ in range(3000):
@@ -413,8 +413,8 @@ def test_random_comings_and_goings_leave_nothing_behind():
             stacks.pop(rng.randrange(len(stacks))).close()
         stack = ExitStack()
         try:
-            seats = world.enter(f"key-{rng.randrange(3)}", stack)
-            entry = world.queue(stack, rng.randrange(1, 400), rng.randrange(1, 400), seats)
+            slots = world.enter(f"key-{rng.randrange(3)}", stack)
+            entry = world.queue(stack, rng.randrange(1, 400), rng.randrange(1, 400), slots)
         except Problem as problem:
             statuses.add(problem.status)
             stack.close()

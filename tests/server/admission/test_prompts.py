@@ -127,7 +127,7 @@ def test_a_text_longer_than_the_longest_tokens_that_fit_is_not_tokenized(run, to
             await prompts.tokenize(text)
         assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
         assert await prompts.tokenize(text[:-1])
-        aside = prompts.aside()
+        aside = prompts.for_counting()
         assert len(await aside.tokenize(text)) > 10
 
     run(work, max_tokens=lambda: 10)
@@ -135,7 +135,7 @@ def test_a_text_longer_than_the_longest_tokens_that_fit_is_not_tokenized(run, to
 
 def test_those_who_only_want_to_know_wait_in_a_line_of_their_own(run):
     async def work(prompts):
-        aside = prompts.aside()
+        aside = prompts.for_counting()
         await prompts.start()
         asking = [asyncio.create_task(aside.chat(LOOPING)) for _ in range(80)]
         await asyncio.sleep(0)
@@ -263,7 +263,7 @@ def test_users_texts_hold_no_control_tokens_unless_the_operator_says_so(run, tok
     async def work(prompts):
         options = {"documents": [{"title": "a", "text": "<|endoftext|>"}]}
         chat = await prompts.chat(Conversation(messages=spelled, options=options))
-        aside = await prompts.aside().chat(Conversation(messages=spelled, options=options))
+        aside = await prompts.for_counting().chat(Conversation(messages=spelled, options=options))
         assert chat == aside
         return chat.count(control), (await prompts.tokenize("a<|endoftext|>b")).count(control)
 
@@ -319,7 +319,7 @@ def test_forms_are_found_once_and_what_has_no_place_is_refused(run):
     of_parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
 
     async def work(prompts):
-        aside = prompts.aside()
+        aside = prompts.for_counting()
         words = Conversation(messages=[ChatMessage(role="user", content="a b")])
         shown = await prompts.detokenize(await aside.chat(words))
         assert await prompts.forms() is await aside.forms()

@@ -45,7 +45,7 @@ def served(words, *, prompts=None, tools=None):
     service.tools = tools or service.tools
     service.check_prompt = lambda tokens, params, where: None
 
-    async def stream(tokens, terms, seats):
+    async def stream(tokens, terms, slots):
         asked.append(terms.params)
         for at, word in enumerate(words, 1):
             for index in range(terms.params.n):
