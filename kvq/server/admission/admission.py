@@ -92,7 +92,7 @@ class Admission:
 
     @property
     def kv_pressure(self) -> float:
-        """Live blocks / blocks of the fullest pool. Staging areas, with room for all that run, don't count."""
+        """Live blocks / blocks of the fullest pool. Staging areas have room for all, and don't count."""
         gauges, info = self._engine.gauges, self._engine.info
         pools = [] if gauges is None else gauges.pools
         staging = [] if info is None else info.is_staging
