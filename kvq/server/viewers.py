@@ -39,14 +39,14 @@ class _Viewers:
         self._service = service
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._picture: Picture | None = None
+        self._snapshot: Picture | None = None
         self._pools: list[dict[str, Any]] = []  # of the snapshot, as in JSON
         self._taken_s = 0.0
 
     @property
     def interval_s(self) -> float:
         """Seconds between two snapshots: longer with many blocks."""
-        cost_s = 0.0 if self._picture is None else self._picture.cost_s
+        cost_s = 0.0 if self._snapshot is None else self._snapshot.cost_s
         return max(_INTERVAL_S, cost_s / _SHARE)
 
     async def show(self, tenant: str, *, has_keys: bool) -> dict[str, Any]:
@@ -54,11 +54,11 @@ class _Viewers:
         async with self._lock:
             if self._clock() - self._taken_s >= self.interval_s:
                 await self._look()
-        service, picture = self._service, self._picture
+        service, snapshot = self._service, self._snapshot
         return {
             "model": service.name,
             "version": __version__,
-            "kv": None if picture is None else picture.kv,
+            "kv": None if snapshot is None else snapshot.kv,
             "state": service.remote.state.value,
             "problem": service.why_not_ready,
             "restarts": service.remote.num_restarts,
@@ -66,35 +66,35 @@ class _Viewers:
             "you": _name(tenant),
             "interval_s": self.interval_s,
             "totals": msgspec.to_builtins(service.remote.gauges),
-            "picture": None if picture is None else self._of(picture, tenant),
+            "picture": None if snapshot is None else self._of(snapshot, tenant),
         }
 
     async def _look(self) -> None:
         remote = self._service.remote
         try:
-            picture = await asyncio.wait_for(remote.look(), _WAIT_S)
+            snapshot = await asyncio.wait_for(remote.look(), _WAIT_S)
         except TimeoutError:
             pass  # the last snapshot is shown
         except EngineError:
-            self._picture = None
+            self._snapshot = None
         else:
-            self._picture = picture
-            self._pools = msgspec.to_builtins(picture.pools)  # cells become base64
+            self._snapshot = snapshot
+            self._pools = msgspec.to_builtins(snapshot.pools)  # cells become base64
         self._taken_s = self._clock()
 
-    def _of(self, picture: Picture, tenant: str) -> dict[str, Any]:
+    def _of(self, snapshot: Picture, tenant: str) -> dict[str, Any]:
         tenants = [
             msgspec.to_builtins(one)
             | {"name": _name(one.name)}
             | ({} if one.name == tenant else {"latency": None})
-            for one in picture.tenants
+            for one in snapshot.tenants
         ]
         return {
-            "block_size": picture.block_size,
+            "block_size": snapshot.block_size,
             "pools": self._pools,
             "tenants": tenants,
-            "live": _own(picture.live, tenant),
-            "past": _own(picture.past, tenant),
+            "live": _own(snapshot.live, tenant),
+            "past": _own(snapshot.past, tenant),
         }
 
 

@@ -1,4 +1,4 @@
-"""Everybody who looks shares one picture, and the engine is asked no more than it can bear."""
+"""All viewers share one snapshot, and the engine is asked no more often than it can bear."""
 
 import asyncio
 from types import SimpleNamespace
