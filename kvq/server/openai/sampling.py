@@ -103,7 +103,7 @@ def _take_structured(body: Common) -> StructuredOutput | None:
     body.guided_json = body.structured_outputs = None
     if format is not None:
         format.json_schema = None
-    given = {"json_schema": None if schema is None else schema_text(schema)}
+    given: dict[str, Any] = {"json_schema": None if schema is None else schema_text(schema)}
     for constraint, name in _CONSTRAINTS.items():
         given[constraint] = _one(name, getattr(body, f"guided_{name}"), getattr(outputs, name))
     return StructuredOutput(**given) if any(one is not None for one in given.values()) else None
