@@ -48,7 +48,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
         async with text_request(request, service, body, body.model) as prompts:
             tokens = await _tokens(prompts, body, tenant_of(request))
         info = service.remote.info
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_context if info else None}
+        most = info.max_context if info else None
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": most}
 
     @app.post("/detokenize", responses=answer("Prompt"))
     async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
