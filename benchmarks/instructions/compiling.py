@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -38,22 +39,31 @@ LARGE = ("codes", "scales", "w_ptr")  # may take more than 2 GB, which AMD's cod
 
 def compiled(kernel: Any, arguments: dict[str, Any], device: str, **options: Any) -> Any:
     """The kernel for `sm90` or `gfx942`, specialized as a launch with these arguments would be."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    facts: dict[tuple[int], list[list[Any]]] = {}
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    facts: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def typed(name: str, value: Any, path: tuple[int, ...], *, is_constant: bool) -> Any:
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", map(str, range(len(value))))
+            each = enumerate(zip(fields, value, strict=True))
+            own = [typed(field, x, (*path, i), is_constant=False) for i, (field, x) in each]
+            return type(value)(*own) if hasattr(value, "_fields") else tuple(own)
+        plain = value.value if isinstance(value, tl.constexpr) else value
+        if is_constant or plain is not value or value is None or (type(value) is int and value == 1):
+            constants[path] = plain
+            return "constexpr"
+        if isinstance(value, float):
+            return "fp32"
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor or value % 16 == 0:
+            facts[path] = [["tt.divisibility", 16]]
+        if is_tensor and "gfx" in device and not name.endswith(LARGE):
+            facts[path] += [["tt.pointer_range", 32]]
+        return TYPES[value.dtype] if is_tensor else "i32"
+
     for i, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        value = arguments[name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            is_tensor = isinstance(value, torch.Tensor)
-            signature[name] = TYPES[value.dtype] if is_tensor else "i32"
-            if is_tensor or value % 16 == 0:
-                facts[(i,)] = [["tt.divisibility", 16]]
-            if is_tensor and "gfx" in device and not name.endswith(LARGE):
-                facts[(i,)] += [["tt.pointer_range", 32]]
+        signature[name] = typed(name, arguments[name], (i,), is_constant=parameter.is_constexpr)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=facts)
     return triton.compile(source, target=target(device), options=options)
 

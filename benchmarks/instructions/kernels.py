@@ -7,20 +7,20 @@ import torch
 
 from benchmarks.instructions.compiling import pretended
 from kvq.formats import Code
-from kvq.kernels.attend import triton as attend
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.rounding import limit_of
-from kvq.kernels.attend.triton_kernel import attend_kernel
-from kvq.kernels.attend.triton_list import list_kernel
-from kvq.kernels.attend.triton_merge import merge_kernel
-from kvq.kernels.attend.triton_step import Plan
+from kvq.kernels.attend.triton import attend
+from kvq.kernels.attend.triton.kernel import attend_kernel
+from kvq.kernels.attend.triton.list_kernel import list_kernel
+from kvq.kernels.attend.triton.results import merge_kernel
+from kvq.kernels.attend.triton.step import Plan
 from kvq.kernels.attend_latent import triton as latent
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
-from kvq.kernels.gpu.arguments import dense_strides, mean_arguments, part_arguments
+from kvq.kernels.gpu.arguments import dense_strides, kernel_rows, written_rows
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.seal import triton as seal
-from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
+from kvq.kernels.write_kv.triton import _write_kernel
 from tests.kernels.kit import poisoned_cache
 
 BLOCK_SIZE = 64
@@ -68,7 +68,7 @@ def _of_plan(
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
         launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
-        rounded = " 8-bit" if own.fixed.get("K_ROUNDED") else ""
+        rounded = " 8-bit" if own.fixed["k"].read.rounded.value else ""
         found[f"{name} {kind}{rounded}"] = (kernel, {**_given(q), **own.fixed}, launch)
     return found
 
@@ -109,17 +109,15 @@ def kernels(
         sealed = {**common, **tables, **strides, **seal._arguments("k", cache.stores[0].kv)}
         found["seal"] = (seal._seal_kernel, sealed, {"num_warps": 4, "enable_fp_fusion": False})
     written = {
-        **stored_as_bits(part_arguments("k", layer), "k"),
-        **stored_as_bits(part_arguments("v", layer), "v"),
         **{"k_ptr": rows, "v_ptr": rows, "slots_ptr": longs, "bad_ptr": torch.zeros(16, dtype=torch.int8)},
         **{**dense_strides("k", rows), **dense_strides("v", rows)},
-        **{"BLOCK_SIZE": block_size, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS, "K_CUT": 0.0, "V_CUT": 0.01},
+        **{"k_rows": written_rows("k", layer).argument(), "v_rows": written_rows("v", layer).argument()},
+        **{"BLOCK_SIZE": block_size, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS},
     }
     exact = {"num_warps": 4, "enable_fp_fusion": False}
     found["write_kv"] = (_write_kernel, written, exact)
     gathered = {
-        **part_arguments("k", layer, prefix=""),
-        **mean_arguments("k", layer, prefix=""),
+        "rows": kernel_rows("k", layer).argument(),
         **{"out_ptr": rows, "tables_ptr": ints, "table_stride": 128, "out_sequence": 1 << 16},
         **{"out_head": 4096, "out_token": 128, "start": 0, "end": 4096},
         **{"BLOCK_SIZE": block_size, "TOKENS": 32},

@@ -31,7 +31,7 @@ from kvq.bench.kernels.tiles import Cost, axes, search
 from kvq.bench.kernels.tune import write_table
 from kvq.formats import KVRecipe
 from kvq.formats.recipe import LayerFormats
-from kvq.kernels.attend.triton_kernel import attend_kernel
+from kvq.kernels.attend.triton.kernel import attend_kernel
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import TileShape
 

@@ -183,11 +183,20 @@ def _launch(bound: Bound, grid: Any, tensors: tuple[Tensor, ...], numbers: tuple
     bound.look(grid, tensors, numbers)
 
 
+def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Tensors among a kernel's arguments, those within tuples included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
+
+
 def _launcher(gpu: ImaginaryGPU) -> Callable[..., None]:
     """Takes the place of a kernel's `run`."""
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        tensors = [x for x in (*args, *constants.values()) if isinstance(x, Tensor)]
+        tensors = list(_tensors((*args, *constants.values())))
         elsewhere = {str(x.device) for x in tensors if x.device != gpu.current}
         assert not elsewhere, f"{kernel.fn.__name__} launched on {gpu.current}, given {elsewhere}"
         named = {**dict(zip(kernel.arg_names, args, strict=False)), **constants}

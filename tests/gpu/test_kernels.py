@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from kvq.kernels.attend import gathered
-from kvq.kernels.attend.triton import attend
+from kvq.kernels.attend.triton.attend import attend
 from kvq.kernels.attend_latent.reference import attend_latent as reference_latent
 from kvq.kernels.attend_latent.triton import attend_latent
 from kvq.kernels.copy_blocks.triton import copy_blocks

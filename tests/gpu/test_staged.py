@@ -21,7 +21,7 @@ from tests.kernels.kit import MEANS, PER_CHANNEL, Tables, poisoned_cache, rows_l
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from kvq.kernels.attend.triton import attend
+from kvq.kernels.attend.triton.attend import attend
 from kvq.kernels.gather_dense.triton import gather_dense
 from kvq.kernels.seal.triton import seal
 from tests.gpu.test_kernels import GPU, moved, on_gpu

@@ -1,18 +1,16 @@
 """`attend_latent` in Triton: what a layer's launches are made of, and the launches."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kvq.formats import KVFormat
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.attend.triton import compute_dtype
-from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
+from kvq.kernels.attend.triton.attend import compute_dtype
+from kvq.kernels.attend.triton.step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.attend_latent.triton_turn import turned
 from kvq.kernels.codec import hadamard_block
-from kvq.kernels.gpu.arguments import part_arguments
+from kvq.kernels.gpu.arguments import Reading, Rows, kernel_rows
 from kvq.kernels.gpu.rows import FP8, INT4, INT8
 from kvq.kernels.gpu.shapes import DECODE_ROWS, latent_shape
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -44,17 +42,16 @@ def attend_latent(
 
 def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
     q_heads = q.shape[1]
-    k, v = part_arguments("k", kv), part_arguments("v", kv)
-    code = kv.formats.v.code
-    in_halves = v["V_KIND"] == INT4.value and v["V_DIM"] == v["V_PAD"] and v["V_DIM"] // 2 >= _LEAST_COLUMNS
-    unscaled = v["V_KIND"] in (FP8.value, INT8.value)
+    k, v = kernel_rows("k", kv), kernel_rows("v", kv)
+    in_halves = v.kind == INT4.value and v.dim == v.pad and v.dim // 2 >= _LEAST_COLUMNS
+    unscaled = v.kind in (FP8.value, INT8.value)
+    of_k = compute_dtype(kv.formats.k.code, q, words=False)
+    of_v = compute_dtype(kv.formats.v.code, q, words=in_halves or unscaled)
     fixed = {
         **options_of_layer(options, q_heads, 1),
-        **k,
-        **v,
-        "V_ROTATED": 1,  # for the merge: results are turned behind it
-        "K_COMPUTE": compute_dtype(kv.formats.k.code, q, words=False),
-        "V_COMPUTE": compute_dtype(code, q, words=in_halves or unscaled),
+        "k": k._replace(read=Reading.one_by_one(of_k)),
+        # For the merge not rotated: results are turned behind it.
+        "v": v._replace(read=Reading.one_by_one(of_v), rotated=1),
         "PARTS": _parts(v, in_halves=in_halves),
         "HALVES": in_halves,
         "CODES": unscaled,
@@ -63,7 +60,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
     cutting = Cutting(
         share=q_heads,
         kv_heads=1,
-        v_pad=v["V_PAD"],
+        v_pad=v.pad,
         window=options.window,
         chunk=None,
         part=options.part,
@@ -81,8 +78,7 @@ def _parts_of(kv: PagedKV) -> tuple[tuple[KVFormat, int], tuple[KVFormat, int]]:
     return (fmt.v, fmt.v_head_dim), (fmt.k, fmt.k_head_dim)
 
 
-def _parts(v: dict[str, Any], *, in_halves: bool) -> int:
+def _parts(v: Rows, *, in_halves: bool) -> int:
     """Parts that a row is read in: of _PART_COLUMNS columns, or of as many as a group has."""
-    dim, padded, group = (int(v[name]) for name in ("V_DIM", "V_PAD", "V_GROUP"))
-    least = group if in_halves and group < dim else 1
-    return max(1 + in_halves, padded // max(_PART_COLUMNS, least))
+    least = v.group if in_halves and v.group < v.dim else 1
+    return max(1 + in_halves, v.pad // max(_PART_COLUMNS, least))

@@ -8,13 +8,15 @@ groups' scales and minimums. Queries come rotated as the rows are, and results g
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_kernel import VARYING, dense_rows, power_of_two, rows_at, weighed
-from kvq.kernels.attend.triton_list import ITEM_WORDS
-from kvq.kernels.attend.triton_results import LOG2_E, store_results, tile_rows
-from kvq.kernels.attend.triton_scales import row_scales, runs_of, scaled
-from kvq.kernels.attend.triton_values import all_side_by_side
-from kvq.kernels.attend.triton_words import added_dot
-from kvq.kernels.gpu.rows import FP8, int8_codes, nibbles, scale_and_minimum
+from kvq.kernels.attend.triton.kernel import VARYING
+from kvq.kernels.attend.triton.list_kernel import ITEM_WORDS
+from kvq.kernels.attend.triton.results import LOG2_E, store_results, tile_rows
+from kvq.kernels.attend.triton.scales import row_scales, runs_of, scaled
+from kvq.kernels.attend.triton.tile import dense_rows, power_of_two, tile_of, weighed
+from kvq.kernels.attend.triton.values import all_side_by_side
+from kvq.kernels.attend.triton.words import added_dot
+from kvq.kernels.gpu.arguments import opened
+from kvq.kernels.gpu.rows import FP8, INTERPRETED, int8_codes, nibbles, scale_and_minimum
 from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 
 
@@ -54,61 +56,48 @@ def _scaled(codes, words, BITS: tl.constexpr, SHIFT: tl.constexpr, COMPUTE: tl.c
 
 @triton.jit
 def _run(
-    codes, scales, static, codes_at, scales_at, inside, START: tl.constexpr, WIDTH: tl.constexpr,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
-    COMPUTE: tl.constexpr, CODES: tl.constexpr, HALVES: tl.constexpr,
+    v, tile, START: tl.constexpr, WIDTH: tl.constexpr,
+    CODES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Columns [START, START + WIDTH) of one tile's latents, COMPUTE [keys, WIDTH], and of HALVES those as far
+    """Columns [START, START + WIDTH) of one tile's latents, numbers [keys, WIDTH], and of HALVES those as far
     behind the middle of the row; CODES: unscaled.
     """
+    COMPUTE: tl.constexpr = v.read.compute
     col = START + tl.arange(0, WIDTH)
     if HALVES:
-        packed = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=inside[:, None], other=0)
+        inside = tile.inside[:, None]
+        packed = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=inside, other=0)
         low, high = nibbles(packed, COMPUTE)
-        GROUPS: tl.constexpr = max(1, WIDTH // GROUP)
-        MIDDLE: tl.constexpr = 0 if GROUP == DIM else DIM // 2 // GROUP
-        at = scales_at[:, None] + START // GROUP + tl.arange(0, GROUPS)[None, :]
-        low = _scaled(low, tl.load(scales + at, mask=inside[:, None], other=0), BITS, 8.0, COMPUTE)
-        high = _scaled(
-            high, tl.load(scales + (at + MIDDLE), mask=inside[:, None], other=0), BITS, 8.0, COMPUTE
-        )
+        GROUPS: tl.constexpr = max(1, WIDTH // v.group)
+        MIDDLE: tl.constexpr = 0 if v.group == v.dim else v.dim // 2 // v.group
+        at = tile.scales_at[:, None] + START // v.group + tl.arange(0, GROUPS)[None, :]
+        low = _scaled(low, tl.load(tile.scales + at, mask=inside, other=0), v.bits, 8.0, COMPUTE)
+        words = tl.load(tile.scales + (at + MIDDLE), mask=inside, other=0)
+        high = _scaled(high, words, v.bits, 8.0, COMPUTE)
         parts = (low, high)
     elif CODES:
-        mask = inside[:, None] & (col < DIM)[None, :]
-        stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)
-        parts = (fp8_numbers(stored, COMPUTE) if KIND == FP8 else int8_codes(stored, COMPUTE),)
+        mask = tile.inside[:, None] & (col < v.dim)[None, :]
+        stored = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0)
+        parts = (fp8_numbers(stored, COMPUTE) if v.kind == FP8 else int8_codes(stored, COMPUTE),)
     else:
-        parts = (
-            dense_rows(
-                codes, scales, static, codes_at, scales_at, 0, inside, col,
-                KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
-            ),
-        )  # fmt: skip
+        parts = (dense_rows(v, tile, col),)
     return parts
 
 
 @triton.jit(do_not_specialize=VARYING)
 def latent_kernel(
     q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr,
-    q_token, q_head, q_dim, table_stride, height,
-    k_codes, k_scales, k_static, kc_block, kc_head, kc_slot: tl.constexpr,
-    ks_block, ks_head, ks_slot: tl.constexpr,
-    v_codes, v_scales, v_static, vc_block, vc_head, vc_slot: tl.constexpr,
-    vs_block, vs_head, vs_slot: tl.constexpr,
-    scale, softcap, window,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
-    K_GROUP: tl.constexpr, K_STATIC: tl.constexpr, K_COMPUTE: tl.constexpr,
-    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
-    V_GROUP: tl.constexpr, V_STATIC: tl.constexpr, V_COMPUTE: tl.constexpr,
-    PARTS: tl.constexpr, HALVES: tl.constexpr, CODES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
+    q_token, q_head, q_dim, table_stride, height, k, v, scale, softcap, window,
+    PARTS: tl.constexpr, HALVES: tl.constexpr, CODES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: items. Arguments are those of `attend_kernel`, with one KV head; K is the rotary part of keys, V
     the latents, which are read in PARTS so that few registers hold them. HALVES: INT4, whose bytes hold an
     element of each half. CODES: FP8 or INT8.
     """
+    if INTERPRETED:
+        k, v = opened(k), opened(v)
     item = items_ptr + tl.program_id(0) * ITEM_WORDS
     sequence = tl.load(item)
     if sequence < 0:
@@ -122,21 +111,21 @@ def latent_kernel(
         oldest = tl.maximum(context - tl.load(item + 3) + tl.load(item + 1) // SHARE - window + 1, 0)
     rotary, latents, unit = _queries(
         q_ptr, token * q_token + head * q_head, valid, q_dim,
-        K_DIM, K_PAD, K_COMPUTE, V_DIM, V_PAD, V_COMPUTE, PARTS,
+        k.dim, k.pad, k.read.compute, v.dim, v.pad, v.read.compute, PARTS,
     )  # fmt: skip
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     totals = tl.zeros((ROWS, FOLDED), tl.float32)
     outs = ()
     for _ in tl.static_range(PARTS):
-        outs = outs + (tl.zeros((ROWS, V_PAD // PARTS), tl.float32),)
+        outs = outs + (tl.zeros((ROWS, v.pad // PARTS), tl.float32),)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
     last = tl.minimum(position, end - 1)
-    UNIT: tl.constexpr = low_unit(V_KIND, V_COMPUTE)
-    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if CODES else 0.0
+    UNIT: tl.constexpr = low_unit(v.kind, v.read.compute)
+    ENLARGED: tl.constexpr = enlargement(v.kind, v.read.compute) if CODES else 0.0
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
@@ -151,38 +140,29 @@ def latent_kernel(
         else:
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             slot = key % BLOCK_SIZE
-        codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
-        scales, scales_at = rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1, ONE)
+        tile = tile_of(v, v.codes, v.scales, 0, block, first, slot, 0, inside, ONE)
         scores = tl.zeros((ROWS, KEYS), tl.float32)
         parts = ()
         for i in tl.static_range(PARTS // (1 + HALVES)):
-            run = _run(
-                codes, scales, v_static, codes_at, scales_at, inside, i * (V_PAD // PARTS), V_PAD // PARTS,
-                V_KIND, V_BITS, V_DIM, V_GROUP, V_STATIC, V_COMPUTE, CODES, HALVES,
-            )  # fmt: skip
+            run = _run(v, tile, i * (v.pad // PARTS), v.pad // PARTS, CODES, HALVES)
             scores = added_dot(latents[i], tl.trans(run[0]), scores)
             if HALVES:
                 scores = added_dot(latents[PARTS // 2 + i], tl.trans(run[1]), scores)
             parts = parts + run
-        if CODES and V_STATIC:
-            scores = scores * (tl.load(v_static) * UNIT)
+        if CODES and v.static is not None:
+            scores = scores * (tl.load(v.static) * UNIT)
         elif CODES:
-            of_row = row_scales(scales, scales_at, slot, inside, False, 1, WINDOW)
+            of_row = row_scales(tile.scales, tile.scales_at, slot, inside, False, 1, WINDOW)
             scores = scores * (of_row.to(tl.float32) * UNIT)[None, :]
-        codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
-        scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1, ONE)
-        k = dense_rows(
-            codes, scales, k_static, codes_at, scales_at, 0, inside, tl.arange(0, K_PAD),
-            K_KIND, K_BITS, K_DIM, K_GROUP, K_COMPUTE, K_STATIC,
-        )  # fmt: skip
-        scores = added_dot(rotary, tl.trans(k), scores)
+        tile = tile_of(k, k.codes, k.scales, 0, block, first, slot, 0, inside, ONE)
+        scores = added_dot(rotary, tl.trans(dense_rows(k, tile, tl.arange(0, k.pad))), scores)
         p, sums, decay, top = weighed(
             scores, row_scale, unit, top, key, last, position - window, softcap,
             SOFTCAP, WINDOW, FOLDED, ENLARGED, False,
         )  # fmt: skip
         totals = totals * decay[:, None] + sums
-        p = p.to(V_COMPUTE)
-        if CODES and not V_STATIC:
+        p = p.to(v.read.compute)
+        if CODES and v.static is None:
             p = scaled(p, of_row)
         new = ()
         for i in tl.static_range(PARTS):
@@ -193,9 +173,9 @@ def latent_kernel(
     out = all_side_by_side(outs, 0, PARTS)
     if CODES:
         out = out * UNIT
-        if V_STATIC:
-            out = out * tl.load(v_static)
+        if v.static is not None:
+            out = out * tl.load(v.static)
     store_results(
         out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, 0,
-        height, sink_ptr, ROWS, 1, SHARE, V_DIM, V_PAD, 1, SINKS,
+        height, sink_ptr, ROWS, 1, SHARE, v.dim, v.pad, 1, SINKS,
     )  # fmt: skip

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
-from kvq.kernels.gpu.rows import rotate
+from kvq.kernels.gpu.arguments import kernel_rows, opened
+from kvq.kernels.gpu.rows import INTERPRETED, rotate
 from kvq.kernels.gpu.stored import mean_rows, stored_rows
 from kvq.kernels.paged import PagedKV
 
@@ -28,13 +28,11 @@ def gather_dense(
     if not out[0].numel():
         return out
     tokens = _INTERPRETED_TOKENS if tables.device.type == "cpu" else _TOKENS
-    for name, into in zip(("k", "v"), out, strict=True):
-        part = part_arguments(name, kv, prefix="")
+    for rows, into in zip((kernel_rows("k", kv), kernel_rows("v", kv)), out, strict=True):
         _gather_kernel[(triton.cdiv(length, tokens), kv_heads, sequences)](
             into,
             tables,
-            **mean_arguments(name, kv, prefix=""),
-            **part | {"ROTATED": part["ROTATED"] if unrotate else 1},
+            (rows if unrotate else rows._replace(rotated=1)).argument(),
             table_stride=tables.stride(0),
             out_sequence=into.stride(0),
             out_head=into.stride(1),
@@ -51,30 +49,28 @@ def gather_dense(
 
 @triton.jit(do_not_specialize=["table_stride", "start", "end"])  # they change from step to step
 def _gather_kernel(
-    out_ptr, tables_ptr, codes, scales, static, means, c_block, c_head, c_slot, s_block, s_head, s_slot,
-    m_block, m_head,
-    table_stride, out_sequence, out_head, out_token, start, end,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
-    STATIC: tl.constexpr, ROTATED: tl.constexpr, MEAN_GROUP: tl.constexpr,
+    out_ptr, tables_ptr, rows, table_stride, out_sequence, out_head, out_token, start, end,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of tokens, KV heads, sequences)."""
+    if INTERPRETED:
+        rows = opened(rows)
+    codes, scales, means = rows.code_strides, rows.scale_strides, rows.mean_strides
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = start + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < end
     entry = tables_ptr + sequence * table_stride + token // BLOCK_SIZE
     block = tl.load(entry, mask=inside, other=0).to(tl.int64)
     slot = (token % BLOCK_SIZE).to(tl.int64)
-    col = tl.arange(0, PAD)
-    mask = inside[:, None] & (col < DIM)[None, :]
-    codes_at = block * c_block + head * c_head + slot * c_slot
-    scales_at = block * s_block + head * s_head + slot * s_slot
-    x = stored_rows(
-        codes, scales, static, codes_at, scales_at, head, inside, col, KIND, BITS, DIM, GROUP, STATIC
-    )
-    if MEAN_GROUP > 0:
-        x += mean_rows(means, block * m_block + head * m_head, inside, col, DIM, MEAN_GROUP)
-    if ROTATED > 1:
-        x = rotate(x, TOKENS, PAD, ROTATED)
+    col = tl.arange(0, rows.pad)
+    mask = inside[:, None] & (col < rows.dim)[None, :]
+    codes_at = block * codes.block + head * codes.head + slot * codes.slot
+    scales_at = block * scales.block + head * scales.head + slot * scales.slot
+    x = stored_rows(rows, rows.codes, rows.scales, codes_at, scales_at, head, inside, col)
+    if rows.mean_group > 0:
+        means_at = block * means.block + head * means.head
+        x += mean_rows(rows.means, means_at, inside, col, rows.dim, rows.mean_group)
+    if rows.rotated > 1:
+        x = rotate(x, TOKENS, rows.pad, rows.rotated)
     row = sequence * out_sequence + head * out_head + (token - start).to(tl.int64) * out_token
     tl.store(out_ptr + row[:, None] + col[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,71 +1,144 @@
-"""A layer's blocks, and dense tensors, as the arguments that Triton kernels take."""
+"""Arguments of Triton kernels: K or V of a layer as one value, and strides of dense tensors."""
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from kvq.formats import Grouped, KVFormat, mean_format
 from kvq.kernels.codec import hadamard_block
 from kvq.kernels.gpu.rows import kind_of
+from kvq.kernels.gpu.words import plain
 from kvq.kernels.paged import PagedKV, PagedRows
 
 
-def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict[str, Any]:
-    """Pointers, strides (elements) and constants of K or V: `part` is "k" or "v", which names begin with.
+class Strides(NamedTuple):
+    """Elements from one block, head or token of a block to the next."""
 
-    `prefix`: what they begin with instead, for kernels that take one of both.
-    """
+    block: Any
+    head: Any
+    slot: Any = 0
+
+    @classmethod
+    def of(cls, rows: Tensor | None) -> "Strides":
+        """Return those of [num_blocks, heads, slots, ...], or zeros without a tensor."""
+        return cls(0, 0, 0) if rows is None else cls(*rows.stride()[:3])
+
+
+class Reading(NamedTuple):
+    """Constants by which attention reads K or V."""
+
+    words: Any  # whether codes are read as words of two bytes
+    run: Any  # bytes of a row that are read together
+    width: Any  # columns of a run's words, padded
+    pairs: Any  # columns of a row's minimums, padded
+    paired: Any  # whether the scales of two neighbouring tokens are read as one word
+    compute: Any  # dtype of products
+    rounded: Any = False  # whether queries are rounded to K's codes
+
+    @classmethod
+    def one_by_one(cls, compute: tl.dtype) -> "Reading":
+        """Return what it takes to read codes as they lie."""
+        return cls(words=False, run=0, width=0, pairs=0, paired=False, compute=compute)
+
+
+class Rows(NamedTuple):
+    """K or V of a layer as kernels take it. Without scales, `scales` is a pointer that is not read."""
+
+    codes: Any
+    scales: Any  # scale and minimum of a group are one word, of 16 bits if narrow: the scale in its low half
+    static: Any  # None without static scales
+    means: Any  # None without means of blocks
+    code_strides: Strides
+    scale_strides: Strides
+    mean_strides: Strides
+    kind: Any  # constants from here on
+    bits: Any
+    dim: Any
+    pad: Any  # the power of two from `dim` on
+    group: Any
+    rotated: Any  # elements of a rotated block; 1: not rotated
+    mean_group: Any  # 0 without means
+    cut: Any  # the part of a group's range at either end that its codes don't span
+    read: Reading | None = None
+
+    def with_codes(self, codes: Tensor) -> "Rows":
+        """Return them with another view of the codes."""
+        return self._replace(codes=codes, code_strides=Strides.of(codes))
+
+    def with_scales(self, scales: Tensor) -> "Rows":
+        """Return them with another view of the scales."""
+        return self._replace(scales=scales, scale_strides=Strides.of(scales))
+
+    def argument(self, *, constant_slots: bool = False) -> "Rows":
+        """Return the value that a kernel is launched with, in which Triton can tell constants.
+
+        `constant_slots`: strides between tokens are constants, too.
+        """
+        at = self._fields.index("kind")
+        constants = [tl.constexpr(x) for x in self[at:-1]]
+        codes, scales, means = self.code_strides, self.scale_strides, self.mean_strides
+        if constant_slots:
+            codes = codes._replace(slot=tl.constexpr(codes.slot))
+            scales = scales._replace(slot=tl.constexpr(scales.slot))
+        means = means._replace(slot=tl.constexpr(0))
+        if self.means is None:
+            means = Strides(*map(tl.constexpr, means))
+        read = None if self.read is None else Reading(*map(tl.constexpr, self.read))
+        return Rows(*self[:4], codes, scales, means, *constants, read)
+
+
+def kernel_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
+    """Return K or V of a layer as its blocks store it; strides are in elements."""
     rows: PagedRows = getattr(kv, part)
     fmt: KVFormat = getattr(kv.formats, part)
     dim: int = getattr(kv.formats, f"{part}_head_dim")
-    of = part if prefix is None else prefix
-    scales = rows.codes  # a pointer that is not read
+    clip: float = getattr(kv.formats, f"{part}_clip")
+    scales = rows.codes
     if rows.scales is not None:
-        # A group's scale and minimum are one word, of 16 bits if narrow: the scale in its low half.
         word = torch.int16 if fmt.is_narrow else torch.int32
         scales = rows.scales.view(word) if isinstance(fmt.scale, Grouped) else rows.scales
-    strides = (0, 0, 0) if rows.scales is None else scales.stride()[:3]
-    static = rows.codes if rows.static_scale is None else rows.static_scale
-    lower = f"{of}_" if of else ""
-    upper = lower.upper()
-    return {
-        f"{lower}codes": rows.codes,
-        f"{lower}scales": scales,
-        f"{lower}static": static,
-        **_strides(f"{of}c", rows.codes.stride()[:3]),
-        **_strides(f"{of}s", strides),
-        f"{upper}KIND": kind_of(fmt),
-        f"{upper}BITS": fmt.code.bits,
-        f"{upper}DIM": dim,
-        f"{upper}PAD": triton.next_power_of_2(dim),
-        f"{upper}GROUP": fmt.scale.group_size if isinstance(fmt.scale, Grouped) else dim,
-        f"{upper}ROTATED": hadamard_block(dim) if fmt.rotated else 1,  # the block; 1: not rotated
-        f"{upper}STATIC": rows.static_scale is not None,
-    }
+    mean_scale = mean_format(dim).scale
+    assert isinstance(mean_scale, Grouped), "means are grouped"
+    return Rows(
+        codes=rows.codes,
+        scales=scales,
+        static=rows.static_scale,
+        means=rows.means,
+        code_strides=Strides.of(rows.codes),
+        scale_strides=Strides.of(None if rows.scales is None else scales),
+        mean_strides=Strides(*((0, 0) if rows.means is None else rows.means.stride()[:2])),
+        kind=kind_of(fmt),
+        bits=fmt.code.bits,
+        dim=dim,
+        pad=triton.next_power_of_2(dim),
+        group=fmt.scale.group_size if isinstance(fmt.scale, Grouped) else dim,
+        rotated=hadamard_block(dim) if fmt.rotated else 1,
+        mean_group=0 if rows.means is None else mean_scale.group_size,
+        cut=(1 - clip * fmt.span) / 2,
+    )
 
 
-def mean_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict[str, Any]:
-    """Means of K's or V's blocks as arguments, named as `part_arguments` does; MEAN_GROUP 0: none."""
-    rows: PagedRows = getattr(kv, part)
-    of = part if prefix is None else prefix
-    lower = f"{of}_" if of else ""
-    scale = mean_format(getattr(kv.formats, f"{part}_head_dim")).scale
-    assert isinstance(scale, Grouped), "means are grouped"
-    strides = (0, 0) if rows.means is None else rows.means.stride()[:2]
-    return {
-        f"{lower}means": rows.codes if rows.means is None else rows.means,  # or a pointer that is not read
-        f"{of}m_block": strides[0],
-        f"{of}m_head": strides[1],
-        f"{lower.upper()}MEAN_GROUP": 0 if rows.means is None else scale.group_size,
-    }
-
-
-def _strides(name: str, strides: Any) -> dict[str, int]:
-    return dict(zip((f"{name}_block", f"{name}_head", f"{name}_slot"), strides, strict=True))
+def written_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
+    """Return K or V of a layer to be written; bf16 codes are integers, since the interpreter can't cast to
+    bf16."""
+    rows = kernel_rows(part, kv)
+    if rows.codes.dtype is not torch.bfloat16:
+        return rows
+    bits = rows.codes.view(torch.int16)
+    return rows._replace(codes=bits, scales=bits if rows.scales is rows.codes else rows.scales)
 
 
 def dense_strides(name: str, x: Tensor) -> dict[str, int]:
-    """Strides of [tokens, heads, dim], in elements."""
+    """Return the strides of [tokens, heads, dim], in elements, by the names of arguments."""
     return dict(zip((f"{name}_token", f"{name}_head", f"{name}_dim"), x.stride(), strict=True))
+
+
+def opened(value: Any) -> Any:
+    """Return a kernel's argument with plain constants, which is how the interpreter has loose ones."""
+    return type(value)(*map(opened, value)) if isinstance(value, tuple) else plain(value)
+
+
+opened.__triton_builtin__ = True  # type: ignore[attr-defined]  # else device code may not name it

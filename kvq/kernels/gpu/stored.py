@@ -109,25 +109,22 @@ def mean_rows(means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def stored_rows(
-    codes, scales, static, codes_at, scales_at, head, inside, col,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """Rows of any format, fp32 [rows, columns], still rotated."""
-    mask = inside[:, None] & (col < DIM)[None, :]
-    if KIND >= CHANNEL:
-        x = channel_rows(codes, scales, codes_at, scales_at, inside, col, KIND, DIM, BITS)
-    elif KIND >= INT4:  # any other grouped code
-        x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
+def stored_rows(rows, codes, scales, codes_at, scales_at, head, inside, col):
+    """Rows of K or V of any format, fp32 [rows, columns], still rotated; `rows`: the kernel's argument."""
+    mask = inside[:, None] & (col < rows.dim)[None, :]
+    if rows.kind >= CHANNEL:
+        x = channel_rows(codes, scales, codes_at, scales_at, inside, col, rows.kind, rows.dim, rows.bits)
+    elif rows.kind >= INT4:  # any other grouped code
+        x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, rows.dim, rows.group, rows.bits)
     else:
         stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)
-        if KIND == FP8:
+        if rows.kind == FP8:
             x = fp8_codes(stored, tl.float32) * 256.0
         else:
             x = stored.to(tl.float32)
-        if KIND != FLOAT:
-            if STATIC:
-                x = x * tl.load(static + head)
+        if rows.kind != FLOAT:
+            if rows.static is not None:
+                x = x * tl.load(rows.static + head)
             else:
                 x = x * tl.load(scales + scales_at, mask=inside, other=0.0).to(tl.float32)[:, None]
     return x

@@ -126,14 +126,12 @@ class TritonLinear:
             scale_ptr=scale,
             zero_ptr=zero,
             outputs=weight.out_features,
-            out_row=weight.out_features,
             blocks=weight.blocks,
             split_blocks=each,
             groups=weight.groups,
             COMPUTE=compute_dtype(weight, inputs, x),
             BM=tile.rows,
             GROUPED=weight.groups > 1,
-            INTEGER=inputs is Inputs.INT8,
             SCALED=inputs is not Inputs.FULL,
             **constants(weight, tile),
         )
@@ -145,12 +143,12 @@ class TritonLinear:
             Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), **own),
         )
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        """Codes, scales and zero points; bytes of ROWS are of the rounded inputs' type."""
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and zero points, if there are any; bytes of ROWS are of the rounded inputs' type."""
         weight = self.weight
         rounded = torch.int8 if self.fmt.inputs is Inputs.INT8 else torch.float8_e4m3fn
         codes = weight.codes.view(rounded) if weight.kind is Kind.ROWS else weight.codes
-        return codes, weight.scale, weight.scale if weight.zero is None else weight.zero
+        return codes, weight.scale, weight.zero
 
     def _dense(self, x: Tensor, out: Tensor) -> Tensor:
         """Dequantize so many outputs that they fit into the workspace, multiply, and so on."""
@@ -224,7 +222,6 @@ def constants(weight: PackedWeight, tile: LinearTile) -> dict[str, Any]:
         "BN": tile.outputs,
         "WARPS": warps,
         "WHOLE": weight.group == weight.block * weight.blocks_per_group,
-        "ASYMMETRIC": weight.zero is not None,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -72,17 +72,19 @@ def _less_zeros(
 def linear_kernel(
     x_ptr, x_scale_ptr, x_sum_ptr, out_ptr, rows, x_row, out_split,
     w_ptr, scale_ptr, zero_ptr, w_rows, outputs, padded, blocks, split_blocks, group, blocks_per_group,
-    groups, out_row,
+    groups,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
     RUNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
-    GROUPED: tl.constexpr, ASYMMETRIC: tl.constexpr, INTEGER: tl.constexpr, SCALED: tl.constexpr,
+    GROUPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of rows, tiles of outputs, parts of the inputs). Codes are never scaled: scales multiply
     a group's product, in fp32. WIDTH inputs are multiplied at a time, of nibbles half a block (BK).
 
-    GROUPED: a row has several scales. INTEGER: INT8 products, exact in int32, whose zero points enter as
-    zero * sum(inputs). SCALED: inputs are codes with a scale for each row.
+    GROUPED: a row has several scales. INTEGER: products of INT8 inputs, exact in int32, whose zero points
+    enter as zero * sum(inputs). SCALED: inputs are codes with a scale for each row.
     """
+    INTEGER: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    ASYMMETRIC: tl.constexpr = zero_ptr is not None
     tile, first = tl.program_id(1), tl.program_id(2) * split_blocks
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     valid = row < rows
@@ -130,7 +132,7 @@ def linear_kernel(
     total = total * UNIT
     if SCALED:
         total = total * tl.load(x_scale_ptr + row, mask=valid, other=0.0)[:, None]
-    into = out_ptr + tl.program_id(2).to(tl.int64) * out_split + row[:, None] * out_row + output[None, :]
+    into = out_ptr + tl.program_id(2).to(tl.int64) * out_split + row[:, None] * outputs + output[None, :]
     mask = valid[:, None] & (output < outputs)[None, :]
     tl.store(into, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -180,7 +182,7 @@ def dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, out_ptr, w_rows, first_tile, outputs, padded, group, blocks_per_group,
     out_row,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
-    RUNS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    RUNS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of inputs, tiles of outputs). Weights [outputs from `first_tile` on, inputs]."""
     block, tile = tl.program_id(0), first_tile + tl.program_id(1)
@@ -188,14 +190,14 @@ def dequantize_kernel(
     at = tl.cast(block // blocks_per_group, tl.int64) * padded + output
     scale = tl.load(scale_ptr + at).to(tl.float32) * UNIT
     zero = scale
-    if ASYMMETRIC:
+    if zero_ptr is not None:
         zero = tl.load(zero_ptr + at).to(tl.float32)
     row = (output - first_tile * BN).to(tl.int64)
     w, other_w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, WIDTH, BN, RUNS, WARPS)
     for part in tl.static_range(BK // WIDTH):
         column, inside = _input_columns(block, part, group, blocks_per_group, BK, WIDTH, WHOLE)
         values = (w if part == 0 else other_w).to(tl.float32)
-        if ASYMMETRIC:
+        if zero_ptr is not None:
             values = values - zero[None, :]
         values = values * scale[None, :]
         mask = (output < outputs)[:, None] & inside[None, :]

@@ -1,19 +1,20 @@
 """`rope_write` in Triton: one launch norms, turns and stores the heads of all new tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.arguments import part_arguments
+from kvq.kernels.gpu.arguments import written_rows
 from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles, check_rope_write
-from kvq.kernels.rope_write.triton_kernel import EACH, TOGETHER, rope_write_kernel
-from kvq.kernels.write_kv.triton import cut_of, stored_as_bits
+from kvq.kernels.rope_write.triton_kernel import Norm, rope_write_kernel
 
 # A decode step waits for its slowest program, so a warp gets few elements there. A step of more tokens has
 # programs enough, and 16 elements a thread take fewer instructions each than 4.
@@ -55,62 +56,54 @@ def _bound(kv: PagedKV, layer: LayerHeads, is_turned: bool, tokens: int) -> tupl
 
 
 def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -> tuple[int, dict[str, Any]]:
-    q_norm, k_norm = layer.norms or (None, None)
-    parts = {
-        **stored_as_bits(part_arguments("k", kv), "k"),
-        **stored_as_bits(part_arguments("v", kv), "v"),
-        **_of_norm("q", q_norm, kv, layer.k_dim),
-        **_of_norm("k", k_norm, kv, layer.k_dim),
-        **_of_center("k", layer.centers[0], kv),
-        **_of_center("v", layer.centers[1], kv),
-        "K_CUT": cut_of(kv.formats.k, kv.formats.k_clip),
-        "V_CUT": cut_of(kv.formats.v, kv.formats.v_clip),
+    k, v = written_rows("k", kv), written_rows("v", kv)
+    q_norm, k_norm = (_norm(norm, layer.k_dim) for norm in layer.norms or (None, None))
+    rotary = layer.rotary_dim if is_turned else 0
+    together = [norm is not None and norm.together for norm in (q_norm, k_norm, None)]
+    tiles, warps = _tiles(layer, together, (k.pad, k.pad, v.pad), elements)
+    q_tile, k_tile, v_tile = tiles
+    q_tiles, k_tiles, v_tiles = map(triton.cdiv, layer.counts, tiles)
+    is_q_changed = rotary or q_norm is not None or layer.bias is not None
+    programs = k_tiles + v_tiles + (q_tiles if is_q_changed else 0)
+    return programs, {
+        "k": k.argument(),
+        "v": v.argument(),
+        "q_norm": q_norm and q_norm._replace(together=tl.constexpr(q_norm.together)),
+        "k_norm": k_norm and k_norm._replace(together=tl.constexpr(k_norm.together)),
+        "k_center": layer.centers[0],
+        "v_center": layer.centers[1],
         "Q_HEADS": layer.q_heads,
         "KV_HEADS": layer.kv_heads,
+        "Q_TILE": q_tile,
+        "K_TILE": k_tile,
+        "V_TILE": v_tile,
+        "K_TILES": k_tiles,
+        "V_TILES": v_tiles,
         "BIAS": layer.bias is not None,
-        "ROTARY": layer.rotary_dim if is_turned else 0,
+        "ROTARY": rotary,
         "PAIRS": int(layer.pairs),
         "BLOCK_SIZE": kv.block_size,
         "enable_fp_fusion": False,  # a product and a sum rounded once would change codes
-    }
-    parts |= _tiles(parts, elements)
-    is_q_changed = parts["ROTARY"] or parts["Q_NORM"] or parts["BIAS"]
-    q_tiles = triton.cdiv(layer.q_heads, parts["Q_TILE"]) if is_q_changed else 0
-    return parts["K_TILES"] + parts["V_TILES"] + q_tiles, parts
-
-
-def _of_norm(name: str, norm: NormWeight | None, kv: PagedKV, dim: int) -> dict[str, Any]:
-    kind = EACH if norm is not None and norm.weight.shape == (dim,) else TOGETHER
-    return {
-        f"{name}_norm": kv.k.codes if norm is None else norm.weight,  # or a pointer that is not read
-        f"{name}_eps": 0.0 if norm is None else norm.eps,
-        f"{name.upper()}_NORM": 0 if norm is None else int(kind.value),
+        "num_warps": warps,
     }
 
 
-def _of_center(name: str, center: Tensor | None, kv: PagedKV) -> dict[str, Any]:
-    return {
-        f"{name}_center": kv.k.codes if center is None else center,
-        f"{name.upper()}_CENTERED": center is not None,
-    }
+def _norm(norm: NormWeight | None, dim: int) -> Norm | None:
+    return None if norm is None else Norm(norm.weight, norm.eps, norm.weight.shape != (dim,))
 
 
-def _tiles(parts: dict[str, Any], elements: int) -> dict[str, int]:
-    """Heads of one program, and its warps.
+def _tiles(
+    layer: LayerHeads, together: Sequence[bool], columns: Sequence[int], elements: int
+) -> tuple[tuple[int, ...], int]:
+    """Heads of queries, of K and of V in one program, and its warps.
 
     Heads that are normed together are one program's: another would write some of them meanwhile.
     """
-    of_heads = {"Q": ("Q_HEADS", "K_PAD"), "K": ("KV_HEADS", "K_PAD"), "V": ("KV_HEADS", "V_PAD")}
-    most = {name: triton.next_power_of_2(parts[heads]) for name, (heads, _) in of_heads.items()}
-    whole = [name for name in "QK" if parts[f"{name}_NORM"] == TOGETHER.value]
-    largest = max((most[name] * parts["K_PAD"] for name in whole), default=elements)
+    heads = [triton.next_power_of_2(count) for count in layer.counts]
+    rows = list(zip(heads, columns, together, strict=True))
+    largest = max((count * pad for count, pad, is_whole in rows if is_whole), default=elements)
     warps = min(max(1, largest // elements), _MOST_WARPS)
-    tiles = {
-        name: most[name] if name in whole else min(max(1, warps * elements // parts[pad]), most[name])
-        for name, (_, pad) in of_heads.items()
-    }
-    return {
-        **{f"{name}_TILE": tile for name, tile in tiles.items()},
-        **{f"{name}_TILES": triton.cdiv(parts["KV_HEADS"], tiles[name]) for name in "KV"},
-        "num_warps": warps,
-    }
+    tiles = (
+        count if is_whole else min(max(1, warps * elements // pad), count) for count, pad, is_whole in rows
+    )
+    return tuple(tiles), warps

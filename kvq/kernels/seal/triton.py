@@ -1,27 +1,24 @@
 """`seal` in Triton: one launch quantizes the blocks of a step's sequences that became old enough."""
 
-from typing import Any
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvq.kernels.codec import channel, narrow
-from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
-from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, narrow_scale
-from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, channel_scale, shared_bits
-from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
-from kvq.kernels.write_kv.triton import (
-    cut_of,
+from kvq.kernels.gpu.arguments import Strides, opened, written_rows
+from kvq.kernels.gpu.encode import (
     finite_rows,
     half_minimum,
     quantize_groups,
     scale_byte,
     store_codes,
-    stored_as_bits,
     turned_rows,
     write_rows,
 )
+from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, INTERPRETED, narrow_scale
+from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, channel_scale, shared_bits
+from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 
 _TOKENS = 16  # of a block that a program quantizes: few blocks are sealed in a step, which others wait for
 
@@ -44,7 +41,7 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
     most *= -(-size // _TOKENS)  # pieces
     lens = own.device_lens()
     sealed, sinks = batch.sealed.tables, own.tables if batch.sinks is None else batch.sinks.tables
-    for name in ("k", "v"):
+    for fixed in (_arguments("k", kv), _arguments("v", kv)):
         _seal_kernel[(most, len(own.query_lens), kv.recent.k.codes.shape[1])](
             lens,
             own.tables,
@@ -54,24 +51,22 @@ def seal(kv: StagedKV, batch: StagedBatch) -> None:
             own.tables.stride(0),
             sealed.stride(0),
             sinks.stride(0),
-            **_arguments(name, kv),
+            **fixed,
             enable_fp_fusion=False,  # a product and a sum rounded once would change codes
         )
 
 
-def _arguments(name: str, kv: StagedKV) -> dict[str, Any]:
-    """Of K or of V, for all steps."""
-    recent: PagedRows = getattr(kv.recent, name)
-    sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, name)
-    fmt = getattr(kv.sealed.formats, name)
-    part = stored_as_bits(part_arguments(name, kv.sealed), name)
+def _arguments(part: Literal["k", "v"], kv: StagedKV) -> dict[str, Any]:
+    """Arguments for K or V that are the same in all steps."""
+    recent: PagedRows = getattr(kv.recent, part)
+    sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, part)
     return {
-        **{_plain(key, name): x for key, x in part.items()},
-        **_strides("from", "x", recent.codes),
-        **_strides("to", "y", sinks.codes),
-        **mean_arguments(name, kv.sealed, prefix=""),
+        "from_ptr": recent.codes,
+        "x": Strides.of(recent.codes),
+        "to_ptr": sinks.codes,
+        "y": Strides.of(sinks.codes),
+        "rows": written_rows(part, kv.sealed).argument(),
         "recent": kv.exact.recent,
-        "CUT": cut_of(fmt, getattr(kv.sealed.formats, f"{name}_clip")),
         "SINKS": 0 if kv.sinks is None else kv.exact.sinks,
         "BLOCK_SIZE": kv.sealed.block_size,
         "TOKENS": _TOKENS,
@@ -79,24 +74,14 @@ def _arguments(name: str, kv: StagedKV) -> dict[str, Any]:
     }
 
 
-def _plain(key: str, name: str) -> str:
-    """What an argument of K or V is called where there is one of both: k_codes, K_DIM, kc_block."""
-    return key.removeprefix(f"{name}_").removeprefix(f"{name.upper()}_").removeprefix(name)
-
-
-def _strides(pointer: str, of: str, rows: Tensor) -> dict[str, Any]:
-    names = (f"{of}_block", f"{of}_head", f"{of}_slot")
-    return {f"{pointer}_ptr": rows, **dict(zip(names, rows.stride(), strict=False))}
-
-
 @triton.jit
-def _rows(x_ptr, stride, slot, slots, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr):
-    """Some rows of a block as they are coded, fp32 [slots, PAD], those of tokens from `slots` on 0."""
-    mask = (slot < slots)[:, None] & (col < DIM)[None, :]
+def _rows(x_ptr, stride, slot, slots, col, rows):
+    """Some rows of a block as they are coded, fp32 [slots, columns], those of tokens from `slots` on 0."""
+    mask = (slot < slots)[:, None] & (col < rows.dim)[None, :]
     x, _ = finite_rows(
         tl.load(x_ptr + slot[:, None] * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
     )
-    return turned_rows(x, slot.shape[0], PAD, ROTATED)
+    return turned_rows(x, slot.shape[0], rows.pad, rows.rotated)
 
 
 @triton.jit
@@ -111,34 +96,32 @@ def _added_one_by_one(total, x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _mean(
-    x_ptr, x_slot, to, is_stored, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """What the mean of a block's rows decodes to, fp32 [1, PAD]; one of the block's programs stores it."""
-    total = tl.zeros((PAD,), tl.float32)
+def _mean(x_ptr, x_slot, to, is_stored, col, rows, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """Return what the mean of a block's rows decodes to, fp32 [1, columns]; one of the block's programs
+    stores it."""
+    total = tl.zeros((rows.pad,), tl.float32)
     for first in range(0, BLOCK_SIZE, TOKENS):
-        slot = first + tl.arange(0, TOKENS)
-        x = _rows(x_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
+        x = _rows(x_ptr, x_slot, first + tl.arange(0, TOKENS), BLOCK_SIZE, col, rows)
         total = _added_one_by_one(total, x, TOKENS)  # in this order, as the reference adds
-    scales = (to + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
+    scales = (to + rows.dim // 2).to(tl.pointer_type(tl.int16), bitcast=True)
     mean, _ = finite_rows(tl.div_rn(total[None, :], float(BLOCK_SIZE)))  # sums may overflow
     own = tl.arange(0, 1)
-    q, mean = quantize_groups(mean, scales, own, (own == 0) & is_stored, col, DIM, GROUP, 4, 0.0)
-    store_codes(to + col[None, :], q, ((col < DIM) & is_stored)[None, :], col, DIM, PAD, 4)
+    q, mean = quantize_groups(
+        mean, scales, own, (own == 0) & is_stored, col, rows.dim, rows.mean_group, 4, 0.0
+    )
+    mask = ((col < rows.dim) & is_stored)[None, :]
+    store_codes(to + col[None, :], q, mask, col, rows.dim, rows.pad, 4)
     return mean
 
 
 @triton.jit
-def _range(
-    x_ptr, x_slot, col, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """The lowest and the highest of every channel of a block, fp32 [1, PAD]."""
-    low, high = tl.full((PAD,), float("inf"), tl.float32), tl.full((PAD,), float("-inf"), tl.float32)
+def _range(x_ptr, x_slot, col, rows, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """The lowest and the highest of every channel of a block, fp32 [1, columns]."""
+    low = tl.full((rows.pad,), float("inf"), tl.float32)
+    high = tl.full((rows.pad,), float("-inf"), tl.float32)
     for first in range(0, BLOCK_SIZE, TOKENS):
         slot = first + tl.arange(0, TOKENS)
-        x = _rows(x_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
+        x = _rows(x_ptr, x_slot, slot, BLOCK_SIZE, col, rows)
         own = (slot < BLOCK_SIZE)[:, None]
         low = tl.minimum(low, tl.min(tl.where(own, x, float("inf")), axis=0))
         high = tl.maximum(high, tl.max(tl.where(own, x, float("-inf")), axis=0))
@@ -187,13 +170,15 @@ def _write_channels(
 def _seal_kernel(
     lens_ptr, recent_tables, sealed_tables, sinks_tables,
     lens_row, recent_stride, sealed_stride, sinks_stride,
-    from_ptr, x_block, x_head, x_slot, to_ptr, y_block, y_head, y_slot,
-    codes, scales, static, means, c_block, c_head, c_slot, s_block, s_head, s_slot, m_block, m_head, recent,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
-    ROTATED: tl.constexpr, STATIC: tl.constexpr, CUT: tl.constexpr, MEAN_GROUP: tl.constexpr,
+    from_ptr, x, to_ptr, y, rows, recent,
     SINKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (pieces of blocks that a sequence's new tokens may make old enough, sequences, KV heads)."""
+    """Grid: (pieces of blocks that a sequence's new tokens may make old enough, sequences, KV heads).
+
+    `x`, `y`: strides of the blocks that are read, and of those that sinks are moved to.
+    """
+    if INTERPRETED:
+        rows = opened(rows)
     PIECES: tl.constexpr = (BLOCK_SIZE + TOKENS - 1) // TOKENS
     piece = tl.program_id(0) % PIECES
     slot = piece * TOKENS + tl.arange(0, TOKENS)
@@ -205,32 +190,29 @@ def _seal_kernel(
         return
     wide = sequence.to(tl.int64)
     source = tl.load(recent_tables + wide * recent_stride + index).to(tl.int64)
-    from_ptr += source * x_block + head * x_head
-    col = tl.arange(0, PAD)
+    from_ptr += source * x.block + head * x.head
+    col = tl.arange(0, rows.pad)
     if index * BLOCK_SIZE < SINKS:  # moved as they are
         target = tl.load(sinks_tables + wide * sinks_stride + index).to(tl.int64)
-        to_ptr += target * y_block + head * y_head
-        mask = (slot < BLOCK_SIZE)[:, None] & (col < DIM)[None, :]
-        plain = tl.load(from_ptr + slot[:, None] * x_slot + col[None, :], mask=mask)
-        tl.store(to_ptr + slot[:, None] * y_slot + col[None, :], plain, mask=mask)
+        to_ptr += target * y.block + head * y.head
+        mask = (slot < BLOCK_SIZE)[:, None] & (col < rows.dim)[None, :]
+        plain = tl.load(from_ptr + slot[:, None] * x.slot + col[None, :], mask=mask)
+        tl.store(to_ptr + slot[:, None] * y.slot + col[None, :], plain, mask=mask)
     else:
         target = tl.load(sealed_tables + wide * sealed_stride + index).to(tl.int64)
-        x = _rows(from_ptr, x_slot, slot, BLOCK_SIZE, col, DIM, PAD, ROTATED)
-        if MEAN_GROUP > 0:
-            to = means + target * m_block + head * m_head
-            x -= _mean(
-                from_ptr, x_slot, to, piece == 0, col, DIM, PAD, ROTATED, MEAN_GROUP, BLOCK_SIZE, TOKENS
-            )  # fmt: skip
-        codes_at = target * c_block + head * c_head + slot * c_slot
-        if KIND >= CHANNEL:
-            low, high = _range(from_ptr, x_slot, col, DIM, PAD, ROTATED, BLOCK_SIZE, TOKENS)
+        codes, scales, means = rows.code_strides, rows.scale_strides, rows.mean_strides
+        values = _rows(from_ptr, x.slot, slot, BLOCK_SIZE, col, rows)
+        if rows.mean_group > 0:
+            to = rows.means + target * means.block + head * means.head
+            values -= _mean(from_ptr, x.slot, to, piece == 0, col, rows, BLOCK_SIZE, TOKENS)
+        codes_at = target * codes.block + head * codes.head + slot * codes.slot
+        scales_at = target * scales.block + head * scales.head
+        if rows.kind >= CHANNEL:
+            low, high = _range(from_ptr, x.slot, col, rows, BLOCK_SIZE, TOKENS)
             _write_channels(
-                x, low, high, codes, scales + (target * s_block + head * s_head),
-                codes_at[:, None] + col[None, :], piece == 0, slot < BLOCK_SIZE, col, KIND, BITS, DIM, PAD,
+                values, low, high, rows.codes, rows.scales + scales_at, codes_at[:, None] + col[None, :],
+                piece == 0, slot < BLOCK_SIZE, col, rows.kind, rows.bits, rows.dim, rows.pad,
             )  # fmt: skip
         else:
-            write_rows(
-                x, codes, scales, static, codes_at, target * s_block + head * s_head + slot * s_slot,
-                slot * 0 + head, col, slot < BLOCK_SIZE,
-                KIND, BITS, DIM, PAD, GROUP, 1, STATIC, CUT, TOKENS,
-            )  # fmt: skip
+            scales_at = scales_at + slot * scales.slot
+            write_rows(values, rows, codes_at, scales_at, slot * 0 + head, col, slot < BLOCK_SIZE)

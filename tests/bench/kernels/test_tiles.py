@@ -65,7 +65,7 @@ def test_shapes_are_counted_for_their_own_place_and_what_spills_is_refused(
 
     def counted(asked: object) -> dict:
         cut, warps = asked.arguments, asked.options["num_warps"]  # type: ignore[attr-defined]
-        assert (cut["BLOCK_SIZE"], cut["K_DIM"]) == (32, 64)
+        assert (cut["BLOCK_SIZE"], cut["k"].dim.value) == (32, 64)
         return {
             **{"kv": "int8", "device": "sm89", "kernel": "attend decode", "warps": warps},
             **{"rows": cut["ROWS"], "keys": cut["KEYS"], "key_bytes": 132, "awaited_loads": 0},

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, SequenceBatch
-from kvq.kernels.attend import gathered, triton_step
-from kvq.kernels.attend import triton as kernel
+from kvq.kernels.attend import gathered
 from kvq.kernels.attend.gathered import Gathered, attend_gathered, chosen, chunks, suits
 from kvq.kernels.attend.reference import attend as reference
+from kvq.kernels.attend.triton import attend as kernel
+from kvq.kernels.attend.triton import step
 from kvq.kernels.gpu import shapes
-from tests.kernels.attend.test_triton import SINKS, filled
+from tests.kernels.attend.triton.test_attend import SINKS, filled
 from tests.kernels.kit import poisoned_cache, poisoned_memory, rows_like_kv
 
 # A decode, many rows over a context, nothing, a draft, and a prompt from nothing.
@@ -102,7 +103,7 @@ def test_layers_share_memory_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel.attend(q, cache.layer(layer), batch, AttentionOptions(scale=0.1))
     assert len({id(room) for room in rooms}) == 1
     assert sum(x.nbytes for x in rooms[0]) <= gathered.SCRATCH_BYTES
-    steps = [kept for kept in batch.kept.values() if isinstance(kept, triton_step._Step)]
+    steps = [kept for kept in batch.kept.values() if isinstance(kept, step._Step)]
     assert len(steps) == 1
 
 
@@ -111,9 +112,9 @@ def test_the_fused_kernel_leaves_out_what_is_gathered() -> None:
     cache, batch, q = case("int8")
     batch = replace(batch, lens=batch.device_lens())
     plan = kernel._planned(q, cache.layer(1), AttentionOptions(scale=0.1))
-    step = triton_step._step(batch, plan)
-    assert [own.sequence for own in step.gathered] == [1, 4]
-    [work] = step.works
+    found = step._step(batch, plan)
+    assert [own.sequence for own in found.gathered] == [1, 4]
+    [work] = found.works
     items = [item for item in work.items.items.tolist() if item[0] >= 0]
     assert sorted((sequence, first, new) for sequence, _, first, new, *_ in items) == [(0, 0, 1), (3, 10, 2)]
 

@@ -12,11 +12,11 @@ from kvq.bench.kernels.measure import relative_error
 from kvq.bench.kernels.workload import Workload
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, registry
 from kvq.kernels.attend import gathered
-from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.attend.rounding import rounded_queries
+from kvq.kernels.attend.triton import attend as kernel
 from kvq.kernels.gpu import shapes
-from tests.kernels.attend.test_triton import SINKS, filled
+from tests.kernels.attend.triton.test_attend import SINKS, filled
 from tests.kernels.kit import poisoned_memory, rows_like_kv
 
 CONTEXTS, NEW = [70, 5, 40, 33], [1, 0, 13, 4]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.errors import UnsupportedKernel
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, select
-from kvq.kernels.attend import triton_step
+from kvq.kernels.attend.triton import step as attend_step
 from kvq.kernels.attend_latent import triton as kernel
 from kvq.kernels.attend_latent.cpu import attend_latent as cpu
 from kvq.kernels.attend_latent.reference import attend_latent as reference
@@ -125,7 +125,7 @@ def test_keys_split_over_programs_merge_to_the_same(kv: str, monkeypatch: pytest
     out, lse = kernel.attend_latent(q, cache.layer(1), limits, options)
     assert float((out - want).abs().max() / want.abs().max()) < 5e-6
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
-    [step] = [kept for kept in limits.kept.values() if isinstance(kept, triton_step._Step)]
+    [step] = [kept for kept in limits.kept.values() if isinstance(kept, attend_step._Step)]
     assert len(step.works) == 2
     assert all(work.items.parts > 1 for work in step.works)
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from kvq.kernels.attend import triton_scales
+from kvq.kernels.attend.triton import scales as attend_scales
 from kvq.kernels.codec import e4m3, narrow
 from kvq.kernels.gpu import words
 
@@ -122,11 +122,11 @@ def test_words_of_narrow_scales_become_32_times_the_scales_and_the_minimums() ->
         want = narrow.decode(torch.tensor(packed, dtype=torch.uint8).view(2, 2), 4)
         word, other = joined(packed), joined(packed[2:] + packed[:2])
         for bits in range(2, 7):
-            (minimums,) = run(triton_scales.minimums_assembly(bits).value, word, 1)
+            (minimums,) = run(attend_scales.minimums_assembly(bits).value, word, 1)
             assert halves([minimums], torch.float16) == (want[:, 1] * 2.0 ** (bits - 4)).half().tolist()
-        for place, program in enumerate((triton_scales._LOW_SCALES, triton_scales._HIGH_SCALES)):
+        for place, program in enumerate((attend_scales._LOW_SCALES, attend_scales._HIGH_SCALES)):
             (scales,) = run(program.value, [word, other], 1)
             both = [want[place, 0], want[1 - place, 0]]
             assert halves([scales], torch.float16) == [32 * float(x) for x in both]
-            (bits,) = run(triton_scales.wide_assembly(place, 24).value, word, 1)
+            (bits,) = run(attend_scales.wide_assembly(place, 24).value, word, 1)
             assert torch.tensor(bits, dtype=torch.int32).view(torch.float32) == want[place, 0] * 2.0**24

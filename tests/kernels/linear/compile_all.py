@@ -51,7 +51,7 @@ def arguments(name: str, rows: str, dtype: torch.dtype, device: str) -> tuple[An
     common = {
         "w_ptr": packed.codes.view(multiplied.dtype) if packed.kind is Kind.ROWS else packed.codes,
         "scale_ptr": packed.scale,
-        "zero_ptr": packed.scale if packed.zero is None else packed.zero,
+        "zero_ptr": packed.zero,
         "outputs": OUTPUTS,
         "COMPUTE": linear.compute_dtype(packed, rounding, gpu_x),
     }
@@ -74,9 +74,8 @@ def arguments(name: str, rows: str, dtype: torch.dtype, device: str) -> tuple[An
         },
         **{"out_ptr": torch.zeros(1) if is_split else x, "rows": int(rows) - 2, "x_row": INPUTS},
         **{"blocks": packed.blocks, "split_blocks": 7, "groups": packed.groups},
-        **{"out_split": OUTPUTS * int(rows) if is_split else 0, "out_row": OUTPUTS, "BM": tile.rows},
-        **{"GROUPED": packed.groups > 1, "INTEGER": rounding is Inputs.INT8},
-        **{"SCALED": rounding is not Inputs.FULL},
+        **{"out_split": OUTPUTS * int(rows) if is_split else 0, "BM": tile.rows},
+        **{"GROUPED": packed.groups > 1, "SCALED": rounding is not Inputs.FULL},
     }
 
 

@@ -9,7 +9,7 @@ from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, StagedBatch, StagedKV
 from kvq.kernels.attend.options import Age, Part
 from kvq.kernels.attend.reference import attend as attend_reference
-from kvq.kernels.attend.triton import attend
+from kvq.kernels.attend.triton.attend import attend
 from kvq.kernels.gather_dense.reference import gather_dense as gather_reference
 from kvq.kernels.gather_dense.triton import gather_dense
 from kvq.kernels.seal import reference, triton

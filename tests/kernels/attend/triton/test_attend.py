@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, SequenceBatch
-from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
+from kvq.kernels.attend.triton import attend as kernel
 from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.arguments import Rows
 from kvq.kernels.gpu.rows import PACKED
 from kvq.layout import BlockOrder
 from tests.kernels.kit import Tables, poisoned_cache, poisoned_memory, rows_like_kv, write_sequence
@@ -51,9 +52,10 @@ def filled(
     return cache, tables
 
 
-def _part(name: str, q: Tensor, cache: KVCache) -> dict[str, Any]:
+def _rows(part: Literal["k", "v"], q: Tensor, cache: KVCache) -> Rows:
     """What the kernel to decode with is told of K or V."""
-    return kernel._part(name, q, cache.layer(1), shapes.decode_shape(cache.layer(1), q), apart=False)
+    layer = cache.layer(1)
+    return kernel._read_rows(part, q, layer, shapes.decode_shape(layer, q), apart=False)
 
 
 def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e-6, **options: Any) -> None:
@@ -162,10 +164,9 @@ def test_codes_in_two_planes_are_read_as_words(
     cache, tables = filled(kv, dims, [41, 7, 1, 70])
     poisoned_memory(monkeypatch)
     q = rows_like_kv(11, 6, dims[0], 9)
-    for part in "kv":
-        found = _part(part, q, cache)
-        bits = getattr(cache.layer(1).formats, part).code.bits
-        assert (found[f"{part.upper()}_WORDS"], found[f"{part.upper()}_KIND"]) == (True, PACKED[bits].value)
+    formats = cache.layer(1).formats
+    for found, fmt in ((_rows("k", q, cache), formats.k), (_rows("v", q, cache), formats.v)):
+        assert (found.read.words, found.kind) == (True, PACKED[fmt.code.bits].value)
     batch = tables.batch([3, 1, 1, 6], [41, 7, 1, 70])
     compare(q, cache, batch, allowed=5e-6 if compute is None else 4e-3)
 
@@ -182,7 +183,7 @@ def test_runs_that_do_not_fit_the_second_plane_are_unpacked_one_by_one(
 ) -> None:
     cache, tables = filled(kv, dims, [41], block_size=64)
     q = rows_like_kv(3, 6, dims[0], 9)
-    assert not _part("k", q, cache)["K_WORDS"]
+    assert not _rows("k", q, cache).read.words
     compare(q, cache, tables.batch([3], [41]))
 
 
@@ -252,7 +253,7 @@ def test_means_of_blocks_are_keys_and_values_of_tiles_that_lie_in_one(
     q = rows_like_kv(sum(new), 6, dim, 9)
     decode, extend = (own.fixed for own in kernel._planned(q, layer, AttentionOptions(scale=1.0)).attend)
     assert decode["APART"]
-    assert decode["V_WORDS"]
+    assert decode["v"].read.words.value
     assert not extend["APART"]
     poisoned_memory(monkeypatch)
     compare(q, cache, tables.batch(new, [130, 40]), allowed=5e-6 if compute == "fp32" else 4e-3, **options)
@@ -288,8 +289,8 @@ def test_scales_per_channel_go_to_queries_where_tiles_lie_in_one_block(
         write_sequence(layer, k, rows_like_kv(n, 3, dim, i + 50), tables.blocks[i])
     q = rows_like_kv(35, 6, dim, 9)
     decode, extend = (own.fixed for own in kernel._planned(q, layer, AttentionOptions(scale=1.0)).attend)
-    assert decode["K_WORDS"]
-    assert extend["K_WORDS"]
+    assert decode["k"].read.words.value
+    assert extend["k"].read.words.value
     assert decode["APART"]
     assert size % decode["KEYS"] == size % extend["KEYS"] == 0
     poisoned_memory(monkeypatch)
@@ -317,7 +318,7 @@ def test_other_rows_with_scales_per_channel_are_read_one_by_one(kv: str, dim: in
         rows = (rows_like_kv(n, 3, dim, i) + 5, rows_like_kv(n, 3, dim, i + 50))
         write_sequence(layer, *rows, tables.blocks[i])
     q = rows_like_kv(4, 6, dim, 9)
-    assert not _part("k", q, cache)["K_WORDS"]
+    assert not _rows("k", q, cache).read.words
     compare(q, cache, tables.batch([3, 1], contexts), allowed=2e-5)
 
 

@@ -1,15 +1,15 @@
 """Attention's values of FP8, INT8 and packed rows in Triton, read as words of two bytes.
 
-The parts of a run (see triton_words.py) are columns of the output that lie apart until the end. Codes are
+The parts of a run (see words.py) are columns of the output that lie apart until the end. Codes are
 never scaled, but probabilities.
 """
 
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_means import MEANS_TOGETHER, mean_of_values, mean_run, means_at, words_of_means
-from kvq.kernels.attend.triton_scales import group_minimums, group_words, half_scale, scaled, side_by_side
-from kvq.kernels.attend.triton_words import LEAST_COLUMNS, added_dot, dot, run_of_words, run_parts
+from kvq.kernels.attend.triton.means import MEANS_TOGETHER, mean_of_values, mean_run, means_at, words_of_means
+from kvq.kernels.attend.triton.scales import group_minimums, group_words, half_scale, scaled, side_by_side
+from kvq.kernels.attend.triton.words import LEAST_COLUMNS, added_dot, dot, run_of_words, run_parts
 from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import code_bits, codes_a_byte, unit, word_parts
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvq.kernels.attend.gathered import Gathered, chosen
 from kvq.kernels.attend.options import AttentionOptions, Part
-from kvq.kernels.attend.triton_merge import merge_kernel
-from kvq.kernels.attend.triton_work import Cut, WorkList, part_numbers, work_list
+from kvq.kernels.attend.triton.results import merge_kernel
+from kvq.kernels.attend.triton.work import Cut, WorkList, part_numbers, work_list
+from kvq.kernels.gpu.arguments import Rows
 from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.shapes import TileShape, changes, folded_keys, least_split, pieces
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -63,11 +64,13 @@ class Plan:
         tiles' sizes, to decode and to extend."""
         shapes = cutting.decode, cutting.extend
         attends = (
-            {x: value for x, value in own.items() if x in kernel.arg_names}
+            {x: _argument(value) for x, value in own.items() if x in kernel.arg_names}
             | {"ROWS": shape.rows, "KEYS": shape.keys, "FOLDED": folded_keys(shape), **shape.options()}
             for own, shape in zip(fixed, shapes, strict=True)
         )
-        merged = {x: fixed[0][x] for x in ("V_DIM", "V_PAD", "V_ROTATED", "Q_HEADS", "SHARE", "SINKS")}
+        v: Rows = fixed[0]["v"]
+        merged = {"V_DIM": v.dim, "V_PAD": v.pad, "V_ROTATED": v.rotated}
+        merged |= {x: fixed[0][x] for x in ("Q_HEADS", "SHARE", "SINKS")}
         merges = (
             {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
         )
@@ -80,11 +83,15 @@ class Plan:
         return cls(
             name=(*cutting[:8], *astuple(shapes[0]), *astuple(shapes[1])),
             cutting=cutting,
-            v_dim=fixed[0]["V_DIM"],
+            v_dim=v.dim,
             attend=(decode, extend),
             room=room,
             merge=(one, more),
         )
+
+
+def _argument(value: Any) -> Any:
+    return value.argument(constant_slots=True) if isinstance(value, Rows) else value
 
 
 def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> dict[str, Any]:

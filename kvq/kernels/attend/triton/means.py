@@ -9,8 +9,8 @@ rows of every code are read as words, in as many registers as without means.
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_scales import group_minimums, group_words, half_scale, scaled, side_by_side
-from kvq.kernels.attend.triton_words import (
+from kvq.kernels.attend.triton.scales import group_minimums, group_words, half_scale, scaled, side_by_side
+from kvq.kernels.attend.triton.words import (
     LEAST_COLUMNS,
     LEAST_KEYS,
     dot,

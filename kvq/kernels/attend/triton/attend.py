@@ -1,7 +1,7 @@
 """`attend` in Triton: what a layer's launches are made of, and the launches."""
 
 from functools import partial
-from typing import Any
+from typing import Literal
 
 import torch
 import triton
@@ -12,9 +12,9 @@ from kvq.formats import Code, Grouped, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import limit_of
-from kvq.kernels.attend.triton_kernel import attend_kernel
-from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
-from kvq.kernels.gpu.arguments import mean_arguments, part_arguments
+from kvq.kernels.attend.triton.kernel import attend_kernel
+from kvq.kernels.attend.triton.step import Cutting, Plan, launched, options_of_layer, plan_of
+from kvq.kernels.gpu.arguments import Reading, Rows, Strides, kernel_rows
 from kvq.kernels.gpu.rows import PACKED
 from kvq.kernels.gpu.shapes import (
     MOST_DECODE_ROWS,
@@ -64,13 +64,15 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     own = []
     for shape in (decode, extend):
         apart = shape is decode and _means_are_apart(kv, shape)
-        k, v = (_part(x, q, kv, shape, apart) for x in ("k", "v"))
+        k, v = _read_rows("k", q, kv, shape, apart), _read_rows("v", q, kv, shape, apart)
+        if rounded and _has_product(kv, q, shape):
+            k = _rounded(q, kv, k)
         given = {"SPREAD": _spread(shape), "LOWER": _is_lower(options, shape), "APART": apart}
-        own.append(k | v | given | (_rounded(q, kv, k) if rounded and _has_product(kv, q, shape) else {}))
+        own.append({"k": k, "v": v, **given})
     cutting = Cutting(
         share=q_heads // kv_heads,
         kv_heads=kv_heads,
-        v_pad=own[0]["V_PAD"],
+        v_pad=own[0]["v"].pad,
         window=options.window,
         chunk=options.chunk,
         part=options.part,
@@ -85,50 +87,46 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
 _planned_rounded = partial(_planned, rounded=True)
 
 
-def _part(name: str, q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> dict[str, Any]:
+def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape, apart: bool) -> Rows:
     """K or V as the kernel takes it: codes as words of two bytes and scales by pairs of tokens where they lie
-    so that they can be, and numbers to compute in. `apart`: means are, where there are any."""
-    part, upper = part_arguments(name, kv), name.upper()
-    rows, code = getattr(kv, name), getattr(kv.formats, name).code
-    run = run_bytes(getattr(kv.formats, name), part[f"{upper}_DIM"])
-    words = not code.is_float and run > 0 and _as_pairs(rows.codes)
-    if getattr(kv.formats, name).is_per_channel:
-        words = name == "k" and _has_channel_words(kv, shape)
-    means = mean_arguments(name, kv)
-    if rows.means is not None:
-        words = words and (apart or _means_in_runs(name, kv, shape))
-        if words:
-            means |= _strided(f"{name}_means", f"{name}m", _narrow_words(rows.means))
-    if words and code.is_grouped and not getattr(kv.formats, name).is_per_channel:
-        part[f"{upper}_KIND"] = PACKED[code.bits].value
-    if words:
-        part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
+    so that they can be, and the dtype of products. `apart`: means are taken in apart, where there are any."""
+    rows = kernel_rows(part, kv)
+    paged, fmt = getattr(kv, part), getattr(kv.formats, part)
+    run = run_bytes(fmt, rows.dim)
+    if fmt.is_per_channel:
+        words = part == "k" and _has_channel_words(kv, shape)
+    else:
+        words = not fmt.code.is_float and run > 0 and _as_pairs(paged.codes)
+    if paged.means is not None:
+        words = words and (apart or _means_in_runs(part, kv, shape))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
-    paired = (
-        words and rows.scales is not None and rows.scales.shape[3] == 1 and _as_pairs(rows.scales[..., 0])
-    )
-    if paired:
-        part |= _strided(f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
-    if words and getattr(kv.formats, name).is_narrow:
-        part |= _strided(f"{name}_scales", f"{name}s", _narrow_words(rows.scales))
-    groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
-    columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
-    columns *= 2 if name == "v" and rows.means is not None and not apart else 1
+    of_rows = None if paged.scales is None or paged.scales.shape[3] != 1 else paged.scales[..., 0]
+    paired = words and of_rows is not None and _as_pairs(of_rows)
+    if words:
+        if fmt.code.is_grouped and not fmt.is_per_channel:
+            rows = rows._replace(kind=PACKED[fmt.code.bits].value)
+        rows = rows.with_codes(paged.codes.view(torch.int16))
+        if paired:
+            rows = rows.with_scales(of_rows.view(torch.int32))
+        if fmt.is_narrow:
+            rows = rows.with_scales(_narrow_words(paged.scales))
+        if paged.means is not None:
+            means = _narrow_words(paged.means)
+            rows = rows._replace(means=means, mean_strides=Strides(*means.stride()[:2]))
+    groups = rows.dim // rows.group
+    columns = groups if fmt.is_narrow else 2 * groups
+    columns *= 2 if part == "v" and paged.means is not None and not apart else 1
     # Summed over by K's product, where narrow ones stand twice, and columns of V's.
-    least = 16 if name == "k" and columns > groups else 8
-    return (
-        part
-        | means
-        | {
-            f"{upper}_PAIRED": paired,
-            f"{upper}_WORDS": words,
-            f"{upper}_RUN": run,
-            f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
-            f"{upper}_PAIRS": max(least, triton.next_power_of_2(columns)),
-            f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
-            **({"K_ROUNDED": False} if name == "k" else {}),
-        }
+    least = 16 if part == "k" and columns > groups else 8
+    read = Reading(
+        words=words,
+        run=run,
+        width=max(16, triton.next_power_of_2(run // 2)),
+        pairs=max(least, triton.next_power_of_2(columns)),
+        paired=paired,
+        compute=compute_dtype(fmt.code, q, words=words),
     )
+    return rows._replace(read=read)
 
 
 def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
@@ -177,18 +175,14 @@ def _spread(shape: TileShape) -> int:
     return 2 * threads // shape.keys if threads > shape.keys else 1
 
 
-def _rounded(q: Tensor, kv: PagedKV, k: dict[str, Any]) -> dict[str, Any]:
+def _rounded(q: Tensor, kv: PagedKV, k: Rows) -> Rows:
     """K where queries are rounded: its bytes are read as they are multiplied."""
     codes = kv.k.codes
     if kv.formats.k.code is Code.FP8 and q.device.type != "cpu":  # the interpreter has no such numbers
         codes = codes.view(torch.float8_e4m3fn)
-    return {
-        **k,
-        **_strided("k_codes", "kc", codes),
-        "K_ROUNDED": True,
-        "K_WORDS": False,
-        "K_PAD": max(k["K_PAD"], _LEAST_PAD),
-    }
+    k = k.with_codes(codes)._replace(pad=max(k.pad, _LEAST_PAD))
+    assert k.read is not None, "attention reads it"
+    return k._replace(read=k.read._replace(rounded=True, words=False))
 
 
 def _as_pairs(x: Tensor) -> bool:
@@ -202,12 +196,6 @@ def _narrow_words(scales: Tensor | None) -> Tensor:
     assert scales is not None, "narrow scales are stored"
     pairs = scales.view(torch.uint16)
     return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs
-
-
-def _strided(pointer: str, strides: str, rows: Tensor) -> dict[str, Any]:
-    """Rows as arguments of the kernel."""
-    names = (f"{strides}_block", f"{strides}_head", f"{strides}_slot")
-    return {pointer: rows, **dict(zip(names, rows.stride(), strict=False))}
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:

@@ -2,13 +2,13 @@
 
 A row is read in runs: all of FP8 and INT8 rows, and of packed ones' first plane bytes of one group in each
 half, or of pairs of bits in each quarter. Every run gives two parts, or four of nibbles and eight of pairs,
-each with a product of its own; triton_values.py has V's. Codes are never scaled, but scores are.
+each with a product of its own; values.py has V's. Codes are never scaled, but scores are.
 """
 
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_scales import (
+from kvq.kernels.attend.triton.scales import (
     group_minimums,
     group_words,
     is_narrow,

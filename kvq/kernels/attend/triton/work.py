@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq.kernels.attend.options import Age, Part
-from kvq.kernels.attend.triton_list import ITEM_WORDS, MERGE_WORDS, OLD, YOUNG, list_kernel
+from kvq.kernels.attend.triton.list_kernel import ITEM_WORDS, MERGE_WORDS, OLD, YOUNG, list_kernel
 from kvq.kernels.gpu.launch import launch
 from kvq.kernels.paged import SequenceBatch
 

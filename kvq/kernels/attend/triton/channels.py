@@ -10,9 +10,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_means import MEANS_TOGETHER, means_at
-from kvq.kernels.attend.triton_scales import runs_of
-from kvq.kernels.attend.triton_words import (
+from kvq.kernels.attend.triton.means import MEANS_TOGETHER, means_at
+from kvq.kernels.attend.triton.scales import runs_of
+from kvq.kernels.attend.triton.words import (
     LEAST_COLUMNS,
     added_dot,
     dot,

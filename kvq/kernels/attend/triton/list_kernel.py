@@ -1,4 +1,4 @@
-"""The kernel that builds the work list of a step; see triton_work.py.
+"""The kernel that builds the work list of a step; see work.py.
 
 The tiles of a step have slots, which need not be counted out: sequence i's begin at slot (query rows
 before it) // ROWS + i, so no two share one, and a search in the first tokens finds whose a slot is.

@@ -1,0 +1,1 @@
+"""Attention over blocks in Triton: launches, the kernels, and their device functions."""

@@ -1,0 +1,210 @@
+"""The kernel of Triton attention over blocks: one for decode and extend.
+
+A program takes one tile of query rows (new token, query head of the KV head) of one sequence and one
+KV head, and some or all of the keys, as the work list says. Codes are never scaled: the K scale and
+minimum go to the scores, the V scale and minimum to the probabilities.
+
+Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding", 2023, for splits.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.attend.triton.channels import (
+    added_offsets,
+    channel_queries,
+    channel_scores,
+    channel_unit,
+    is_paired,
+    score_offsets,
+)
+from kvq.kernels.attend.triton.list_kernel import ITEM_WORDS, highest_key, lowest_key
+from kvq.kernels.attend.triton.means import score_means
+from kvq.kernels.attend.triton.results import LOG2_E, store_results, tile_rows
+from kvq.kernels.attend.triton.scales import is_narrow
+from kvq.kernels.attend.triton.tile import (
+    logarithm,
+    read_queries,
+    tile_of,
+    tile_scores,
+    weighed,
+    with_values,
+)
+from kvq.kernels.attend.triton.values import joined, values_of_means, word_outputs
+from kvq.kernels.attend.triton.words import LEAST_COLUMNS, LEAST_KEYS, word_queries
+from kvq.kernels.gpu.arguments import opened
+from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED
+from kvq.kernels.gpu.words import enlargement, exponent, low_unit
+
+# Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
+VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend_kernel(
+    q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr, room_ptr,
+    q_token, q_head, q_dim, table_stride, height, k, v, scale, softcap, window, recent, part_first, part_last,
+    BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    LOWER: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
+
+    FOLDED: sums over keys that are kept apart till the end, so that no loop adds over threads. LOWER: whether
+    keys are left out before others of their tile. AGE, AGE_BLOCK: of the part of the keys that is seen.
+
+    An item that is part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, v.pad],
+    still rotated, and to `part_lses_ptr`; one that is all of them stores the results.
+
+    APART: means are taken in before and after the loop over keys; in between lies what `room_ptr`, fp32
+    [tokens, query heads, 1 + tiles of a block, table_stride], holds: the scores of all blocks' means, then
+    the sums of all tiles' weights. Rows of a tile that are none read the first one's and store nothing.
+    """
+    if INTERPRETED:
+        k, v = opened(k), opened(v)
+    KV_HEADS: tl.constexpr = Q_HEADS // SHARE
+    item = items_ptr + tl.program_id(0) // KV_HEADS * ITEM_WORDS
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
+    kv_head = tl.program_id(0) % KV_HEADS
+    own = tl.arange(0, ROWS)
+    valid, position, token, head = tile_rows(item, own, kv_head, SHARE)
+    context = tl.load(item + 4)
+    begin = tl.load(item + 5) * KEYS  # so that the compiler knows what divides it
+    end = tl.load(item + 6)
+    if LOWER:
+        of_first = context - tl.load(item + 3) + tl.load(item + 1) // SHARE
+        oldest = lowest_key(of_first, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK)
+
+    col = tl.arange(0, k.pad)
+    q_mask = valid[:, None] & (col < k.dim)[None, :]
+    q_col = col
+    if k.read.words and is_paired(k.kind, k.bits):  # the second half backwards
+        q_col = tl.where(col < k.dim // 2, col, k.dim + k.dim // 2 - 1 - col)
+    q_at = token[:, None] * q_token + head[:, None] * q_head + q_col[None, :] * q_dim
+    q, unit = read_queries(q_ptr, q_at, q_mask, k, ROWS)
+    runs = ()
+    sums = ()
+    CHANNELS: tl.constexpr = k.read.words and k.kind >= CHANNEL
+    LEFT: tl.constexpr = APART and (k.mean_group > 0 or CHANNELS)  # means or offsets of K are in the room
+    k_mean_at = kv_head.to(tl.int64) * k.mean_strides.head
+    v_mean_at = kv_head.to(tl.int64) * v.mean_strides.head
+    if APART:
+        room_row = (1 + BLOCK_SIZE // KEYS) * table_stride
+        room_at = tl.where(valid, token.to(tl.int32) * Q_HEADS + head, 0) * room_row
+        if CHANNELS:
+            score_offsets(
+                q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
+                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                k.scales + kv_head.to(tl.int64) * k.scale_strides.head, k.scale_strides.block,
+                k.kind, k.bits, k.dim,
+            )  # fmt: skip
+        if k.mean_group > 0:
+            score_means(
+                q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
+                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
+                k.means + k_mean_at, k.mean_strides.block, k.dim, k.mean_group, k.read.compute,
+            )  # fmt: skip
+    if CHANNELS:
+        runs = channel_queries(q, k.kind, k.bits, k.dim, k.read.run, k.read.width)
+    elif k.read.words:
+        K_STEP: tl.constexpr = 1 if is_narrow(k.scales) else 2
+        runs, sums = word_queries(q, k.kind, k.dim, k.group, k.read.run, k.read.width, k.read.pairs, K_STEP)
+        if k.mean_group > 0 and not APART:
+            _, of_means = word_queries(
+                q, k.kind, k.dim, k.mean_group, k.read.run, k.read.width, LEAST_COLUMNS, 1
+            )
+            sums = sums + of_means
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    totals = tl.zeros((ROWS, FOLDED), tl.float32)  # summed over the keys at the end
+    outs = (tl.zeros((ROWS, v.pad), tl.float32),)
+    if v.read.words:
+        outs = word_outputs(ROWS, v.kind, v.dim, v.read.run, v.read.width, v.read.pairs)
+    table = tables_ptr + sequence.to(tl.int64) * table_stride
+    row_scale = unit * scale
+    if k.read.rounded or (k.read.words and k.kind < INT4):
+        if k.static is not None:
+            row_scale = row_scale * tl.load(k.static + kv_head)
+        if not k.read.rounded:
+            row_scale = row_scale * low_unit(k.kind, k.read.compute)
+    if not SOFTCAP:
+        row_scale = row_scale * LOG2_E
+    mean_scale = row_scale
+    if CHANNELS:
+        row_scale = row_scale * channel_unit(k.kind, k.bits, k.read.compute)
+    last = tl.minimum(highest_key(position, recent, part_last, AGE, AGE_BLOCK), end - 1)
+    before = lowest_key(position, window, recent, part_first, WINDOW, CHUNK, AGE, AGE_BLOCK) - 1
+
+    k_codes = k.codes + kv_head.to(tl.int64) * k.code_strides.head
+    k_scales = k.scales + kv_head.to(tl.int64) * k.scale_strides.head
+    v_codes = v.codes + kv_head.to(tl.int64) * v.code_strides.head
+    v_scales = v.scales + kv_head.to(tl.int64) * v.scale_strides.head
+    # Exponents of probabilities are raised by that, for weights in fp16; narrow scales are enlarged instead,
+    # and means multiply sums of weights.
+    IS_RAISED: tl.constexpr = v.read.words and not is_narrow(v.scales)
+    SUMMED: tl.constexpr = KEYS // LEAST_KEYS if v.read.words and v.mean_group > 0 and not APART else 1
+    ENLARGED: tl.constexpr = enlargement(v.kind, v.read.compute) if IS_RAISED else -exponent(SUMMED)
+    ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
+    own_key = tl.arange(0, KEYS)
+    for at in range(begin, end, KEYS):
+        inside = own_key < end - at
+        if LOWER:
+            inside = inside & (own_key >= oldest - at)
+        of_mean = tl.zeros((ROWS,), tl.float32)
+        if LEFT:
+            of_mean = tl.load(room_ptr + (room_at + at // BLOCK_SIZE)) * mean_scale
+        first = at % BLOCK_SIZE
+        if ONE:
+            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
+            slot = own_key
+            blocks = block + tl.arange(0, 1)  # of all keys
+        else:
+            key = at + own_key
+            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = key % BLOCK_SIZE
+            blocks = block
+        means_at = blocks * k.mean_strides.block + k_mean_at
+        tile = tile_of(k, k_codes, k_scales, means_at, block, first, slot, kv_head, inside, ONE)
+        if CHANNELS:
+            if not LEFT:
+                of_mean = added_offsets(q, tile.scales, k.kind, k.bits, k.dim) * mean_scale
+            scores = channel_scores(
+                runs, tile.codes, tile.scales, tile.codes_at, inside, k.kind, k.bits, k.dim, k.read.run,
+                k.read.width, k.read.compute,
+            )  # fmt: skip
+        else:
+            scores = tile_scores(q, runs, sums, k, tile, SPREAD, LOWER, 0 if APART else k.mean_group)
+        p, sums_of_p, decay, top = weighed(
+            scores, row_scale, of_mean, top, own_key, last - at, before - at, softcap,
+            SOFTCAP, LOWER, FOLDED, ENLARGED, LEFT or CHANNELS,
+        )  # fmt: skip
+        totals = totals * decay[:, None] + sums_of_p
+        if APART and v.mean_group > 0:
+            summed = top + logarithm(tl.sum(sums_of_p, axis=1))
+            tl.store(room_ptr + (room_at + table_stride + at // KEYS), summed, mask=valid)
+
+        means_at = blocks * v.mean_strides.block + v_mean_at
+        tile = tile_of(v, v_codes, v_scales, means_at, block, first, slot, kv_head, inside, ONE)
+        outs = with_values(outs, p, decay, v, tile, SPREAD, LOWER, 0 if APART else v.mean_group)
+
+    out = outs[0]
+    if v.read.words:
+        V_STEP: tl.constexpr = 1 if is_narrow(v.scales) else 2
+        out = joined(
+            outs, v.kind, v.dim, v.pad, v.group, v.read.run, v.read.compute, V_STEP,
+            0 if APART else v.mean_group,
+        )  # fmt: skip
+        if v.static is not None:
+            out = out * tl.load(v.static + kv_head)
+    if APART and v.mean_group > 0:
+        out += values_of_means(
+            room_ptr, room_at + table_stride, top, table, begin, end, v.means + v_mean_at,
+            v.mean_strides.block, ROWS, v.dim, v.pad, v.mean_group, v.read.compute, KEYS, BLOCK_SIZE,
+        )  # fmt: skip
+    store_results(
+        out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item,
+        kv_head, height, sink_ptr, ROWS, KV_HEADS, SHARE, v.dim, v.pad, v.rotated, SINKS,
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""One tile of keys in Triton attention: where its rows lie, their scores, and what they add to the output."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.attend.triton.means import mean_scores
+from kvq.kernels.attend.triton.results import LOG2_E
+from kvq.kernels.attend.triton.rounded import rounded_queries, rounded_scores
+from kvq.kernels.attend.triton.scales import row_scales, scaled
+from kvq.kernels.attend.triton.values import add_byte_values, add_packed_values
+from kvq.kernels.attend.triton.words import added_dot, byte_scores, dot, folded, packed_scores
+from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, takes_ptx
+from kvq.kernels.gpu.stored import mean_rows, stored_rows
+
+
+class Tile(NamedTuple):
+    """A tile's rows of K or V: pointers, offsets [keys] from them, and which keys there are."""
+
+    codes: Any
+    codes_at: Any
+    scales: Any
+    scales_at: Any
+    means_at: Any  # of the blocks of all keys, from `means` on: [keys], or [1] if they lie in one block
+    slot: Any  # [keys], tokens of their blocks
+    kv_head: Any
+    inside: Any  # bool [keys]
+
+
+@triton.jit
+def rows_at(
+    start, block, first, slot, stride, STEP: tl.constexpr, PER: tl.constexpr, IN_ONE_BLOCK: tl.constexpr
+):
+    """Where a tile's rows lie: a pointer, and offsets [keys] from it; PER: neighbouring tokens of an element.
+
+    In one block, the block is a number and `slot` counts from its token `first`; else it is one of each key.
+    """
+    if IN_ONE_BLOCK:
+        start += block * stride + first // PER * STEP
+        at = slot // PER * STEP
+    else:
+        at = block * stride + slot // PER * STEP
+    return start, at
+
+
+@triton.jit
+def tile_of(rows, codes, scales, means_at, block, first, slot, kv_head, inside, IN_ONE_BLOCK: tl.constexpr):
+    """The tile of K or V whose blocks are given; `codes`, `scales`: pointers to those of the KV head."""
+    PER: tl.constexpr = 1 + rows.read.paired
+    codes, codes_at = rows_at(
+        codes, block, first, slot, rows.code_strides.block, rows.code_strides.slot, 1, IN_ONE_BLOCK
+    )
+    scales, scales_at = rows_at(
+        scales, block, first, slot, rows.scale_strides.block, rows.scale_strides.slot, PER, IN_ONE_BLOCK
+    )
+    return Tile(codes, codes_at, scales, scales_at, means_at, slot, kv_head, inside)
+
+
+@triton.jit
+def dense_rows(rows, tile, col):
+    """Rows that are not read as words, as numbers [keys, columns] of the dtype of products."""
+    if rows.kind == FLOAT:
+        mask = tile.inside[:, None] & (col < rows.dim)[None, :]
+        x = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0)
+    else:
+        x = stored_rows(
+            rows, tile.codes, tile.scales, tile.codes_at, tile.scales_at, tile.kv_head, tile.inside, col
+        )
+    return x.to(rows.read.compute)
+
+
+@triton.jit
+def _with_means(x, rows, tile, col):
+    """Rows [keys, columns] and the means of their blocks."""
+    if tile.means_at.shape[0] == 1:
+        mean = mean_rows(rows.means, tile.means_at, tl.arange(0, 1) == 0, col, rows.dim, rows.mean_group)
+    else:
+        mean = mean_rows(rows.means, tile.means_at, tile.inside, col, rows.dim, rows.mean_group)
+    return (x.to(tl.float32) + mean).to(x.dtype)
+
+
+@triton.jit
+def tile_scores(q, runs, sums, k, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr, MEAN_GROUP: tl.constexpr):
+    """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
+    queries as words of codes need them. MEAN_GROUP: 0 if means are taken in elsewhere."""
+    if k.read.words and k.kind >= INT4:
+        before = tl.zeros((q.shape[0], tile.inside.shape[0]), tl.float32)
+        if MEAN_GROUP > 0:
+            before = mean_scores(
+                runs, sums[1:], k.means, tile.means_at, tile.inside.shape[0], k.dim, MEAN_GROUP, k.read.run,
+                k.read.width, k.read.compute,
+            )  # fmt: skip
+        scores = packed_scores(
+            runs, sums, before, tile.codes, tile.scales, tile.codes_at, tile.scales_at, tile.inside, k.kind,
+            k.dim, k.group, k.read.run, k.read.width, k.read.pairs, k.read.compute, SPREAD,
+        )  # fmt: skip
+    elif k.read.words or k.read.rounded:
+        if k.read.rounded:
+            scores = rounded_scores(q, tile.codes, tile.codes_at, tile.inside, k.kind, k.dim)
+        else:
+            scores = byte_scores(
+                runs, tile.codes, tile.codes_at, tile.inside, k.kind, k.dim, k.read.width, k.read.compute
+            )
+        if k.static is None:
+            scale = row_scales(
+                tile.scales, tile.scales_at, tile.slot, tile.inside, k.read.paired, SPREAD, WINDOW
+            )
+            scores = scores * scale.to(tl.float32)[None, :]
+    else:
+        x = dense_rows(k, tile, tl.arange(0, k.pad))
+        if MEAN_GROUP > 0:
+            x = _with_means(x, k, tile, tl.arange(0, k.pad))
+        scores = dot(q, tl.trans(x))
+    return scores
+
+
+@triton.jit
+def with_values(
+    outs, p, decay, v, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr, MEAN_GROUP: tl.constexpr
+):
+    """The parts of the output with one tile taken in. MEAN_GROUP: 0 if means are taken in elsewhere."""
+    if v.read.words and v.kind >= INT4:
+        new = add_packed_values(
+            outs, p, decay, tile.codes, tile.scales, tile.codes_at, tile.scales_at, tile.inside, v.kind,
+            v.dim, v.group, v.read.run, v.read.width, v.read.pairs, v.read.compute, SPREAD, v.means,
+            tile.means_at, MEAN_GROUP,
+        )  # fmt: skip
+    elif v.read.words:
+        weights = p.to(v.read.compute)
+        if v.static is None:
+            scale = row_scales(
+                tile.scales, tile.scales_at, tile.slot, tile.inside, v.read.paired, SPREAD, WINDOW
+            )
+            weights = scaled(weights, scale)
+        new = add_byte_values(
+            outs, weights, decay, tile.codes, tile.codes_at, tile.inside, v.kind, v.dim, v.read.width,
+            v.read.compute,
+        )  # fmt: skip
+    else:
+        x = dense_rows(v, tile, tl.arange(0, v.pad))
+        if MEAN_GROUP > 0:
+            x = _with_means(x, v, tile, tl.arange(0, v.pad))
+        new = (added_dot(p.to(v.read.compute), x, outs[0] * decay[:, None]),)
+    return new
+
+
+@triton.jit
+def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr):
+    """Scores, capped ones as exponents of two, -inf where a row must not see a key: it sees up to `last`, and
+    in a window what comes after `before`.
+    """
+    if SOFTCAP:
+        grown = tl.exp2(scores * (2.0 / softcap * LOG2_E))
+        scores = (softcap * LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
+    visible = key[None, :] <= last[:, None]
+    if WINDOW:
+        visible = visible & (key[None, :] > before[:, None])
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def weighed(
+    scores, row_scale, added, top, key, last, before, softcap,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr, ENLARGED: tl.constexpr,
+    ADDED: tl.constexpr,
+):  # fmt: skip
+    """Weights of one tile and their sums, what earlier ones are to be multiplied by, and the new maxima.
+
+    `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two; `added` to all
+    scores of a row, scaled, if ADDED. ENLARGED: what is added to exponents of weights.
+    """
+    if SOFTCAP:
+        scores = scores * row_scale[:, None]
+        if ADDED:
+            scores += added[:, None]
+    scores = _capped_and_masked(scores, softcap, key, last, before, SOFTCAP, WINDOW)
+    highest = tl.max(scores, axis=1)
+    if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
+        highest = highest * row_scale
+        scores = scores * row_scale[:, None]
+        if ADDED:
+            highest += added
+    higher = tl.maximum(top, highest)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    taken = safe - ENLARGED
+    if ADDED and not SOFTCAP:
+        taken -= added
+    p = tl.exp2(scores - taken[:, None])
+    decay = tl.exp2(top - safe)
+    return p, folded(p, FOLDED), decay, higher
+
+
+@triton.jit
+def logarithm(x):
+    """log2 of what isn't negative, by one instruction where there is one: tl.log2 takes thirty."""
+    if takes_ptx():
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+def power_of_two(top):
+    """The least that is not below `top`, and its inverse; 1 for 0, and neither where fp32 has no other."""
+    exponent = tl.ceil(tl.log2(tl.where(top > 0, top, 1.0)))
+    exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0)
+    return tl.exp2(exponent), tl.exp2(-exponent)
+
+
+@triton.jit
+def read_queries(q_ptr, at, mask, k, ROWS: tl.constexpr):
+    """Queries [ROWS, k.pad] as numbers of the dtype of products, or rounded to K's codes, and what each row's
+    scores are to be multiplied by.
+
+    fp16 can't hold every bf16 number, nor the sums of large ones, so rows are divided by a power of two.
+    """
+    COMPUTE: tl.constexpr = k.read.compute
+    x = tl.load(q_ptr + at, mask=mask, other=0.0)
+    unit = tl.full((ROWS,), 1.0, tl.float32)
+    if (k.rotated > 1) or k.read.rounded or COMPUTE == tl.float16:
+        y = x.to(tl.float32)
+        if k.rotated > 1:
+            y = rotate(y, ROWS, k.pad, k.rotated)
+        if k.read.rounded:
+            x, unit = rounded_queries(y, k.kind)
+        else:
+            if COMPUTE == tl.float16:
+                unit, inverse = power_of_two(tl.max(tl.abs(y), axis=1))
+                y = y * inverse[:, None]
+            x = y.to(COMPUTE)
+    else:
+        x = x.to(COMPUTE)
+    return x, unit
