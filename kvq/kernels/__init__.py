@@ -1,10 +1,10 @@
 """Kernels over quantized blocks, one folder per operation, each with its PyTorch reference."""
 
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch, StagedBatch, StagedKV
-from kvq.kernels.registry import BACKENDS, Kernel, check_backend, register, registered, select
-from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
+from kvq.kernels.registry import BACKENDS, check_backend, register, registered, select
+from kvq.kernels.spec import Device, Kernel, KernelSpec, LinearSpec, Support
+from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 __all__ = [
     "BACKENDS",

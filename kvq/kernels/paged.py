@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq.formats import ExactTokens, LayerFormats
-from kvq.kernels.gpu.uploads import upload
+from kvq.kernels.uploads import upload
 
 
 class Kept(dict[Hashable, Any]):

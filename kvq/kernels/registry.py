@@ -1,109 +1,30 @@
-"""Which kernel runs an operation: asked by backend name, answered with a kernel or every reason."""
+"""Kernel registry: finds the kernel of an operation by backend, or says why none of them fits."""
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
-from typing import Any
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
 from kvq.kernels.cores import settle_threads
-from kvq.kernels.gpu import support as gpu
-from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.linear.reference import ReferenceLinear
-from kvq.kernels.native import library
 from kvq.kernels.neighbours import watch_neighbours
-from kvq.kernels.spec import LINEAR_OPERATIONS, Device, KernelSpec, LinearSpec, Support
+from kvq.kernels.spec import LINEAR_OPERATIONS, Device, Kernel, KernelSpec, LinearSpec, Support
 
 _log = logging.getLogger("kvq")
 
 BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
 _WRITING = ("write_kv", "rope_write", "seal")
-# What `auto` never takes. Attention in fp32 arithmetic for every format; and with queries rounded to 8 bits
-# over K of FP8 and INT8.
-NAMED_BACKENDS = ("cpu-fp32", "triton-8bit")
+# Backends of another precision, which `auto` never takes, and those whose kernels run where an operation has
+# none of its own: attention in fp32 arithmetic for every format, and with queries rounded to 8 bits over K of
+# FP8 and INT8.
+_PRECISIONS = {"cpu-fp32": "cpu", "triton-8bit": "triton"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """One implementation of one operation."""
-
-    operation: str
-    backend: str
-    run: Callable[..., Any]
-    supports: Callable[[Any, Device], Support]  # of a KernelSpec; of a LinearSpec for Linear layers
-
-    @property
-    def is_triton(self) -> bool:
-        """Whether it is one of the GPU kernels."""
-        return self.backend.startswith("triton")
-
-
-def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Support:
-    """The reference runs every format on every device: bytes are storage, decoded by arithmetic."""
-    return Support(True)
-
-
-def _function(operation: str, backend: str) -> Callable[..., Any]:
-    """An operation on blocks lies in the file of its backend, in a folder of its own."""
-    function: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{operation}.{backend}"), operation)
-    return function
-
-
-def _kernels() -> Iterator[Kernel]:
-    """What kvq itself brings."""
-    supports: Callable[[Any, Device], Support]
-    for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks"):
-        cpu, triton = _function(name, "cpu"), gpu.lazy(name)
-        exact, rounded, fits = cpu, triton, gpu.supports_stored
-        if name == "attend":
-            exact, rounded = partial(cpu, exact=True), partial(triton, rounded=True)
-            fits = gpu.supports
-        for backend, run, supports in (
-            ("reference", _function(name, "reference"), supported_everywhere),
-            ("cpu", cpu, library.supports),
-            ("cpu-fp32", exact, library.supports),
-            ("triton", triton, fits),
-            ("triton-8bit", rounded, gpu.supports_8bit),
-        ):
-            yield Kernel(operation=name, backend=backend, run=run, supports=supports)
-    for name, backends in (
-        (
-            "seal",
-            {
-                **dict.fromkeys(("cpu", "cpu-fp32"), library.supports),
-                **dict.fromkeys(("triton", "triton-8bit"), gpu.supports_stored),
-            },
-        ),
-        ("rope_write", {"triton": gpu.supports, "triton-8bit": gpu.supports_8bit}),
-        (
-            "attend_latent",
-            {
-                **dict.fromkeys(("cpu", "cpu-fp32"), library.supports_latent),
-                **dict.fromkeys(("triton", "triton-8bit"), gpu.supports_latent),
-            },
-        ),
-    ):
-        reference = _function(name, "reference")
-        yield Kernel(operation=name, backend="reference", run=reference, supports=supported_everywhere)
-        for backend, supports in backends.items():
-            run = _function(name, "cpu") if backend.startswith("cpu") else gpu.lazy(name)
-            if (name, backend) == ("attend_latent", "cpu-fp32"):
-                run = partial(run, exact=True)
-            yield Kernel(operation=name, backend=backend, run=run, supports=supports)
-    for name in LINEAR_OPERATIONS:
-        for backend, run, supports in (
-            ("reference", ReferenceLinear, supported_everywhere),
-            ("cpu", CpuLinear, library.supports_linear),
-            ("cpu-fp32", ReferenceLinear, supported_everywhere),
-            ("triton", gpu.lazy_linear, gpu.supports_linear),
-            ("triton-8bit", gpu.lazy_linear, gpu.supports_linear),
-        ):
-            yield Kernel(operation=name, backend=backend, run=run, supports=supports)
-
-
-_KERNELS = list(_kernels())
+# Folders beside this module that export KERNELS, their operations.
+_FOLDERS = (
+    *("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks", "seal", "rope_write"),
+    *("attend_latent", "linear"),
+)
+_KERNELS: list[Kernel] = []
 
 
 def register(kernel: Kernel) -> None:
@@ -113,15 +34,23 @@ def register(kernel: Kernel) -> None:
     _KERNELS.append(kernel)
 
 
+def _found(operation: str, backend: str) -> Kernel | None:
+    for name in (backend, _PRECISIONS.get(backend)):
+        for kernel in _KERNELS:
+            if (kernel.operation, kernel.backend) == (operation, name):
+                return kernel
+    return None
+
+
 def registered(backend: str) -> list[str]:
-    """The operations on blocks of KV that a backend implements."""
-    own = (k.operation for k in _KERNELS if k.backend == backend)
-    return [name for name in own if name not in LINEAR_OPERATIONS]
+    """Return the operations on blocks of KV that a backend implements."""
+    names = dict.fromkeys(k.operation for k in _KERNELS if k.operation not in LINEAR_OPERATIONS)
+    return [name for name in names if _found(name, backend)]
 
 
 def check_backend(backend: str) -> None:
     """Raise ConfigError unless `backend` is `auto` or a known name."""
-    allowed = ["auto", *BACKENDS, *NAMED_BACKENDS]
+    allowed = ["auto", *BACKENDS, *_PRECISIONS]
     if backend not in allowed:
         raise ConfigError(
             f"unknown backend {backend!r}{nearest(backend, allowed) or ';'} allowed: {', '.join(allowed)}"
@@ -147,7 +76,7 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
     reasons: list[tuple[str, str]] = []  # (backend, why not)
     missed = False  # a kernel made for this device can't run
     for name in BACKENDS if backend == "auto" else (backend,):
-        kernel = next((k for k in _KERNELS if (k.operation, k.backend) == (operation, name)), None)
+        kernel = _found(operation, name)
         if kernel is None:
             reasons.append((name, f"has no {operation} kernel"))
             continue
@@ -173,3 +102,8 @@ def _listed(reasons: list[tuple[str, str]]) -> str:
 @lru_cache
 def _log_fallback(backend: str, reasons: str) -> None:
     _log.warning("kernels run on the %s backend (%s)", backend, reasons)
+
+
+for _folder in _FOLDERS:
+    for _kernel in import_module(f"kvq.kernels.{_folder}").KERNELS:
+        register(_kernel)

@@ -1,6 +1,8 @@
-"""What a kernel is asked to support, and on which device."""
+"""Kernels of the registry, the layers and devices they are asked to support, and their answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -93,3 +95,35 @@ class Support:
     yes: bool
     reason: str = ""
     is_missed: bool = True  # False where the backend is made for other devices, so nobody misses it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One implementation of one operation."""
+
+    operation: str
+    backend: str
+    run: Callable[..., Any]
+    supports: Callable[[Any, Device], Support]  # of a KernelSpec; of a LinearSpec for Linear layers
+
+    @property
+    def is_triton(self) -> bool:
+        """True if it is one of the GPU kernels."""
+        return self.backend.startswith("triton")
+
+
+Run = Callable[..., Any]
+Supports = Callable[[Any, Device], Support]
+
+
+def implementations(operation: str, kernels: dict[str, tuple[Run, Supports]]) -> list[Kernel]:
+    """Return an operation's kernels, given by backend."""
+    return [
+        Kernel(operation=operation, backend=backend, run=run, supports=supports)
+        for backend, (run, supports) in kernels.items()
+    ]
+
+
+def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Support:
+    """Return yes: references run every format on every device, since they decode bytes by arithmetic."""
+    return Support(True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq.errors import ConfigError, RequestError
 from kvq.formats.weights import WeightFormat
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.rounding import Cost, search_scales, squares, weighted
 
 _BLOCK = 128  # columns whose updates of all later columns are applied at once

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.codec import e4m3
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 
 _SMALLEST_SCALE = 2.0**-24
 

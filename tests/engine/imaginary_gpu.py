@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from kvq.engine.device import transfers
-from kvq.kernels.gpu import uploads
+from kvq.kernels import uploads
 from kvq.kernels.gpu.launch import Bound
 from tests.engine.imaginary_cuda import ImaginaryGPU, Launch, cuda_of, whole
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.kernels.gpu.uploads import ring, send, upload, upload_all
+from kvq.kernels.uploads import ring, send, upload, upload_all
 
 __all__ = ["Readback", "prepare_transfers", "send", "upload", "upload_all"]
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "integer_words.h"
-#include "memory.h"
+#include "../native/memory.h"
 
 #if defined(KVQ_INTEGER)
 

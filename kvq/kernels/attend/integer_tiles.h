@@ -5,7 +5,7 @@
 #include "integer_scales.h"
 #include "integer_values.h"
 #include "integer_words.h"
-#include "memory.h"
+#include "../native/memory.h"
 
 #if defined(KVQ_INTEGER)
 

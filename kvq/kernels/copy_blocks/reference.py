@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvq.kernels.gpu.uploads import upload
+from kvq.kernels.uploads import upload
 
 
 def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:

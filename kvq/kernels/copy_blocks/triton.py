@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.copy_blocks.reference import copy_together, final_sources
-from kvq.kernels.gpu.uploads import upload_all
+from kvq.kernels.uploads import upload_all
 
 _CHUNK = 8192  # bytes of one program
 _WIDTH = 16  # bytes that a thread moves at once

@@ -11,4 +11,4 @@ from kvq.kernels.spec import Device
 
 def kernel_for(device: torch.device) -> Callable[..., Any] | None:
     """`draw` of `triton.py` if it runs on that device; None where the reference does the work."""
-    return gpu.lazy("draw") if gpu.supports_linear(None, Device.of(device)).yes else None
+    return gpu.lazy("draw.triton", "draw") if gpu.supports_linear(None, Device.of(device)).yes else None

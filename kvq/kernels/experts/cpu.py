@@ -9,8 +9,8 @@ from torch import Tensor
 from kvq.kernels.experts.gating import Gating
 from kvq.kernels.experts.reference import Weight, check_choices, check_experts
 from kvq.kernels.gated.activation import check_activation
-from kvq.kernels.linear.cpu import CpuLinear, checked_rows, rows_of
-from kvq.kernels.native.abi import DTYPES, struct
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.native.abi import DTYPES, checked_rows, rows_of, struct
 from kvq.kernels.native.library import run
 
 

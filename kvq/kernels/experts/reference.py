@@ -10,7 +10,7 @@ from kvq.kernels.experts.gating import Gating
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.gated.reference import activate
 from kvq.kernels.linear.reference import ReferenceLinear
-from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
+from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 Weight = QuantizedWeight | PlainWeight
 

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from kvq.kernels.gated.activation import Activation, check_activation
 from kvq.kernels.gated.reference import check_gated
-from kvq.kernels.linear.cpu import checked_rows, rows_of
-from kvq.kernels.native.abi import DTYPES
+from kvq.kernels.native.abi import DTYPES, checked_rows, rows_of
 from kvq.kernels.native.library import run
 
 

@@ -1,4 +1,4 @@
-"""Which formats and devices the Triton kernels take, and the kernels themselves, imported when asked for."""
+"""Support of the Triton kernels: the formats and devices they take, and imports when one is first called."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -10,7 +10,6 @@ from torch import Tensor
 from kvq.extras import install_command, is_installed
 from kvq.formats import Code
 from kvq.kernels.gpu.current import current
-from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
@@ -20,22 +19,17 @@ MOST_DIM = 256  # elements of a token row that is read by attention
 MOST_STORED_DIM = 512  # or of one that is written and gathered, and of a latent
 
 
-def lazy(operation: str) -> Callable[..., Any]:
-    """The operation's kernel, which imports Triton when it is first called."""
+def lazy(module: str, operation: str) -> Callable[..., Any]:
+    """Return the function `operation` of a module of kvq.kernels, imported when it is first called."""
 
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         blocks: Any = getattr(first, "recent", first)  # of PagedKV all of a layer's, of StagedKV some
         tensor = first if isinstance(first, Tensor) else blocks.k.codes
         with current(tensor.device):
-            return _kernel(operation)(*args, **options)
+            return _imported(module, operation)(*args, **options)
 
     return run
-
-
-def lazy_linear(weight: QuantizedWeight) -> Any:
-    """The kernel of a quantized Linear layer; imports Triton."""
-    return import_module("kvq.kernels.linear.triton").TritonLinear(weight)
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
@@ -108,6 +102,6 @@ def _has_triton() -> bool:
 
 
 @lru_cache(maxsize=16)
-def _kernel(operation: str) -> Callable[..., Any]:
-    kernel: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{operation}.triton"), operation)
+def _imported(module: str, operation: str) -> Callable[..., Any]:
+    kernel: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{module}"), operation)
     return kernel

@@ -1,1 +1,24 @@
-"""What the Linear kernels share: the quantized weight, and what one is asked to support."""
+"""Linear layers with quantized weights, of 4 and of 8 bits."""
+
+from importlib import import_module
+from typing import Any
+
+from kvq.kernels.gpu import support as gpu
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.linear.reference import ReferenceLinear
+from kvq.kernels.native import library
+from kvq.kernels.spec import LINEAR_OPERATIONS, Run, Supports, implementations, supported_everywhere
+from kvq.kernels.weight import QuantizedWeight
+
+
+def _triton(weight: QuantizedWeight) -> Any:
+    return import_module("kvq.kernels.linear.triton").TritonLinear(weight)
+
+
+_backends: dict[str, tuple[Run, Supports]] = {
+    "reference": (ReferenceLinear, supported_everywhere),
+    "cpu": (CpuLinear, library.supports_linear),
+    "cpu-fp32": (ReferenceLinear, supported_everywhere),
+    "triton": (_triton, gpu.supports_linear),
+}
+KERNELS = [kernel for operation in LINEAR_OPERATIONS for kernel in implementations(operation, _backends)]

@@ -9,9 +9,9 @@ from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode
 from kvq.kernels.gated.activation import Activation, check_activation
 from kvq.kernels.linear.pack import pack_panels, pack_plain, unpack_plain
-from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
-from kvq.kernels.native.abi import DTYPES, NUMBERS, struct
+from kvq.kernels.native.abi import DTYPES, NUMBERS, checked_rows, rows_of, struct
 from kvq.kernels.native.library import run
+from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 
 def _code_of(code: WeightCode) -> int:
@@ -143,24 +143,6 @@ class CpuLinears:
 
 def _each_of(x: Tensor) -> tuple[int, int, int]:
     return *rows_of(x), x.stride(1) * x.element_size()
-
-
-def rows_of(x: Tensor) -> tuple[int, int]:
-    """Address and bytes from row to row, as kernels take a matrix."""
-    return x.data_ptr(), x.stride(0) * x.element_size()
-
-
-def checked_rows(x: Tensor, features: int) -> Tensor:
-    """`x` or a copy with contiguous rows; [rows, features].
-
-    Raises:
-        ConfigError: another shape or dtype: compiled code would read past its end.
-    """
-    if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES:
-        raise ConfigError(
-            f"inputs must be fp32, bf16 or fp16 [rows, {features}], got {x.dtype} {list(x.shape)}"
-        )
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 class CpuMLP:

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "lanes.h"
-#include "../attend/memory.h"
+#include "../native/memory.h"
 
 namespace {
 

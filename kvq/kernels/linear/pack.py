@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode
-from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.native.pages import empty
+from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # which their number is padded to

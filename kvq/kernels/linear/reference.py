@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kvq.formats.weights import Inputs
 from kvq.kernels.codec import e4m3
-from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
+from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 
 def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ from kvq.kernels.linear.triton_kernel import (
     quantize_kernel,
 )
 from kvq.kernels.linear.triton_pack import Kind, PackedWeight, kind_of, pack
-from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device
+from kvq.kernels.weight import QuantizedWeight
 
 # From so many rows on the weight is dequantized and multiplied by torch. On an H200 that adds 12 to 45 us to
 # torch's product of an 8B model's layer, and at 256 rows tiles take 30 to 150 us more than it (docs/gpu.md).

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.formats.weights import Inputs, WeightCode
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 
 OUTPUTS = 64  # rows of output are padded to a multiple of so many
 

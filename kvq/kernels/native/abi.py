@@ -104,6 +104,24 @@ def dense_of(x: Tensor) -> tuple[Any, Tensor]:
     return Dense(x.data_ptr(), x.stride(0) * size, x.stride(1) * size, DTYPES[x.dtype]), x
 
 
+def rows_of(x: Tensor) -> tuple[int, int]:
+    """Address and bytes from row to row, as kernels take a matrix."""
+    return x.data_ptr(), x.stride(0) * x.element_size()
+
+
+def checked_rows(x: Tensor, features: int) -> Tensor:
+    """`x` or a copy with contiguous rows; [rows, features].
+
+    Raises:
+        ConfigError: another shape or dtype: compiled code would read past its end.
+    """
+    if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES:
+        raise ConfigError(
+            f"inputs must be fp32, bf16 or fp16 [rows, {features}], got {x.dtype} {list(x.shape)}"
+        )
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def batch_of(batch: SequenceBatch) -> tuple[Any, Tensor]:
     """The sequences of a step, and the table tensor whose memory it names."""
     lens = batch.kept.get(Batch)

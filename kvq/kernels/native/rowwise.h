@@ -1,7 +1,7 @@
 // What operations on rows of floats have in common: pieces of a row, threads, and rows that fit the caches.
 #pragma once
 
-#include "../attend/memory.h"
+#include "memory.h"
 #include "pool.h"
 #include "rows.h"
 

@@ -14,9 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvq.errors import ModelError
 from kvq.formats.weights import parse_weight_format
 from kvq.kernels.linear.reference import ReferenceLinear
-from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.registry import select
 from kvq.kernels.spec import Device, LinearSpec
+from kvq.kernels.weight import QuantizedWeight
 
 _kept: WeakValueDictionary[int, Callable[[Tensor], Tensor]] = WeakValueDictionary()
 _numbers = count(randbits(62))  # so that a program saved by another process names none of them

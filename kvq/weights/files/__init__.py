@@ -13,7 +13,7 @@ from kvq.formats.checkpoints import QuantizationScheme, config_groups, flat_conf
 from kvq.formats.checkpoints.fields import WHERE
 from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.formats.weights import Inputs, WeightCode, WeightFormat
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.files import awq, compressed_tensors, gptq
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.checkpoints.fields import WHERE
 from kvq.formats.checkpoints.scheme import LayerScheme
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.files.tensors import take, take_matrix, take_scale
 from kvq.weights.files.words import check_fp16_scales, offset, pack_awq, signed, unpack_awq, whole_groups
 

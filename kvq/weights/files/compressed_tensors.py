@@ -13,7 +13,7 @@ from kvq.errors import ModelError
 from kvq.formats.checkpoints.config_groups import INT, PACKED, version_of
 from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.formats.weights import WeightCode, WeightFormat
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
 from kvq.weights.files.words import num_words, offset, pack_words, signed, unpack_words, whole_groups
 

@@ -12,7 +12,7 @@ from kvq.errors import ConfigError, ModelError
 from kvq.formats.checkpoints.fields import WHERE
 from kvq.formats.checkpoints.flat_config import V1, V2
 from kvq.formats.checkpoints.scheme import LayerScheme
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
 from kvq.weights.files.words import (
     WORD_BITS,

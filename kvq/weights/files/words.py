@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.errors import ConfigError
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 
 
 def own_order(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:

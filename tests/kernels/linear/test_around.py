@@ -9,8 +9,8 @@ from torch import Tensor
 from kvq.kernels import PlainWeight, QuantizedWeight
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.gated.cpu import gated
-from kvq.kernels.linear.cpu import CpuLinear, rows_of
-from kvq.kernels.native.abi import DTYPES, struct
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.native.abi import DTYPES, rows_of, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.rms_norm.cpu import rms_norm
 from tests.kernels.backends import NAMES, kernel

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvq.formats.weights import WeightFormat, parse_weight_format
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights import round_weight
 from kvq.weights.files import QuantizationScheme, pack_linear, parse_config, quantization_config
 

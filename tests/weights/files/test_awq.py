@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import parse_weight_format
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.files import pack_linear, parse_config, read_linear
 from tests.weights.files.helpers import NAME, on_disk, random_weight, unsigned
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import parse_weight_format
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights import round_weight
 from kvq.weights.files import pack_linear, parse_config, quantization_config, read_linear
 from tests.weights.files.helpers import NAME, on_disk, random_weight, unsigned

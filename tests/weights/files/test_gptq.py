@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.checkpoints.scheme import EVERY
 from kvq.formats.weights import parse_weight_format
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.files import QuantizationScheme, pack_linear, parse_config, read_linear
 from tests.weights.files.helpers import NAME, on_disk, random_weight, unsigned
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq.kernels.gpu.uploads import Ring, send, upload, upload_all
+from kvq.kernels.uploads import Ring, send, upload, upload_all
 
 CPU = torch.device("cpu")
 NUMBERS = [np.arange(5), np.array([[1, 2, 3]], np.int32), np.array([0.5]), np.array([True, False, True])]
