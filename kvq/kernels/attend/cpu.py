@@ -32,7 +32,8 @@ def attend(
         MemoryError: no room for scratch memory.
         ConfigError: shapes that don't fit the blocks or the batch.
     """
-    return run_attention("attend", q, kv, batch, options, q_dim=kv.formats.k_head_dim, exact=exact)
+    check_shape("q", q, q.shape[1], kv.formats.k_head_dim)
+    return run_attention("attend", q, kv, batch, options, exact=exact)
 
 
 def run_attention(
@@ -42,12 +43,10 @@ def run_attention(
     batch: SequenceBatch,
     options: AttentionOptions,
     *,
-    q_dim: int,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One of the C++ kernels that attend over blocks, with queries of `q_dim` elements; see `attend`."""
+    """Run one of the C++ kernels that attend over blocks, with queries of a checked shape; see `attend`."""
     tokens, q_heads, _ = q.shape
-    check_shape("q", q, q_heads, q_dim)
     check_batch(batch, tokens, kv.block_size, options)
     asked, _kept_sinks = options_of(options, q_heads, kv.k.codes.shape[1], exact=exact)
     queries, kept_q = dense_of(q)

@@ -9,6 +9,7 @@ from kvq.errors import ConfigError
 from kvq.formats import Code
 from kvq.kernels.attend.cpu import run_attention
 from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.native.abi import check_shape
 from kvq.kernels.native.library import run
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
@@ -37,8 +38,8 @@ def attend_latent(
     """
     if (heads := kv.k.codes.shape[1]) != 1:
         raise ConfigError(f"latents are of one KV head for all query heads, got {heads}")
-    dim = kv.formats.v_head_dim + kv.formats.k_head_dim
-    return run_attention("attend_latent", q, kv, batch, options, q_dim=dim, exact=exact)
+    check_shape("q", q, q.shape[1], kv.formats.v_head_dim + kv.formats.k_head_dim)
+    return run_attention("attend_latent", q, kv, batch, options, exact=exact)
 
 
 @lru_cache(maxsize=1)

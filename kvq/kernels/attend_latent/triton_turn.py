@@ -27,13 +27,15 @@ def turned(x: Tensor, parts: tuple[tuple[int, int], ...], dtype: torch.dtype) ->
             (tokens * heads, 1, 1),
             (x, out),
             (*x.stride(), heads),
-            FIRST=first,
-            FIRST_PAD=triton.next_power_of_2(first),
-            FIRST_BLOCK=first_block,
-            SECOND=second,
-            SECOND_PAD=triton.next_power_of_2(second),
-            SECOND_BLOCK=second_block,
-            num_warps=1,
+            {
+                "FIRST": first,
+                "FIRST_PAD": triton.next_power_of_2(first),
+                "FIRST_BLOCK": first_block,
+                "SECOND": second,
+                "SECOND_PAD": triton.next_power_of_2(second),
+                "SECOND_BLOCK": second_block,
+                "num_warps": 1,
+            },
         )
     return out
 

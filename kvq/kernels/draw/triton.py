@@ -76,20 +76,26 @@ class _Rows:
         raw = self._logits if self._raw is None else self._raw
         strides = self._stride, raw.stride(0), self._slots
         grid, tensors = (self._spans, self._rows, 1), (self._logits, raw, self._scratch)
-        launch(peaks_kernel, grid, tensors, (self._vocab, *strides), CHANGED=self._raw is not None, **_LAUNCH)
+        launch(
+            peaks_kernel,
+            grid,
+            tensors,
+            (self._vocab, *strides),
+            {"CHANGED": self._raw is not None, **_LAUNCH},
+        )
 
     def run(self, kernel: Any) -> None:
         """Launch a pass over all logits, a program a span."""
         assert self._parameters is not None, "rows that draw have parameters"
         tensors = self._logits, self._parameters, self._scratch
         numbers = self._vocab, self._stride, self._slots
-        launch(kernel, (self._spans, self._rows, 1), tensors, numbers, **self._launch)
+        launch(kernel, (self._spans, self._rows, 1), tensors, numbers, self._launch)
 
     def run_by_row(self, kernel: Any) -> None:
         """Launch a program a row."""
         assert self._parameters is not None, "rows that draw have parameters"
         tensors, numbers = (self._parameters, self._scratch), (self._vocab, self._slots)
-        launch(kernel, (self._rows, 1, 1), tensors, numbers, **self._launch)
+        launch(kernel, (self._rows, 1, 1), tensors, numbers, self._launch)
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """Launch `choose_kernel`, and return what `draw` returns."""
@@ -100,5 +106,5 @@ class _Rows:
         tensors = self._logits, read, self._scratch, tokens, numbers
         sizes, flags = (self._vocab, self._stride, self._slots), {"CHANGED": self._raw is not None}
         grid = self._rows, 1, 1
-        launch(choose_kernel, grid, tensors, sizes, ALL_GREEDY=greedy, **flags, **self._launch)
+        launch(choose_kernel, grid, tensors, sizes, {"ALL_GREEDY": greedy, **flags, **self._launch})
         return tokens, numbers

@@ -33,7 +33,7 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
 @lru_cache(maxsize=64)
 def _launch(device: torch.device, dtype: torch.dtype, activation: Activation) -> Bound:
     sizes = {"ACTIVATION": int(activation), "WIDTH": _WIDTH, "num_warps": 4}
-    return Bound(_gated_kernel, ("x_ptr", "out_ptr"), ("x_row", "count"), **sizes)
+    return Bound(_gated_kernel, ("x_ptr", "out_ptr"), ("x_row", "count"), sizes)
 
 
 @triton.jit

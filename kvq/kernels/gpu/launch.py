@@ -1,11 +1,11 @@
-"""Launching a Triton kernel again and again: what stays is bound once, what changes is put before it.
+"""Repeated launches of a Triton kernel: arguments that stay are bound once, those that change come first.
 
 Triton's own launch looks at every argument every time, some 50 of attention's, which takes several times as
 long as a small kernel runs. Here it looks at the first launch of a kind; later ones hand their arguments to
-what was compiled for that.
+the kernel compiled for it, as Triton does: tuples stay tuples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
@@ -28,9 +28,10 @@ class Bound:
     """
 
     def __init__(
-        self, kernel: Any, tensors: Sequence[str], numbers: Sequence[str] = (), **fixed: Any
+        self, kernel: Any, tensors: Sequence[str], numbers: Sequence[str], fixed: Mapping[str, Any]
     ) -> None:
-        """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: its first arguments."""
+        """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: its first arguments; `fixed`: its
+        others, by their names, and the compiler's options."""
         names = list(kernel.arg_names)
         self._varying = [*tensors, *numbers]
         count = len(self._varying)
@@ -75,7 +76,11 @@ class Bound:
 
 
 def launch(
-    kernel: Any, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **constants: Any
+    kernel: Any,
+    grid: Grid,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: Mapping[str, Hashable],
 ) -> None:
     """Launch a kernel whose arguments are these tensors, then these numbers, then constants.
 
@@ -92,10 +97,10 @@ def _bound(
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     numbers: int,
-    constants: tuple[tuple[str, Any], ...],
+    constants: tuple[tuple[str, Hashable], ...],
 ) -> Bound:
     names, count = kernel.arg_names, len(dtypes)
-    return Bound(kernel, names[:count], names[count : count + numbers], **dict(constants))
+    return Bound(kernel, names[:count], names[count : count + numbers], dict(constants))
 
 
 def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:

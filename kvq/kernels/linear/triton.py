@@ -122,25 +122,27 @@ class TritonLinear:
             linear_kernel,
             ("x_ptr", "x_scale_ptr", "x_sum_ptr", "out_ptr"),
             ("rows", "x_row", "out_split"),
-            w_ptr=codes,
-            scale_ptr=scale,
-            zero_ptr=zero,
-            outputs=weight.out_features,
-            blocks=weight.blocks,
-            split_blocks=each,
-            groups=weight.groups,
-            COMPUTE=compute_dtype(weight, inputs, x),
-            BM=tile.rows,
-            GROUPED=weight.groups > 1,
-            SCALED=inputs is not Inputs.FULL,
-            **constants(weight, tile),
+            {
+                "w_ptr": codes,
+                "scale_ptr": scale,
+                "zero_ptr": zero,
+                "outputs": weight.out_features,
+                "blocks": weight.blocks,
+                "split_blocks": each,
+                "groups": weight.groups,
+                "COMPUTE": compute_dtype(weight, inputs, x),
+                "BM": tile.rows,
+                "GROUPED": weight.groups > 1,
+                "SCALED": inputs is not Inputs.FULL,
+                **constants(weight, tile),
+            },
         )
         own = {"splits": splits, "WIDTH": _SUMMED, "num_warps": 4}
         return _Plan(
             tile,
             splits,
             product,
-            Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), **own),
+            Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), own),
         )
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:

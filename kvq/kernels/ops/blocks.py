@@ -2,7 +2,7 @@
 
 `k_codes`, `k_scales`, `k_static` and those of V are the tensors of `PagedRows`; `kv` is a format's name or a
 pair, as `--kv` takes it; head dimensions and the block size are read off the codes. What the operators return
-is what `kvq/kernels/*/reference.py` says.
+is what `kvq/kernels/*/reference.py` says. torch's schemas have no structures, so every tensor is an argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def write_kv(
 
 
 @write_kv.register_fake
-def _(k: Tensor, *_: Any, **__: Any) -> Tensor:
+def _(k: Tensor, *_: Any) -> Tensor:
     return k.new_empty(k.shape[0], dtype=torch.bool)
 
 
@@ -75,10 +75,8 @@ def attend(
     return out, lse
 
 
-def _attended(
-    q: Tensor, k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any, **named: Any
-) -> Any:
-    kv = named["kv"] if "kv" in named else rest[4]
+def _attended(q: Tensor, k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any) -> Any:
+    kv = rest[4]
     out = q.new_empty(*q.shape[:2], _head_dims(k_codes, v_codes, kv)[1])
     return out, q.new_empty(*q.shape[:2], dtype=torch.float32)
 
@@ -138,10 +136,8 @@ def gather_dense(
 
 
 @gather_dense.register_fake
-def _(
-    k_codes: Tensor, k_scales: Any, v_codes: Tensor, v_scales: Any, tables: Tensor, start: int, end: int,
-    kv: str, *_: Any, **__: Any,
-) -> Any:  # fmt: skip
+def _(k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any) -> Any:
+    _, tables, start, end, kv, *_ = rest
     shape = tables.shape[0], k_codes.shape[1], end - start
     dims = _head_dims(k_codes, v_codes, kv)
     return tuple(k_codes.new_empty(*shape, dim, dtype=torch.float32) for dim in dims)
@@ -158,7 +154,7 @@ def merge_partials(
 
 
 @merge_partials.register_fake
-def _(outs: Tensor, *_: Any, **__: Any) -> Any:
+def _(outs: Tensor, *_: Any) -> Any:
     return outs.new_empty(outs.shape[1:], dtype=torch.float32), outs.new_empty(
         outs.shape[1:3], dtype=torch.float32
     )

@@ -104,5 +104,5 @@ def _version(x: Tensor) -> int:
 
 
 @linear.register_fake
-def _(x: Tensor, codes: Tensor, *_: Any, **__: Any) -> Tensor:
+def _(x: Tensor, codes: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[0])

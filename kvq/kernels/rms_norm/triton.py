@@ -64,15 +64,17 @@ class AddNorm:
             _add_norm_kernel,
             ("x_ptr", "residual_ptr", "post_ptr", "norm_ptr", "out_ptr"),
             ("x_row", "residual_row"),
-            post_eps=0.0 if post is None else post.eps,
-            eps=0.0 if norm is None else norm.eps,
-            scale=self._scale,
-            DIM=dim,
-            PAD=pad,
-            POST=post is not None,
-            ADDS=adds,
-            NORMS=norm is not None,
-            num_warps=min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS),
+            {
+                "post_eps": 0.0 if post is None else post.eps,
+                "eps": 0.0 if norm is None else norm.eps,
+                "scale": self._scale,
+                "DIM": dim,
+                "PAD": pad,
+                "POST": post is not None,
+                "ADDS": adds,
+                "NORMS": norm is not None,
+                "num_warps": min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS),
+            },
         )
 
 

@@ -52,7 +52,7 @@ def _bound(kv: PagedKV, layer: LayerHeads, is_turned: bool, tokens: int) -> tupl
     """Programs of a token, and the launch but for what changes from step to step."""
     elements = _FEW_ELEMENTS if tokens <= _FEW_TOKENS else _ELEMENTS
     programs, own = _constants(kv, layer, is_turned, elements)
-    return programs, Bound(rope_write_kernel, _TENSORS, _ROWS, **own)
+    return programs, Bound(rope_write_kernel, _TENSORS, _ROWS, own)
 
 
 def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -> tuple[int, dict[str, Any]]:

@@ -49,7 +49,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def bound(kernel: Kernel) -> Bound:
-    return Bound(kernel, ("x", "out"), ("rows", "stride"), scale=0.5, WIDTH=128, num_warps=4)
+    return Bound(kernel, ("x", "out"), ("rows", "stride"), {"scale": 0.5, "WIDTH": 128, "num_warps": 4})
 
 
 def test_the_second_launch_hands_all_arguments_in_their_order_to_what_was_compiled(kernel: Kernel) -> None:
@@ -103,12 +103,12 @@ def test_what_is_interpreted_is_never_kept_and_numbers_have_32_bits(kernel: Kern
 
 def test_varying_arguments_come_first(kernel: Kernel) -> None:
     with pytest.raises(AssertionError, match="come first"):
-        Bound(kernel, ("out", "x"), ("rows",))
+        Bound(kernel, ("out", "x"), ("rows",), {})
 
 
 def test_arguments_that_the_kernel_does_not_have_are_refused(kernel: Kernel) -> None:
     """Compiled kernels refuse them only at a launch on a GPU, interpreted ones never do."""
     with pytest.raises(AssertionError, match="no such arguments"):
-        Bound(kernel, ("x", "out"), ("rows", "stride"), scale=0.5, WIDTH=128, HEIGHT=4)
+        Bound(kernel, ("x", "out"), ("rows", "stride"), {"scale": 0.5, "WIDTH": 128, "HEIGHT": 4})
     with pytest.raises(AssertionError, match="no such arguments"):
-        Bound(kernel, ("x", "out"), ("rows", "stride"), rows=3)
+        Bound(kernel, ("x", "out"), ("rows", "stride"), {"rows": 3})

@@ -78,8 +78,8 @@ class Plan:
         if _ROOM in kernel.arg_names:
             room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // cutting.decode.keys
         tensors = _ATTENDED if room is None else (*_ATTENDED, _ROOM)
-        decode, extend = (Bound(kernel, tensors, _NUMBERS, **own) for own in attends)
-        one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
+        decode, extend = (Bound(kernel, tensors, _NUMBERS, own) for own in attends)
+        one, more = (Bound(merge_kernel, _MERGED, ("height",), own) for own in merges)
         return cls(
             name=(*cutting[:8], *astuple(shapes[0]), *astuple(shapes[1])),
             cutting=cutting,
@@ -134,8 +134,7 @@ def launched(
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
     step = _step(batch, plan)
     for work in step.works:
-        room = _room(batch, tokens * q_heads * plan.room) if plan.room and not work.is_extend else lse
-        _launch(plan, work, q, batch.tables, (out, lse), sinks, room)
+        _launch(plan, work, q, batch, (out, lse), sinks)
     return (out, lse), step.gathered
 
 
@@ -223,16 +222,16 @@ def _launch(
     plan: Plan,
     work: _Work,
     q: Tensor,
-    tables: Tensor,
+    batch: SequenceBatch,
     results: tuple[Tensor, Tensor],
     sinks: Tensor | None,
-    room: Tensor,
 ) -> None:
-    out, lse = results
+    (out, lse), tables = results, batch.tables
     parts, lses, items = work.parts, work.lses, work.items
     read = lse if sinks is None else sinks  # else a pointer that is not read
     tensors: tuple[Tensor, ...] = q, out, lse, parts, lses, items.items, tables, read
     if plan.room is not None:
+        room = _room(batch, lse.numel() * plan.room) if plan.room and not work.is_extend else lse
         tensors = *tensors, room
     plan.attend[work.is_extend](work.grid, tensors, (*q.stride(), tables.stride(0), items.height))
     if work.merge_grid is not None:

@@ -76,15 +76,17 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
         (1, 1, 1),
         (lens, items, merged),
         (lens.stride(0), *counts, *limits, part["recent"], part["part_first"], part["part_last"]),
-        SHARE=cut.share,
-        ROWS=cut.rows,
-        KEYS=cut.keys,
-        WINDOW=cut.window is not None,
-        CHUNK=cut.chunk or 0,
-        AGE=part["AGE"],
-        AGE_BLOCK=part["AGE_BLOCK"],
-        BLOCK=_FEW if slots <= _FEW else _BLOCK,
-        num_warps=4,
+        {
+            "SHARE": cut.share,
+            "ROWS": cut.rows,
+            "KEYS": cut.keys,
+            "WINDOW": cut.window is not None,
+            "CHUNK": cut.chunk or 0,
+            "AGE": part["AGE"],
+            "AGE_BLOCK": part["AGE_BLOCK"],
+            "BLOCK": _FEW if slots <= _FEW else _BLOCK,
+            "num_warps": 4,
+        },
     )
     height = min(cut.rows, max(height for height, _ in heights))
     return WorkList(items, merged if can_split else None, parts, height)
