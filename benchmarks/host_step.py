@@ -63,6 +63,7 @@ def imagined() -> Iterator[None]:
     """Kernels are chosen as on a GPU and launched nowhere."""
     with ExitStack() as stack:
         stack.enter_context(as_on_gpu(in_triton=False))
+        stack.enter_context(patch("kvq.bench.random_model.probe_layers"))  # nothing is computed
         stack.enter_context(patch.object(JITFunction, "run", lambda *_, **__: _Compiled))
         stack.enter_context(patch.object(Bound, "look", _look))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True))
