@@ -1,4 +1,4 @@
-"""How many cores this process may use: its container's quota, which torch does not look at.
+"""CPU quota: how many cores the container grants this process, which torch does not look at.
 
 Two threads under a quota of one core run for half of every period and are stopped for the other half; one
 thread is hardly ever stopped.
@@ -44,7 +44,7 @@ def quota_cores(groups: Path = _GROUPS, own: Path = _OWN) -> float | None:
 
 
 def _quotas(groups: Path, own: str) -> Iterator[float]:
-    """Of the process's group and of those above it. `own`: lines of number:controllers:path."""
+    """Yield the quotas of a process's group and of those above. `own`: lines of number:controllers:path."""
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):

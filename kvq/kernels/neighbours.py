@@ -1,4 +1,4 @@
-"""How torch's threads wait for each other: spinning while their cores are theirs, else asleep.
+"""Waiting of torch's threads for each other: spinning while their cores are theirs, else asleep.
 
 The kernels' own threads (native/pool.h) need none of this. What torch computes with several, oneDNN's
 products and samplers over large vocabularies, is done by a team of libgomp's, which its Linux wheels bring.
@@ -72,7 +72,7 @@ def end_team() -> None:
 
 
 def read_times() -> Times:
-    """Of every thread of this process; empty where the kernel doesn't say."""
+    """Return the times of every thread of this process; empty where the kernel doesn't say."""
     times: Times = {}
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError, ValueError):  # a thread that has ended meanwhile; a kernel that doesn't count
@@ -82,7 +82,7 @@ def read_times() -> Times:
 
 
 def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, float]:
-    """Of the working thread that lacked a core most: which share of its time, and seconds at a time."""
+    """Return the share of time that the working thread worst off lacked a core, and seconds at a time."""
     worst = (0.0, 0.0)
     for thread in before.keys() & after.keys():
         ran, waited, turns = (new - old for new, old in zip(after[thread], before[thread], strict=True))

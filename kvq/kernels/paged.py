@@ -13,7 +13,7 @@ from kvq.kernels.uploads import upload
 
 
 class Kept(dict[Hashable, Any]):
-    """What kernels worked out of tensors, each under a name of its own; once for all steps or layers.
+    """Results that kernels worked out of tensors, each under a name of its own; once for all steps or layers.
 
     A deep copy begins empty: what is kept names the memory of the original.
     """
@@ -99,7 +99,7 @@ class SequenceBatch:
         return tuple(0 if i in self.left_out else new for i, new in enumerate(self.query_lens))
 
     def without(self, sequences: Iterable[int]) -> "SequenceBatch":
-        """The same batch for a kernel that leaves those sequences to another; made once for all layers."""
+        """Return the batch for a kernel that leaves those sequences to another; made once for all layers."""
         if not (some := frozenset(sequences)):
             return self
         name = SequenceBatch.without, some
@@ -109,7 +109,7 @@ class SequenceBatch:
         return kept
 
     def only(self, sequences: Sequence[int]) -> "SequenceBatch":
-        """Those sequences, packed anew, on their own; made once for all layers."""
+        """Return those sequences, packed anew, on their own; made once for all layers."""
         name = SequenceBatch.only, tuple(sequences)
         if name not in self.kept:
             self.kept[name] = replace(
@@ -124,7 +124,7 @@ class SequenceBatch:
         return kept
 
     def rows_of(self, sequences: Iterable[int]) -> list[slice]:
-        """Where the new tokens of sequences are packed."""
+        """Return where the new tokens of sequences are packed."""
         starts = (0, *accumulate(self.query_lens))
         return [slice(starts[i], starts[i + 1]) for i in sequences]
 
@@ -138,7 +138,8 @@ class SequenceBatch:
         return lens
 
     def sealing(self, recent: int, block_size: int) -> list[range]:
-        """Of every sequence the blocks that its new tokens make old enough to be sealed, by table index."""
+        """Return of every sequence the blocks that its new tokens make old enough to be sealed, by table
+        index."""
         return [
             range(*(max(0, length - recent) // block_size for length in (end - new, end)))
             for new, end in zip(self.query_lens, self.context_lens, strict=True)
@@ -166,7 +167,7 @@ class SequenceBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagedBatch:
-    """The same sequences of one step as the layer groups of a staged layer see them."""
+    """Sequences of one step as the layer groups of a staged layer see them."""
 
     sealed: SequenceBatch
     recent: SequenceBatch

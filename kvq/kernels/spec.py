@@ -77,14 +77,14 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """What GPU kernels are compiled for: `sm90`, `gfx942`; of others their type."""
+        """Return what GPU kernels are compiled for: `sm90`, `gfx942`; of others their type."""
         if self.gfx is not None:
             return self.gfx
         return self.type if self.capability is None else "sm{}{}".format(*self.capability)
 
     @property
     def multiplies_e4m3fn(self) -> bool:
-        """Whether kernels may multiply FP8 codes as they are: on AMD the format differs between GPUs."""
+        """True if kernels may multiply FP8 codes as they are: on AMD the format differs between GPUs."""
         return self.capability is not None and self.capability >= (8, 9)
 
 

@@ -101,7 +101,7 @@ class Ring:
             self._copy(start, target[first : first + most])
 
     def _room(self, nbytes: int) -> int:
-        """Where so many bytes begin in the current segment, which may be another one than before."""
+        """Return where so many bytes begin in the current segment, which may be another one than before."""
         if self._used + nbytes > len(self._bytes[0]):
             self._copied[self._segment] = [_behind(stream) for stream in self._streams]
             self._streams.clear()

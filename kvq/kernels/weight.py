@@ -38,7 +38,7 @@ class QuantizedWeight:
         zero: Tensor | None = None,
         order: Tensor | None = None,
     ) -> "QuantizedWeight":
-        """From integer codes int8 [out, in] (of FP8: E4M3FN bytes, uint8), columns in the order of groups."""
+        """Pack integer codes int8 [out, in] (of FP8: E4M3FN bytes, uint8), columns in the order of groups."""
         codes = pack_nibbles(q) if fmt.code in (WeightCode.INT4, WeightCode.INT3) else q.contiguous()
         return cls(fmt=fmt, codes=codes, scale=scale, zero=zero, order=order)
 
@@ -56,7 +56,7 @@ class QuantizedWeight:
         )
 
     def has_order_of(self, other: "QuantizedWeight") -> bool:
-        """Whether the columns of both belong to the same inputs."""
+        """Return True if the columns of both belong to the same inputs."""
         if self.order is None or other.order is None:
             return self.order is other.order
         return torch.equal(self.order, other.order)
@@ -100,7 +100,7 @@ class QuantizedWeight:
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """The same on another device."""
+        """Return the weight on another device."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 

@@ -41,7 +41,7 @@ class Gathered(NamedTuple):
 
 
 def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
-    """Whether a layer's attention can be had from flash attention over rows in the dtype of its queries.
+    """Return True if flash attention over rows in the queries' dtype can compute a layer's attention.
 
     Not with a softcap, with heads of K unlike those of V, with queries of fp32 (but for the interpreter's) or
     with codes whose numbers that dtype can't hold; nor with plain numbers, which no tile has to decode (2,048
@@ -61,7 +61,7 @@ def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
 
 
 def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
-    """Whether gathering is less work than decoding in every tile; counted, and one case was timed.
+    """Return True if gathering is less work than decoding in every tile; counted, and one case was timed.
 
     2,048 tokens over 32,768 took an H200 3.4 to 3.8 ms gathered; fused 4.2 with fp8, 4.4 with int8 and 5.1 to
     10.7 with INT4.

@@ -1,4 +1,4 @@
-"""How a layer weighs the keys that its queries see."""
+"""Attention options: scale, window, chunks, softcap, sinks, and parts of the keys by age."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -11,7 +11,7 @@ from kvq.formats import ExactTokens
 
 
 class Age(Enum):
-    """Of keys, seen from a query."""
+    """Age of keys, seen from a query."""
 
     OLD = "old"  # in blocks that are full and followed by `recent` tokens, up to the query
     YOUNG = "young"  # the others
@@ -37,7 +37,7 @@ class Part:
         return max(0, position + 1 - self.recent) // self.block_size * self.block_size
 
     def edges(self, position: Tensor) -> Tensor:
-        """The same of many."""
+        """Return the edges of many positions."""
         return (position + 1 - self.recent).clamp(min=0) // self.block_size * self.block_size
 
     def oldest(self, position: int) -> int:
@@ -67,7 +67,7 @@ def parts_of(exact: ExactTokens, block_size: int) -> tuple[Part, Part, Part]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionOptions:
-    """What attention is asked to do besides reading blocks.
+    """Options of a layer's attention beside its blocks.
 
     `scale` multiplies the scores, then `softcap` bounds them as softcap * tanh(s / softcap). `window`:
     keys that a query sees, its own position included. `chunk`: tokens; a query sees only keys of its own
@@ -96,21 +96,22 @@ class AttentionOptions:
             raise ConfigError(f"softcap must be more than 0, or None for none, got {self.softcap}")
 
     def within(self, window: int | None) -> "AttentionOptions":
-        """The same with a window at most that long."""
+        """Return the options with a window at most that long."""
         if window is None or (self.window is not None and self.window <= window):
             return self
         return replace(self, window=window)
 
     def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
-        """The same of a layer whose queries see so many tokens: the latest, or those of their chunk."""
+        """Return the options of a layer whose queries see so many tokens: the latest, or those of their
+        chunk."""
         return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":
-        """The same over a part of the keys."""
+        """Return the options over a part of the keys."""
         return replace(self, part=part)
 
     def without_sinks(self) -> "AttentionOptions":
-        """The same for a part of the keys: sinks join once, where parts are merged."""
+        """Return the options without sinks, which join once, where parts of the keys are merged."""
         return self if self.sinks is None else replace(self, sinks=None)
 
     def oldest(self, position: int) -> int:

@@ -54,8 +54,8 @@ def attend_rows(
     batch: SequenceBatch,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    """The same over rows from anywhere, fp32: `rows_of` gives K and V [kv_heads, keys, dim] of a table's
-    positions [start, end). `query`: fp32 [tokens, q_heads, dim].
+    """Return `attend`'s results over rows from anywhere, fp32: `rows_of` gives K and V [kv_heads, keys, dim]
+    of a table's positions [start, end). `query`: fp32 [tokens, q_heads, dim].
     """
     tokens, q_heads, _ = query.shape
     out = torch.zeros(tokens, q_heads, v_dim, device=query.device)

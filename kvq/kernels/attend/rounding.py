@@ -1,4 +1,4 @@
-"""What queries are rounded to where they are multiplied with K's 8-bit codes as those lie."""
+"""Rounding of queries for 8-bit products: the largest code of K's formats that are multiplied as they lie."""
 
 from torch import Tensor
 

@@ -44,13 +44,13 @@ def attend_latent(
 
 @lru_cache(maxsize=1)
 def has_tiles() -> bool:
-    """Whether this CPU multiplies in tiles of bf16."""
+    """Return True if this CPU multiplies in tiles of bf16."""
     found = ctypes.c_int(0)
     run("latent_tiles", ctypes.addressof(found))
     return bool(found.value)
 
 
 def relative_speed(kv: PagedKV, *, exact: bool) -> float:
-    """How many products it makes over such blocks while torch makes one."""
+    """Return how many products the kernel makes over such blocks while torch makes one."""
     codes = (kv.formats.k.code, kv.formats.v.code)
     return _IN_TILES if has_tiles() and not exact and Code.FP32 not in codes else _IN_FP32

@@ -93,7 +93,7 @@ def shares(codes: Tensor, bits: int) -> Tensor:
 
 
 def _factors(bits: int, device: torch.device) -> Tensor:
-    """By a channel's bits, the factor of the scale that `bits` bits would have: fp32 [bits + 3]."""
+    """Return by a channel's bits the factor of the scale that `bits` bits would have: fp32 [bits + 3]."""
     levels = [max(1, (1 << own) - 1) for own in range(bits + MOST_SHIFTED + 1)]
     return torch.tensor([((1 << bits) - 1) / own for own in levels], dtype=torch.float32, device=device)
 

@@ -94,7 +94,7 @@ class _Registered:
         return self.tried[dim]
 
     def through(self, x: Tensor) -> Tensor:
-        """What is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim]."""
+        """Return what is read back of rows, fp32 [..., dim], or of whole blocks [..., tokens, dim]."""
         rows = x.flatten(0, -2 if self.block is None else -3)
         return self._read_back(rows)[1].reshape(x.shape)
 

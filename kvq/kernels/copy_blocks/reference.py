@@ -24,7 +24,7 @@ def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> No
 
 
 def copy_together(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """The same in two launches per part, however many pairs. On a CPU it takes ten times as long."""
+    """Copy blocks in two launches per part, however many pairs. On a CPU it takes ten times as long."""
     origin = final_sources(pairs)
     if not origin:
         return

@@ -38,7 +38,7 @@ def runs_in_cpp(parts: DecoderParts) -> bool:
 
 
 def _products(parts: DecoderParts) -> tuple[Any, ...]:
-    """Of a layer with a gated MLP."""
+    """Return the products of a layer with a gated MLP."""
     mlp = parts.mlp
     return (parts.qkv, parts.output) + ((mlp.gate_up, mlp.down) if isinstance(mlp, GatedParts) else ())
 

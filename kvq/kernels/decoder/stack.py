@@ -164,7 +164,7 @@ class CpuStack:
     def step(
         self, batches: Sequence[SequenceBatch], bad: Tensor, rows: int, dtype: torch.dtype
     ) -> "_StackStep":
-        """What a step over `rows` rows of a dtype takes, but for its angles; for arguments see `__call__`."""
+        """Return a step over `rows` rows of a dtype, but for its angles; for arguments see `__call__`."""
         step = _StackStep(self._num_groups, self.kinds)
         named = step.named
         for layer in self._groups.values():
@@ -200,7 +200,7 @@ class CpuStack:
         return step
 
     def _take_memory(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What goes from one operation to the next; it is kept for the next step, if it isn't much."""
+        """Return memory between operations, which is kept for the next step if it isn't much."""
         kept = self._memory
         if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
             return kept

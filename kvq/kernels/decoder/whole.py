@@ -21,7 +21,7 @@ AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassParts:
-    """What lies around a model's layers.
+    """Parts around a model's layers.
 
     `embedding`: [vocab, hidden] of `dtype`, or the head whose weight rows are looked up in as `dtype`.
 
@@ -70,18 +70,18 @@ class ReadyPass:
 
     @property
     def seconds(self) -> float:
-        """That writing and attention took."""
+        """Return the seconds that writing and attention took."""
         found: float = self._step.seconds
         return found
 
     @property
     def took_s(self) -> float:
-        """From its begin to its end."""
+        """Return the seconds from the pass's begin to its end."""
         found: float = self._step.took
         return found
 
     def run(self) -> None:
-        """From its begin to its end.
+        """Run the pass from its begin to its end.
 
         Raises:
             IndexError: a token, a position, a row, or a block that isn't there.
@@ -213,7 +213,7 @@ class CpuPass:
         self._tables, self._arrays, self._memory = tables, (cos, sin), ()
 
     def _take_memory(self, rows: int) -> tuple[Tensor, ...]:
-        """What goes from one operation to the next; it is kept for the next step, if it isn't much."""
+        """Return memory between operations, which is kept for the next step if it isn't much."""
         if self._memory and rows <= len(self._memory[0]):
             return self._memory
         hidden, dtype, angles = self.parts.head.in_features, self.parts.dtype, self._angles["dim"]

@@ -1,4 +1,4 @@
-"""What a row draws with, as the kernels on a GPU read it."""
+"""Sampling parameters of a row, in columns as the kernels on a GPU read them."""
 
 import math
 from enum import IntEnum
@@ -14,7 +14,7 @@ COLUMNS = 6
 
 
 class Kind(IntEnum):
-    """How a row's token is found, each kind with more work than the one before."""
+    """Ways to find a row's token, each with more work than the one before."""
 
     GREEDY = 0  # the likeliest
     WHOLE = 1  # from running sums in token order

@@ -68,7 +68,7 @@ def log_probability(logit: float, peak: float, total: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What rows draw with, each [rows] on the device.
+    """Sampling parameters of rows, each [rows] on the device.
 
     A filter is named as in SamplingParams; it is None if no row asks for more than SamplingParams' default.
     """

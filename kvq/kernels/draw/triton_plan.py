@@ -1,4 +1,4 @@
-"""Where a row's searches end, as far as sums by bin tell: in Triton, a program a row.
+"""Search plan of a row: where its searches end, as far as sums by bin tell. In Triton, a program a row.
 
 Three searches follow each other. top_k ends at a count and leaves a mass; the nucleus ends at a share of
 that; the draw, at a share of what the nucleus holds. Sums by bin bound the first mass from both sides and so,

@@ -106,7 +106,7 @@ def is_finite(logits):
 
 @triton.jit
 def of_spans(scratch, slot, vocab, other, SPANS_PAD: tl.constexpr):
-    """What every span left in a slot, [SPANS_PAD]; the slots of one kind lie together."""
+    """Return what every span left in a slot, [SPANS_PAD]; the slots of one kind lie together."""
     spans = tl.cdiv(vocab, SPAN)
     span = tl.arange(0, SPANS_PAD)
     return tl.load(scratch + SPANS + slot * spans + span, mask=span < spans, other=other)

@@ -15,7 +15,7 @@ from kvq.kernels.native.library import run
 
 
 class CpuExperts:
-    """What the reference computes, with the bits of `CpuLinear` for every expert.
+    """Routed experts as the reference computes them, with the bits of `CpuLinear` for every expert.
 
     A row's result doesn't depend on the other rows, on their choices or on threads, bit for bit.
     """

@@ -1,4 +1,4 @@
-"""What lies between an expert's products."""
+"""Gating between an expert's products."""
 
 from dataclasses import dataclass
 

@@ -57,7 +57,7 @@ class ReferenceExperts:
         return out.to(x.dtype)
 
     def _given(self, x: Tensor, expert: int) -> Tensor:
-        """What one expert makes of rows."""
+        """Return one expert's results for rows."""
         both = self._gate_up[expert](x)
         if self._gate_up_bias is not None:
             both = both.float() + self._gate_up_bias[expert]

@@ -1,1 +1,1 @@
-"""What a gated MLP does between its products."""
+"""Gating of an MLP, between its products."""

@@ -1,4 +1,4 @@
-"""What is applied to the gates of an MLP."""
+"""Activation functions of the gates of an MLP."""
 
 from enum import IntEnum
 
@@ -6,7 +6,7 @@ from kvq.errors import ConfigError
 
 
 class Activation(IntEnum):
-    """What is applied to the gates; the first are KvqActivation."""
+    """Activation function of gates; the first are KvqActivation."""
 
     SILU = 0  # x * sigmoid(x)
     GELU_TANH = 1  # GELU by its approximation with tanh

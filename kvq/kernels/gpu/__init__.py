@@ -1,1 +1,1 @@
-"""What the Triton kernels share: reading formats, the rotation, and the table of tile shapes."""
+"""Shared code of the Triton kernels: reading formats, the rotation, and the table of tile shapes."""

@@ -104,5 +104,5 @@ def _bound(
 
 
 def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """What Triton would compile for: 1, what 16 divides, others, and what is refused."""
+    """Return what Triton would compile for: 1, what 16 divides, others, and what is refused."""
     return tuple(0 if n >= _LIMIT else 1 if n == 1 else 2 if n % _DIVISOR == 0 else 3 for n in numbers)

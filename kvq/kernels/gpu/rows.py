@@ -116,7 +116,7 @@ INT8_FP16 = tl.constexpr(SPREAD_INT8.format(first="0x4140", second="0x4342"))
 
 
 def takes_ptx(_semantic: Any = None) -> tl.constexpr:
-    """Whether the code that is being compiled is for an NVIDIA GPU; in the interpreter no.
+    """Return True if the code that is being compiled is for an NVIDIA GPU; False in the interpreter.
 
     It asks the compilation, not the device at hand: kernels are also compiled for GPUs that aren't there.
     """
@@ -278,7 +278,7 @@ def _signs(MASK: tl.constexpr):
 
 @triton.jit
 def rotated(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """What `rotate` does to fp32 rounding, in products of 16 columns (on tensor cores three of TF32 for one).
+    """Rotate as `rotate` does, to fp32 rounding, by products of 16 columns (three of TF32 for one on GPUs).
 
     Behind products of attention the compiler gives butterflies a layout with all columns in every thread.
     """

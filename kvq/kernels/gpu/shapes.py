@@ -34,7 +34,7 @@ _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileShape:
-    """How one kernel is cut."""
+    """Tile of one kernel."""
 
     rows: int  # query rows: (new token, query head of the KV head)
     keys: int
@@ -43,7 +43,7 @@ class TileShape:
     registers: int | None = None  # of a thread at most; None: as many as the compiler takes
 
     def options(self) -> dict[str, int]:
-        """What Triton is told at a launch."""
+        """Return the options of a launch."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
@@ -59,7 +59,8 @@ def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
 
 
 def latent_shape(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
-    """Of "latent decode" or "latent extend": tiles of at most `DECODE_ROWS` rows, or of more."""
+    """Return the shape for "latent decode" or "latent extend": tiles of at most `DECODE_ROWS` rows, or of
+    more."""
     return _kept(kind, kv, q)
 
 
@@ -82,7 +83,7 @@ def least_split(shape: TileShape) -> int:
 
 
 def table_key(kind: str, fmt: str, size: int, device: str, block_size: int | None = None) -> str:
-    """How an entry of the table is named; `size`: the head dimension, or of "linear" the class of rows.
+    """Return the name of an entry of the table; `size`: the head dimension, or of "linear" the class of rows.
 
     Attention's have the block size that they are for, or none if they are for any; 64 stands for its
     multiples, and other sizes for the power of two that divides them.
@@ -97,7 +98,7 @@ def entries() -> dict[str, dict[str, int]]:
 
 
 def entry(key: str) -> dict[str, int] | None:
-    """What the table has under that key."""
+    """Return the table's entry of that key."""
     return _table().entries.get(key)
 
 
@@ -125,7 +126,7 @@ def using(key: str, shape: Any) -> Iterator[None]:
 
 
 def changes() -> int:
-    """How often entries were replaced: whoever keeps a shape keeps it for one such number."""
+    """Return how often entries were replaced: a shape is kept for one such number."""
     return _table().changes
 
 
@@ -164,8 +165,10 @@ def _without_means(formats: LayerFormats) -> LayerFormats:
 
 
 def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) -> bool:
-    """Whether a tile to decode with takes the means of all blocks in before and after its loop over keys: it
-    lies in one block, and rows with means are read as words, as are the means, in runs that fill columns."""
+    """Return True if a tile to decode with takes the means of all blocks in before and after its loop.
+
+    It lies in one block, and rows with means are read as words, as are the means, in runs that fill columns.
+    """
     parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
     found = [(fmt, dim) for fmt, dim in parts if fmt.mean]
     means = [run_bytes(mean_format(dim), dim) // 2 for _, dim in found]
@@ -175,8 +178,11 @@ def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) 
 
 
 def _extends_wrongly(formats: LayerFormats) -> bool:
-    """Whether tiles of 64 rows may give NaN, as they did on an H200 (Triton 3.6.0), where those of 16 are
-    right; why is not known. V of INT4 beside K of INT8 and FP8 was seen; all grouped V is read as INT4 is."""
+    """Return True if tiles of 64 rows may give NaN, as they did on an H200 with Triton 3.6.0.
+
+    Those of 16 rows are right; why is not known. V of INT4 beside K of INT8 and FP8 was seen; all grouped V
+    is read as INT4 is.
+    """
     return formats.v.code.is_grouped and formats.k.code is not formats.v.code
 
 
@@ -203,15 +209,15 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
 
 
 def _fills_registers(fmt: str) -> bool:
-    """Whether products of means, words of two planes or scales per channel take so many that in 168 some
-    would be spilled."""
+    """Return True if products of means, words of two planes or scales per channel take so many registers that
+    in 168 some would be spilled."""
     codes = (CODES[part.partition("_")[0]] for part in fmt.split("/"))
     return "_mean" in fmt or "_per_channel" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:
-    """What takes the fewest instructions a key without spilling (docs/kernels.md); to decode with heads of
-    128, what was the fastest on an H200.
+    """Return the shape of the fewest instructions a key without spilling (docs/kernels.md); to decode with
+    heads of 128, the one that was the fastest on an H200.
 
     `run`: bytes of a row that are read together; 0: bit by bit, in registers. Five stages are two tiles in
     shared memory, since a table's entry is read two stages before the rows that it names.
@@ -246,8 +252,8 @@ def _latent_shape(decodes: bool, device: str, run: int, block_size: int) -> Tile
 
 
 def _amd_shape(kind: str, device: str) -> TileShape:
-    """What spills no registers, or the fewest: nothing is copied asynchronously, so more stages are more of
-    them. gfx9 has 64 lanes a warp, others 32."""
+    """Return the shape that spills no registers, or the fewest: nothing is copied asynchronously, so more
+    stages are more of them. gfx9 has 64 lanes a warp, others 32."""
     keys = 32 if device.startswith("gfx9") else 16
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=2, stages=1)
@@ -291,7 +297,7 @@ def _run(fmt: KVFormat, dim: int, block_size: int) -> int:
 
 
 def _scaled_bytes(fmt: KVFormat, dim: int) -> int:
-    """Of a row, or of its first plane, the bytes of one scale in every part."""
+    """Return the bytes of a row, or of its first plane, of one scale in every part."""
     row = dim * fmt.code.planes[0] // 8
     return min(fmt.scale.group_size, row) if isinstance(fmt.scale, Grouped) else row
 
@@ -317,7 +323,8 @@ def run_bytes(fmt: KVFormat, dim: int) -> int:
 
 
 def _channel_run(fmt: KVFormat, dim: int) -> int:
-    """The same of rows with scales per channel: runs fill columns, and what shares its bits is one code."""
+    """Return `run_bytes` of rows with scales per channel: runs fill columns, and what shares its bits is one
+    code."""
     planes = (fmt.code.doubled if fmt.is_paired else fmt.code).planes
     row = dim * fmt.code.bits // 8 * planes[0] // sum(planes)
     run = row if len(planes) == 1 else min(row, _MOST_RUN)
@@ -333,7 +340,7 @@ def target(x: Tensor) -> str:
 
 @lru_cache(maxsize=8)
 def device_name(device: torch.device) -> str:
-    """How the table calls a device: by its architecture, as `sm90` or `gfx942`."""
+    """Return a device's name in the table: its architecture, as `sm90` or `gfx942`."""
     return "interpreter" if device.type == "cpu" else Device.of(device).architecture
 
 

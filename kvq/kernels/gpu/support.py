@@ -38,7 +38,7 @@ def supports(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_stored(spec: KernelSpec, device: Device) -> Support:
-    """The same for operations that store rows or gather them."""
+    """Return `supports` for operations that store rows or gather them."""
     return _supports(spec, device, MOST_STORED_DIM)
 
 
@@ -51,7 +51,7 @@ def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:
-    """The same for attention over latents: one KV head."""
+    """Return `supports` for attention over latents: one KV head."""
     if spec.is_staged:
         return Support(False, "attends to all latents before a query, not to a part of them")
     if spec.kv_heads != 1:
@@ -60,7 +60,7 @@ def supports_latent(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_8bit(spec: KernelSpec, device: Device) -> Support:
-    """The same where NVIDIA's tensor cores multiply K's 8-bit codes, if it has such, as they are."""
+    """Return `supports` where NVIDIA's tensor cores multiply K's 8-bit codes, if it has such, as they are."""
     runs = supports(spec, device)
     if not runs.yes:
         return runs
@@ -80,7 +80,7 @@ def supports_8bit(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:
-    """The same; every format and shape, and what has none."""
+    """Return `supports` of the device alone: every format and shape fits, and so does what has none."""
     if device.capability is None and device.gfx is None:
         return Support(False, f"needs an NVIDIA or AMD GPU, not {device.name}", is_missed=False)
     if not _has_triton():

@@ -67,14 +67,14 @@ _E4M3_BY_BITS = tl.constexpr(SPREAD_E4M3.format(first="0x2404", second="0x3414")
 
 
 def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
-    """Whether the GPU that code is being compiled for converts FP8 by an instruction."""
+    """Return True if the GPU that code is being compiled for converts FP8 by an instruction."""
     if not takes_ptx(_semantic=_semantic).value:
         return tl.constexpr(False)
     return tl.constexpr(int(_semantic.builder.options.arch.removeprefix("sm")) >= _LEAST_WITH_E4M3)
 
 
 def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
-    """What the numbers of `word_parts` are to be multiplied by to be the values of codes."""
+    """Return the factor that makes the numbers of `word_parts` the values of codes."""
     by_bits = plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
     if plain(kind) == FP8.value:
         return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
@@ -82,29 +82,29 @@ def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def unit(kind: Any, compute: Any, place: Any, _semantic: Any = None) -> tl.constexpr:
-    """The same for codes at a place in their bytes, 0 for the lowest bits."""
+    """Return that factor for codes at a place in their bytes, 0 for the lowest bits."""
     lowest = low_unit(kind, compute, _semantic=_semantic).value
     bits = 8 // codes_a_byte(kind).value
     return tl.constexpr(lowest / 2 ** (bits * plain(place)) if lowest > 256 else lowest)
 
 
 def codes_a_byte(kind: Any, _semantic: Any = None) -> tl.constexpr:
-    """Of rows that are read as words, in their first plane."""
+    """Return the codes of a byte, in the first plane of rows that are read as words."""
     return tl.constexpr(8 // _PLANES[plain(kind)][0] if plain(kind) in _PLANES else 1)
 
 
 def code_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:
-    """Of packed codes."""
+    """Return the bits of packed codes."""
     return tl.constexpr(sum(_PLANES[plain(kind)]))
 
 
 def high_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:
-    """Of a packed code in the second plane."""
+    """Return the bits of a packed code in the second plane."""
     return tl.constexpr(_PLANES[plain(kind)][1])
 
 
 def high_bytes(kind: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Of a row's second plane, each of which has at every place the bits for one byte of the first."""
+    """Return the bytes of a row's second plane, each with bits for a byte of the first at every place."""
     return tl.constexpr(plain(dim) * high_bits(kind).value // 8)
 
 
@@ -114,7 +114,7 @@ def high_start(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.con
 
 
 def high_place(kind: Any, start: Any, dim: Any, _semantic: Any = None) -> tl.constexpr:
-    """Where they have the bits for that byte's lowest code; 0 without a second plane."""
+    """Return the place of the bits for that byte's lowest code; 0 without a second plane."""
     high = high_bits(kind).value
     return tl.constexpr(high * (plain(start) // high_bytes(kind, dim).value) if high else 0)
 
@@ -159,12 +159,12 @@ def _in_both(half: int) -> str:
 
 
 def exponent(unit: Any, _semantic: Any = None) -> tl.constexpr:
-    """Of a power of two."""
+    """Return the exponent of a power of two."""
     return tl.constexpr(int(math.log2(plain(unit))))
 
 
 def enlargement(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
-    """What is added to the exponents of probabilities that V's codes are multiplied by."""
+    """Return what is added to the exponents of probabilities that V's codes are multiplied by."""
     return tl.constexpr(_ENLARGEMENT[plain(kind)] if plain(compute) == tl.float16 else 0.0)
 
 

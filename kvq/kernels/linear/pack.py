@@ -24,7 +24,7 @@ _Matrix = struct("KvqMatrix")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panels:
-    """What KvqLinear points at.
+    """Memory that KvqLinear points at.
 
     `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes; of a weight that
     is no code fp32 or fp16 [panels, columns, 16], or bf16 [panels, columns / 2, 16, 2]. `scales`: fp32, bf16
@@ -74,7 +74,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
 
 
 def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
-    """The same of weights that are no codes, in the narrowest type that holds them all.
+    """Pack weights that are no codes as `pack_panels` does, in the narrowest type that holds them all.
 
     Raises:
         ConfigError: they have different inputs.

@@ -26,7 +26,7 @@ def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def rounded_inputs(x: Tensor, inputs: Inputs) -> Tensor:
-    """What the product sees: fp32 [rows, in], every value a code times its row's scale."""
+    """Return inputs as the product sees them: fp32 [rows, in], every value a code times its row's scale."""
     if inputs is Inputs.FULL:
         return x
     codes, scale = quantize_inputs(x, inputs)

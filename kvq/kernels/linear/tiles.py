@@ -1,4 +1,4 @@
-"""How products are cut on a GPU: tiles by rows of the step, and parts of the inputs. Tuned in shapes.json."""
+"""Tiles of products on a GPU, by rows of the step, and parts of the inputs. Tuned in shapes.json."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ _LARGE_SHARED = ("sm80", "sm90", "sm100", "sm103")  # more than 99 KB of shared 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearTile:
-    """How one product is cut; the inputs of a step are the weight's block."""
+    """Tile of one product; the inputs of a step are the weight's block."""
 
     rows: int
     outputs: int
@@ -35,7 +35,7 @@ def tile_for(weight: PackedWeight, name: str, x: torch.Tensor, rows: int) -> Lin
 
 
 def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTile:
-    """The same for a class of rows on a device."""
+    """Return the tile for a class of rows on a device."""
     sizes = shapes.sizes_for("linear", name, rows, device)
     tile = LinearTile(**sizes) if sizes else _guess(rows, device, weight.kind, weight.block)
     outputs = tile.outputs
@@ -60,7 +60,7 @@ def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.devi
 
 
 def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
-    """What was thought out for Hopper (of AMD: compiled and counted) and not yet measured."""
+    """Return the tile thought out for Hopper (of AMD: compiled and counted) and not yet measured."""
     if device == "interpreter":
         return LinearTile(rows=rows, outputs=64, warps=1, stages=1, programs=8)
     if device == shapes.FP32:  # products in fp32 take registers and memory

@@ -209,7 +209,7 @@ def compute_dtype(weight: PackedWeight, inputs: Inputs, x: Tensor) -> tl.dtype:
 
 
 def constants(weight: PackedWeight, tile: LinearTile) -> dict[str, Any]:
-    """What the kernels that read weights have in common."""
+    """Return the arguments that the kernels that read weights have in common."""
     warps = max(1, min(tile.warps, tile.outputs // (8 * weight.runs)))
     return {
         "w_rows": weight.codes.shape[1],

@@ -44,7 +44,7 @@ def nibble_integers(packed):
 
 @triton.jit
 def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
-    """Which output each column of a tile is, [BN]; tiles of weights begin at output `first`.
+    """Return the output of each column of a tile, [BN]; tiles of weights begin at output `first`.
 
     Of a thread's 16 bytes RUNS parts belong to outputs 8 apart, and warps stand between them in the tile.
     """

@@ -14,7 +14,7 @@ OUTPUTS = 64  # rows of output are padded to a multiple of so many
 
 
 class Kind(Enum):
-    """How codes lie in memory and what they become before the product."""
+    """Layout of codes in memory, and what they become before the product."""
 
     NIBBLES = 0  # q + 8, to floats
     SIGNED_NIBBLES = 1  # two's complement, to INT8

@@ -1,4 +1,4 @@
-"""What `abi.h` declares, as Python sees it: numbers, structures, and what each kernel is called with.
+"""Declarations of `abi.h` in ctypes: numbers, structures, and the arguments of each kernel.
 
 Structures that several kernels are called with are filled from tensors here.
 """
@@ -32,7 +32,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _type(declared: str) -> Any:
-    """Of a field or an argument; whatever it points to, an address."""
+    """Return the type of a field or an argument; of any pointer, an address."""
     return ctypes.c_void_p if "*" in declared else _TYPES[declared.split()[0]]
 
 

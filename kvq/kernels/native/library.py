@@ -114,14 +114,14 @@ def supports(spec: KernelSpec, device: Device) -> Support:
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:
-    """The same for attention over latents: one KV head."""
+    """Return `supports` for attention over latents: one KV head."""
     if device.type == "cpu" and spec.kv_heads != 1:
         return Support(False, f"takes latents of one KV head for all query heads, not {spec.kv_heads}")
     return supports(spec, device)
 
 
 def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
-    """The same; every format and shape."""
+    """Return `supports` of the device alone: every format and shape fits."""
     if device.type != "cpu":
         return Support(False, f"works on CPU memory, not on {device.name}", is_missed=False)
     library = load()

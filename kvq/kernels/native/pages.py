@@ -71,7 +71,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What `torch.empty` returns on a CPU, large tensors side by side in pages of 2 MiB.
+    """Return `torch.empty` on a CPU, with large tensors side by side in pages of 2 MiB.
 
     For what goes together, as a model's weights do: one tensor keeps the 64 MiB that it was cut from.
     """

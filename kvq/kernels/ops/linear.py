@@ -99,7 +99,7 @@ def linear(
 
 
 def _version(x: Tensor) -> int:
-    """How often it was written to; of tensors made in inference mode nobody counts that."""
+    """Return how often a tensor was written to; 0 for those made in inference mode, which don't count it."""
     return 0 if x.is_inference() else x._version
 
 

@@ -1,4 +1,4 @@
-"""What an RMS norm multiplies by."""
+"""Weight of an RMS norm."""
 
 from dataclasses import dataclass
 

@@ -10,7 +10,7 @@ from kvq.kernels.rms_norm.weight import NormWeight
 
 
 class Pairs(IntEnum):
-    """Which elements of a head are turned together, and which column of the angles says how far."""
+    """Pairs of a head's elements that are turned together, and the column of the angles that says how far."""
 
     HALVES = 0  # i and i + rotary_dim / 2, by column i: Llama and most, GPT-OSS
     NEIGHBOURS = 1  # 2 i and 2 i + 1, by column i: GLM

@@ -21,11 +21,6 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
             f"K {kv.formats.k.name}, V {kv.formats.v.name} are stored a block at a time, by `seal`; write "
             f"tokens to its staging area"
         )
-    if kv.formats.need_whole_blocks:
-        raise ConfigError(
-            f"K {kv.formats.k.name}, V {kv.formats.v.name} are stored a block at a time; write tokens to the "
-            f"staging area, of which `seal` makes blocks"
-        )
     tokens, heads = k.shape[0], kv.k.codes.shape[1]
     check_shape("k", k, heads, kv.formats.k_head_dim)
     check_shape("v", v, heads, kv.formats.v_head_dim)

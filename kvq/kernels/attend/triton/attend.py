@@ -130,7 +130,8 @@ def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape
 
 
 def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
-    """Whether the means of all blocks, or K's offsets, are taken in before and after the loop over keys."""
+    """Return True if the means of all blocks, or K's offsets, are taken in before and after the loop over
+    keys."""
     if kv.formats.k.is_per_channel and not kv.formats.v.mean:
         return _has_channel_words(kv, shape)
     tensors = [tensor for x in (kv.k, kv.v) if x.means is not None for tensor in (x.codes, x.means)]
@@ -139,13 +140,14 @@ def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
-    """Whether K's rows with scales per channel are read as words."""
+    """Return True if K's rows with scales per channel are read as words."""
     run = run_bytes(kv.formats.k, kv.formats.k_head_dim)
     return run > 0 and kv.block_size % shape.keys == 0 and _as_pairs(kv.k.codes)
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
-    """Whether a tile's only mean is read in the runs of its rows, and two of its narrow scales at once."""
+    """Return True if a tile's only mean is read in the runs of its rows, and two of its narrow scales at
+    once."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
     scale, means = mean_format(dim).scale, getattr(kv, name).means
     assert isinstance(scale, Grouped), "means are grouped"
@@ -155,14 +157,17 @@ def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
-    """Whether a tile's codes of K are multiplied as they lie. Where a GPU has products of 64 rows, Triton
-    makes products of fp16 out of smaller ones of FP8; then words and queries in 16 bits are less work."""
+    """Return True if a tile's codes of K are multiplied as they lie.
+
+    Where a GPU has products of 64 rows, Triton makes products of fp16 out of smaller ones of FP8; then words
+    and queries in 16 bits are less work.
+    """
     has_large = target(q).startswith(("sm9", "sm10"))
     return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
 
 
 def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
-    """Whether keys are left out before others of their tile."""
+    """Return True if keys are left out before others of their tile."""
     part = options.part
     return (options.window, options.chunk) != (None, None) or (
         part is not None and (part.age is Age.YOUNG or part.first % shape.keys != 0)
@@ -186,7 +191,7 @@ def _rounded(q: Tensor, kv: PagedKV, k: Rows) -> Rows:
 
 
 def _as_pairs(x: Tensor) -> bool:
-    """Whether neighbours in the last dimension can be seen as one element of twice the size."""
+    """Return True if neighbours in the last dimension can be viewed as one element of twice the size."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
@@ -199,7 +204,8 @@ def _narrow_words(scales: Tensor | None) -> Tensor:
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
-    """What products are of, for queries and codes; `words`: packed codes that lie so that fp16 holds them."""
+    """Return the dtype of products of queries and codes; `words`: packed codes that lie so that fp16 holds
+    them."""
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
     if words or code is Code.FP16:

@@ -28,7 +28,7 @@ ENLARGED = tl.constexpr(4)  # powers of two by which scales are larger, so that 
 
 
 def is_paired(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
-    """Whether two channels share their bits."""
+    """Return True if two channels share their bits."""
     return tl.constexpr(plain(kind) == CHANNEL.value and plain(bits) <= MOST_PAIRED.value)
 
 
@@ -41,7 +41,7 @@ def word_kind(kind: Any, bits: Any, _semantic: Any = None) -> tl.constexpr:
 
 
 def channel_unit(kind: Any, bits: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
-    """What scores are to be multiplied by."""
+    """Return the factor that scores are to be multiplied by."""
     lowest = low_unit(word_kind(kind, bits), compute, _semantic=_semantic).value
     return tl.constexpr(lowest / 2**ENLARGED.value)
 
@@ -114,7 +114,7 @@ def score_offsets(
 
 @triton.jit
 def added_offsets(q, scales, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr):
-    """What offsets add in one block, fp32 [rows]."""
+    """Return what offsets add to scores in one block, fp32 [rows]."""
     words, own = scales.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 1)
     offset = _offsets(words, own, own == 0, KIND, DIM, DIM // 2 if is_paired(KIND, BITS) else DIM)
     columns = tl.broadcast_to(offset, (LEAST_COLUMNS, DIM))
@@ -160,8 +160,8 @@ def _over(x, y):
 @triton.jit
 def _fields(words, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr,
     HIGHER: tl.constexpr, PER: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
-    """Of every channel: its bits in a word's code, int16 [DIM], and what numbers of them are multiplied by,
-    COMPUTE. HIGHER: bits that codes lie higher from place to place of their bytes."""
+    """Return every channel's bits in a word's code, int16 [DIM], and the factor of numbers of them, COMPUTE.
+    HIGHER: bits that codes lie higher from place to place of their bytes."""
     byte = _scale_bytes(words, 0, DIM, N)
     own = byte * 0 + BITS
     at = tl.arange(0, DIM) % (DIM // 2)

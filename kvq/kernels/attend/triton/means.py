@@ -34,7 +34,7 @@ def means_at(table, first, last, m_block):
 
 @triton.jit
 def words_of_means(means, DIM: tl.constexpr):
-    """Where codes and scales of means lie, and words of two bytes of an element of `means`."""
+    """Return pointers to codes and scales of means, and words of two bytes of an element of `means`."""
     WORDS: tl.constexpr = means.dtype.element_ty.primitive_bitwidth // 16
     return means.to(tl.pointer_type(tl.int16), bitcast=True), means + DIM // (4 * WORDS), WORDS
 

@@ -38,7 +38,7 @@ def store_rows(
 
 @triton.jit
 def tile_rows(item, own, kv_head, SHARE: tl.constexpr):
-    """Of an item's rows: whether there is one, its position, token and query head."""
+    """Return of an item's rows whether there is one, its position, token and query head."""
     row = tl.load(item + 1, volatile=True) + own
     new = tl.load(item + 3, volatile=True)
     position = tl.load(item + 4, volatile=True) - new + row // SHARE

@@ -62,8 +62,8 @@ mul.rn.f16x2 $0, $0, scale;
 
 
 def is_narrow(scales: Any, _semantic: Any = None) -> tl.constexpr:
-    """Whether a pointer's words hold pairs of bytes: they are unsigned then, of two groups or, where rows
-    have an odd number of them, of one."""
+    """Return True if a pointer's words hold pairs of bytes: they are unsigned then, of two groups or, where
+    rows have an odd number of them, of one."""
     return tl.constexpr(scales.dtype.element_ty.is_int_unsigned())
 
 
@@ -73,7 +73,7 @@ for _function in (wide_assembly, minimums_assembly, is_narrow):  # device code c
 
 @triton.jit
 def row_scales(scales, at, slot, inside, PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
-    """What codes of those tokens are multiplied by, fp16 [keys]; 0 of tokens that are not `inside`.
+    """Return the scales of tokens' codes, fp16 [keys]; 0 of tokens that are not `inside`.
 
     PAIRED: `scales` are words of two neighbouring tokens. SPREAD: rows of words that have an element for
     every thread, of which the first is read; 1: there are keys enough.

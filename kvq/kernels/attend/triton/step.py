@@ -33,7 +33,7 @@ _MANY = (1 << 31) - 1  # query rows: no limit
 
 
 class Cutting(NamedTuple):
-    """What the work of a step depends on beside the batch: layers that agree in it share their lists."""
+    """Sizes that cut a step's work, beside the batch: layers that agree in them share their lists."""
 
     share: int  # query heads of a KV head
     kv_heads: int
@@ -95,7 +95,7 @@ def _argument(value: Any) -> Any:
 
 
 def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> dict[str, Any]:
-    """What kernels are compiled for, of a layer's options and heads."""
+    """Return the kernels' arguments that follow from a layer's options and heads."""
     return {
         "Q_HEADS": q_heads,
         "SHARE": q_heads // kv_heads,
@@ -114,7 +114,7 @@ _Planned = Callable[[Tensor, PagedKV, AttentionOptions], Plan]
 
 
 def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
-    """What `planned` makes of them, once for a layer's blocks and kept with them."""
+    """Return what `planned` makes of them, once for a layer's blocks and kept with them."""
     name = (
         *(planned, q.dtype, q.shape[1], changes()),
         *(options.scale, options.window, options.softcap, options.sinks is None, options.part, options.chunk),
@@ -152,7 +152,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """Who attends to which sequence of a step."""
+    """Sequences of a step by the kernel that attends to them."""
 
     works: list[_Work]
     gathered: list[Gathered]

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 def rows_at(
     start, block, first, slot, stride, STEP: tl.constexpr, PER: tl.constexpr, IN_ONE_BLOCK: tl.constexpr
 ):
-    """Where a tile's rows lie: a pointer, and offsets [keys] from it; PER: neighbouring tokens of an element.
+    """Return a pointer to a tile's rows and offsets [keys] from it; PER: neighbouring tokens of an element.
 
     In one block, the block is a number and `slot` counts from its token `first`; else it is one of each key.
     """

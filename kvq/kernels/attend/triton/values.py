@@ -39,7 +39,7 @@ def word_outputs(
 
 @triton.jit
 def _taken_in(out, decay, weights, values, more):
-    """What came before, times `decay`, and `more` and the products of one tile, rounded to nearest.
+    """Return `out` times `decay` plus `more` and the products of one tile, rounded to nearest.
 
     Tensor cores cut off what they add to a sum. Packed codes are never negative, so a product that took in
     the sum as well would fall short by as much in every column: over 34,816 keys by 1.5% of a result, all of
@@ -102,7 +102,7 @@ def _column(x, COLUMN: tl.constexpr):
 
 @triton.jit
 def _minimum(x, AT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, MEAN_GROUP: tl.constexpr):
-    """What minimums add to the run of elements that begins AT, of rows and of means, [ROWS, 1]."""
+    """Return what minimums, of rows and of means, add to the run of elements that begins AT, [ROWS, 1]."""
     added = _column(x, STEP * (AT // GROUP) + STEP - 1)
     if MEAN_GROUP > 0:
         added += _column(x, x.shape[1] // 2 + AT // MEAN_GROUP)

@@ -163,7 +163,7 @@ def _score_scale(
     groups, KIND: tl.constexpr, PLACE: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """What products of codes at a place in bytes AT a row are multiplied by, fp32 [keys]."""
+    """Return the scales of products of codes at a place in bytes AT a row, fp32 [keys]."""
     EXPONENT: tl.constexpr = exponent(unit(KIND, COMPUTE, PLACE))
     return wide_scale(groups, (PLACE * (DIM // codes_a_byte(KIND)) + AT) // GROUP, EXPONENT)
 

@@ -1,4 +1,4 @@
-"""Which keys each program of Triton attention takes: a list that the device builds from real lengths.
+"""Work list of Triton attention: the keys of each program, listed on the device from real lengths.
 
 The host knows how many new tokens a step has, but not how long contexts are: a captured graph repeats the
 same launches while they grow. So the grid follows from the number of tiles and of multiprocessors, and one
@@ -24,7 +24,8 @@ _FEW, _BLOCK = 16, 256  # slots of tiles looked at together, in small batches an
 
 
 class Cut(NamedTuple):
-    """What a list depends on beside the batch. Only sequences of `fewest` to `most` query rows are in it."""
+    """Sizes that a work list depends on beside the batch. Only sequences of `fewest` to `most` query rows are
+    in it."""
 
     share: int  # query heads of a KV head
     rows: int  # of a tile: (new token, query head of the KV head)
