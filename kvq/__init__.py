@@ -90,5 +90,5 @@ def __dir__() -> list[str]:
 
 if hasattr(os, "register_at_fork"):  # a child would wait for threads of torch's that it doesn't have
     os.register_at_fork(
-        before=lambda: "torch" in sys.modules and import_module("kvq.kernels.neighbours").end_team()
+        before=lambda: "torch" in sys.modules and import_module("kvq.kernels.other_threads").end_team()
     )

@@ -16,7 +16,7 @@ from kvq.engine.requests.request_options import Origin, Terms
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepStats, StepSubscriber
 from kvq.errors import EngineError, KVQError
-from kvq.kernels.neighbours import end_team
+from kvq.kernels.other_threads import end_team
 from kvq.models.parts.fork_guard import Home
 from kvq.scheduler import Priority
 

@@ -12,14 +12,14 @@ from kvq.formats import ExactTokens, LayerFormats
 from kvq.kernels.uploads import upload
 
 
-class Kept(dict[Hashable, Any]):
+class _Kept(dict[Hashable, Any]):
     """Results that kernels worked out of tensors, each under a name of its own; once for all steps or layers.
 
     A deep copy begins empty: what is kept names the memory of the original.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Kept":
-        return Kept()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Kept":
+        return _Kept()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class PagedKV:
     v: PagedRows
     formats: LayerFormats
     block_size: int  # tokens
-    kept: Kept = field(default_factory=Kept, init=False, repr=False)
+    kept: _Kept = field(default_factory=_Kept, init=False, repr=False)
 
     def dense(self, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Room for K and V of some tokens: fp32 [sequences, kv_heads, tokens, dim] each."""
@@ -80,7 +80,7 @@ class SequenceBatch:
     lens: Tensor | None = None  # int32 [3, sequences] on the device: first token, new tokens, context
     is_captured: bool = False  # contexts grow while a graph is replayed: `context_lens` are upper limits
     left_out: frozenset[int] = frozenset()  # sequences whose new tokens another kernel attends from
-    kept: Kept = field(default_factory=Kept, init=False, repr=False)
+    kept: _Kept = field(default_factory=_Kept, init=False, repr=False)
 
     def device_lens(self) -> Tensor:
         """`lens`, which kernels on a GPU read; made once where nobody gave it, without waiting."""

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
 from kvq.kernels.cores import settle_threads
-from kvq.kernels.neighbours import watch_neighbours
+from kvq.kernels.other_threads import watch_other_threads
 from kvq.kernels.spec import LINEAR_OPERATIONS, Device, Kernel, KernelSpec, LinearSpec, Support
 
 _log = logging.getLogger("kvq")
@@ -71,7 +71,7 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
     check_backend(backend)
     if device.type == "cpu":
         settle_threads()
-        watch_neighbours()
+        watch_other_threads()
     is_own = isinstance(spec, KernelSpec) and bool(spec.formats.k.own or spec.formats.v.own)
     reasons: list[tuple[str, str]] = []  # (backend, why not)
     missed = False  # a kernel made for this device can't run

@@ -52,7 +52,7 @@ def send(array: Array, target: Tensor) -> None:
         target.view(array.shape).copy_(torch.from_numpy(array))
 
 
-class Ring:
+class _Ring:
     """Pinned memory in segments that are used in turns.
 
     A segment is used again once its copies have ended, on whatever streams they were made. That was a whole
@@ -130,9 +130,9 @@ def _behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 @lru_cache(maxsize=16)
-def ring(device: torch.device) -> Ring:
+def ring(device: torch.device) -> _Ring:
     """The ring of a device, made when it is first asked for: before the first step, and before any graph."""
-    return Ring(device)
+    return _Ring(device)
 
 
 def _aligned(nbytes: int) -> int:

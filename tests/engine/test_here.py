@@ -110,7 +110,7 @@ def in_a_child(work):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, work
 
 large()  # torch's threads, before any of kvq's code is there
-assert "kvq.kernels.neighbours" not in sys.modules
+assert "kvq.kernels.other_threads" not in sys.modules
 expected = {large: large()}
 in_a_child(large)
 model = kvq.load("tiny", "int4")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq.kernels.uploads import Ring, send, upload, upload_all
+from kvq.kernels.uploads import _Ring, send, upload, upload_all
 
 CPU = torch.device("cpu")
 NUMBERS = [np.arange(5), np.array([[1, 2, 3]], np.int32), np.array([0.5]), np.array([True, False, True])]
@@ -51,7 +51,7 @@ def sent(ring, *arrays):
 
 
 def test_arrays_lie_one_after_another_whatever_their_size(copies):
-    ring = Ring(CPU, segments=2, segment_bytes=64)
+    ring = _Ring(CPU, segments=2, segment_bytes=64)
     for count in (1, 3, 8, 9, 40):  # of eight bytes: the last ones pass a segment
         values = np.arange(count) + count
         assert sent(ring, values)[: values.nbytes] == values.tobytes()
@@ -62,7 +62,7 @@ def test_arrays_lie_one_after_another_whatever_their_size(copies):
 
 
 def test_a_segment_is_overwritten_only_when_its_copies_have_ended(copies):
-    ring = Ring(CPU, segments=3, segment_bytes=32)
+    ring = _Ring(CPU, segments=3, segment_bytes=32)
     copies.is_late = True
     for _ in range(6):  # two a segment
         sent(ring, np.zeros(2))
@@ -80,7 +80,7 @@ def test_a_segment_is_overwritten_only_when_its_copies_have_ended(copies):
 
 
 def test_copies_of_one_segment_on_several_streams_are_all_waited_for(copies):
-    ring = Ring(CPU, segments=2, segment_bytes=32)
+    ring = _Ring(CPU, segments=2, segment_bytes=32)
     copies.is_late, copies.late_stream = True, "first"
     for copies.stream in ("first", "second", "second", "second"):
         sent(ring, np.zeros(2))

@@ -23,7 +23,7 @@ _Matrix = struct("KvqMatrix")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Panels:
+class _Panels:
     """Memory that KvqLinear points at.
 
     `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes; of a weight that
@@ -44,7 +44,7 @@ class Panels:
         return sum(x.nbytes for x in (self.codes, self.scales, self.zeros, self.order) if x is not None)
 
 
-def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
+def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
     """Put the outputs of one or several weights of the same input one below the other, and pack them.
 
     Raises:
@@ -64,7 +64,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     if first.fmt.code is WeightCode.FP8:  # a code that is no number makes every output with it none
         broken = ((bytes_ & _E4M3_NAN) == _E4M3_NAN).any(1, keepdim=True)
         scale = scale.masked_fill(broken, float("nan"))
-    return Panels(
+    return _Panels(
         codes=_blocked(_padded(bytes_), first.fmt.code),
         scales=_by_panel(scale if scale.dtype.itemsize <= 4 else scale.float()),
         zeros=None if first.zero is None else _by_panel(torch.cat([_zero(weight) for weight in weights])),
@@ -73,7 +73,7 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     )
 
 
-def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
+def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
     """Pack weights that are no codes as `pack_panels` does, in the narrowest type that holds them all.
 
     Raises:
@@ -101,10 +101,10 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
         columns,
         torch.get_num_threads(),
     )
-    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
+    return _Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
 
 
-def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:
+def unpack_plain(panels: _Panels, out_features: int, in_features: int) -> Tensor:
     """The weight [out, in] of `pack_plain`'s panels, in the type that they are in."""
     return panels.codes.transpose(1, 2).flatten(0, 1).flatten(1)[:out_features, :in_features]
 

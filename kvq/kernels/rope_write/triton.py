@@ -1,7 +1,7 @@
 """`rope_write` in Triton: one launch norms, turns and stores the heads of all new tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from kvq.kernels.paged import PagedKV
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles, check_rope_write
-from kvq.kernels.rope_write.triton_kernel import Norm, rope_write_kernel
+from kvq.kernels.rope_write.triton_kernel import rope_write_kernel
 
 # A decode step waits for its slowest program, so a warp gets few elements there. A step of more tokens has
 # programs enough, and 16 elements a thread take fewer instructions each than 4.
@@ -23,6 +23,14 @@ _FEW_ELEMENTS, _ELEMENTS = 128, 512  # of a warp
 _MOST_WARPS = 8
 _TENSORS = "heads_ptr", "bias_ptr", "cos_ptr", "sin_ptr", "slots_ptr", "bad_ptr"
 _ROWS = "heads_row", "cos_row", "sin_row"
+
+
+class _Norm(NamedTuple):
+    """An RMS norm of heads, as the kernel takes it."""
+
+    weight: Tensor
+    eps: float
+    together: Any  # constant: whether it is taken over all heads at once, or over each
 
 
 def rope_write(
@@ -88,8 +96,8 @@ def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -
     }
 
 
-def _norm(norm: NormWeight | None, dim: int) -> Norm | None:
-    return None if norm is None else Norm(norm.weight, norm.eps, norm.weight.shape != (dim,))
+def _norm(norm: NormWeight | None, dim: int) -> _Norm | None:
+    return None if norm is None else _Norm(norm.weight, norm.eps, norm.weight.shape != (dim,))
 
 
 def _tiles(

@@ -1,7 +1,5 @@
 """The device code of `rope_write`: some heads of a token, normed, turned and stored."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -11,14 +9,6 @@ from kvq.kernels.gpu.rows import INTERPRETED, rounded
 from kvq.kernels.rope_write.heads import Pairs
 
 _HALVES, _TWICE = tl.constexpr(Pairs.HALVES.value), tl.constexpr(Pairs.NEIGHBOURS_TWICE.value)
-
-
-class Norm(NamedTuple):
-    """An RMS norm of heads."""
-
-    weight: Any
-    eps: Any
-    together: Any  # constant: whether it is taken over all heads at once, or over each
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry.rope import BATCH_DEPENDENT_ROPE
 from kvq.kernels.cores import settle_threads
-from kvq.kernels.neighbours import watch_neighbours
+from kvq.kernels.other_threads import watch_other_threads
 from kvq.lazy import import_whole
 from kvq.models.describe.config_values import with_floats
 from kvq.models.describe.kv_scales import is_kv_scale
@@ -244,7 +244,7 @@ def pin_rope(model: Any, max_context: int) -> None:
 def _prepare_process() -> None:
     register_attention()
     settle_threads()
-    watch_neighbours()
+    watch_other_threads()
 
 
 def _check_whole(folder: Path, info: dict[str, Any]) -> None:

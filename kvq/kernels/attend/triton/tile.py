@@ -15,7 +15,7 @@ from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, takes_ptx
 from kvq.kernels.gpu.stored import mean_rows, stored_rows
 
 
-class Tile(NamedTuple):
+class _Tile(NamedTuple):
     """A tile's rows of K or V: pointers, offsets [keys] from them, and which keys there are."""
 
     codes: Any
@@ -54,7 +54,7 @@ def tile_of(rows, codes, scales, means_at, block, first, slot, kv_head, inside, 
     scales, scales_at = rows_at(
         scales, block, first, slot, rows.scale_strides.block, rows.scale_strides.slot, PER, IN_ONE_BLOCK
     )
-    return Tile(codes, codes_at, scales, scales_at, means_at, slot, kv_head, inside)
+    return _Tile(codes, codes_at, scales, scales_at, means_at, slot, kv_head, inside)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvq.kernels.neighbours import Waiting, crowding
+from kvq.kernels.other_threads import _Waiting, crowding
 from tests.waiting import HANG_S
 
 MS = 1_000_000  # in ns
@@ -19,7 +19,7 @@ two_cores = pytest.mark.skipif(
 )
 
 
-def look(waiting: Waiting, began_s: float, seconds: float, seen: tuple[float, float]) -> float | None:
+def look(waiting: _Waiting, began_s: float, seconds: float, seen: tuple[float, float]) -> float | None:
     """Look 20 times a second; when `are_asleep` changed first, if it did."""
     before = waiting.are_asleep
     for step in range(round(20 * seconds)):
@@ -30,14 +30,14 @@ def look(waiting: Waiting, began_s: float, seconds: float, seen: tuple[float, fl
 
 
 def test_threads_spin_where_nothing_crowds_them():
-    waiting = Waiting()
+    waiting = _Waiting()
     assert look(waiting, 0, 60, QUIET) is None
     assert look(waiting, 60, 60, (0.25, 0.8e-3)) is None, "a server's own HTTP process"
     assert look(waiting, 120, 60, (0.9, 0.5e-3)) is None, "no whole slices"
 
 
 def test_threads_sleep_beside_a_busy_process_and_spin_when_it_is_gone():
-    waiting = Waiting()
+    waiting = _Waiting()
     assert look(waiting, 0, 1, CROWDED) == 0
     assert look(waiting, 0.05, 1, SLEEPING) is None
     woke = look(waiting, 1.05, 5, QUIET)
@@ -47,7 +47,7 @@ def test_threads_sleep_beside_a_busy_process_and_spin_when_it_is_gone():
 
 
 def test_one_quiet_look_wakes_nobody():
-    waiting = Waiting()
+    waiting = _Waiting()
     look(waiting, 0, 1, CROWDED)
     for step in range(1, 19):
         assert look(waiting, step / 10, 0.05, QUIET) is None
@@ -55,7 +55,7 @@ def test_one_quiet_look_wakes_nobody():
 
 
 def test_spinning_is_tried_ever_more_rarely_while_it_fails_and_soon_again_once_it_held():
-    waiting = Waiting()
+    waiting = _Waiting()
     now_s = look(waiting, 0, 1, CROWDED)
     rests = []
     for _ in range(5):
@@ -98,7 +98,7 @@ import os, subprocess, sys, threading, time
 cores = sorted(os.sched_getaffinity(0))[:2]
 os.sched_setaffinity(0, cores)
 import torch
-from kvq.kernels import neighbours
+from kvq.kernels import other_threads
 
 def threads():
     return {thread.name for thread in threading.enumerate()}
@@ -116,13 +116,13 @@ _SLEEPS = """
 def sleeps():
     '''How many of 20 times the other threads of a product had to be woken.'''
     me = str(threading.get_native_id())
-    before = neighbours.read_times()
+    before = other_threads.read_times()
     for _ in range(20):
         product()
         ready = time.perf_counter() + 3e-4
         while time.perf_counter() < ready:
             pass
-    after = neighbours.read_times()
+    after = other_threads.read_times()
     return sum(after[name][2] - before[name][2] for name in before.keys() & after.keys() if name != me)
 """
 
@@ -130,15 +130,15 @@ _TEAM = """
 product()
 expected = product()
 wait_for(lambda: sleeps() < 6)
-team = neighbours.SecondTeam()
+team = other_threads._SecondTeam()
 team.hold()
 assert team.is_held
 wait_for(lambda: sleeps() >= 16)
 assert torch.equal(product(), expected)
-before = len(neighbours.read_times())
+before = len(other_threads.read_times())
 team.release()
 assert not team.is_held
-wait_for(lambda: len(neighbours.read_times()) < before)
+wait_for(lambda: len(other_threads.read_times()) < before)
 wait_for(lambda: sleeps() < 6)
 assert torch.equal(product(), expected)
 team.release()
@@ -159,19 +159,19 @@ def compute():
 thread = threading.Thread(target=compute)
 thread.start()
 handed_on.wait()
-neighbours.end_team()
+other_threads.end_team()
 ended.set()
 thread.join()
 assert torch.equal(product(), expected)
-neighbours.end_team()
-neighbours.end_team()
+other_threads.end_team()
+other_threads.end_team()
 print("done")
 """
 
 _BUSY = """
-neighbours.watch_neighbours()
-neighbours.watch_neighbours()
-assert [thread.name for thread in threading.enumerate()].count("kvq-neighbours") == 1
+other_threads.watch_other_threads()
+other_threads.watch_other_threads()
+assert [thread.name for thread in threading.enumerate()].count("kvq-other-threads") == 1
 expected = product()
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
 try:
@@ -187,15 +187,15 @@ print("done")
 
 _WHO = """
 import kvq
-assert "kvq-neighbours" not in threads()
+assert "kvq-other-threads" not in threads()
 kvq.load("tiny")
-assert "kvq-neighbours" in threads()
+assert "kvq-other-threads" in threads()
 print("done")
 """
 
 _CHOSEN = """
-neighbours.watch_neighbours()
-assert "kvq-neighbours" not in threads()
+other_threads.watch_other_threads()
+assert "kvq-other-threads" not in threads()
 print("done")
 """
 

@@ -45,7 +45,7 @@ _SOFTLY = 1  # omp_pause_soft: what threads hold of their own stays
 Times = dict[str, tuple[int, int, int]]  # by thread: ns that it ran, ns that it was ready, how often it ran
 
 
-def watch_neighbours() -> None:
+def watch_other_threads() -> None:
     """Look at this process's threads from now on, until it ends; once is enough, and a fork starts anew."""
     _watch(os.getpid())
 
@@ -56,7 +56,7 @@ def _watch(process: int) -> None:
         return
     if not read_times() or not _runtimes():
         return
-    threading.Thread(target=_run, name="kvq-neighbours", daemon=True).start()
+    threading.Thread(target=_run, name="kvq-other-threads", daemon=True).start()
 
 
 def end_team() -> None:
@@ -91,7 +91,7 @@ def crowding(before: Times, after: Times, elapsed_s: float) -> tuple[float, floa
     return worst
 
 
-class Waiting:
+class _Waiting:
     """Decides, look by look, whether threads sleep: `are_asleep`."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Waiting:
             self.are_asleep, self._changed_s = False, now_s
 
 
-class SecondTeam:
+class _SecondTeam:
     """More of libgomp's threads than there are CPUs, from `hold` until `release`; they sleep."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def _runtimes() -> list[ctypes.CDLL]:
 
 
 def _run() -> None:
-    team, waiting = SecondTeam(), Waiting()
+    team, waiting = _SecondTeam(), _Waiting()
     looks = deque([(time.monotonic(), read_times())], maxlen=1 + _LOOKS)
     wait_s = _LOOK_S
     while True:
