@@ -1,4 +1,9 @@
-"""Arguments of Triton kernels: K or V of a layer as one value, and strides of dense tensors."""
+"""Arguments of Triton kernels: K or V of a layer as one value, and strides of dense tensors.
+
+Triton specializes every field of a tuple as it does loose arguments; None and constants are no arguments of
+what is compiled. `do_not_specialize` does not reach into tuples, so numbers that vary stay outside of them.
+Device code can't assign a tuple that holds a dtype to a name: it reads `k.read.compute` where it needs it.
+"""
 
 from typing import Any, Literal, NamedTuple
 
