@@ -133,7 +133,7 @@ def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBat
 def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
     """The Triton kernel with queries rounded to 8 bits, over the same blocks."""
     q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
-    attend = gpu.lazy("attend")
+    attend = gpu.lazy("attend.triton.attend", "attend")
     return replace(
         own,
         name="kvq, 8-bit products",

@@ -82,8 +82,8 @@ class Rows(NamedTuple):
 
         `constant_slots`: strides between tokens are constants, too.
         """
-        at = self._fields.index("kind")
-        constants = [tl.constexpr(x) for x in self[at:-1]]
+        at, end = self._fields.index("kind"), self._fields.index("read")
+        constants = {name: tl.constexpr(getattr(self, name)) for name in self._fields[at:end]}
         codes, scales, means = self.code_strides, self.scale_strides, self.mean_strides
         if constant_slots:
             codes = codes._replace(slot=tl.constexpr(codes.slot))
@@ -92,7 +92,8 @@ class Rows(NamedTuple):
         if self.means is None:
             means = Strides(*map(tl.constexpr, means))
         read = None if self.read is None else Reading(*map(tl.constexpr, self.read))
-        return Rows(*self[:4], codes, scales, means, *constants, read)
+        strides = {"code_strides": codes, "scale_strides": scales, "mean_strides": means}
+        return self._replace(**strides, **constants, read=read)
 
 
 def kernel_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:

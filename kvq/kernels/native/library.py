@@ -19,7 +19,7 @@ MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 
 
 @dataclass(frozen=True, slots=True)
-class _Library:
+class Library:
     """One variant of the loaded kernels."""
 
     variant: str
@@ -28,14 +28,14 @@ class _Library:
 
 
 @lru_cache(maxsize=1)
-def load() -> _Library | str:
+def load() -> Library | str:
     """Return the library in the best variant that this CPU runs, or why there is none."""
     found = variants()
     return found if isinstance(found, str) else found[0]
 
 
 @lru_cache(maxsize=1)
-def variants() -> list[_Library] | str:
+def variants() -> list[Library] | str:
     """Every variant that was built and runs on this CPU, the best first, or why there is none."""
     path = _path()
     if path is None:
@@ -53,7 +53,7 @@ def variants() -> list[_Library] | str:
     best = library.kvq_cpu_features().decode()
     built = [variant for variant in VARIANTS if hasattr(library, f"kvq_{variant}_attend")]
     found = [
-        _Library(variant, {name: _kernel(library, variant, name) for name in KERNELS}, best)
+        Library(variant, {name: _kernel(library, variant, name) for name in KERNELS}, best)
         for variant in built
         if variant in VARIANTS[VARIANTS.index(best) :]
     ]
@@ -69,7 +69,7 @@ def _kernel(library: ctypes.CDLL, variant: str, name: str) -> Any:
     return function
 
 
-def loaded() -> _Library:
+def loaded() -> Library:
     """Return the library.
 
     Raises:
