@@ -81,4 +81,4 @@ def _parts_of(kv: PagedKV) -> tuple[tuple[KVFormat, int], tuple[KVFormat, int]]:
 def _parts(v: Rows, *, in_halves: bool) -> int:
     """Parts that a row is read in: of _PART_COLUMNS columns, or of as many as a group has."""
     least = v.group if in_halves and v.group < v.dim else 1
-    return max(1 + in_halves, v.pad // max(_PART_COLUMNS, least))
+    return max(1 + in_halves, int(v.pad) // max(_PART_COLUMNS, least))

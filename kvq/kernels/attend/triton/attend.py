@@ -1,7 +1,7 @@
 """`attend` in Triton: what a layer's launches are made of, and the launches."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -61,7 +61,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     decode, extend = decode_shape(kv, q), extend_shape(kv, q)
     fixed = {**options_of_layer(options, q_heads, kv_heads), "BLOCK_SIZE": kv.block_size}
-    own = []
+    own: list[dict[str, Any]] = []
     for shape in (decode, extend):
         apart = shape is decode and _means_are_apart(kv, shape)
         k, v = _read_rows("k", q, kv, shape, apart), _read_rows("v", q, kv, shape, apart)
@@ -106,7 +106,7 @@ def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape
         if fmt.code.is_grouped and not fmt.is_per_channel:
             rows = rows._replace(kind=PACKED[fmt.code.bits].value)
         rows = rows.with_codes(paged.codes.view(torch.int16))
-        if paired:
+        if paired and of_rows is not None:
             rows = rows.with_scales(of_rows.view(torch.int32))
         if fmt.is_narrow:
             rows = rows.with_scales(_narrow_words(paged.scales))
