@@ -19,7 +19,7 @@ from kvq.engine.grammar.vocabulary import read_vocabulary
 from kvq.engine.grammar.worker import as_lark, compile_grammar
 from kvq.engine.params import StructuredOutput
 from kvq.errors import Overloaded, RequestError, first_lines
-from kvq.fair_line import FairLine
+from kvq.scheduler.fair_queue import FairQueue
 
 
 def check_structured(spec: StructuredOutput) -> None:
@@ -49,7 +49,7 @@ class GrammarCompiler:
         self._vocabulary = read_vocabulary(tokenizer, vocab_size, eos_ids)
         self._children = [CompileProcess(self._vocabulary, self.limits) for _ in range(workers)]
         self._threads: list[threading.Thread] = []  # one for each, as they are needed
-        self._line: FairLine[Future[Matcher]] = FairLine()
+        self._line: FairQueue[Future[Matcher]] = FairQueue()
         # What each is of. Not beside it in one object that its callback knows: such a circle would keep a
         # grammar, of some megabytes, until somebody looks for garbage.
         self._specs: dict[Future[Matcher], StructuredOutput] = {}

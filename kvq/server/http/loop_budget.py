@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from time import perf_counter, thread_time
 
-from kvq.fair_line import FairLine
+from kvq.scheduler.fair_queue import FairQueue
 
 _SHARE = 0.25  # of the loop's time
 _LONG_S = 0.003  # a slice that delays everybody's tokens
@@ -37,7 +37,7 @@ class LoopBudget:
     def __init__(self, share: float = _SHARE) -> None:
         """`share`: of the loop's time, unless slices are long."""
         self._share = share
-        self._line: FairLine[Callable[[], Again]] = FairLine()
+        self._line: FairQueue[Callable[[], Again]] = FairQueue()
         self._is_running = False
         self._spare_s = _AT_ONCE_S
         self._counted_s = 0.0

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from kvq.errors import EngineError
-from kvq.fair_line import FairLine
+from kvq.scheduler.fair_queue import FairQueue
 from kvq.server.engine.frames import encode
 from kvq.server.http.problems import unavailable
 from kvq.server.reading.jobs import FromReader, Job, Piece, in_pieces
@@ -52,7 +52,7 @@ class Lane:
         self._readers = readers
         self._width = width
         self._max_waiting = max_waiting
-        self._line: FairLine[_Work] = FairLine()
+        self._line: FairQueue[_Work] = FairQueue()
         self._idle: list[Reader] = []
         self._working: set[asyncio.Task[None]] = set()
         self._num_at_work: Counter[str] = Counter()  # by tenant

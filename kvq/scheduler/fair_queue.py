@@ -1,6 +1,6 @@
-"""A line that is fair by tenant: who has used least of what is scarce is next, whoever came first.
+"""Fair queue: the tenant that has used the least time is served next.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996), charged with what each item took in the end.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996), charged with the time that each item took.
 """
 
 from collections import deque
@@ -10,28 +10,28 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class FairLine(Generic[T]):
+class FairQueue(Generic[T]):
     """Items of tenants, first come first served within one.
 
-        line.put("a", item)
-        tenant, item = line.take()
-        line.charge(tenant, seconds)  # as soon as that is known
+        queue.put("a", item)
+        tenant, item = queue.take()
+        queue.charge(tenant, seconds)  # as soon as that is known
 
-    Without clocks or threads. Who comes back begins where those who are present stand: nobody saves up turns
-    by staying away. Only those who wait, or are ahead of those who do, are remembered.
+    It has no clock and no threads. A tenant that returns starts level with the others, so that nobody saves
+    up turns by staying away. Only tenants that wait, or are ahead of those that do, are remembered.
     """
 
     def __init__(self) -> None:
-        self._items: dict[str, deque[T]] = {}  # of those who wait, in the order of their coming
-        self._used: dict[str, float] = {}  # seconds, from a start that all share
-        self._now = 0.0  # the least used of those present, as it was at the last turn
+        self._items: dict[str, deque[T]] = {}  # waiting, tenants in order of arrival
+        self._used: dict[str, float] = {}  # seconds, since a common start
+        self._now = 0.0  # least use of any waiting tenant, at the last turn
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def put(self, tenant: str, item: T) -> None:
-        """Take a place at the end of the tenant's own line."""
+        """Append an item to the tenant's own queue."""
         if tenant not in self._items:
             self._items[tenant] = deque()
             self._used[tenant] = max(self._used.get(tenant, 0.0), self._now)
@@ -39,14 +39,14 @@ class FairLine(Generic[T]):
         self._length += 1
 
     def put_back(self, tenant: str, item: T) -> None:
-        """Take the first place in the tenant's own line, as an item that was taken and is not done."""
+        """Put an item that was taken and is not done back in front of the tenant's own queue."""
         self.put(tenant, item)
         self._items[tenant].rotate()
 
     def take(self, passed_over: Collection[str] = ()) -> tuple[str, T] | None:
-        """The first item of the tenant that has used least; of equals, of whoever came first.
+        """Remove and return the first item of the tenant that has used least, oldest first among equals.
 
-        None: nobody waits but, maybe, tenants that are `passed_over`.
+        Returns None if no tenant waits except those `passed_over`.
         """
         there = [tenant for tenant in self._items if tenant not in passed_over]
         if not there:
@@ -62,14 +62,14 @@ class FairLine(Generic[T]):
         return tenant, item
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Count what an item of a tenant took."""
+        """Add the time that an item took to the tenant's use."""
         self._used[tenant] = max(self._used.get(tenant, 0.0), self._now) + seconds
-        if not self._items:  # nobody was kept waiting by it
+        if not self._items:  # no other tenant had to wait for it
             self._now = max(self._used.values())
         self._forget()
 
     def remove(self, item: T) -> bool:
-        """Leave the line; False if the item is not in it."""
+        """Remove an item; return False if it is not in the queue."""
         for tenant, waiting in self._items.items():
             for i, one in enumerate(waiting):
                 if one is item:
@@ -81,7 +81,7 @@ class FairLine(Generic[T]):
         return False
 
     def _forget(self) -> None:
-        """Those who are away and would come back to where the others stand."""
+        """Forget tenants that are away and have no lead over the others."""
         if len(self._used) > 2 * len(self._items) + 16:
             self._used = {
                 tenant: used
