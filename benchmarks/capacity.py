@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq import quantize
 from kvq.bench.engine.load import Load, LoadRequest
-from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.bench.engine.step_costs import fit_costs
 from kvq.bench.timing import percentile
 from kvq.capacity.fleet.arrivals import Call
@@ -62,7 +62,7 @@ class Case:
     """One load, and what the engine has for it."""
 
     load: Load
-    limits: Limits = field(default_factory=Limits)
+    limits: EngineLimits = field(default_factory=EngineLimits)
 
 
 def cases(model: Model) -> dict[str, Case]:
@@ -118,7 +118,7 @@ def cases(model: Model) -> dict[str, Case]:
                 output_lengths=lengths(128, 128),
                 seed=5,
             ),
-            limits=Limits(num_blocks=40),
+            limits=EngineLimits(num_blocks=40),
         ),
     }
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from kvq.bench.engine.engine import Plan, bench_engine
+from kvq.bench.engine.engine import EnginePlan, bench_engine
 from kvq.bench.engine.load import LoadRequest, burst
 from kvq.bench.engine.result import ServedLoad, row
 from kvq.bench.engine.rivals import RIVALS, check_requests, compare, one_by_one
-from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.bench.figures import engine_figure
 from kvq.bench.timing import in_turn, percentile
 from kvq.capacity.lengths import Lengths
@@ -43,7 +43,7 @@ Case = tuple[KvqServer, Draw]
 @contextmanager
 def a_server(model: Model, kv: str, draw: Draw, **limits: Any) -> Iterator[KvqServer]:
     """An engine that gave the same tokens in a batch as one by one."""
-    server = KvqServer(model, kv, Limits(**limits), draw(0))
+    server = KvqServer(model, kv, EngineLimits(**limits), draw(0))
     few = check_requests(draw(0))
     together = [output.token_ids for output in server.generate(few)]
     compare(f"kvq {kv}", model, one_by_one(server, few), together)
@@ -69,8 +69,11 @@ def rows_of(cases: dict[str, Case], runs: dict[str, list[ServedLoad]]) -> Rows:
 
 def uniform(model: Model, repeats: int) -> Rows:
     """16 requests of 128 and 64 tokens, beside both rivals."""
-    plan = Plan(
-        load=burst(model, 16, (128, 128), (64, 64)), limits=Limits(), rivals=tuple(RIVALS), repeats=repeats
+    plan = EnginePlan(
+        load=burst(model, 16, (128, 128), (64, 64)),
+        limits=EngineLimits(),
+        rivals=tuple(RIVALS),
+        repeats=repeats,
     )
     return [{"case": "uniform", **one} for one in bench_engine(model, ["fp32"], plan)]
 
@@ -174,9 +177,9 @@ def stream_latencies(runs: Sequence[ServedLoad]) -> dict[str, float | None]:
 
 def sweep(model: Model, repeats: int) -> Rows:
     """bf16, int8 and int4 under 1 to 32 users; stops where throughput grows no more."""
-    plan = Plan(
+    plan = EnginePlan(
         load=replace(burst(model, 32, (128, 128), (32, 32)), priority=Priority.INTERACTIVE),
-        limits=Limits(),
+        limits=EngineLimits(),
         users=(1, 2, 4, 8, 16, 32),
         repeats=repeats,
         slo_ttft_ms=2000,

@@ -33,7 +33,7 @@ from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
 from benchmarks.rude import memory_bytes, metrics
 from benchmarks.worst_bodies import CHATS, SHAPES, body_of
 from kvq.bench.engine.load import LoadRequest
-from kvq.bench.serve.client import Sent, Target, get, send
+from kvq.bench.serve.client import Endpoint, Sent, get, send
 from kvq.bench.serve.load import as_served
 from kvq.bench.serve.process import ServerProcess
 from kvq.bench.timing import percentile
@@ -266,7 +266,7 @@ class Beside:
             await asyncio.sleep(0.2)
 
 
-async def _status(target: Target, path: str, body: bytes) -> int:
+async def _status(target: Endpoint, path: str, body: bytes) -> int:
     reader, writer = await asyncio.open_connection(target.host, target.port)
     with contextlib.closing(writer):
         head = _head(path, f"Content-Length: {len(body)}").replace(KEYS[0].encode(), target.key.encode())

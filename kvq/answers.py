@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
+class TokenUsage:
     """What an answer took, in tokens."""
 
     prompt: int = 0
@@ -23,11 +23,11 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class StreamEvent:
     """One event of a stream."""
 
     texts: tuple[str, ...]  # of its choices; none in one that tells the usage alone
-    usage: Usage | None
+    usage: TokenUsage | None
 
 
 def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
@@ -43,7 +43,7 @@ def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
     raise ConfigError(f"--url must be an address such as http://127.0.0.1:8000, got {url!r}")
 
 
-def read_event(data: bytes) -> Event:
+def read_event(data: bytes) -> StreamEvent:
     """An event of `/v1/chat/completions` or `/v1/completions`.
 
     Raises:
@@ -57,7 +57,7 @@ def read_event(data: bytes) -> Event:
         raise _misfit("choices", "a list")
     texts = tuple(_text(f"choices[{index}]", choice) for index, choice in enumerate(choices))
     usage = _field(event, "usage", dict)
-    return Event(texts=texts, usage=_usage(usage) if usage else None)
+    return StreamEvent(texts=texts, usage=_usage(usage) if usage else None)
 
 
 def read_model(data: bytes) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def _text(where: str, choice: Any) -> str:
     return _field(_field(choice, "delta", dict, where) or {}, "content", str, f"{where}.delta") or ""
 
 
-def _usage(usage: dict[str, Any]) -> Usage:
+def _usage(usage: dict[str, Any]) -> TokenUsage:
     details = _field(usage, "prompt_tokens_details", dict, "usage") or {}
-    return Usage(
+    return TokenUsage(
         prompt=_count(usage, "prompt_tokens"),
         cached=_count(details, "cached_tokens"),
         generated=_count(usage, "completion_tokens"),

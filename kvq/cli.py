@@ -10,8 +10,8 @@ from click.shell_completion import CompletionItem
 
 from kvq.commands.machine import completion
 from kvq.commands.shared.interrupts import interruptible
-from kvq.commands.shared.memory_errors import check_addresses, shortage
-from kvq.commands.shared.terminal import echo, show_warnings, take_every_text
+from kvq.commands.shared.memory_errors import check_addresses, memory_message
+from kvq.commands.shared.terminal import echo, escape_unencodable, show_warnings
 from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
@@ -139,7 +139,7 @@ def main(args: list[str] | None = None) -> Any:
     if sys.platform == "win32":
         echo(_WINDOWS, err=True)
         sys.exit(2)
-    take_every_text()
+    escape_unencodable()
     show_warnings()
     completion.register()
     try:
@@ -160,7 +160,7 @@ def main(args: list[str] | None = None) -> Any:
         sys.stderr.close()
         sys.exit(0)
     except (MemoryError, ImportError, OSError, RuntimeError, SystemError) as error:
-        if (told := shortage(error)) is None:
+        if (told := memory_message(error)) is None:
             raise
         echo(f"kvq: error: {told}", err=True)
         sys.exit(2)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq.answers import Usage, read_address, read_event, read_model, read_refusal
+from kvq.answers import TokenUsage, read_address, read_event, read_model, read_refusal
 from kvq.errors import ConfigError, EngineError
 
 
@@ -20,8 +20,8 @@ def test_events_of_either_kind_are_read():
         "",
     )
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
-    assert event(choices=[], usage=usage, error=None).usage == Usage(prompt=3, cached=1, generated=2)
-    assert event(usage={"prompt_tokens": None, "prompt_tokens_details": None}).usage == Usage()
+    assert event(choices=[], usage=usage, error=None).usage == TokenUsage(prompt=3, cached=1, generated=2)
+    assert event(usage={"prompt_tokens": None, "prompt_tokens_details": None}).usage == TokenUsage()
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import ssl
 from dataclasses import replace
 
 from benchmarks.fuzz import wire
-from kvq.bench.serve.client import Target
+from kvq.bench.serve.client import Endpoint
 
 _SHORT_S = 0.3  # for an answer to what may have none
 
 
-def case(odds: random.Random, target: Target) -> str | None:
+def case(odds: random.Random, target: Endpoint) -> str | None:
     """One connection. The server may be ending."""
     assert target.tls is not None, "a server with TLS"
     kind = odds.choice(("noise", "hello", "hello", "records", "plain", "whole", "whole"))

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from benchmarks.fuzz.door import Tally
 from benchmarks.fuzz.made_requests import Request, broken, requests_for
-from kvq.bench.serve.client import Target
+from kvq.bench.serve.client import Endpoint
 
 _ROUND = 25  # of schemathesis' cases, with one seed
 _BROKEN = 20  # copies of each, broken
@@ -41,7 +41,7 @@ _CHECKS = [
 class Requests:
     """Sends rounds of cases, each round from its own number, until told otherwise."""
 
-    def __init__(self, target: Target, tally: Tally, is_over: Callable[[], bool]) -> None:
+    def __init__(self, target: Endpoint, tally: Tally, is_over: Callable[[], bool]) -> None:
         url = f"http://{target.host}:{target.port}"
         self.statuses: Counter[str] = Counter()
         self._requests = requests_for(schemathesis.openapi.from_url(f"{url}/openapi.json"), target.model)

@@ -11,9 +11,9 @@ from threading import Thread
 
 from benchmarks.fuzz.mutate import mutated, mutated_bytes
 from kvq.bench.engine.load import LoadRequest
-from kvq.bench.serve.client import Target, send
+from kvq.bench.serve.client import Endpoint, send
 from kvq.commands.chat.client import ServerPartner
-from kvq.commands.chat.partner import Sampling
+from kvq.commands.chat.partner import ChatSampling
 from kvq.errors import KVQError
 
 _EVENTS = [
@@ -41,7 +41,7 @@ def case(odds: random.Random) -> str | None:
 
 
 def _chat(port: int) -> None:
-    sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=4, seed=None)
+    sampling = ChatSampling(temperature=0.0, top_p=1.0, max_tokens=4, seed=None)
     partner = ServerPartner(f"http://127.0.0.1:{port}/v1", None, "m", sampling)
     said: list[str] = []
     done = partner.answer([{"role": "user", "content": "hi"}], said.append)
@@ -50,12 +50,12 @@ def _chat(port: int) -> None:
 
 
 def _models(port: int) -> None:
-    sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=4, seed=None)
+    sampling = ChatSampling(temperature=0.0, top_p=1.0, max_tokens=4, seed=None)
     ServerPartner(f"http://127.0.0.1:{port}", "key", None, sampling).name.encode()
 
 
 def _bench(port: int) -> None:
-    target = Target(host="127.0.0.1", port=port, model="m")
+    target = Endpoint(host="127.0.0.1", port=port, model="m")
     request = LoadRequest(index=0, prompt=[1], output_tokens=3)
     asyncio.run(send(target, request, 0.0))
 

@@ -9,7 +9,7 @@ import ssl
 import struct
 from time import sleep
 
-from kvq.bench.serve.client import Target
+from kvq.bench.serve.client import Endpoint
 
 _PATIENCE_S = 1.0  # for an answer to what may be no whole request, before we say that no more comes
 _ANSWER_S = 45.0  # on a busy machine; bodies have 30 s to come
@@ -29,7 +29,7 @@ _TOKENS = [
 ]  # fmt: skip
 
 
-def case(odds: random.Random, target: Target, *, may_refuse: bool = False) -> str | None:
+def case(odds: random.Random, target: Endpoint, *, may_refuse: bool = False) -> str | None:
     """Send something and read what comes. `may_refuse`: 503 is no finding, since the server may be ending."""
     raw = _raw(odds, target)
     ending = odds.choice(("wait", "wait", "half", "half", "reset", "gone"))
@@ -72,7 +72,7 @@ def _read(sock: socket.socket, timeout_s: float) -> tuple[bytes, bool]:
     return got, True
 
 
-def _connected(target: Target) -> socket.socket:
+def _connected(target: Endpoint) -> socket.socket:
     sock = socket.create_connection((target.host, target.port), timeout=_ANSWER_S)
     if target.tls is None:
         return sock
@@ -84,7 +84,7 @@ def _connected(target: Target) -> socket.socket:
     return wrapped
 
 
-def _raw(odds: random.Random, target: Target) -> bytes:
+def _raw(odds: random.Random, target: Endpoint) -> bytes:
     """One to three requests, broken in some places; the last one ends the connection."""
     count = odds.choice((1, 1, 1, 2, 3))
     raw = b"".join(_request(odds, target, is_last=i == count - 1) for i in range(count))
@@ -96,7 +96,7 @@ def _raw(odds: random.Random, target: Target) -> bytes:
     return raw or b"\r\n"
 
 
-def _request(odds: random.Random, target: Target, *, is_last: bool) -> bytes:
+def _request(odds: random.Random, target: Endpoint, *, is_last: bool) -> bytes:
     method, path, body = odds.choice(_requests(target.model))
     lines = [f"{method} {path} HTTP/1.1", f"Host: {target.host}:{target.port}"]
     lines.append(f"Authorization: Bearer {target.key}")

@@ -37,20 +37,20 @@ def served(
 
     `seats`: requests at a time. A rival has its own pool and logits of whole steps beside kvq's.
     """
-    from kvq.bench.engine.engine import Plan, bench_engine
+    from kvq.bench.engine.engine import EnginePlan, bench_engine
     from kvq.bench.engine.load import burst
-    from kvq.bench.engine.server import Limits
+    from kvq.bench.engine.server import EngineLimits
 
     model = models.model(target, "small", stored=True)
     high = target.pick(1024, 40)
     load = burst(model, target.pick(256, 16), (target.pick(100, 9), high), (target.pick(100, 9), high))
     demand = sum(request.tokens for request in load.draw(0)) * model.with_kv("bf16").kv_bytes_per_token
-    limits = Limits(
+    limits = EngineLimits(
         max_num_seqs=min(seats, load.num_requests),
         max_num_batched_tokens=32 * seats,
         kv_memory=None if share == 1 else round(share * demand),
     )
-    plan = Plan(load=load, limits=limits, rivals=rivals, repeats=1)
+    plan = EnginePlan(load=load, limits=limits, rivals=rivals, repeats=1)
     rows = bench_engine(model, formats, plan)
     return [{"model": model.description, "share_of_demand": share, **row} for row in rows]
 
@@ -90,16 +90,16 @@ def taken_apart(target: Target, kv: str) -> Rows:
 
 def from_end_to_end(target: Target, formats: Sequence[str]) -> Rows:
     """As many requests of 7,680 tokens in and 512 out as fit in both formats, 64 at most, all at once."""
-    from kvq.bench.engine.engine import Plan, bench_engine
+    from kvq.bench.engine.engine import EnginePlan, bench_engine
     from kvq.bench.engine.load import burst
-    from kvq.bench.engine.server import Limits
+    from kvq.bench.engine.server import EngineLimits
 
     model = models.model(target, "large")
     count = batch(target, model, ["bf16", "int4"])  # whatever is measured, so that runs compare
     prompt, output = target.pick(7680, 40), target.pick(512, 8)
     load = burst(model, count, (prompt, prompt), (output, output))
-    limits = Limits(max_num_seqs=count, max_num_batched_tokens=8192, prefix_caching=False)
-    rows = bench_engine(model, formats, Plan(load=load, limits=limits, repeats=1))
+    limits = EngineLimits(max_num_seqs=count, max_num_batched_tokens=8192, prefix_caching=False)
+    rows = bench_engine(model, formats, EnginePlan(load=load, limits=limits, repeats=1))
     return [{"model": model.description, **row} for row in rows]
 
 

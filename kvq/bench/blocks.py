@@ -1,20 +1,17 @@
-"""`kvq bench blocks`: what block memory costs, prefix index on, and how much of it holds tokens."""
+"""`kvq bench blocks`: cost of block memory operations with the prefix index on, and how full blocks are."""
 
 import random
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
 
-from kvq.bench.timing import Timings, percentile
+from kvq.bench.timing import Progress, Timings, percentile, unwatched
 from kvq.blockmgr import BlockManager, BlockPool, Match, PrefixQuery, Sequence
 
-Progress = Callable[[int, int], None]
-_TOKENS = 50_000  # ids are drawn below this
+_TOKENS = 50_000  # token ids are drawn below this
 _LONG = 100_000  # tokens of the long prompt
-_MORE = 6  # blocks that a sequence may add to its prompt's
+_MORE = 6  # blocks that a sequence may add to those of its prompt
 
 
 def bench_blocks(
@@ -24,12 +21,12 @@ def bench_blocks(
     num_blocks: int = 100_000,
     block_size: int = 16,
     seed: int = 0,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = unwatched,
 ) -> list[dict[str, Any]]:
     """Measure every operation on `num_sequences` sequences, then on as many as fill `num_blocks`.
 
-    Returns rows with the keys `operation`, `scale`, `us_median`, `us_p10`, `us_p90`, `per` (what the
-    time is for: a block, a sequence or a prompt) and `samples`.
+    Returns rows with the keys `operation`, `scale`, `us_median`, `us_p10`, `us_p90`, `samples` and `per`:
+    the time is per block, sequence or prompt.
     """
     rng = random.Random(seed)
     rows = _pool_rows(num_blocks, blocks_per_sequence)
@@ -48,7 +45,7 @@ def bench_blocks(
 
 
 def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
-    """The bare pool: blocks that were free, and blocks that had to be evicted from the cache."""
+    """Time the bare pool."""
     pool = BlockPool(num_blocks)
     timed = Timings(f"pool of {num_blocks:,} blocks, {batch} at a time")
     each = partial(timed.call, count=batch, per="block")
@@ -61,7 +58,7 @@ def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
 
 
 class _Load:
-    """Sequences with prompts of their own over one manager."""
+    """Sequences with different prompts over one manager."""
 
     def __init__(self, rng: random.Random, num_sequences: int, blocks_each: int, block_size: int) -> None:
         self._rng = rng
@@ -121,7 +118,7 @@ class _Load:
         manager.check_integrity()
 
     def time_decoding(self) -> None:
-        """Decode steps of all sequences at once: append, commit; then fork and write apart."""
+        """Decode all sequences at once: append, commit; then fork and write to the fork."""
         manager, timed = self._manager, self.timed
         sequences = [self._filled(manager.prompt(tokens)) for tokens in self._prompts]
         token = [7]
@@ -130,15 +127,15 @@ class _Load:
             for sequence in sequences:
                 manager.commit(sequence, token)
 
-        for _ in range(4 * self._size):  # every step some tables get a block, over 16 steps all do
+        for _ in range(4 * self._size):  # some tables get a block in every step, all of them within 16 steps
             work = [(sequence, 1) for sequence in sequences]
             timed.call("append", manager.append, work, count=len(work))
             timed.call("commit", commit, count=len(work))
         manager.check_integrity()
         for sequence in sequences[:200]:
-            twin = timed.call("fork", manager.fork, sequence)
+            fork = timed.call("fork", manager.fork, sequence)
             timed.call("append_after_fork", manager.append, [(sequence, 1)])
-            timed.call("free_fork", manager.free, twin)
+            timed.call("free_fork", manager.free, fork)
         for sequence in sequences:
             manager.free(sequence)
         manager.check_integrity()
@@ -146,7 +143,7 @@ class _Load:
         manager.drop_cached()
 
     def _filled(self, prompt: PrefixQuery) -> Sequence:
-        """A sequence whose prompt, a random number of tokens shorter, is computed."""
+        """Return a sequence whose prompt, shortened by a random number of tokens, is computed."""
         sequence = self._manager.start(prompt)
         count = len(prompt.tokens) - sequence.length - self._rng.randrange(self._size)
         self._manager.append([(sequence, max(1, count))])
@@ -154,28 +151,22 @@ class _Load:
         return sequence
 
 
-def _looked_up(manager: BlockManager, tokens: "array[int]") -> tuple[PrefixQuery, Match]:
+def _lookup(manager: BlockManager, tokens: "array[int]") -> tuple[PrefixQuery, Match]:
     prompt = manager.prompt(tokens)
     return prompt, manager.lookup(prompt)
 
 
 def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dict[str, Any]]:
-    """One long prompt in a pool full of cached blocks."""
+    """Time one long prompt in a pool full of cached blocks."""
     manager = BlockManager(num_blocks=[num_blocks], block_size=block_size)
     tokens = array("I", rng.choices(range(_TOKENS), k=min(_LONG, (num_blocks - 1) * block_size)))
-    first = manager.start(manager.prompt(tokens))
-    manager.append([(first, len(tokens))])
-    manager.commit(first)
-    manager.free(first)
+    _compute(manager, tokens)
     while manager.usage()[0].free > 4096:
-        other = manager.start(manager.prompt(rng.choices(range(_TOKENS), k=4096 * block_size)))
-        manager.append([(other, 4096 * block_size)])
-        manager.commit(other)
-        manager.free(other)
+        _compute(manager, rng.choices(range(_TOKENS), k=4096 * block_size))
     timed = Timings(f"{len(tokens):,} tokens in {num_blocks:,} blocks")
     whole = partial(timed.call, per="prompt")
     for _ in range(20):
-        prompt, match = whole("lookup_long", _looked_up, manager, tokens)
+        prompt, match = whole("lookup_long", _lookup, manager, tokens)
         assert match.length >= len(tokens) - block_size, "a cached prompt must hit"
         whole("lookup_long_again", manager.lookup, prompt)
         sequence = whole("start_long", manager.start, prompt)
@@ -184,29 +175,24 @@ def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dic
     return timed.rows()
 
 
-_MEDIAN, _SIGMA, _LONGEST = 500, 1.0, 4096  # tokens, log-normal; spread of the logarithm; tokens
+def _compute(manager: BlockManager, tokens: "array[int] | list[int]") -> None:
+    """Put a prompt into the prefix index."""
+    sequence = manager.start(manager.prompt(tokens))
+    manager.append([(sequence, len(tokens))])
+    manager.commit(sequence)
+    manager.free(sequence)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Utilization:
-    """Tokens held / token slots allocated, over a run of growing and ending sequences."""
-
-    block_size: int  # tokens
-    median_length: int  # tokens, of the log-normal lengths
-    sequences: int
-    samples: int
-    paged_mean: float
-    paged_p10: float
-    contiguous_mean: float  # each sequence owns a buffer of the longest length
-    longest: int  # tokens
+_MEDIAN, _SIGMA, _LONGEST = 500, 1.0, 4096  # log-normal lengths: tokens, spread of the logarithm, tokens
 
 
 def measure_utilization(
     *, block_size: int = 16, num_sequences: int = 200, rounds: int = 400, seed: int = 0
-) -> Utilization:
-    """Keep `num_sequences` sequences running; each grows to a length of its own and is replaced.
+) -> dict[str, Any]:
+    """Measure tokens held / token slots allocated while `num_sequences` sequences run.
 
-    Half of a length is the prompt, the rest is decoded 16 tokens a round.
+    Each sequence grows to a length of its own and is then replaced. Half of a length is the prompt, the rest
+    is decoded 16 tokens a round. `contiguous_mean` is for one buffer of `longest` tokens a sequence.
     """
     rng = random.Random(seed)
     manager = BlockManager(num_blocks=[num_sequences * -(-_LONGEST // block_size)], block_size=block_size)
@@ -231,13 +217,13 @@ def measure_utilization(
                 manager.extend([(sequence, min(16, length - sequence.length))])
                 manager.commit(sequence)
     manager.check_integrity()
-    return Utilization(
-        block_size=block_size,
-        median_length=_MEDIAN,
-        sequences=num_sequences,
-        samples=len(paged),
-        paged_mean=round(fmean(paged), 4),
-        paged_p10=round(percentile(paged, 10), 4),
-        contiguous_mean=round(fmean(contiguous), 4),
-        longest=_LONGEST,
-    )
+    return {
+        "block_size": block_size,
+        "median_length": _MEDIAN,
+        "sequences": num_sequences,
+        "samples": len(paged),
+        "paged_mean": round(fmean(paged), 4),
+        "paged_p10": round(percentile(paged, 10), 4),
+        "contiguous_mean": round(fmean(contiguous), 4),
+        "longest": _LONGEST,
+    }

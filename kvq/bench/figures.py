@@ -1,4 +1,4 @@
-"""The plots of `kvq bench attention`, `kvq bench engine` and `kvq bench speculation`."""
+"""Plots of `kvq bench attention`, `kvq bench engine` and `kvq bench speculation`."""
 
 import itertools
 from typing import Any
@@ -9,7 +9,7 @@ from kvq.sizes import speed
 
 
 def roofline_figure(result: dict[str, Any]) -> Any:
-    """Every row's time over the bytes it reads, and the line that reading sets; both axes logarithmic."""
+    """Draw every row's time over the bytes it reads, and the limit of the read bandwidth, on log axes."""
     rows, bandwidth = result["rows"], result["read_gb_per_s"]
     figure = new_figure(7.0, 4.4)
     axes = figure.subplots()
@@ -42,7 +42,7 @@ _PANELS = (("itl_ms_p50", "time between tokens, ms, median"), ("ttft_ms_p99", "t
 
 
 def engine_figure(result: dict[str, Any]) -> Any:
-    """Latency over output tokens/s, a line per server.
+    """Draw latency over output tokens/s, a line per server.
 
     A ring marks the saturation point, a star the fastest point within the SLO.
     """
@@ -55,7 +55,7 @@ def engine_figure(result: dict[str, Any]) -> Any:
             points = [row for row in line if row[figure_name] is not None]
             _draw(axes, points, figure_name, color)
         finish(axes, "output tokens per second, all requests", label)
-        axes.set_xlim(0, 1.04 * axes.get_xlim()[1])  # points may lie together, far from zero
+        axes.set_xlim(0, 1.04 * axes.get_xlim()[1])  # points may lie close together, far from zero
         axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
         axes.grid(alpha=0.25)
     legend_beside(figure, axes)
@@ -68,7 +68,7 @@ def engine_figure(result: dict[str, Any]) -> Any:
 
 
 def speculation_figure(result: dict[str, Any]) -> Any:
-    """How much faster each depth is, a line per format; dashed what the share of right drafts lets expect."""
+    """Draw the speedup over the draft depth, a line per format; dashed: expected from the acceptance rate."""
     figure = new_figure(7.0, 4.2)
     axes = figure.subplots()
     rows = [row for row in result["rows"] if not row["adapts"]]
@@ -77,9 +77,9 @@ def speculation_figure(result: dict[str, Any]) -> Any:
         axes.plot(
             [row["k"] for row in mine], [row["speedup"] for row in mine], "o-", color=color, ms=4, label=kv
         )
-        told = [row for row in mine if row["expected_speedup"] is not None]
+        known = [row for row in mine if row["expected_speedup"] is not None]
         axes.plot(
-            [row["k"] for row in told], [row["expected_speedup"] for row in told], "--", color=color, lw=1
+            [row["k"] for row in known], [row["expected_speedup"] for row in known], "--", color=color, lw=1
         )
     axes.axhline(1, color="0.5", lw=1)
     finish(axes, "drafts of a sequence in a step", "times the tokens per second without drafts")
@@ -94,7 +94,7 @@ def speculation_figure(result: dict[str, Any]) -> Any:
 
 
 def _draw(axes: Any, rows: list[dict[str, Any]], name: str, color: str) -> None:
-    """One server's line over its concurrencies."""
+    """Draw one server's line over its concurrencies."""
     if not rows:
         return
     first = rows[0]

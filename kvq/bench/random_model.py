@@ -1,4 +1,4 @@
-"""Models of random weights, made on the device: what a step costs depends on shapes, not on what they say."""
+"""Models of random weights, made on the device: the cost of a step depends on shapes, not on values."""
 
 import json
 import shutil
@@ -31,11 +31,11 @@ def random_model(
     backend: str = "auto",
     stored: bool = False,
 ) -> Model:
-    """A model of the shapes of a config.json's dict, with the embedded model's tokenizer.
+    """Make a model of the shapes of a config.json's dict, with the embedded model's tokenizer.
 
-    `folder`: gets what a model's folder holds; its weights too if they are to be `stored`, for rivals that
-    read them, and always on a CPU, whose engine looks at a few of them there. As with any other model, kvq's
-    way to run it is compared with its own code first.
+    `folder`: gets the files of a model's folder. Weights are among them if `stored`, for rivals that read
+    them, and always on a CPU, where the engine reads a few of them from there. As with any other model, kvq's
+    way to run it is compared with the model's own code first.
 
     Raises:
         ModelError: a family that kvq does not run, or runs wrongly.

@@ -1,13 +1,13 @@
-"""Drafting measured: how many drafts are right, how many tokens a step gives, and what that is worth.
+"""`kvq bench speculation`: acceptance rate of drafts, tokens per step, and speedup.
 
-With a share `a` of right drafts and k of them a step gives (1 - a^(k + 1)) / (1 - a) tokens on average. If a
-pass of the draft costs r of a decode step, and checking drafts nothing, that is so many times faster divided
-by 1 + k r (Leviathan et al. 2023, section 3.2). Beside that stands what was measured; and the share that is
-found offline, without drafting: both models' logits over texts that the model wrote say which drafts would be
-right, and a walk along them which would be looked at.
+With acceptance rate `a` and k drafts a step yields (1 - a^(k + 1)) / (1 - a) tokens on average. If a pass of
+the draft costs r of a decode step, and verification costs nothing, the speedup is that number divided by
+1 + k r (Leviathan et al. 2023, section 3.2). Rows have this expectation beside what was measured. They also
+have the rate found offline, without drafting: the logits of both models over texts that the model wrote tell
+which drafts would be accepted, and a walk along them tells which would be verified.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import in_turn, percentile
+from kvq.bench.timing import Keep, Progress, in_turn, part_of, percentile, spread, unkept, unwatched
 from kvq.engine import LLM, SamplingParams
 from kvq.engine.speculation.draft_model import DraftModel
 from kvq.engine.speculation.ngram import NGrams
@@ -33,8 +33,8 @@ _CHUNK = 512  # tokens of a text in one pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What is drafted how, for which requests."""
+class SpeculationPlan:
+    """Plan of one benchmark: the drafting method, its depths, and the requests."""
 
     speculation: Speculation
     depths: tuple[int, ...]  # values of k
@@ -42,25 +42,25 @@ class Plan:
     batch: int  # requests at a time
     output_tokens: int
     temperature: float
-    seed: int | None  # of requests, which then get the tokens that they get without drafts
+    seed: int | None  # if set, requests get the same tokens with and without drafts
     repeats: int
 
     @property
     def params(self) -> SamplingParams:
-        """Of all requests."""
+        """Sampling parameters of all requests."""
         return SamplingParams(
             max_tokens=self.output_tokens, temperature=self.temperature, ignore_eos=True, seed=self.seed
         )
 
 
 def expected_tokens(share: float, k: int) -> float:
-    """Tokens a step gives with k drafts, each right with probability `share` if those before it are."""
+    """Return tokens per step with k drafts, each right with probability `share` if those before it are."""
     return float(k + 1) if share >= 1 else (1 - share ** (k + 1)) / (1 - share)
 
 
 @dataclass(slots=True)
 class _Contender:
-    """One way of drafting, and what was measured of it."""
+    """Depth of drafting, and its measured counts."""
 
     k: int  # 0: none
     adapts: bool
@@ -68,49 +68,45 @@ class _Contender:
     generated: int = 0
     drafts: int = 0
     drafted: int = 0
-    looked_at: int = 0
+    verified: int = 0  # drafts whose predecessors were right
     accepted: int = 0
 
     @property
-    def share(self) -> float | None:
-        """Of drafts whose forerunners were right, those that were right."""
-        return self.accepted / self.looked_at if self.looked_at else None
+    def acceptance(self) -> float | None:
+        """Share of verified drafts that were accepted."""
+        return self.accepted / self.verified if self.verified else None
 
 
 def bench_speculation(
     model: Model,
     formats: Sequence[str],
-    plan: Plan,
+    plan: SpeculationPlan,
     *,
-    progress: Callable[[int, int], object] = lambda *_: None,
-    keep: Callable[[Callable[[], Sequence[Any]]], object] = lambda _: None,
+    progress: Progress = unwatched,
+    keep: Keep = unkept,
 ) -> list[dict[str, Any]]:
-    """A row for each format and depth; depth 0 drafts nothing, the last row of a format chooses its depth.
+    """Measure each format at each depth; returns their rows.
+
+    Depth 0 drafts nothing; the last row of a format adapts its depth.
 
     Raises:
         KVQError: a request failed.
     """
     rows: list[dict[str, Any]] = []
     for number, kv in enumerate(formats):
-
-        def tell(done: int, total: int, before: int = number) -> None:
-            progress(before * total + done, len(formats) * total)
-
-        rows += _bench_format(model, kv, plan, tell)
+        rows += _bench_format(model, kv, plan, part_of(progress, number, len(formats)))
         keep(rows.copy)
     return rows
 
 
-def _bench_format(
-    model: Model, kv: str, plan: Plan, progress: Callable[[int, int], object]
-) -> list[dict[str, Any]]:
+def _bench_format(model: Model, kv: str, plan: SpeculationPlan, progress: Progress) -> list[dict[str, Any]]:
     longest = max(map(len, plan.prompts)) + plan.output_tokens
     layout = model.with_kv(kv).layout
     blocks = (plan.batch + 1) * (-(-longest // layout.block_size) + 1)
     options: dict[str, Any] = {"num_blocks": blocks, "max_num_seqs": plan.batch, "max_context": longest}
     with LLM(model, kv, speculation=plan.speculation, prefix_caching=False, **options) as llm:
         speculator = llm.core.speculator
-        assert speculator is not None, "it was asked for"
+        assert speculator is not None, "the engine was built with one"
         plain, *_ = [_run(llm, one, plan) for one in _contenders(plan)]  # kernels compile, costs are learned
         fresh, equal = _contenders(plan), 0
         for done, (_, contender) in enumerate(in_turn(fresh, plan.repeats), 1):
@@ -130,20 +126,19 @@ def _bench_format(
     return [facts | _row(one, base, plan, offline, cost) for one in fresh]
 
 
-def _contenders(plan: Plan) -> list[_Contender]:
-    """No drafts first, then every number of them, then as many as the engine finds worth it."""
+def _contenders(plan: SpeculationPlan) -> list[_Contender]:
+    """Return the contenders: no drafts, then every depth, then a depth that the engine adapts."""
     fixed = [_Contender(k, False, []) for k in (0, *plan.depths)]
     return [*fixed, _Contender(max(plan.depths), True, [])]
 
 
 def _row(
-    one: _Contender, base: float, plan: Plan, offline: dict[int, float | None], cost: float
+    one: _Contender, base: float, plan: SpeculationPlan, offline: dict[int, float | None], cost: float
 ) -> dict[str, Any]:
-    share, rate = one.share, percentile(one.rates, 50)
+    share = one.acceptance
     steps = one.generated - one.accepted  # of sequences
-    measured = one.generated / steps
     expected = None
-    if share is not None and not one.adapts:  # n-grams don't find something to guess in every step
+    if share is not None and not one.adapts:  # n-grams don't find a draft in every step
         expected = 1 + (expected_tokens(share, one.k) - 1) * one.drafts / steps
     return {
         "k": one.k,
@@ -153,20 +148,18 @@ def _row(
         "draft_acceptance": one.accepted / one.drafted if one.drafted else None,
         "drafts_per_step": one.drafted / steps,
         "expected_tokens_per_step": expected,
-        "tokens_per_step": measured,
+        "tokens_per_step": one.generated / steps,
         "expected_speedup": None if expected is None else expected / (1 + one.k * cost),
-        "output_tokens_per_s": rate,
-        "output_tokens_per_s_p10": percentile(one.rates, 10),
-        "output_tokens_per_s_p90": percentile(one.rates, 90),
-        "speedup": rate / base,
+        **spread("output_tokens_per_s", one.rates),
+        "speedup": percentile(one.rates, 50) / base,
         "batch": plan.batch,
     }
 
 
-def _run(llm: LLM, contender: _Contender, plan: Plan) -> list[list[int]]:
-    """Serve all prompts, `batch` at a time, and count."""
+def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[int]]:
+    """Serve all prompts, `batch` at a time, and add to the contender's counts; returns the tokens."""
     speculator, counters = llm.core.speculator, llm.core.scheduler.counters
-    assert speculator is not None, "it was asked for"
+    assert speculator is not None, "the engine was built with one"
     speculator.use(k=contender.k, adapts=contender.adapts)
     speculator.proposer.begin_anew()  # else n-grams would find the answers of the run before
     before = counters.drafts, counters.drafted_tokens, speculator.right, speculator.looked_at
@@ -180,30 +173,27 @@ def _run(llm: LLM, contender: _Contender, plan: Plan) -> list[list[int]]:
     contender.rates.append(sum(map(len, tokens)) / seconds)
     contender.generated += sum(map(len, tokens))
     after = counters.drafts, counters.drafted_tokens, speculator.right, speculator.looked_at
-    drafts, drafted, accepted, looked_at = (b - a for a, b in zip(before, after, strict=True))
+    drafts, drafted, accepted, verified = (b - a for a, b in zip(before, after, strict=True))
     contender.drafts += drafts
     contender.drafted += drafted
     contender.accepted += accepted
-    contender.looked_at += looked_at
+    contender.verified += verified
     return tokens
 
 
 def _draft_cost(speculator: Speculator, batch: int) -> float:
-    """What a pass of the draft costs, of a decode step; 0 for n-grams."""
+    """Return the cost of a draft pass as a share of a decode step; 0 for n-grams."""
     step = speculator.depth.costs.decode_s(batch)
     return speculator.depth.draft_s(batch) / step if speculator.depth.takes_passes and step else 0.0
 
 
-# Without drafting
-
-
 def offline_shares(
-    llm: LLM, speculator: Speculator, plan: Plan, texts: list[list[int]]
+    llm: LLM, speculator: Speculator, plan: SpeculationPlan, texts: list[list[int]]
 ) -> dict[int, float | None]:
-    """For every k the share of drafts that would be right, found without drafting; nothing for heads.
+    """Return the acceptance rate for every k, found without drafting; an empty dict for heads.
 
-    A draft of a model is right where both find the same token likeliest; with a temperature it is kept with
-    probability sum(min(p, q)). Of n-grams: what they would have guessed along these texts.
+    A model's draft is accepted where both models find the same token likeliest; with a temperature it is
+    accepted with probability sum(min(p, q)). For n-grams, their drafts along these texts are counted.
     """
     if speculator.proposer.takes_passes is False:
         return {k: _lookup_share(plan, texts, k) for k in plan.depths}
@@ -223,29 +213,30 @@ def offline_shares(
 
 
 def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None:
-    """Of the drafts looked at, the share kept, where the draft of token i is kept with probability `[i]`.
+    """Return accepted / verified drafts, where the draft of token i is accepted with probability `[i]`.
 
-    Not the mean of all: the token behind k right drafts is none, and errors that come in runs are looked at
-    more often than what follows right ones. The first token of an answer comes from its prompt's pass.
+    This is not the mean of all probabilities: the token after k right drafts is no draft, and tokens in runs
+    of errors are verified more often than those after right drafts. The first token of an output comes from
+    the prompt's pass.
     """
-    right = looked_at = 0.0
+    right = verified = 0.0
     for kept in agreements:
-        begins = [0.0] * (len(kept) + 1)  # the probability that a step's first draft is of token i
+        begins = [0.0] * (len(kept) + 1)  # probability that a step's first draft is of token i
         begins[min(1, len(kept))] = 1.0
         for at in range(1, len(kept)):
             reached = begins[at]
             drafts = min(k, len(kept) - at - 1)
             for i in range(at, at + drafts):
-                looked_at += reached
+                verified += reached
                 begins[i + 1] += reached * (1 - kept[i])
                 reached *= kept[i]
                 right += reached
             begins[at + drafts + 1] += reached
-    return right / looked_at if looked_at else None
+    return right / verified if verified else None
 
 
 def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: int) -> Tensor:
-    """Behind every token from `first` on but the last, by other weights over what the model's own wrote."""
+    """Return logits after every token from `first` but the last, by other weights over the model's KV."""
     session = Session(model.weights, model.layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
     if first:
@@ -260,7 +251,7 @@ def _logits_over(model: Model, weights: LoadedWeights, ids: list[int], first: in
 
 
 def _agreement(p: Tensor, q: Tensor, temperature: float) -> Tensor:
-    """Of each row, fp64 [rows]."""
+    """Return the probability that each row's draft is accepted, fp64 [rows]."""
     width = min(p.shape[-1], q.shape[-1])
     if temperature == 0:
         return (p[:, :width].argmax(dim=-1) == q[:, :width].argmax(dim=-1)).double()
@@ -269,7 +260,7 @@ def _agreement(p: Tensor, q: Tensor, temperature: float) -> Tensor:
 
 
 def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
-    """Behind every token, over a cache of its own: fp32 [tokens, vocab]."""
+    """Return logits after every token, over a fresh cache: fp32 [tokens, vocab]."""
     session = Session(weights, layout, max_tokens=len(ids))
     sequence, parts = session.new_sequence(), []
     for at in range(0, len(ids), _CHUNK):
@@ -277,8 +268,9 @@ def _logits(weights: LoadedWeights, layout: KVLayout, ids: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def _lookup_share(plan: Plan, texts: list[list[int]], k: int) -> float | None:
-    right = looked_at = 0
+def _lookup_share(plan: SpeculationPlan, texts: list[list[int]], k: int) -> float | None:
+    """Return accepted / verified drafts of n-grams along the texts."""
+    right = verified = 0
     answers = NGrams()
     for prompt, text in zip(plan.prompts, texts, strict=True):
         known = NGrams()
@@ -289,15 +281,15 @@ def _lookup_share(plan: Plan, texts: list[list[int]], k: int) -> float | None:
             limit = min(k, len(text) - at - 1)
             guessed = known.following(known.tokens, limit) or answers.following(known.tokens, limit)
             good = num_common(guessed, text[at:])
-            looked_at += min(len(guessed), good + 1)
+            verified += min(len(guessed), good + 1)
             right += good
             at += good + 1
         answers.extend(text)
-    return right / looked_at if looked_at else None
+    return right / verified if verified else None
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the rows say, a line a format."""
+    """Return the conclusion from the rows, a line for each format."""
     lines = []
     for kv in dict.fromkeys(row["kv"] for row in rows):
         mine = [row for row in rows if row["kv"] == kv and row["k"]]
@@ -318,10 +310,10 @@ def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def check_depths(text: str, most: int) -> tuple[int, ...]:
-    """Values of k from a text with commas.
+    """Parse values of k, separated by commas.
 
     Raises:
-        ConfigError: others than whole numbers of 1 to `most`.
+        ConfigError: a value is no whole number from 1 to `most`.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdigit() and 1 <= int(part) <= most for part in parts):

@@ -1,10 +1,25 @@
-"""Samples of a measured time, summed up."""
+"""Timing helpers of benchmarks: percentiles, turns of contenders, and progress of repeated work."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Progress = Callable[[int, int], object]  # (steps done, steps in all)
+Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
+
+
+def unwatched(done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+def unkept(make: Callable[[], object]) -> None:
+    """Keep no rows of unfinished work."""
+
+
+def part_of(progress: Progress, index: int, count: int) -> Progress:
+    """Return the progress function of part `index` of `count` equally long parts."""
+    return lambda done, total: progress(index * total + done, count * total)
 
 
 class Timings:
@@ -17,7 +32,7 @@ class Timings:
     def call(
         self, operation: str, work: Callable[..., T], *given: Any, count: int = 1, per: str = "sequence"
     ) -> T:
-        """Do the work, which is `count` operations, or one of so many blocks; add its time."""
+        """Do the work, which is `count` operations, or one on `count` blocks; add its time."""
         start_ns = perf_counter_ns()
         found = work(*given)
         end_ns = perf_counter_ns()
@@ -25,7 +40,7 @@ class Timings:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Median and 10th to 90th percentile of each, as rows of `kvq bench` results."""
+        """Return median and 10th to 90th percentile of each operation, as rows of `kvq bench` results."""
         return [
             {
                 "operation": operation,
@@ -41,14 +56,23 @@ class Timings:
 
 
 def in_turn(contenders: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Every contender in every repeat, which begins with the next one each time; with the repeat's number."""
+    """Yield the number of each repeat with every contender; each repeat begins with the next contender."""
     for repeat in range(repeats):
         for i in range(len(contenders)):
             yield repeat, contenders[(i + repeat) % len(contenders)]
 
 
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the median of a figure and its 10th and 90th percentiles as `name`, `name_p10`, `name_p90`."""
+    return {
+        name: percentile(values, 50),
+        f"{name}_p10": percentile(values, 10),
+        f"{name}_p90": percentile(values, 90),
+    }
+
+
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The value below which `percent` of `values` lie, interpolated."""
+    """Return the value below which `percent` of `values` lie, interpolated."""
     ordered = sorted(values)
     at = (len(ordered) - 1) * percent / 100
     low = int(at)

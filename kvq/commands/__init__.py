@@ -1,1 +1,1 @@
-"""The commands behind `kvq`, one module each."""
+"""Commands of `kvq`, one module each."""

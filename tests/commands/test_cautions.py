@@ -55,10 +55,11 @@ def test_a_model_at_chance_is_told_first_on_page_terminal_and_in_json(kvq, guess
     )
     assert status == 0
     assert re.match(
-        r"mind: this model can't show damage .* no better than chance \([\d.,]+ by counting", first_line(said)
+        r"caution: this model can't show damage .* no better than chance \([\d.,]+ by counting",
+        first_line(said),
     )
     result = json.loads(path.read_text())
-    assert first_line(said) == f"mind: {result['cautions'][0]}"
+    assert first_line(said) == f"caution: {result['cautions'][0]}"
     assert list(result).index("cautions") < list(result).index("model")
     assert result["rows"][0]["perplexity"] >= result["rows"][0]["chance_perplexity"]
     html = page.read_text()
@@ -99,7 +100,7 @@ def test_tune_says_it_of_its_recipe(kvq, deaf, tmp_path):
         "tune", deaf, "--budget", "5bits", *few, "--out", out, "--json", path, "--html", page
     )
     assert status == 0
-    assert first_line(said).startswith("mind: this model can't show damage on this text: ")
+    assert first_line(said).startswith("caution: this model can't show damage on this text: ")
     result = json.loads(path.read_text())
     assert any("int2 looks harmless" in line for line in result["cautions"])
     assert "harmless" not in result["verdict"]
@@ -116,7 +117,9 @@ def test_calibrate_does_not_call_scales_fit_by_such_a_text(kvq, deaf, tmp_path):
     check = json.loads(path.read_text())["check"]
     assert check["is_fit"] is None
     assert any("int2 looks harmless" in line for line in check["cautions"])
-    assert said.index("mind: this model can't show damage") < said.index("may or may not be fit (see above)")
+    assert said.index("caution: this model can't show damage") < said.index(
+        "may or may not be fit (see above)"
+    )
 
 
 def test_quantize_says_it_of_perplexity_before_and_after(kvq, guessing, tmp_path):

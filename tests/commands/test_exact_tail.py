@@ -21,7 +21,7 @@ def test_what_is_mostly_exact_is_said_before_and_after_and_is_in_the_rows(kvq, c
     assert rows["int3+recent=8"] < MOST < rows["int3+recent=80"] < 1
     words = told("int3+recent=80", rows["int3+recent=80"], 128)
     assert err.count(f"kvq: warning: {words}; give a longer --context") == 1
-    assert out.count(f"mind: {words}") == 1
+    assert out.count(f"caution: {words}") == 1
     assert "with int3+recent=8," not in out + err
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kvq.commands.shared.options import Several, Tokens
-from kvq.commands.use.demo import PARTED, parted
+from kvq.commands.shared.options import Several, TokenCount
+from kvq.commands.use.demo import MARK, mark_difference
 from kvq.commands.use.generate import command as generate
 from kvq.errors import ConfigError
 from kvq.sizes import parse_tokens
@@ -182,7 +182,7 @@ def test_a_name_for_a_running_server_is_no_path(kvq, monkeypatch):
 )
 def test_tokens_are_counted_in_powers_of_1024(text, tokens):
     assert parse_tokens(text) == tokens
-    assert Several(Tokens()).convert(f"{text},4k", None, None) == (tokens, 4096)
+    assert Several(TokenCount()).convert(f"{text},4k", None, None) == (tokens, 4096)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_plan_takes_short_and_long_alike(kvq, tmp_path):
 
 
 def test_texts_are_marked_where_their_words_part():
-    assert parted("a b c", "a b c") == ("a b c", "a b c")
-    assert parted("a bee c", "a bear d") == (f"a {PARTED} bee c", f"a {PARTED} bear d")
-    assert parted("a b", "a b c") == (f"a b {PARTED}", f"a b {PARTED} c")
-    assert parted("x", "y") == (f"{PARTED} x", f"{PARTED} y")
+    assert mark_difference("a b c", "a b c") == ("a b c", "a b c")
+    assert mark_difference("a bee c", "a bear d") == (f"a {MARK} bee c", f"a {MARK} bear d")
+    assert mark_difference("a b", "a b c") == (f"a b {MARK}", f"a b {MARK} c")
+    assert mark_difference("x", "y") == (f"{MARK} x", f"{MARK} y")

@@ -1,1 +1,1 @@
-"""Engine under load, beside static and continuous batching over transformers."""
+"""Engine benchmark: kvq's engine under load, beside static and continuous batching of transformers."""

@@ -1,4 +1,4 @@
-"""A rival: transformers' continuous batching."""
+"""Rival of `kvq bench engine`: transformers' continuous batching."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ from time import perf_counter
 from typing import Any
 
 from kvq.bench.engine.hf import own_format, quiet
-from kvq.bench.engine.load import Arrivals, LoadRequest
+from kvq.bench.engine.load import ArrivalQueue, LoadRequest
 from kvq.bench.engine.result import Served, ServedLoad
-from kvq.bench.engine.server import Limits
+from kvq.bench.engine.server import EngineLimits
 from kvq.errors import EngineError
 from kvq.sizes import parse_bytes
 
@@ -18,11 +18,11 @@ _POLL_S = 0.05
 
 
 class ContinuousBatching:
-    """transformers' continuous batching over its paged cache, a fresh manager for every run."""
+    """Continuous batching of transformers over its paged cache, with a fresh manager for every run."""
 
     name = "hf-continuous"
 
-    def __init__(self, rival: Any, limits: Limits, block_size: int) -> None:
+    def __init__(self, rival: Any, limits: EngineLimits, block_size: int) -> None:
         self.kv = own_format(rival)
         self.attention = "sdpa"
         self._rival = rival
@@ -30,7 +30,7 @@ class ContinuousBatching:
         self._block_size = block_size
 
     def choose_attention(self, requests: Sequence[LoadRequest]) -> None:
-        """Keep the faster one of the two that need no extra package."""
+        """Keep the faster of the two attention implementations that need no extra package."""
         times = {}
         for name in ("sdpa", "paged|eager"):
             self.attention = name
@@ -41,10 +41,10 @@ class ContinuousBatching:
         """Serve all requests, as they arrive or `users` at a time.
 
         Raises:
-            EngineError: a request failed, or the manager's thread ended.
+            EngineError: a request failed, or the thread of the manager ended.
         """
         with quiet(), self._manager(requests) as manager:
-            arrivals = Arrivals(requests, users)
+            arrivals = ArrivalQueue(requests, users)
             due_s: dict[str, float] = {}
             ended: list[Any] = []
             begin = perf_counter()
@@ -70,13 +70,13 @@ class ContinuousBatching:
         )
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[list[int]]:
-        """Greedy tokens of requests that run together."""
+        """Return greedy tokens of requests that run together."""
         served = {one.request.index: one.tokens for one in self.run(requests, None).served}
         return [served[request.index] for request in requests]
 
     @contextmanager
     def _manager(self, requests: Sequence[LoadRequest]) -> Iterator[Any]:
-        """A manager that has served one request, so that no run pays for setting it up."""
+        """Yield a manager that has served one request, so that no run pays for its setup."""
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -109,7 +109,7 @@ class ContinuousBatching:
             self._rival.set_attn_implementation("sdpa")
 
     def _num_pages(self, requests: Sequence[LoadRequest]) -> int:
-        """As many pages as kvq's pool has room for, and at least those of the longest request."""
+        """Return the pages that fit in the memory of kvq's pool, at least those of the longest request."""
         limits = self._limits
         longest = -(-max(request.tokens for request in requests) // _PAGE) + 1
         if limits.kv_memory is not None:

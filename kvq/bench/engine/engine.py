@@ -1,36 +1,37 @@
 """`kvq bench engine`: the engine as a service, KV formats and rivals in turn under the same load."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kvq.bench.engine.load import Load
 from kvq.bench.engine.result import ServedLoad, Server, is_saturated, mark, row
-from kvq.bench.engine.rivals import RIVALS, Opened, check_requests, compare, one_by_one, open_rivals
-from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.rivals import RIVALS, check_requests, compare, one_by_one, open_rivals
+from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.bench.engine.step_costs import fit_costs
-from kvq.bench.timing import in_turn
+from kvq.bench.timing import Keep, Progress, in_turn, unkept, unwatched
 from kvq.errors import ConfigError, nearest
 from kvq.models import Model
 
-Progress = Callable[[int, int], object]
-Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
+_Checks = dict[Server, dict[str, Any]]  # by server, what its check before timing found
+_Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What to measure. `users`: closed loops of so many at a time, in rising order; empty: as they arrive.
+class EnginePlan:
+    """Plan of one benchmark: a load, the engine's limits, rivals and goals.
 
-    With several `users` a server stops being measured where its throughput grows no more.
+    `users`: closed loops of this many users at a time, in rising order; empty: requests come as they arrive.
+    With several `users` a server is no longer measured once its throughput stops growing.
     """
 
     load: Load
-    limits: Limits
+    limits: EngineLimits
     users: tuple[int, ...] = ()
     rivals: tuple[str, ...] = ()
     repeats: int = 3
-    step_costs: bool = False  # measure what the parts of kvq's steps take, in one more run
+    step_costs: bool = False  # measure the cost of the parts of kvq's steps, in one more run
     slo_ttft_ms: float | None = None
     slo_itl_ms: float | None = None
 
@@ -49,37 +50,43 @@ class Plan:
                 f"give at least as many requests as the highest concurrency"
             )
 
+    @property
+    def levels(self) -> tuple[int | None, ...]:
+        """The concurrencies to measure; None for requests that come as they arrive."""
+        return self.users or (None,)
+
 
 def bench_engine(
     model: Model,
     formats: Sequence[str],
-    plan: Plan,
+    plan: EnginePlan,
     *,
-    progress: Progress = lambda done, total: None,
-    keep: Keep = lambda make: None,
-) -> list[dict[str, Any]]:
-    """Rows of all formats and rivals, each checked before any is timed.
+    progress: Progress = unwatched,
+    keep: Keep = unkept,
+) -> _Rows:
+    """Check all formats and rivals, then measure them in turn; returns their rows.
 
-    Within each repeat all servers run one after another, each time beginning with the next one. `keep` is
-    told after each of them.
+    In each repeat all servers run one after another, and each repeat begins with the next server. `keep` is
+    called after every run.
 
     Raises:
         ConfigError: a format or a limit that can't be used.
         OutOfMemory: a pool doesn't fit.
         EngineError: a server gives other tokens than it should, or a request fails.
     """
-    with _servers(model, formats, plan) as opened:
+    with _servers(model, formats, plan) as (checks, refused):
+        servers = list(checks)
+        found = {(server.name, server.kv): check for server, check in checks.items()}
 
-        def whole(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def whole(rows: _Rows) -> _Rows:
             nothing = {key: None for one in rows for key in one}
-            refused = [nothing | one for one in opened.refused]
             for one in rows:
-                one.update(opened.checks[one["name"], one["kv"]])
+                one.update(found[one["name"], one["kv"]])
             mark(rows, ttft_ms=plan.slo_ttft_ms, itl_ms=plan.slo_itl_ms)
-            return [*rows, *refused]
+            return [*rows, *(nothing | one for one in refused)]
 
-        rows = whole(_measure(opened.servers, plan, progress, lambda make: keep(lambda: whole(make()))))
-        costs = _step_costs(opened.servers, plan) if plan.step_costs else {}
+        rows = whole(_measure(servers, plan, progress, lambda make: keep(lambda: whole(make()))))
+        costs = _step_costs(servers, plan) if plan.step_costs else {}
     for one in rows:
         if one["name"] == "kvq" and one["kv"] in costs:
             one["step_costs"] = costs[one["kv"]]
@@ -87,30 +94,33 @@ def bench_engine(
 
 
 @contextmanager
-def _servers(model: Model, formats: Sequence[str], plan: Plan) -> Iterator[Opened]:
-    """Open and check all servers."""
+def _servers(model: Model, formats: Sequence[str], plan: EnginePlan) -> Iterator[tuple[_Checks, _Rows]]:
+    """Open and check all servers; yields them, and the rows of rivals that can't run here."""
     requests = plan.load.draw(0)
     few = check_requests(requests)
-    opened = Opened()
+    checks: _Checks = {}
+    refused: _Rows = []
     with ExitStack() as stack:
         for kv in formats:
             server = KvqServer(model, kv, plan.limits, requests)
             stack.callback(server.close)
             together = [output.token_ids for output in server.generate(few)]
             check = compare(f"kvq {kv}", model, one_by_one(server, few), together)
-            opened.add(server, check | server.graphs)
-        if plan.rivals:
-            open_rivals(opened, plan.rivals, model, plan.limits, few)
-        yield opened
+            checks[server] = check | server.graphs
+        for rival, found in open_rivals(plan.rivals, model, plan.limits, few):
+            if rival is None:
+                refused.append(found)
+            else:
+                checks[rival] = found
+        yield checks, refused
 
 
-def _step_costs(servers: Sequence[Server], plan: Plan) -> dict[str, dict[str, Any] | None]:
-    """Of kvq's formats, from the steps of one run at every level."""
+def _step_costs(servers: Sequence[Server], plan: EnginePlan) -> dict[str, dict[str, Any] | None]:
+    """Fit the step costs of each of kvq's formats to the steps of one run at every level."""
     requests = plan.load.draw(plan.repeats)
-    levels: tuple[int | None, ...] = plan.users or (None,)
     return {
         server.kv: fit_costs(
-            [step for users in levels for step in server.measure_steps(requests, users)],
+            [step for users in plan.levels for step in server.measure_steps(requests, users)],
             server.llm.core.model,
         )
         for server in servers
@@ -118,17 +128,16 @@ def _step_costs(servers: Sequence[Server], plan: Plan) -> dict[str, dict[str, An
     }
 
 
-def _measure(servers: Sequence[Server], plan: Plan, progress: Progress, keep: Keep) -> list[dict[str, Any]]:
-    """Level by level, repeat by repeat, server by server."""
-    levels: tuple[int | None, ...] = plan.users or (None,)
+def _measure(servers: Sequence[Server], plan: EnginePlan, progress: Progress, keep: Keep) -> _Rows:
+    """Measure level by level, repeat by repeat, server by server."""
     runs: dict[tuple[Server, int | None], list[ServedLoad]] = {}
 
-    def rows(of: Sequence[Server] = servers) -> list[dict[str, Any]]:
-        measured = [(server, users) for server in of for users in levels if (server, users) in runs]
+    def rows(of: Sequence[Server] = servers) -> _Rows:
+        measured = [(server, users) for server in of for users in plan.levels if (server, users) in runs]
         return [row(server.name, server.kv, runs[server, users], users) for server, users in measured]
 
-    done, total = 0, len(levels) * plan.repeats * len(servers)
-    for users in levels:
+    done, total = 0, len(plan.levels) * plan.repeats * len(servers)
+    for users in plan.levels:
         left = [server for server in servers if not is_saturated(rows([server]))]
         done += plan.repeats * (len(servers) - len(left))
         for repeat, server in in_turn(left, plan.repeats):

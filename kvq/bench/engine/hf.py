@@ -1,4 +1,4 @@
-"""transformers as a rival: the model as it runs it, quietly, and its `generate` over static batches."""
+"""Rival of `kvq bench engine`: transformers' `generate` over static batches."""
 
 import logging
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.engine.load import Arrivals, LoadRequest
+from kvq.bench.engine.load import ArrivalQueue, LoadRequest
 from kvq.bench.engine.result import Served, ServedLoad
-from kvq.bench.engine.server import Limits
+from kvq.bench.engine.server import EngineLimits
 from kvq.models import Model
 from kvq.models.describe.modules import quiet_logs
 from kvq.models.parts.device import DTYPE_NAMES
 
 
 def load_rival(model: Model) -> Any:
-    """The same checkpoint as transformers runs it, in the same type, never ending before its length."""
+    """Load the model's checkpoint with transformers in the same dtype; it never ends before the length."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -33,31 +33,31 @@ def load_rival(model: Model) -> Any:
 
 
 def own_format(rival: Any) -> str:
-    """What transformers' KV caches hold: the type of the weights."""
+    """Return the format of transformers' KV cache: the dtype of the weights."""
     return DTYPE_NAMES[rival.dtype]
 
 
 def quiet() -> AbstractContextManager[None]:
-    """Keep loading bars, and warnings about packages that only sizing would use, off the terminal."""
+    """Hide loading bars, and warnings about packages that only sizing would use."""
     return quiet_logs("transformers", "ContinuousBatchingLogger", level=logging.CRITICAL)
 
 
 class StaticBatches:
-    """A rival: `generate` over left-padded batches; the next batch is what has arrived when one has ended.
+    """Static batches of `generate`, left-padded; the next batch is what has arrived when one has ended.
 
-    All of a batch are generated as far as the longest; only tokens that were asked for count.
+    Every batch runs as long as its longest request; only requested tokens count.
     """
 
     name = "hf-static"
 
-    def __init__(self, rival: Any, limits: Limits, _: int) -> None:
+    def __init__(self, rival: Any, limits: EngineLimits, _: int) -> None:
         self.kv = own_format(rival)
         self._rival = rival
         self._most = limits.max_num_seqs
 
     def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
         """Serve all requests; `users` is the batch size in a closed loop."""
-        arrivals = Arrivals(requests, users)
+        arrivals = ArrivalQueue(requests, users)
         waiting: list[tuple[LoadRequest, float]] = []
         served: list[Served] = []
         begin = perf_counter()
@@ -72,7 +72,7 @@ class StaticBatches:
         return ServedLoad(served=served)
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[list[int]]:
-        """Greedy tokens of requests in one batch."""
+        """Return greedy tokens of requests in one batch."""
         served = self._serve([(request, 0.0) for request in requests], perf_counter())
         return [one.tokens for one in served]
 
@@ -107,14 +107,14 @@ class StaticBatches:
 
 
 class _Clock:
-    """A streamer for `generate` that notes when each step's tokens came; the first put is the prompt."""
+    """Streamer for `generate` that notes the time of each step's tokens; the first put is the prompt."""
 
     def __init__(self) -> None:
         self._puts: list[float] = []
 
     @property
     def token_s(self) -> list[float]:
-        """When each token came, on `perf_counter`."""
+        """Times of the tokens on `perf_counter`."""
         return self._puts[1:]
 
     def put(self, _: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The load that an engine is measured under: requests, when they arrive, and who sends the next one."""
+"""Load of an engine benchmark: requests, their arrival times, and the queue that hands them out."""
 
 import math
 import random
@@ -10,28 +10,28 @@ from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 
-if TYPE_CHECKING:  # who sends a load to a server has no model
+if TYPE_CHECKING:  # a client of a server has no model
     from kvq.models import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRequest:
-    """One request to come."""
+    """Request of a load."""
 
     index: int
     prompt: list[int]
     output_tokens: int
-    arrival_s: float = 0.0  # after the run's begin; closed loops ignore it
+    arrival_s: float = 0.0  # after the start of the run; closed loops ignore it
     priority: Priority = Priority.INTERACTIVE
 
     @property
     def tokens(self) -> int:
-        """Of prompt and output together."""
+        """Tokens of prompt and output together."""
         return len(self.prompt) + self.output_tokens
 
 
 def burst(model: "Model", requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> "Load":
-    """Requests that all arrive at once, in no hurry; lengths lie between the two given."""
+    """Return a load of batch priority whose requests all arrive at once; lengths are (low, high)."""
     return Load(
         num_requests=requests,
         input_lengths=Lengths(low=prompt[0], high=prompt[1]),
@@ -44,7 +44,7 @@ def burst(model: "Model", requests: int, prompt: tuple[int, int], output: tuple[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """A kind of load. Lengths and arrivals are the same in every repeat, token ids are not."""
+    """Load to draw requests from. Lengths and arrivals are the same in every repeat, token ids are not."""
 
     num_requests: int
     input_lengths: Lengths
@@ -52,8 +52,8 @@ class Load:
     vocab_size: int
     max_context: int  # tokens; log-normal lengths are cut to it
     rate: float = math.inf  # requests per second, with exponential gaps
-    shared_prefix: float = 0.0  # of each prompt, the same for all
-    priority: Priority = Priority.INTERACTIVE  # batch: nobody's tokens wait for a share of the steps
+    shared_prefix: float = 0.0  # share of each prompt that is the same for all
+    priority: Priority = Priority.INTERACTIVE
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Load:
             raise ConfigError(f"--rate must be above 0 requests per second, got {self.rate}")
 
     def draw(self, repeat: int) -> list[LoadRequest]:
-        """The requests of one repeat, in order of arrival."""
+        """Return the requests of one repeat, in order of arrival."""
         shape, ids = random.Random(self.seed), random.Random(f"{self.seed}/{repeat}")
         vocabulary = range(self.vocab_size)
         common = ids.choices(vocabulary, k=self.max_context) if self.shared_prefix else []
@@ -94,8 +94,8 @@ class Load:
         return prompt_tokens, min(self.output_lengths.draw(rng), self.max_context - prompt_tokens)
 
 
-class Arrivals:
-    """Hands out requests: each at its time, or, with `users`, as soon as one of that many users is free."""
+class ArrivalQueue:
+    """Queue of requests: each is due at its arrival time or, with `users`, when one of them is free."""
 
     def __init__(self, requests: Sequence[LoadRequest], users: int | None) -> None:
         self._requests = requests
@@ -108,7 +108,10 @@ class Arrivals:
         return self._next == len(self._requests)
 
     def due(self, now: float, num_ended: int) -> list[tuple[LoadRequest, float]]:
-        """Requests whose time has come, each with that time in seconds; `num_ended` of all have ended."""
+        """Remove and return the due requests, each with its due time in seconds.
+
+        `num_ended`: requests that have ended so far.
+        """
         found = []
         while not self.is_done and self.wait_s(now, num_ended) <= 0:
             request = self._requests[self._next]
@@ -117,7 +120,7 @@ class Arrivals:
         return found
 
     def wait_s(self, now: float, num_ended: int) -> float:
-        """Seconds until the next one is due; infinite if there is none, or one has to end first."""
+        """Return seconds until the next request is due; infinite if none is left or one has to end first."""
         if self.is_done:
             return math.inf
         if self._users is None:

@@ -1,4 +1,4 @@
-"""What serving a load gave: times of every request, summed up as rows of `kvq bench engine`."""
+"""Results of serving a load: the times of every request, and their summary as rows of `kvq bench engine`."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvq.bench.engine.load import LoadRequest
-from kvq.bench.timing import percentile
+from kvq.bench.timing import percentile, spread
 from kvq.errors import EngineError
 
 _median = partial(percentile, percent=50)
@@ -16,10 +16,10 @@ _GROWTH = 1.03  # throughput that grows less from one concurrency to the next is
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """One request's tokens and when they came, in seconds after the run's begin.
+    """Request that was served, with the times of its tokens in seconds after the start of the run.
 
     Raises:
-        EngineError: there are more or fewer than were asked for.
+        EngineError: the number of tokens is not the requested one.
     """
 
     request: LoadRequest
@@ -35,18 +35,18 @@ class Served:
 
     @property
     def ttft_s(self) -> float:
-        """From arrival to the first token, the wait before it was taken in included."""
+        """Seconds from arrival to the first token, including any wait before admission."""
         return self.token_s[0] - self.due_s
 
     @property
     def itl_s(self) -> list[float]:
-        """Between neighbouring tokens."""
+        """Seconds between successive tokens."""
         return [after - before for before, after in itertools.pairwise(self.token_s)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedLoad:
-    """One run over a load. What a rival doesn't tell is None."""
+    """Result of one run over a load. Figures that a rival doesn't report are None."""
 
     served: list[Served]
     preemptions: int | None = None
@@ -57,7 +57,7 @@ class ServedLoad:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last token."""
+        """Seconds from the first arrival to the last token."""
         return max(one.token_s[-1] for one in self.served) - min(one.due_s for one in self.served)
 
     @property
@@ -77,7 +77,7 @@ class ServedLoad:
 
 
 class Server(Protocol):
-    """Something that serves loads: kvq's engine with one format, or a rival."""
+    """Server of loads: kvq's engine with one format, or a rival."""
 
     name: str
     kv: str
@@ -87,11 +87,10 @@ class Server(Protocol):
 
 
 def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:
-    """One server's row of one load over all repeats.
+    """Return one server's row for one load over all repeats.
 
-    Rates are medians over repeats; latencies are percentiles over the requests, and tokens, of all.
+    Rates are medians over repeats; latencies are percentiles over the requests or tokens of all repeats.
     """
-    rates = [run.output_tokens_per_s for run in runs]
     served = [one for run in runs for one in run.served]
     first, last = runs[0], runs[-1]
     return {
@@ -100,9 +99,7 @@ def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> di
         "requests": len(first.served),
         "repeats": len(runs),
         "concurrency": users or round(_median(run.concurrency for run in runs), 1),
-        "output_tokens_per_s": _median(rates),
-        "output_tokens_per_s_p10": percentile(rates, 10),
-        "output_tokens_per_s_p90": percentile(rates, 90),
+        **spread("output_tokens_per_s", [run.output_tokens_per_s for run in runs]),
         "total_tokens_per_s": _median(run.total_tokens_per_s for run in runs),
         "seconds": _median(run.seconds for run in runs),
         **_latencies("ttft", [one.ttft_s for one in served]),
@@ -116,13 +113,13 @@ def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> di
 
 
 def is_saturated(rows: Sequence[dict[str, Any]]) -> bool:
-    """True if the last of one server's rows, in order of concurrency, brought no more throughput."""
+    """Return True if the last of one server's rows, in order of concurrency, brought no more throughput."""
     rates = [row["output_tokens_per_s"] for row in rows]
     return len(rates) > 1 and rates[-1] < _GROWTH * max(rates[:-1])
 
 
 def mark(rows: Sequence[dict[str, Any]], *, ttft_ms: float | None, itl_ms: float | None) -> None:
-    """Mark each server's saturation point, and its fastest row whose 99th percentiles keep the SLO."""
+    """Mark each server's saturation point, and its fastest row whose 99th percentiles meet the SLO."""
     for name, kv in {(row["name"], row["kv"]) for row in rows}:
         mine = [row for row in rows if (row["name"], row["kv"]) == (name, kv)]
         mine.sort(key=lambda row: row["concurrency"])

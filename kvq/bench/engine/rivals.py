@@ -1,8 +1,8 @@
-"""The rivals of `kvq bench engine`, opened and checked; one that can't run here says why."""
+"""Rivals of `kvq bench engine`: opened and checked; the row of one that can't run here says why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from kvq.bench.engine.continuous import ContinuousBatching
 from kvq.bench.engine.hf import StaticBatches, load_rival, own_format
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.engine.result import Server
-from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.engine import CompletionOutput
 from kvq.errors import EngineError
 from kvq.models import Model
@@ -22,7 +22,7 @@ NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that round
 
 
 def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
-    """The first few requests, cut to a few output tokens."""
+    """Return the first few requests, cut to a few output tokens."""
     return [
         replace(request, output_tokens=min(_TOKENS, request.output_tokens), arrival_s=0.0)
         for request in requests[:_REQUESTS]
@@ -30,7 +30,7 @@ def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
 
 
 def one_by_one(server: KvqServer, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
-    """Results of requests that each had the engine to themselves."""
+    """Generate for one request after another; returns their results."""
     return [server.generate([request])[0] for request in requests]
 
 
@@ -39,8 +39,8 @@ def compare(
 ) -> dict[str, Any]:
     """Compare token ids with those of requests that ran one by one.
 
-    Where two likely tokens are closer than rounding, batches may differ; such a difference is counted with
-    the gap between the two, any other one raises.
+    Batches may differ where rounding can swap the two likeliest tokens. Such a difference is counted with the
+    gap between both log-probabilities; any other difference raises.
 
     Raises:
         EngineError: tokens differ where they must not.
@@ -62,17 +62,17 @@ def compare(
     return {
         "check_requests": len(alone),
         "check_equal": len(alone) - len(gaps),
-        "check_largest_gap": max(gaps, default=None),  # where the others first differ
+        "check_largest_gap": max(gaps, default=None),  # where requests that are not equal first differ
     }
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Where two lists of tokens part; None if they don't."""
+    """Return the index of the first token in which two lists differ; None if they are equal."""
     return None if list(expected) == list(found) else num_common(expected, found)
 
 
 def _gap(output: CompletionOutput, at: int) -> float:
-    """Between the two largest log-probabilities of a step; infinite where the output is over."""
+    """Return the gap between a step's two largest log-probabilities; infinite behind the output's end."""
     if output.logprobs is None or at >= len(output.logprobs):
         return float("inf")
     (_, first), (_, second) = output.logprobs[at].top[:2]
@@ -82,31 +82,20 @@ def _gap(output: CompletionOutput, at: int) -> float:
 RIVALS = {rival.name: rival for rival in (StaticBatches, ContinuousBatching)}
 
 
-@dataclass(slots=True)
-class Opened:
-    """Servers that run, what their checks found, and rows of rivals that don't run."""
-
-    servers: list[Server] = field(default_factory=list)
-    checks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    refused: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, server: Server, check: dict[str, Any]) -> None:
-        """A server that runs."""
-        self.servers.append(server)
-        self.checks[server.name, server.kv] = check
-
-
 def open_rivals(
-    opened: Opened, names: Sequence[str], model: Model, limits: Limits, requests: Sequence[LoadRequest]
-) -> None:
+    names: Sequence[str], model: Model, limits: EngineLimits, requests: Sequence[LoadRequest]
+) -> Iterator[tuple[Server | None, dict[str, Any]]]:
     """Load the model as transformers runs it and compare each rival with kvq over KV of the same type.
 
+    Yields each rival with what its check found, or None and the row of a rival that can't run here.
     `requests`: a few, to check with.
 
     Raises:
         EngineError: a rival gives tokens that rounding doesn't explain.
     """
-    with closing(KvqServer(model, "auto", Limits(), requests)) as server:
+    if not names:
+        return
+    with closing(KvqServer(model, "auto", EngineLimits(), requests)) as server:
         alone = one_by_one(server, requests)
     loaded = load_rival(model)
     for name in names:
@@ -117,9 +106,9 @@ def open_rivals(
                 rival.choose_attention(requests)
         except Exception as error:  # noqa: BLE001 - somebody else's engine; its row says why
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            opened.refused.append({"name": name, "kv": own_format(loaded), "reason": reason})
+            yield None, {"name": name, "kv": own_format(loaded), "reason": reason}
             continue
         check = compare(name, model, alone, tokens)
         if isinstance(rival, ContinuousBatching):
             check["attention"] = rival.attention
-        opened.add(rival, check)
+        yield rival, check

@@ -1,4 +1,4 @@
-"""kvq's engine as a server under load, with one KV format."""
+"""Server of a benchmark: kvq's engine with one KV format, stepped by the loop that hands out requests."""
 
 import itertools
 import logging
@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter, sleep
 
-from kvq.bench.engine.load import Arrivals, LoadRequest
+from kvq.bench.engine.load import ArrivalQueue, LoadRequest
 from kvq.bench.engine.result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
@@ -19,14 +19,14 @@ from kvq.models import Model
 from kvq.models.loading.fused_layers import is_fused
 from kvq.scheduler import Priority
 
-_SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
-_SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count
-_Ended = tuple[LoadRequest, float, RequestOutput]  # with when it was due
+_SLACK_BLOCKS = 8  # beyond the blocks of the load: the engine's reserve, and room to copy
+_SAMPLE_EVERY = 8  # steps; counting filled slots takes time
+_Ended = tuple[LoadRequest, float, RequestOutput]  # with its due time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What an engine may use, as options of `LLM`. Without a size all requests that may run at once fit."""
+class EngineLimits:
+    """Limits of an engine, as options of `LLM`. Without a size the pool fits all requests at once."""
 
     kv_memory: int | str | None = None
     num_blocks: int | None = None  # per layer group
@@ -35,18 +35,18 @@ class Limits:
     prefix_caching: bool = True
 
     def blocks_for(self, requests: Sequence[LoadRequest], block_size: int) -> int:
-        """Blocks that the longest requests, as many as may run at once, take in the end."""
+        """Return the blocks that the longest `max_num_seqs` requests take when they end."""
         blocks = sorted((-(-request.tokens // block_size) for request in requests), reverse=True)
         return round(1.02 * sum(blocks[: self.max_num_seqs])) + _SLACK_BLOCKS
 
 
 class KvqServer:
-    """The engine over one format, stepped by the load's own loop."""
+    """Engine over one KV format."""
 
     name = "kvq"
 
-    def __init__(self, model: Model, kv: str, limits: Limits, requests: Sequence[LoadRequest]) -> None:
-        """`requests`: a draw of the load, for the pool's size where `limits` name none.
+    def __init__(self, model: Model, kv: str, limits: EngineLimits, requests: Sequence[LoadRequest]) -> None:
+        """Start an engine. `requests`: a draw of the load, which sizes the pool if `limits` don't.
 
         Raises:
             ConfigError: a format that doesn't fit.
@@ -55,14 +55,14 @@ class KvqServer:
         self.kv = kv
         if limits.num_blocks is None and limits.kv_memory is None:
             limits = replace(limits, num_blocks=limits.blocks_for(requests, model.layout.block_size))
-        told = _GraphsRefused()
-        with told.listening():
+        refused = _GraphsRefused()
+        with refused.listening():
             self.llm = LLM(model, kv, **asdict(limits))
         if model.weights.device.type != "cuda":
-            told.reason = "not on a GPU"
+            refused.reason = "not on a GPU"
         self.graphs = {  # of decode steps
-            "graph": told.reason is None,
-            "graph_reason": told.reason,
+            "graph": refused.reason is None,
+            "graph_reason": refused.reason,
             "fused": is_fused(model.weights.model),
         }
 
@@ -76,7 +76,7 @@ class KvqServer:
         manager.drop_cached()
         before, counters = copy(core.scheduler.counters), core.scheduler.counters
         gauge = _Gauge(manager)
-        arrivals = Arrivals(requests, users)
+        arrivals = ArrivalQueue(requests, users)
         ended: list[_Ended] = []
         begin = perf_counter()
         while not arrivals.is_done or core.has_work:
@@ -99,9 +99,9 @@ class KvqServer:
         )
 
     def measure_steps(self, requests: Sequence[LoadRequest], users: int | None) -> list[StepStats]:
-        """The steps of a run, and of one in which all requests come at once: steps of all sizes.
+        """Return the steps of a run, and of one in which all requests come at once: steps of all sizes.
 
-        Both take a little longer for being looked at.
+        Listening to the steps makes both runs a little slower.
         """
         steps: list[StepStats] = []
         at_once = [replace(request, arrival_s=0.0, priority=Priority.BATCH) for request in requests]
@@ -114,7 +114,7 @@ class KvqServer:
         return steps
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
-        """Greedy results of requests that run together, with the two likeliest tokens of every step."""
+        """Return greedy results of requests that run together, with two log-probabilities for every step."""
         self.llm.core.scheduler.manager.drop_cached()
         outputs = self.llm.generate(
             [request.prompt for request in requests],
@@ -129,11 +129,11 @@ class KvqServer:
         return [output.outputs[0] for output in outputs]
 
     def close(self) -> None:
-        """Give back the pool."""
+        """Release the pool."""
         self.llm.close()
 
     def submit(self, request: LoadRequest, due_s: float, ended: list[_Ended]) -> None:
-        """Queue a request of greedy tokens up to its length."""
+        """Submit a request for greedy tokens; its result is added to `ended`."""
         core = self.llm.core
 
         def listen(event: Event) -> None:
@@ -146,7 +146,7 @@ class KvqServer:
 
 
 class _GraphsRefused(logging.Handler):
-    """Hears the engine say why its decode steps are not captured as graphs."""
+    """Log handler that finds the reason why the engine captures no CUDA graphs of its decode steps."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -158,7 +158,7 @@ class _GraphsRefused(logging.Handler):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear what is said inside."""
+        """Handle kvq's log records inside the block."""
         logger = logging.getLogger("kvq")
         logger.addHandler(self)
         try:
@@ -168,7 +168,7 @@ class _GraphsRefused(logging.Handler):
 
 
 class _Gauge:
-    """Peak of live blocks, and how full they are, looked at between steps."""
+    """Peak of live blocks, and the share of their slots that is filled, sampled between steps."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
@@ -185,7 +185,7 @@ class _Gauge:
 
 
 def _served(request: LoadRequest, due_s: float, output: RequestOutput, begin: float) -> Served:
-    """Times of a request that ended as it should, on the run's clock."""
+    """Return a completed request with its times on the clock of the run."""
     if output.error is not None:
         raise output.error
     tokens, timing = output.outputs[0].token_ids, output.timing

@@ -1,4 +1,4 @@
-"""What the parts of an engine's steps cost, from the times of many steps: for `--calibrate`."""
+"""Step costs for `--calibrate`: the time of each part of a step, fitted to the times of many steps."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,13 +20,14 @@ _NEGLIGIBLE = 0.02  # relative error
 
 
 def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
-    """Costs as `kvq.capacity.plan.step_time` reads them; None of too few steps.
+    """Fit step costs in the form that `kvq.capacity.plan.step_time` reads; None for too few steps.
 
-    Also None of models with sliding windows, whose decodes see less than is counted here, with experts, of
-    which a step reads more the more tokens it has, and of families whose parameters are not counted.
+    Also returns None for models with sliding windows (their decodes see fewer tokens than are counted here),
+    with experts (a step reads more of them the more tokens it has), and for families whose parameters are not
+    counted.
 
-    Least relative errors, no cost below zero: linear layers as a line between powers of two of
-    their tokens, decodes by the tokens that they see, prefill by its pairs, and sequences.
+    The fit has least relative errors and no cost below zero. Linear layers are a line between powers of two
+    tokens; decodes cost by the tokens they see, prefill by its query-key pairs, and each sequence a constant.
     """
     layout, geometry = model.layout, model.geometry
     parameters = None
@@ -63,19 +64,19 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
 
 
 def read_bytes(model: Model, parameters: Parameters) -> float:
-    """Of the weights, what a step of one token reads."""
+    """Return the bytes of weights that a step of one token reads."""
     return weight_bytes(model.weights.model) * read_share(parameters, 1)
 
 
 def _knots(rows: Sequence[int]) -> list[int]:
-    """Powers of two with some steps around them."""
+    """Return the powers of two that have some steps around them."""
     powers = [1 << i for i in range(max(rows).bit_length() + 1)]
     near = [power for power in powers if sum(power / 1.5 < n <= power * 1.5 for n in rows) >= _LEAST]
     return near or [sorted(rows)[len(rows) // 2]]
 
 
 def _hats(count: int, knots: Sequence[int]) -> list[float]:
-    """How much of each knot a number of tokens is: a line between its neighbours, or beyond the last two."""
+    """Return the weight of each knot for a number of tokens: linear between knots and beyond the last."""
     hats = [0.0] * len(knots)
     if len(knots) == 1 or count <= knots[0]:
         hats[0] = 1.0
@@ -88,9 +89,9 @@ def _hats(count: int, knots: Sequence[int]) -> list[float]:
 
 
 def _fit(features: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """The least absolute errors, by least squares that weigh what is far off less every time.
+    """Fit with least absolute errors, by iteratively reweighted least squares.
 
-    A step that waited for a kernel to be compiled, or for another process, must not count for many others.
+    A step that waited for a kernel to be compiled, or for another process, must not outweigh many others.
     """
     weights = torch.ones_like(target)
     costs: list[float] = []
@@ -102,7 +103,7 @@ def _fit(features: torch.Tensor, target: torch.Tensor) -> list[float]:
 
 
 def _without_negatives(features: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """Least squares; what comes out negative is left out, one after the other."""
+    """Fit by least squares; negative costs are left out, one after the other."""
     scale = features.abs().amax(0).clamp(min=1e-300)
     kept = list(range(features.shape[1]))
     while True:

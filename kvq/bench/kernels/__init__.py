@@ -1,1 +1,1 @@
-"""Kernels: attention, writing, Linear layers, and the tuner of tiles."""
+"""Kernel benchmarks: attention, writing, Linear layers, and the tuner of tiles."""

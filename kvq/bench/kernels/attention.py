@@ -13,16 +13,26 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvq.bench.kernels.expanded import against_heads
 from kvq.bench.kernels.latent import latent_contenders
-from kvq.bench.kernels.measure import Contender, Run, compete, copies_for, exact_attention, relative_error
-from kvq.bench.kernels.staged import filled_staged, read_bytes, seen, steps_of_staged
+from kvq.bench.kernels.measure import (
+    Contender,
+    Rows,
+    Run,
+    compete,
+    copies_for,
+    exact_attention,
+    relative_error,
+    type_name,
+)
+from kvq.bench.kernels.staged import filled_staged, read_bytes, steps_of_staged, visible_kv
 from kvq.bench.kernels.workload import Workload, dense_kv, filled_cache, layout_of, queries
+from kvq.bench.timing import Progress, unwatched
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, StagedBatch
 from kvq.kernels.attend.rounding import limit_of, rounded_queries
 from kvq.kernels.gpu import support as gpu
 
-_SLACK = 1e-5  # a relative error as small as this is fine whatever SDPA's is
+_SLACK = 1e-5  # relative error that is always allowed
 
 
 def bench_attention(
@@ -31,20 +41,20 @@ def bench_attention(
     *,
     rivals: Path | None = None,
     dense_rivals: bool = True,
-    expanded: int | None = None,
     repeats: int = 20,
-    progress: Callable[[], None] = lambda: None,
-) -> tuple[list[dict[str, Any]], float]:
-    """Check every contender against fp64, then time them interleaved. `expanded`: see `against_heads`.
+    progress: Progress = unwatched,
+) -> tuple[Rows, float]:
+    """Check every contender against fp64, then time them interleaved.
 
-    Returns the rows and the memory read bandwidth of the same run in GB/s.
+    `rivals`: a folder with a rivals.py; see `_third_parties`. Returns the rows and the memory read bandwidth
+    of the same run in GB/s.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
     """
     with torch.inference_mode():
-        if expanded is not None:
-            found = list(against_heads(workload, formats, expanded))
+        if workload.expanded is not None:
+            found = list(against_heads(workload, formats, workload.expanded))
         else:
             contenders = _contenders if workload.latent_dim is None else latent_contenders
             found = list(contenders(workload, formats, dense_rivals))
@@ -62,7 +72,7 @@ def bench_attention(
         "head_dim": workload.head_dim,
         "block_size": workload.block_size,
         **({} if workload.latent_dim is None else {"latent_dim": workload.latent_dim}),
-        **({} if expanded is None else {"expanded": expanded}),
+        **({} if workload.expanded is None else {"expanded": workload.expanded}),
     }
     return [row | shape | {"fraction_of_bandwidth": row["gb_per_s"] / bandwidth} for row in rows], bandwidth
 
@@ -76,7 +86,7 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
             continue
         own, cache, batch = over_blocks(workload, kv)
         yield own
-        assert isinstance(batch, SequenceBatch), "of what is not staged"
+        assert isinstance(batch, SequenceBatch), "staged formats were handled above"
         if own.backend == "triton" and workload.new > 1:
             yield fused(workload, own, cache, batch)
         if own.backend == "triton" and _multiplies_8_bits(workload, cache):
@@ -90,20 +100,20 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
 
 
 def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, SequenceBatch | StagedBatch]:
-    """kvq itself, and the blocks that it attends to."""
+    """Return kvq's contender, its cache, and the batch that attends to the cache."""
     is_staged = layout_of(workload, kv).recipe.is_staged
     cache, batch, copies = (filled_staged if is_staged else filled_cache)(workload, kv)
     q = queries(workload)
     scale = workload.head_dim**-0.5
     if isinstance(batch, StagedBatch):
-        k, v = seen(cache, batch)
+        k, v = visible_kv(cache, batch)
         nbytes = sum(read_bytes(cache.layout, context) for context in workload.contexts)
     else:
         nbytes = cache.layout.kv_bytes_per_token * workload.tokens
         k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
     truth = exact_attention(q[-1], k[0], v[0], scale)
     ran = cache.backend_of("attend", 0)
-    rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # what its error is held against
+    rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # SDPA in this dtype sets the allowed error
     mine, keys, values = (x.to(rounding) for x in (q[-1:].transpose(1, 2), k, v))
     same = _sdpa(mine, keys, values, scale, folded=True)[0]
     options = AttentionOptions(scale=scale)
@@ -124,14 +134,14 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
 
 
 def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
-    """The Triton kernel for the whole of it: of a captured batch no rows are gathered."""
+    """Return the contender that attends in one Triton kernel: a captured batch gathers no rows."""
     q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     captured = replace(batch, is_captured=True)
     return replace(own, name="kvq, fused", run=lambda copy: cache.attend(copy, q, captured, options)[0])
 
 
 def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
-    """The Triton kernel with queries rounded to 8 bits, over the same blocks."""
+    """Return the contender whose Triton kernel rounds queries to 8 bits, over the same blocks."""
     q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     attend = gpu.lazy("attend.triton.attend", "attend")
     return replace(
@@ -143,7 +153,7 @@ def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: Sequenc
 
 
 def _of_rounding(workload: Workload, cache: KVCache, batch: SequenceBatch, truth: Tensor) -> float:
-    """Twice what rounding queries to 8 bits, and nothing else, changes in the last sequence's output."""
+    """Return twice the relative error that rounding queries to 8 bits alone causes in the last sequence."""
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
     held = rounded_queries(queries(workload)[-1], cache.layer(0).formats.k)
     return 2 * relative_error(exact_attention(held, k[0], v[0], workload.head_dim**-0.5), truth)
@@ -158,7 +168,7 @@ def _multiplies_8_bits(workload: Workload, cache: KVCache) -> bool:
 
 
 def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
-    """The simple way: dequantize everything, then torch's attention."""
+    """Return the contender that dequantizes everything, then runs torch's attention."""
     q, scale = queries(workload), workload.head_dim**-0.5
 
     def run(copy: int) -> Tensor:
@@ -170,14 +180,14 @@ def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: Sequ
 
 
 def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
-    """torch's attention over contiguous K and V, in both forms of grouped queries."""
+    """Yield torch's attention over contiguous K and V, in both forms of grouped queries."""
     k, v = (x.to(dtype) for x in dense_kv(workload))
     scale, q = workload.head_dim**-0.5, queries(workload).to(dtype)
     copies = copies_for(workload.device, 2 * k.nbytes)
     ks, vs = ([x.clone() for _ in range(copies)] for x in (k, v))
     truth = exact_attention(q[-1], k[-1], v[-1], scale)
     step = {torch.float32: _SLACK, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    is_flash = workload.device.type == "cuda" and workload.new > 1  # which takes no folded mask
+    is_flash = workload.device.type == "cuda" and workload.new > 1  # flash attention takes no folded mask
     for form in ("enable_gqa",) if is_flash else ("folded", "enable_gqa"):
 
         def attend(copy: int, folded: bool = form == "folded") -> Tensor:
@@ -187,7 +197,7 @@ def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
         yield Contender(
             name=f"SDPA, {form}",
             backend="torch",
-            over={"kv": str(dtype).removeprefix("torch.")},
+            over={"kv": type_name(dtype)},
             run=attend,
             nbytes=2 * k.nbytes,
             copies=copies,
@@ -197,10 +207,10 @@ def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
 
 
 def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
-    """What `rivals.py` in a folder of the user's offers: `contenders(workload, q, k, v)`.
+    """Yield the contenders of a user's rivals.py, which defines `contenders(workload, q, k, v)`.
 
-    It yields (name, kv, bytes read, run) with `run()` returning [sequences, new, q_heads, head_dim]
-    of dense `q` [sequences, new, q_heads, head_dim] and `k`, `v` [sequences, kv_heads, tokens, head_dim].
+    That function yields (name, kv, bytes read, run). `q` is [sequences, new, q_heads, head_dim], `k` and `v`
+    are [sequences, kv_heads, tokens, head_dim], and `run()` returns a tensor of the shape of `q`.
     """
     if not workload.is_even:
         raise ConfigError(
@@ -224,7 +234,7 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
             nbytes=nbytes,
             copies=1,
             truth=truth,
-            allowed=0.5,  # what their quantization costs is theirs; garbage is found
+            allowed=0.5,  # their quantization may cost something; only garbage is refused
         )
 
 
@@ -233,12 +243,12 @@ def _flat(run: Callable[[], Tensor]) -> Run:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Tensor:
-    """Causal attention of the last positions: q [batch, q_heads, new, dim] -> the same shape."""
+    """Run causal attention of the last positions; `q` and the result are [batch, q_heads, new, dim]."""
     batch, q_heads, new, dim = q.shape
     heads, keys = k.shape[1:3]
     mask: Any = None
     if new > 1 and q.device.type == "cuda" and not folded:
-        mask = causal_lower_right(new, keys)  # flash attention knows it without a tensor
+        mask = causal_lower_right(new, keys)  # flash attention needs no mask tensor for it
     elif new > 1:
         mask = torch.ones(new, keys, dtype=torch.bool, device=q.device).tril_(keys - new)
     if not folded:

@@ -1,7 +1,7 @@
-"""Latents against K and V of heads: the same layer's attention, stored once for all heads or for each.
+"""`kvq bench attention --expanded`: latents against K and V of every head, for the same layer.
 
-Both get what the model's code has: queries of heads and the new tokens' latents. With latents the projection
-is absorbed into queries and results; with heads the new tokens are multiplied out.
+Both contenders get queries of heads and latents of the new tokens, as the model's code has them. With latents
+the projection is absorbed into queries and results; with heads the new latents are multiplied out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,14 +38,14 @@ _CHUNK = 1024  # tokens written at a time
 
 @dataclass(frozen=True)
 class _Projection:
-    """From latents to heads, in kvq's two ways: absorbed, and as the Linear layer that it is."""
+    """Projection from latents to heads in two forms: absorbed into attention, and as a Linear layer."""
 
     expansion: LatentExpansion
     linear: Callable[[Tensor], Tensor]
 
     @classmethod
     def random(cls, workload: Workload, each: int) -> "_Projection":
-        """Of numbers that bf16 holds, as those of checkpoints are."""
+        """Return a projection of random numbers that bf16 holds, as those of checkpoints are."""
         _, latent = workload.dims
         random = torch.Generator().manual_seed(workload.seed)
         weight = torch.randn(workload.q_heads * 2 * each, latent, generator=random)
@@ -59,8 +59,9 @@ class _Projection:
 
 
 def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iterator[Contender]:
-    """kvq over latents and over heads, for every format; `each`: elements of a head's V, and of its K beside
-    the rotary part.
+    """Yield kvq over latents and over heads, for every format.
+
+    `each`: elements of a head's V, and of its K without the rotary part.
 
     Raises:
         ConfigError: no latents, or more KV heads than one.
@@ -85,7 +86,7 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
         order=layout.groups[0].order,
     )
     cache, batch = _filled(workload, latent)
-    q, options = _asked(workload, expansion)
+    q, options = _head_queries(workload, expansion)
     rows = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
 
     def attend(copy: int) -> Tensor:
@@ -104,7 +105,7 @@ def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Conte
         workload, kv_heads=workload.q_heads, head_dim=dims.k_dim + workload.head_dim, latent_dim=dims.v_dim
     )
     cache, batch = _filled(workload, layout_of(heads, kv), expansion)
-    q, options = _asked(workload, expansion)
+    q, options = _head_queries(workload, expansion)
     new = torch.randn(len(q), expansion.latent_dim).to(q)
 
     def attend(copy: int) -> Tensor:
@@ -135,7 +136,7 @@ def _contender(
 def _filled(
     workload: Workload, layout: KVLayout, heads: LatentExpansion | None = None
 ) -> tuple[KVCache, SequenceBatch]:
-    """Blocks of the same random latents and rotary keys, or of the heads that they give, and the step."""
+    """Return a cache of random latents and rotary keys, or of the heads they expand to, and its step."""
     layout.recipe.check_unstaged("a benchmark of latent attention")
     tables, blocks = shuffled_tables(workload), sum(blocks_of(workload))
     cache = KVCache(layout, num_blocks=[blocks], device=workload.device, backend=workload.backend)
@@ -148,8 +149,8 @@ def _filled(
     return cache, step_of(workload, tables)
 
 
-def _asked(workload: Workload, expansion: LatentExpansion) -> tuple[Tensor, AttentionOptions]:
-    """Queries of heads, [tokens, q_heads, k_dim + rotary], and their scale."""
+def _head_queries(workload: Workload, expansion: LatentExpansion) -> tuple[Tensor, AttentionOptions]:
+    """Return queries of heads, [tokens, q_heads, k_dim + rotary], and options with their scale."""
     dim = expansion.dims.k_dim + workload.head_dim
     random = torch.Generator().manual_seed(workload.seed + 1)
     q = torch.randn(len(workload.contexts) * workload.new, workload.q_heads, dim, generator=random)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.bench.kernels.measure import Contender, copies_for, exact_attention
+from kvq.bench.kernels.measure import Contender, copies_for, exact_attention, type_name
 from kvq.bench.kernels.workload import Workload, blocks_of, filled, layout_of, queries
 from kvq.cache.pool import PoolBytes
 from kvq.errors import ConfigError
@@ -18,7 +18,7 @@ _ALLOWED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # r
 
 
 def latent_contenders(workload: Workload, formats: Sequence[str], dense: bool) -> Iterator[Contender]:
-    """kvq for every format of latents, rotary parts in the dtype of queries, and torch's attention beside.
+    """Yield kvq for every format of latents, and torch's attention. Rotary parts have the dtype of queries.
 
     Raises:
         ConfigError: more KV heads than one.
@@ -38,7 +38,7 @@ def check_one_head(workload: Workload) -> None:
 
 
 def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, Tensor]]:
-    """kvq, and the rows of all sequences as stored: keys and values fp32 [sequences, 1, tokens, dim]."""
+    """Return kvq's contender, and the stored keys and values, fp32 [sequences, 1, tokens, dim]."""
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[workload.dtype]
     layout, blocks = layout_of(workload, f"{name}/{kv}"), sum(blocks_of(workload))
     pool = PoolBytes(layout.groups[0], blocks, workload.device)
@@ -68,7 +68,7 @@ def over_latents(workload: Workload, kv: str) -> tuple[Contender, tuple[Tensor, 
 
 
 def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor]) -> Contender:
-    """torch's attention over the same keys and values, contiguous, with all query heads as rows."""
+    """Return torch's attention over the same keys and values, contiguous, with all query heads as rows."""
     nbytes = stored[0].numel() * workload.dtype.itemsize
     copies = copies_for(workload.device, nbytes)
     keys = [stored[0].to(workload.dtype, copy=True) for _ in range(copies)]
@@ -91,7 +91,7 @@ def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor
     return Contender(
         name="SDPA, absorbed",
         backend="torch",
-        over={"kv": str(workload.dtype).removeprefix("torch.")},
+        over={"kv": type_name(workload.dtype)},
         run=attend,
         nbytes=nbytes,
         copies=copies,

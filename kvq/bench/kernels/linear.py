@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq.bench.kernels.measure import Contender, compete, copies_for, matrix_rate
+from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, matrix_rate, type_name
+from kvq.bench.timing import Progress, unwatched
 from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, parse_weight_format
 from kvq.kernels import Device, LinearSpec, PlainWeight, select
@@ -24,7 +24,7 @@ _ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearWorkload:
-    """One layer and the number of rows that it is given at a time."""
+    """Shape of one Linear layer, and the rows of its inputs."""
 
     out_features: int
     in_features: int
@@ -35,12 +35,12 @@ class LinearWorkload:
     seed: int = 0
 
     def weight(self) -> Tensor:
-        """Random, fp32 [out, in]."""
+        """Return a random weight, fp32 [out, in]."""
         source = torch.Generator(self.device).manual_seed(self.seed)
         return torch.randn(self.out_features, self.in_features, generator=source, device=self.device)
 
     def inputs(self) -> Tensor:
-        """Random, fp32 [rows, in]."""
+        """Return random inputs, fp32 [rows, in]."""
         source = torch.Generator(self.device).manual_seed(self.seed + 1)
         return torch.randn(self.rows, self.in_features, generator=source, device=self.device)
 
@@ -51,12 +51,12 @@ def bench_linear(
     *,
     rivals: bool = True,
     repeats: int = 20,
-    progress: Callable[[], None] = lambda: None,
-) -> tuple[list[dict[str, Any]], float]:
-    """Check every contender against fp64, then time them interleaved, weights rotated past the cache.
+    progress: Progress = unwatched,
+) -> tuple[Rows, float]:
+    """Check every contender against fp64, then time them interleaved, with weights rotated past the cache.
 
-    The limit is reading the weights; on a GPU also torch's rate of products, twice that of rounded inputs.
-    Returns the rows and the memory read bandwidth of the same run in GB/s.
+    The limit is the time to read the weights; on a GPU also torch's rate of products, doubled for rounded
+    inputs. Returns the rows and the memory read bandwidth of the same run in GB/s.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
@@ -82,10 +82,10 @@ def bench_linear(
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """Outputs and inputs of `4096x11008`.
+    """Return outputs and inputs of a text such as `4096x11008`.
 
     Raises:
-        ConfigError: not two positive numbers with an x between.
+        ConfigError: it is not two positive numbers with an x between them.
     """
     outputs, _, inputs = text.lower().partition("x")
     if not (outputs.isdigit() and inputs.isdigit() and int(outputs) and int(inputs)):
@@ -94,7 +94,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def over_codes(workload: LinearWorkload, name: str) -> Contender:
-    """kvq's kernel over weights of a format."""
+    """Return kvq's kernel over weights of a format."""
     fmt = parse_weight_format(name)
     is_cpu = workload.device.type == "cpu"
     weight = round_weight(workload.weight(), fmt, dtype=torch.float32 if is_cpu else workload.dtype)
@@ -103,7 +103,7 @@ def over_codes(workload: LinearWorkload, name: str) -> Contender:
     x = workload.inputs().to(workload.dtype)
     allowed = _ALLOWED[workload.dtype]
     if fmt.inputs is not Inputs.FULL and workload.dtype is torch.float32:
-        allowed /= 20  # what is rounded already is not rounded again
+        allowed /= 20  # the reference's inputs are rounded, too
     copies = copies_for(workload.device, weight.nbytes)
     layers = [kernel.run(weight) for _ in range(copies)]
     return Contender(
@@ -119,7 +119,7 @@ def over_codes(workload: LinearWorkload, name: str) -> Contender:
 
 
 def _plain(workload: LinearWorkload) -> Iterator[Contender]:
-    """Products over weights that are no codes: torch's (on CPUs oneDNN's over packed weights), and kvq's."""
+    """Yield products over unquantized weights: torch's (on CPUs oneDNN over packed weights), and kvq's."""
     is_cpu = workload.device.type == "cpu"
     if is_cpu and workload.backend != "reference" and not isinstance(load(), str):
         for dtype in (torch.float32, torch.bfloat16):  # of weights; the product is in fp32
@@ -132,7 +132,7 @@ def _plain(workload: LinearWorkload) -> Iterator[Contender]:
 def _unquantized(
     workload: LinearWorkload, name: str, backend: str, dtype: torch.dtype, inputs: torch.dtype
 ) -> Contender:
-    """A product of inputs of one type over weights of another."""
+    """Return a product of inputs of one dtype over weights of another."""
     weight = workload.weight().to(dtype)
     x = workload.inputs().to(inputs)
     copies = copies_for(workload.device, weight.nbytes)
@@ -140,7 +140,7 @@ def _unquantized(
     return Contender(
         name=name,
         backend=backend,
-        over={"weights": str(dtype).removeprefix("torch.")},
+        over={"weights": type_name(dtype)},
         run=lambda copy: layers[copy](x),
         nbytes=weight.nbytes,
         copies=copies,

@@ -1,4 +1,4 @@
-"""Interleaved timing of rivals on a CPU or a GPU, and the memory bandwidth measured beside them."""
+"""Measurement of kernels: contenders are checked, then timed in turn, and so is the memory bandwidth."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import in_turn, percentile
+from kvq.bench.timing import Progress, in_turn, percentile, spread
 from kvq.errors import KVQError
 
 Run = Callable[[int], Tensor]  # one call; the number picks one of several copies of the data
+Rows = list[dict[str, Any]]
 _GPU_CALLS = 20  # in one sample, at least
 _WARM_UP = 3
 _MOST_COPIES = 64
-_PEAK_SIZE = 8192  # of the matrices by which products are timed
+_PEAK_SIZE = 8192  # rows and columns of the matrices that time products
 
 
 class Stopwatch:
-    """One contender's way of being timed: wall clock on a CPU, a replayed graph between events on a GPU."""
+    """Stopwatch of one contender: wall clock on a CPU, a replayed graph between events on a GPU."""
 
     def __init__(self, run: Run, copies: int, device: torch.device) -> None:
         self._run = run
@@ -36,7 +37,7 @@ class Stopwatch:
         self._is_gpu = device.type == "cuda"
 
     def sample(self) -> float:
-        """Milliseconds of one call, the mean of a batch of calls on a GPU."""
+        """Return the milliseconds of one call; on a GPU the mean of a batch of calls."""
         if not self._is_gpu:
             begin = perf_counter()
             self._run(self._next)
@@ -54,7 +55,7 @@ class Stopwatch:
         return float(begin_event.elapsed_time(end_event)) / self._calls
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
-        """All calls of a sample as one graph; None if the contender synchronizes."""
+        """Return all calls of a sample as one graph; None if the contender synchronizes."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
@@ -69,19 +70,19 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """One way to compute, as its row names it: `name`, `backend`, and what `over` is the key of."""
+    """Contender: one way to compute the result. Its row has `name`, `backend` and the keys of `over`."""
 
     name: str
     backend: str
     over: dict[str, str]  # kv or weights -> format
     run: Run
-    nbytes: int  # that one call has to read, of what is copied
+    nbytes: int  # that one call reads from one copy of the data
     copies: int
-    truth: Tensor  # fp64, the last rows of what `run` should give
+    truth: Tensor  # fp64, the last rows that `run` should return
     allowed: float  # relative error
 
     def check(self) -> float:
-        """The relative error.
+        """Return the relative error.
 
         Raises:
             KVQError: it is too large.
@@ -95,9 +96,7 @@ class Contender:
         return error
 
 
-def compete(
-    contenders: Sequence[Contender], repeats: int, progress: Callable[[], None]
-) -> tuple[list[dict[str, Any]], float]:
+def compete(contenders: Sequence[Contender], repeats: int, progress: Progress) -> tuple[Rows, float]:
     """Check every contender, then time them interleaved.
 
     Returns a row for each, and the memory read bandwidth of the same run in GB/s.
@@ -124,21 +123,19 @@ def compete(
     return rows, read_bandwidth(device)
 
 
-def interleaved(
-    watches: Sequence[Stopwatch], repeats: int, progress: Callable[[], None]
-) -> list[dict[str, float]]:
-    """`repeats` samples of each, one contender after another, each time beginning with the next one."""
+def interleaved(watches: Sequence[Stopwatch], repeats: int, progress: Progress) -> list[dict[str, float]]:
+    """Take `repeats` samples of each stopwatch in turn; returns `ms_median`, `ms_p10`, `ms_p90` of each."""
     samples: list[list[float]] = [[] for _ in watches]
     for done, (_, i) in enumerate(in_turn(range(len(watches)), repeats), 1):
         samples[i].append(watches[i].sample())
         if done % len(watches) == 0:
-            progress()
-    names = {"ms_median": 50, "ms_p10": 10, "ms_p90": 90}
-    return [{name: percentile(ms, percent) for name, percent in names.items()} for ms in samples]
+            progress(done // len(watches), repeats)
+    times = [spread("ms", ms) for ms in samples]
+    return [{"ms_median": time.pop("ms"), **time} for time in times]
 
 
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
-    """GB/s that a sum over much more than any cache reads, the median of several runs."""
+    """Return the GB/s that a sum over data much larger than any cache reads, the median of several runs."""
     nbytes = nbytes or (1 << 32 if device.type == "cuda" else 1 << 29)
     x = torch.ones(nbytes // 4, device=device)
     watch = Stopwatch(lambda _: x.sum(), 1, device)
@@ -147,27 +144,27 @@ def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of torch's product of two large matrices, the median of several."""
+    """Return the operations a second of torch's product of two large matrices, the median of several."""
     a, b = (torch.randn(_PEAK_SIZE, _PEAK_SIZE, device=device, dtype=dtype) for _ in range(2))
     watch = Stopwatch(lambda _: a @ b, 1, device)
     return 2e3 * _PEAK_SIZE**3 / percentile([watch.sample() for _ in range(5)], 50)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of the last-level cache; data should be several times as large, or be rotated."""
+    """Return the bytes of the last-level cache; data should be several times as large, or be rotated."""
     if device.type == "cuda":
         size: int = torch.cuda.get_device_properties(device).L2_cache_size
         return size
-    return 32 << 20  # a usual size; what the machine shares is seldom known
+    return 32 << 20  # a usual size; virtual machines seldom know theirs
 
 
 def copies_for(device: torch.device, nbytes: int) -> int:
-    """How many copies of that many bytes are four times the last-level cache; at most 64."""
+    """Return how many copies of `nbytes` fill four times the last-level cache; at most 64."""
     return max(1, min(_MOST_COPIES, -(-4 * cache_bytes(device) // max(1, nbytes))))
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of one sequence's last tokens.
+    """Compute causal attention of one sequence's last tokens in fp64.
 
     `q`: [new, q_heads, dim]; `k`, `v`: [kv_heads, keys, dim]. Returns fp64 [new, q_heads, dim].
     """
@@ -185,5 +182,10 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """max|got - want| / max|want|."""
+    """Return max|got - want| / max|want|."""
     return float((got.double() - want).abs().max() / want.abs().max())
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`, as rows have it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Staged recipes in benchmarks: tokens come in and are sealed as in steps, young ones in rings of blocks."""
+"""Staged recipes in benchmarks: tokens are written and sealed as in steps, recent ones in rings of blocks."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,14 +23,14 @@ from kvq.kernels.attend.options import Age, Part
 from kvq.kernels.paged import PagedRows
 from kvq.layout import KVLayout
 
-_CHUNK = 512  # tokens that come in at a time
+_CHUNK = 512  # tokens written at a time
 
 
 def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, int]:
-    """As `filled_cache`, of a staged recipe: the cache, the step that reads it, and its layers.
+    """Return a filled cache of a staged recipe, the step that reads it, and its number of layers.
 
     Raises:
-        ConfigError: more than one new token a sequence, for each of which other keys are young.
+        ConfigError: more than one new token a sequence; each would see other keys as recent.
     """
     if workload.new > 1:
         raise ConfigError(f"{kv} is staged, which is timed in decode only; leave out --new {workload.new}")
@@ -60,8 +60,11 @@ def filled_staged(workload: Workload, kv: str) -> tuple[KVCache, StagedBatch, in
 
 
 def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
-    """By what its rows are called: as many tokens or a few less, of which the youngest seals no sequence's
-    block; and up to a block less, of which it seals one of each. A sequence does once in `block_size` steps.
+    """Return the steps to time, by the name of their rows.
+
+    In "kvq" contexts are as given, or one token shorter, so that the new token seals no block. In "kvq,
+    sealing a block each" they are up to a block shorter, so that it seals a block of every sequence, as it
+    does once in `block_size` steps.
     """
     recent, size = layout_of(workload, kv).exact.recent, workload.block_size
     late = [(n - recent) % size for n in workload.contexts]  # tokens since it sealed one
@@ -74,7 +77,7 @@ def steps_of_staged(workload: Workload, kv: str) -> dict[str, Workload]:
 
 
 def _of_sequence(batch: StagedBatch, i: int, new: int, end: int) -> StagedBatch:
-    """The step that adds `new` tokens to one sequence, up to `end`."""
+    """Return the step that adds `new` tokens to one sequence, up to `end`."""
     parts = {
         name: part and replace(part, query_lens=(new,), context_lens=(end,), tables=part.tables[i : i + 1])
         for name in ("sealed", "recent", "sinks")
@@ -89,8 +92,8 @@ def _staged(cache: KVCache, layer: int) -> StagedStore:
     return store
 
 
-def seen(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
-    """K and V that the last sequence's query sees, fp32 [1, kv_heads, tokens, dim] each."""
+def visible_kv(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
+    """Return K and V that the last sequence's query sees, fp32 [1, kv_heads, tokens, dim] each."""
     kv, last = _staged(cache, 0).kv, batch.sealed.context_lens[-1]
     rows = cache.gather(0, batch.sealed.tables[-1:], 0, last, unrotate=True)
     first, edge = _old(cache.layout, last)
@@ -103,20 +106,20 @@ def seen(cache: KVCache, batch: StagedBatch) -> tuple[Tensor, Tensor]:
 
 
 def read_bytes(layout: KVLayout, context: int) -> float:
-    """What one query reads over all layers: old tokens in their format, the others as they came."""
+    """Return the bytes that one query reads over all layers: sealed tokens quantized, others unquantized."""
     first, edge = _old(layout, context)
     plain = layout.staging_of(0).block_bytes / layout.block_size
     return layout.kv_bytes_per_token * (edge - first) + plain * (context - edge + first)
 
 
 def _old(layout: KVLayout, context: int) -> tuple[int, int]:
-    """From where to where the last of so many tokens sees others in their format."""
+    """Return the range of tokens that the last of `context` tokens sees quantized."""
     exact = layout.exact
     edge = Part(age=Age.YOUNG, recent=exact.recent, block_size=layout.block_size).edge(context - 1)
     return min(exact.sinks, edge), edge
 
 
 def _plain(rows: PagedRows, table: Tensor, start: int, end: int, size: int) -> Tensor:
-    """Unquantized rows of positions, [kv_heads, tokens, dim]."""
+    """Return unquantized rows of positions, [kv_heads, tokens, dim]."""
     position = torch.arange(start, end, device=table.device)
     return rows.codes[table[position // size].long(), :, position % size].transpose(0, 1).float()

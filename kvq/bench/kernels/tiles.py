@@ -1,4 +1,4 @@
-"""Tiles of attention worth trying, and a way through them that compiles few: to be timed or counted."""
+"""Tile candidates of attention, and a search through them that compiles few."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -7,16 +7,17 @@ from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
 
 Change = dict[str, int | None]
 Cost = tuple[float, ...]  # the lowest is the best
-Costs = dict[TileShape, Cost | None]  # None: not to be had, or wrong
+Costs = dict[TileShape, Cost | None]  # None: it does not compile, or is wrong
 _DECODE = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))  # keys, warps
-# Left out, having been counted: 64 keys of one warp and 128 of two spill, and of 8 warps one program runs.
+# Left out after their instructions were counted: 64 keys of one warp and 128 of two spill registers, and of
+# 8 warps only one program runs.
 _EXTEND = ((64, 4), (64, 8), (128, 8))  # rows, warps
-_REGISTERS = (None, 168, 128)  # 8, 12 and 16 warps of a multiprocessor
-STAGES = range(2, 8)  # two more are a tile more in memory, as rows wait for a table's entry
+_REGISTERS = (None, 168, 128)  # for 8, 12 and 16 warps on a multiprocessor
+STAGES = range(2, 8)  # two stages hold one more tile, since rows wait for their table's entry
 
 
 def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
-    """What is varied together, to decode or to extend: the tile, its registers, its stages."""
+    """Return the axes of the search, to "decode" or to "extend": the tile, its registers, its stages."""
     decode = [(DECODE_ROWS, *cut) for cut in _DECODE]
     extend = [(rows, keys, warps) for rows, warps in _EXTEND for keys in (32, 64)]
     tiles: list[Change] = [
@@ -29,7 +30,7 @@ def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[Change]]:
 def search(
     ways: Sequence[Sequence[Change]], start: TileShape, cost: Callable[[TileShape], Cost | None]
 ) -> Costs:
-    """What was tried, with its cost: along one of `axes` after another, from the best so far."""
+    """Search along one axis after another from the best tile so far; returns all tried, with costs."""
     found = {start: cost(start)}
     for axis in ways:
         own = cheapest(found) or start
@@ -41,6 +42,6 @@ def search(
 
 
 def cheapest(found: Costs) -> TileShape | None:
-    """The first of those of the lowest cost; None if all were refused."""
+    """Return the first tile of the lowest cost; None if all were refused."""
     had = {tile: cost for tile, cost in found.items() if cost is not None}
     return min(had, key=lambda tile: had[tile], default=None)

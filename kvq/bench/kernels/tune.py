@@ -1,7 +1,8 @@
-"""`kvq bench tune`: which tiles are the fastest on this GPU."""
+"""`kvq bench tune`: search for the fastest tiles on this GPU."""
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from kvq.bench.kernels.attention import fused, over_blocks
 from kvq.bench.kernels.measure import Contender, Stopwatch, interleaved
 from kvq.bench.kernels.tiles import Cost, axes, search
 from kvq.bench.kernels.workload import Workload
-from kvq.bench.timing import percentile
+from kvq.bench.timing import Progress, percentile, unwatched
 from kvq.errors import KVQError
 from kvq.kernels import StagedBatch
 from kvq.kernels.gpu import shapes
@@ -20,27 +21,28 @@ from kvq.kernels.linear.tiles import LinearTile
 
 FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
-_TIMED_IN_TURN = 6  # shapes
-_LOOKS = 3  # samples of each before
+_TIMED_IN_TURN = 6  # tiles
+_LOOKS = 3  # samples of each tile before that
 _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
 def kind_of(workload: Workload) -> str:
-    """Which tiles its query rows of a KV head take: those to "decode" or to "extend"."""
+    """Return the kind of tiles for the workload's query rows of a KV head: "decode" or "extend"."""
     height = workload.new * workload.q_heads // workload.kv_heads
     return "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
 
 
 def tune(
-    workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
+    workload: Workload, kv: str, *, repeats: int = 9, progress: Progress = unwatched
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
-    """Time shapes of attention; returns their key, the best shape, and the rows of those timed in turn.
+    """Time tiles of attention; returns their key, the best tile, and the rows of those timed in turn.
 
-    A first look, each alone, finds which compile and are right; of the fastest `_TIMED_IN_TURN` the best is
-    found. Of a staged format those of its sealed blocks are, timed with all that its steps read.
+    A first look at each tile alone finds those that compile and are right; the fastest `_TIMED_IN_TURN` are
+    then timed in turn. The tiles of a staged format are those of its sealed blocks, timed with all that its
+    steps read.
 
     Raises:
-        KVQError: none compiles and is right.
+        KVQError: no tile compiles and is right.
     """
     kind = kind_of(workload)
     own, cache, batch = over_blocks(workload, kv)
@@ -52,19 +54,19 @@ def tune(
     name = shapes.tiled_as(kind, formats, device, size)
     key = shapes.table_key(kind, name, workload.head_dim, device, size)
     present = shapes.shape_for(kind, formats, device, size)
+    looks, total = itertools.count(1), sum(map(len, axes(kind)))
 
     def cost(tile: TileShape) -> Cost | None:
-        progress()
+        progress(next(looks), total)
         return _first_look(own, key, tile)
 
-    found = search(axes(kind), present, cost)
-    had = {tile: told for tile, told in found.items() if told is not None}
-    first = sorted(had, key=lambda tile: had[tile])[:_TIMED_IN_TURN]
+    costs = {tile: cost for tile, cost in search(axes(kind), present, cost).items() if cost is not None}
+    first = sorted(costs, key=lambda tile: costs[tile])[:_TIMED_IN_TURN]
     return key, *fastest(own, key, first, repeats=repeats)
 
 
 def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
-    """The time in ms; None if it can't run or is wrong."""
+    """Return the time in ms; None if the tile can't run or is wrong."""
     with shapes.using(key, tile):
         if not _is_right(own):
             return None
@@ -75,7 +77,7 @@ def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
 def fastest(
     own: Contender, key: str, found: Sequence[_Tile], *, repeats: int
 ) -> tuple[_Tile, list[dict[str, Any]]]:
-    """The best tile, and the times of all with which a contender runs and is right.
+    """Time tiles in turn; returns the best, and the rows of all that run and are right.
 
     Raises:
         KVQError: there is none.
@@ -87,7 +89,7 @@ def fastest(
                 watches[tile] = Stopwatch(own.run, own.copies, own.truth.device)
     if not watches:
         raise KVQError(f"no tile of {key} compiles and is right on this device; nothing was tuned")
-    times = dict(zip(watches, interleaved(list(watches.values()), repeats, lambda: None), strict=True))
+    times = dict(zip(watches, interleaved(list(watches.values()), repeats, unwatched), strict=True))
     best = min(times, key=lambda tile: times[tile]["ms_median"])
     return best, [{"key": key, **asdict(tile), **time} for tile, time in times.items()]
 
@@ -95,7 +97,7 @@ def fastest(
 def _is_right(own: Contender) -> bool:
     try:
         own.check()
-    except (RuntimeError, KVQError):  # more registers or shared memory than there are, or wrong
+    except (RuntimeError, KVQError):  # too many registers, too much shared memory, or a wrong result
         return False
     return True
 
@@ -103,7 +105,7 @@ def _is_right(own: Contender) -> bool:
 def write_table(
     found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE, *, origin: str = "timed"
 ) -> None:
-    """Put shapes into the checked-in table; others stay, and those that were timed where these were not."""
+    """Put tiles into the checked-in table. Other entries stay, and timed ones unless `origin` is "timed"."""
     entries: dict[str, Any] = json.loads(path.read_text())["shapes"] if path.exists() else {}
     for key, shape in found:
         if origin == "timed" or entries.get(key, {}).get(shapes.ORIGIN) != "timed":

@@ -1,4 +1,4 @@
-"""What attention benchmarks run on: shapes, random rows in shuffled blocks, dense copies."""
+"""Workload of attention benchmarks: its shape, random rows in shuffled blocks, and dense copies."""
 
 import math
 import random
@@ -22,20 +22,21 @@ _CHUNK = 8192  # tokens written at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The shape of one layer's step."""
+    """Workload: the shape of one layer's step."""
 
-    contexts: tuple[int, ...]  # tokens of every sequence, the new ones included
+    contexts: tuple[int, ...]  # tokens of every sequence, including the new ones
     new: int  # tokens that every sequence adds
     q_heads: int
     kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype  # of Q, and of K and V where they are not quantized
+    dtype: torch.dtype  # of Q, and of unquantized K and V
     device: torch.device
     backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
-    latent_dim: int | None = None  # of latent attention; then `head_dim` is of one KV head's rotary part
+    latent_dim: int | None = None  # of latent attention; `head_dim` is then the KV head's rotary part
+    expanded: int | None = None  # elements of a head's V, and of K's part from latents; see `against_heads`
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -44,7 +45,7 @@ class Workload:
 
     @property
     def query_dim(self) -> int:
-        """Elements of a query: of latent attention those of both parts."""
+        """Elements of a query; both parts of latent attention."""
         return self.head_dim + (self.latent_dim or 0)
 
     @property
@@ -59,7 +60,7 @@ class Workload:
 
 
 def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
-    """Tokens of every sequence: `8192`, or `128-32768` for log-normal lengths within that range.
+    """Return the tokens of every sequence: `8192`, or `128-32768` for log-normal lengths within that range.
 
     Raises:
         ConfigError: neither a number nor a range.
@@ -80,14 +81,14 @@ def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
 
 
 def queries(workload: Workload) -> Tensor:
-    """Q of the new tokens, [sequences, new, q_heads, query_dim]."""
+    """Return Q of the new tokens, [sequences, new, q_heads, query_dim]."""
     source = torch.Generator().manual_seed(workload.seed + 1)
     shape = (len(workload.contexts), workload.new, workload.q_heads, workload.query_dim)
     return torch.randn(shape, generator=source).to(workload.device, workload.dtype)
 
 
 def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
-    """K and V of equally long sequences, fp32 [sequences, kv_heads, tokens, head_dim]."""
+    """Return K and V of equally long sequences, fp32 [sequences, kv_heads, tokens, head_dim]."""
     shape = (len(workload.contexts), workload.kv_heads, workload.contexts[0], workload.head_dim)
     source = torch.Generator(device=workload.device).manual_seed(workload.seed)
     k, v = (torch.randn(shape, generator=source, device=workload.device) for _ in range(2))
@@ -95,8 +96,9 @@ def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
 
 
 def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, int]:
-    """A cache with random rows in shuffled blocks, and as many layers as rotate it past the CPU's or
-    GPU's cache: every layer holds a copy of the same shape.
+    """Return a cache with random rows in shuffled blocks, the step that reads it, and its number of layers.
+
+    Every layer holds a copy; together they are several times the last-level cache of the CPU or GPU.
     """
     layout, needs = layout_of(workload, kv), blocks_of(workload)
     layout.recipe.check_unstaged("a benchmark of writing, of new tokens or of tiles")
@@ -106,14 +108,14 @@ def filled_cache(workload: Workload, kv: str) -> tuple[KVCache, SequenceBatch, i
 
 
 def blocks_of(workload: Workload) -> list[int]:
-    """Of every sequence."""
+    """Return the number of blocks of every sequence."""
     return [-(-n // workload.block_size) for n in workload.contexts]
 
 
 def filled(
     workload: Workload, layers: Iterable[int], write: Callable[[int, Tensor, Tensor, Tensor], object]
 ) -> SequenceBatch:
-    """Write the same random rows to shuffled blocks of layers; the step that reads them."""
+    """Write the same random rows to shuffled blocks of all layers; returns the step that reads them."""
     tables = shuffled_tables(workload)
     for i, position, k, v in random_rows(workload, _CHUNK):
         slots = slots_of(tables[i], position, workload.block_size)
@@ -123,7 +125,7 @@ def filled(
 
 
 def shuffled_tables(workload: Workload) -> Tensor:
-    """Every sequence's blocks, int32 [sequences, most blocks]."""
+    """Return every sequence's blocks, int32 [sequences, most blocks]."""
     needs = blocks_of(workload)
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
     tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
@@ -133,7 +135,7 @@ def shuffled_tables(workload: Workload) -> Tensor:
 
 
 def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Which sequence, positions, and their K and V [tokens, kv_heads, dim], so many tokens at a time."""
+    """Yield sequence, positions, and their K and V [tokens, kv_heads, dim], `chunk` tokens at a time."""
     source = torch.Generator(device=workload.device).manual_seed(workload.seed)
     for i, context in enumerate(workload.contexts):
         for at in range(0, context, chunk):
@@ -144,7 +146,7 @@ def random_rows(workload: Workload, chunk: int) -> Iterator[tuple[int, Tensor, T
 
 
 def step_of(workload: Workload, tables: Tensor) -> SequenceBatch:
-    """The step whose new tokens are the last ones, over blocks."""
+    """Return the step over blocks whose new tokens are the last ones."""
     return SequenceBatch(
         query_lens=(workload.new,) * len(workload.contexts),
         context_lens=workload.contexts,
@@ -154,14 +156,14 @@ def step_of(workload: Workload, tables: Tensor) -> SequenceBatch:
 
 
 def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
-    """Where a sequence's tokens lie."""
+    """Return the slots of a sequence's tokens."""
     return table[position // block_size].long() * block_size + position % block_size
 
 
 def layout_of(workload: Workload, kv: str) -> KVLayout:
-    """Of as many layers, alike, as rotate the data past the CPU's or GPU's cache.
+    """Return a layout of equal layers that together are several times the last-level cache.
 
-    Bare names of formats are timed token by token: blocks that wait are timed where a name asks for them.
+    Bare names of formats are timed without staging; staged blocks are timed if the name asks for them.
     """
     one = _plan(workload, kv, layers=1)
     return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))

@@ -1,12 +1,13 @@
 """`kvq bench write`: quantizing one step's K and V into their blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvq.bench.kernels.measure import Stopwatch, interleaved
 from kvq.bench.kernels.workload import Workload, filled_cache, slots_of
+from kvq.bench.timing import Progress, unwatched
 from kvq.errors import KVQError
 from kvq.kernels.write_kv.reference import write_kv as reference
 
@@ -16,7 +17,7 @@ def bench_write(
     formats: Sequence[str],
     *,
     repeats: int = 20,
-    progress: Callable[[], None] = lambda: None,
+    progress: Progress = unwatched,
 ) -> list[dict[str, Any]]:
     """Write the last `new` tokens of every sequence once more, as a decode step would.
 
@@ -56,7 +57,7 @@ def bench_write(
 
 
 def _check(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: str) -> None:
-    """The pool's bytes must be those that the reference writes."""
+    """Raise KVQError unless the pool's bytes are those that the reference writes."""
     cache.write(0, k, v, slots)
     mine = cache.pool(0).clone()
     reference(k, v, cache.layer(0), slots)

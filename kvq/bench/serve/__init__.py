@@ -1,1 +1,1 @@
-"""Server under load, over HTTP."""
+"""Server benchmark: servers under load over HTTP."""

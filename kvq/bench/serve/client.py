@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server that measures."""
+"""Measuring client of an OpenAI-compatible server."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ _MAX_HEADERS = 200
 _MAX_BODY = 1 << 30  # bytes
 _MAX_DIGITS = 16  # of a size
 
-# How a client goes after its first token, which doesn't read to the end
+# How a client leaves after its first token, instead of reading to the end
 Leave = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """A server."""
+class Endpoint:
+    """Server to send requests to."""
 
     host: str
     port: int
@@ -33,11 +33,11 @@ class Target:
     tls: ssl.SSLContext | None = None
 
     @classmethod
-    def from_url(cls, url: str, key: str = "none") -> "Target":
-        """From its address, such as http://127.0.0.1:8000.
+    def from_url(cls, url: str, key: str = "none") -> "Endpoint":
+        """Return the endpoint of a URL such as http://127.0.0.1:8000.
 
         Raises:
-            ConfigError: no http URL with a host.
+            ConfigError: it is no http URL with a host.
         """
         address = read_address(url, ("http",))
         return cls(host=address.hostname or "", port=address.port or 80, model="", key=key)
@@ -45,21 +45,21 @@ class Target:
 
 @dataclass(slots=True)
 class Sent:
-    """What came of one request; times in seconds on this process's clock."""
+    """Request that was sent, and its outcome; times in seconds on this process's clock."""
 
     request: LoadRequest
     due_s: float
     leave: Leave | None = None  # None: it reads to the end
-    status: int = 0  # 0: the connection broke before an answer
+    status: int = 0  # 0: the connection broke before a response
     token_s: list[float] = field(default_factory=list)
     text: str = ""
     end_s: float = 0.0
-    is_complete: bool = False  # every token came, and the end of the stream
+    is_complete: bool = False  # every token and the end of the stream arrived
     error: str | None = None  # the error object's message
 
 
-async def send(target: Target, request: LoadRequest, due_s: float, leave: Leave | None = None) -> Sent:
-    """Ask for a completion as a stream; never raises for what the server does."""
+async def send(target: Endpoint, request: LoadRequest, due_s: float, leave: Leave | None = None) -> Sent:
+    """Request a streamed completion; errors of the server are recorded, never raised."""
     sent = Sent(request, due_s, leave)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -72,11 +72,11 @@ async def send(target: Target, request: LoadRequest, due_s: float, leave: Leave 
     return sent
 
 
-async def get(target: Target, path: str, *, timeout_s: float = 10.0) -> tuple[int, bytes]:
-    """Status and body of a GET.
+async def get(target: Endpoint, path: str, *, timeout_s: float = 10.0) -> tuple[int, bytes]:
+    """Send a GET; returns its status and body.
 
     Raises:
-        OSError: no connection; TimeoutError: no answer in time; EOFError, ValueError: it is no answer.
+        OSError: no connection; TimeoutError: no response in time; EOFError, ValueError: not an HTTP response.
     """
     async with asyncio.timeout(timeout_s):
         reader, writer = await _connect(target)
@@ -88,12 +88,12 @@ async def get(target: Target, path: str, *, timeout_s: float = 10.0) -> tuple[in
             writer.close()
 
 
-async def first_model(target: Target) -> dict[str, Any]:
-    """As `/v1/models` lists it; its `id` is a text.
+async def first_model(target: Endpoint) -> dict[str, Any]:
+    """Return the first model that `/v1/models` lists; its `id` is a string.
 
     Raises:
-        OSError, TimeoutError, EOFError, ValueError: as of `get`.
-        EngineError: there is none.
+        OSError, TimeoutError, EOFError, ValueError: as for `get`.
+        EngineError: the server lists none.
     """
     status, body = await get(target, "/v1/models")
     if status != 200:
@@ -101,7 +101,7 @@ async def first_model(target: Target) -> dict[str, Any]:
     return read_model(body)
 
 
-async def _exchange(target: Target, sent: Sent) -> None:
+async def _exchange(target: Endpoint, sent: Sent) -> None:
     request = sent.request
     body = {
         "model": target.model,
@@ -130,11 +130,11 @@ async def _exchange(target: Target, sent: Sent) -> None:
         writer.close()
 
 
-async def _connect(target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(target: Endpoint) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(target.host, target.port, limit=_LINE, ssl=target.tls)
 
 
-def _head(target: Target, method: str, path: str, length: int | None = None) -> bytes:
+def _head(target: Endpoint, method: str, path: str, length: int | None = None) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"Host: {target.host}:{target.port}", "Connection: close"]
     lines.append(f"Authorization: Bearer {target.key}")
     if length is not None:
@@ -174,7 +174,7 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
 
 
 def _size(digits: str, base: int) -> int:
-    """Bytes of a body or a chunk."""
+    """Parse the size of a body or a chunk, in bytes."""
     size = int(digits[:_MAX_DIGITS], base)
     if not 0 <= size <= _MAX_BODY:
         raise ValueError(f"an answer may have {_MAX_BODY} bytes")
@@ -182,7 +182,7 @@ def _size(digits: str, base: int) -> int:
 
 
 def _take(sent: Sent, part: bytes) -> None:
-    """One or more whole events."""
+    """Record one or more whole events."""
     now = perf_counter()
     for event in part.split(b"\n\n"):
         if event == b"data: [DONE]":

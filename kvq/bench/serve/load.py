@@ -1,4 +1,4 @@
-"""Requests over HTTP: each at its time, or so many users at a time."""
+"""Load over HTTP: each request at its time, or a fixed number of users at a time."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,21 +8,21 @@ from typing import Any
 
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.engine.result import Served, ServedLoad
-from kvq.bench.serve.client import Leave, Sent, Target, send
+from kvq.bench.serve.client import Endpoint, Leave, Sent, send
 from kvq.bench.timing import percentile
 
 
 async def run_load(
-    target: Target,
+    target: Endpoint,
     requests: Sequence[LoadRequest],
     users: int | None,
     *,
     leave: Callable[[LoadRequest], Leave | None] = lambda request: None,
     step: Callable[[], object] = lambda: None,
 ) -> list[Sent]:
-    """Send all, as they arrive or `users` at a time; results in the order of `requests`.
+    """Send all requests, as they arrive or `users` at a time; returns results in the order of `requests`.
 
-    `leave`: how a request's client goes before its end, if it does. `step` is told of each that is over.
+    `leave`: how a request's client leaves early; None: it reads to the end. `step` is called after each.
     """
     began = perf_counter()
 
@@ -49,7 +49,7 @@ async def run_load(
 
 
 def as_served(sent: Sequence[Sent]) -> ServedLoad:
-    """The complete ones as `kvq bench engine` counts them."""
+    """Return the complete requests in the form of `kvq bench engine`."""
     begin = min(one.due_s for one in sent)
     return ServedLoad(
         served=[
@@ -65,7 +65,7 @@ def as_served(sent: Sequence[Sent]) -> ServedLoad:
 
 
 def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
-    """How requests ended, and how fast those were that were refused."""
+    """Count how requests ended, with the latency of refusals."""
     refused = [one for one in sent if one.status in (429, 503)]
     waits = [one.end_s - one.due_s for one in refused]
     polite_ones = [one for one in sent if one.leave is None]

@@ -1,4 +1,4 @@
-"""A `kvq serve` of one's own: started, pinned to cores, looked into, ended."""
+"""Server process: starts a `kvq serve`, pins it to cores, and ends it."""
 
 import asyncio
 import os
@@ -17,17 +17,17 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-from kvq.bench.serve.client import Target, first_model, get
+from kvq.bench.serve.client import Endpoint, first_model, get
 from kvq.errors import EngineError
 
-_POLL_S = 0.1  # to answer takes some of what it starts with
+_POLL_S = 0.1  # polling takes processor time from the start
 _ENGINE = b"kvq.server.engine.worker"  # in its command line
 _END_S = 90.0
-_PORTS = range(20_000, 32_000)  # below those that systems give away
+_PORTS = range(20_000, 32_000)  # below the ephemeral ports of systems
 
 
 def free_port() -> int:
-    """A port of this machine for a server that is started next, and that nobody gets who asks for any.
+    """Return a free port of this machine that is no ephemeral one, for a server to be started next.
 
     Raises:
         EngineError: none was found.
@@ -39,9 +39,9 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server on a free port of this machine, with its own engine process.
+    """Server on a free port of this machine, with its own engine process.
 
-    With `pin` the HTTP process shares the first core with this one, and the engine has the others.
+    With `pin` the HTTP process shares the first core with this process, and the engine has the others.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class ServerProcess:
         key: str = "none",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`options`: of `kvq serve`, without a port. `tls`: for clients, if the options turn it on."""
+        """Start the server. `options`: of `kvq serve`, without a port. `tls`: for clients, if it is on."""
         port = free_port()
-        self.target = Target(host="127.0.0.1", port=port, model="", key=key, tls=tls)
+        self.target = Endpoint(host="127.0.0.1", port=port, model="", key=key, tls=tls)
         self.model: dict[str, Any] = {}  # as /v1/models lists it
         self._cores = sorted(os.sched_getaffinity(0)) if pin else []
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
-        plain = ("--generation-config", "none")  # loads say what they sample
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
+        plain = ("--generation-config", "none")  # loads set their own sampling
         command = [sys.executable, "-m", "kvq", "serve", "--port", str(port), *plain, *options]
         environment = {name: value for name, value in os.environ.items() if name != "KVQ_API_KEY"}
         if len(self._cores) > 1:
@@ -69,7 +69,7 @@ class ServerProcess:
         try:
             await self.wait_ready(300)
             self.model = await first_model(self.target)
-        except BaseException as error:  # nobody calls __aexit__ for a start that is interrupted
+        except BaseException as error:  # __aexit__ isn't called for a start that is interrupted
             await self.__aexit__(type(error), error, None)
             raise
         self.target = replace(self.target, model=self.model["id"])
@@ -90,12 +90,12 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """Output of the server so far."""
         return os.pread(self._log.fileno(), 1 << 26, 0).decode(errors="replace")
 
     @property
     def engine_pid(self) -> int:
-        """The engine process.
+        """Process id of the engine.
 
         Raises:
             EngineError: there is none now.
@@ -109,7 +109,7 @@ class ServerProcess:
         return int(engines[0])
 
     async def wait_ready(self, timeout_s: float) -> float:
-        """Seconds until it takes requests.
+        """Wait until the server takes requests; returns the seconds that took.
 
         Raises:
             EngineError: it ended, or took longer.
@@ -123,7 +123,7 @@ class ServerProcess:
         return perf_counter() - began
 
     async def status(self, path: str) -> int:
-        """Of a GET; 0 if nobody answers."""
+        """Return the status of a GET; 0 if there is no response."""
         try:
             return (await get(self.target, path))[0]
         except (OSError, EOFError, ValueError, TimeoutError):

@@ -8,21 +8,20 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from kvq.bench.engine.engine import Keep, Progress
 from kvq.bench.engine.load import Load
 from kvq.bench.engine.result import row
-from kvq.bench.serve.client import Sent, Target, first_model, send
+from kvq.bench.serve.client import Endpoint, Sent, first_model, send
 from kvq.bench.serve.load import as_served, outcomes, run_load
 from kvq.bench.serve.process import ServerProcess
-from kvq.bench.timing import in_turn
+from kvq.bench.timing import Keep, Progress, in_turn, unkept, unwatched
 from kvq.errors import ConfigError, EngineError
 
-MakeLoad = Callable[..., Load]  # of `vocab_size` and `max_context`
+MakeLoad = Callable[..., Load]  # takes `vocab_size` and `max_context`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What to send. `users`: so many at a time; None: as requests arrive."""
+class ServePlan:
+    """Plan of one benchmark. `users`: clients at a time; None: requests come as they arrive."""
 
     make_load: MakeLoad
     users: int | None = None
@@ -31,28 +30,28 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Server:
-    """One that is measured, as rows name it."""
+    """Server that is measured, as rows name it."""
 
     name: str
     kv: str
-    target: Target
+    target: Endpoint
 
 
 async def bench_url(
     url: str,
     key: str,
-    plan: Plan,
+    plan: ServePlan,
     *,
-    progress: Progress = lambda done, total: None,
-    keep: Keep = lambda make: None,
+    progress: Progress = unwatched,
+    keep: Keep = unkept,
 ) -> list[dict[str, Any]]:
-    """One row for a server that runs somewhere.
+    """Measure a server that runs already; returns its row.
 
     Raises:
         ConfigError: no kvq server answers there.
         EngineError: not one request was completed.
     """
-    target = Target.from_url(url, key=key)
+    target = Endpoint.from_url(url, key=key)
     try:
         model = await first_model(target)
     except EngineError as error:
@@ -68,13 +67,13 @@ async def bench_url(
 async def bench_serve(
     formats: Sequence[str],
     options: Sequence[str],
-    plan: Plan,
+    plan: ServePlan,
     *,
     pin: bool = True,
-    progress: Progress = lambda done, total: None,
-    keep: Keep = lambda make: None,
+    progress: Progress = unwatched,
+    keep: Keep = unkept,
 ) -> list[dict[str, Any]]:
-    """A row for each format, each with a server of its own; `options` are those of `kvq serve`.
+    """Start a server for each format and measure them in turn; `options` are those of `kvq serve`.
 
     With `pin` this process and the HTTP processes share one core, and the engines have the others.
 
@@ -96,7 +95,7 @@ async def bench_serve(
 
 
 async def _measure(
-    servers: Sequence[_Server], model: dict[str, Any], plan: Plan, progress: Progress, keep: Keep
+    servers: Sequence[_Server], model: dict[str, Any], plan: ServePlan, progress: Progress, keep: Keep
 ) -> list[dict[str, Any]]:
     load = plan.make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
     done, total = itertools.count(1), len(servers) * plan.repeats * load.num_requests
@@ -120,15 +119,15 @@ async def _measure(
         run = await run_load(server.target, requests, plan.users, step=lambda: progress(next(done), total))
         sent[server].append(run)
         keep(so_far)
-        await asyncio.sleep(0.2)  # for what was left of it
+        await asyncio.sleep(0.2)  # lets the server finish its work
     return rows()
 
 
-async def _send_alone(target: Target, load: Load) -> Sent:
-    """The first request by itself; under load it must be answered the same.
+async def _send_alone(target: Endpoint, load: Load) -> Sent:
+    """Send the first request by itself; under load its text must be the same.
 
     Raises:
-        EngineError: it is not answered.
+        EngineError: it is not completed.
     """
     sent = await send(target, load.draw(0)[0], perf_counter())
     if not sent.is_complete:

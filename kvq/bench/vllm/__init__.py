@@ -1,1 +1,1 @@
-"""kvq inside vLLM beside vLLM's own cache."""
+"""vLLM benchmark: kvq's formats inside vLLM beside vLLM's own cache."""

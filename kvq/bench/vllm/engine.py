@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, over its own KV cache or one of kvq's formats, one step at a time."""
+"""Engine of vLLM in this process, over its own KV cache or one of kvq's formats, stepped by the benchmark."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -6,20 +6,22 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from kvq.bench.engine.load import LoadRequest
 from kvq.errors import EngineError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 STEP_TOKENS = 2048  # of prompts and outputs, at most
-OWN = "vllm"  # what vLLM's own cache is called among formats
+OWN = "vllm"  # name of vLLM's own cache among formats
 _PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _PARTS = {"attention": "forward", "write": "do_kv_cache_update"}  # -> methods of vLLM's attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What every engine gets, whatever its format, as vLLM calls it."""
+class VllmLimits:
+    """Limits of every engine, whatever its format, by vLLM's names."""
 
     dtype: str  # of weights and activations, as torch names it
     kv_cache_memory_bytes: int
@@ -28,14 +30,14 @@ class Limits:
     max_num_batched_tokens: int = STEP_TOKENS
 
 
-class VllmEngine:
-    """One model in vLLM, stepped by the benchmark's own loop."""
+class VllmServer:
+    """One model in vLLM, stepped by the benchmark."""
 
-    def __init__(self, kv: str, folder: Path, limits: Limits) -> None:
-        """`kv`: a format of kvq's, or `OWN`.
+    def __init__(self, kv: str, folder: Path, limits: VllmLimits) -> None:
+        """Start vLLM. `kv`: one of kvq's formats, or `OWN`.
 
         Raises:
-            EngineError: vLLM doesn't take it; the message is vLLM's.
+            EngineError: vLLM refuses it; the message is vLLM's.
         """
         os.environ |= _PROCESS
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -51,14 +53,15 @@ class VllmEngine:
                 skip_tokenizer_init=True,
                 additional_config={} if kv == OWN else {"kvq": kv},
             )
-        except Exception as error:  # whatever vLLM raises
+        except Exception as error:  # vLLM raises many types
             raise EngineError(f"vLLM refuses {self.name} {self.kv}: {error}") from error
         self._engine: Any = llm.llm_engine
-        self.num_blocks = int(self._engine.vllm_config.cache_config.num_gpu_blocks)  # forgotten at the end
+        cache = self._engine.vllm_config.cache_config
+        self.num_blocks = int(cache.num_gpu_blocks)  # read now: vLLM forgets it at the end
         self._added = 0
 
     def add(self, requests: Sequence[LoadRequest]) -> list[str]:
-        """Queue requests for greedy tokens; returns what vLLM calls them."""
+        """Queue requests for greedy tokens; returns their ids in vLLM."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -72,11 +75,11 @@ class VllmEngine:
         return names
 
     def step(self) -> dict[str, list[int]]:
-        """One step; the tokens so far of requests that got one."""
+        """Run one step; returns the tokens so far of requests that got one."""
         return {one.request_id: list(one.outputs[0].token_ids) for one in self._engine.step()}
 
     def finish(self, names: Sequence[str]) -> list[list[int]]:
-        """Step until all is done; the tokens of the requests named."""
+        """Step until all requests are done; returns the tokens of the requests named."""
         tokens: dict[str, list[int]] = {}
         while self._engine.has_unfinished_requests():
             tokens |= self.step()
@@ -91,10 +94,10 @@ class VllmEngine:
         return names
 
     def steps_s(self, count: int, requests: int) -> float:
-        """Seconds that so many steps take, each with a token for each of `requests`.
+        """Run `count` steps, each with a token for every one of `requests`; returns their seconds.
 
         Raises:
-            EngineError: a step had fewer, so that it is not what was to be timed.
+            EngineError: a step had fewer tokens, so it is not the step to be timed.
         """
         begin = perf_counter()
         given = [len(self._engine.step()) for _ in range(count)]
@@ -109,7 +112,7 @@ class VllmEngine:
 
     @contextmanager
     def clocks(self) -> Iterator[dict[str, float]]:
-        """Seconds that go into the parts of attention, of all layers, meanwhile; on a CPU."""
+        """Yield the seconds that the parts of attention take in all layers inside the block; on a CPU."""
         spent = dict.fromkeys(_PARTS, 0.0)
         layers = self._engine.vllm_config.compilation_config.static_forward_context.values()
         impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
@@ -121,15 +124,15 @@ class VllmEngine:
         finally:
             for impl in impls:
                 for method in _PARTS.values():
-                    delattr(impl, method)  # the class's own shows again
+                    delattr(impl, method)  # uncovers the method of the class
 
     def close(self) -> None:
-        """Give back the cache."""
+        """Release the cache."""
         self._engine.engine_core.shutdown()
 
 
-def _clocked(method: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
-    def run(*given: Any, **named: Any) -> Any:
+def _clocked(method: Callable[P, T], spent: dict[str, float], part: str) -> Callable[P, T]:
+    def run(*given: P.args, **named: P.kwargs) -> T:
         begin = perf_counter()
         try:
             return method(*given, **named)

@@ -1,4 +1,4 @@
-"""What `kvq bench vllm` measures: a burst of requests, and decode steps at a depth; and the model for it."""
+"""Loads of `kvq bench vllm`: a burst of requests, and decode steps at a depth; and their model."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvq.models import Model
 from kvq.models.loading.prepared import prepare
 from kvq.models.model import load_prepared
 
-RANDOM: dict[str, Any] = {  # a Llama with heads of 128, few of them
+RANDOM: dict[str, Any] = {  # a Llama with few heads of 128 elements
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 4096,
@@ -32,15 +32,15 @@ RANDOM: dict[str, Any] = {  # a Llama with heads of 128, few of them
 WARM_UP = 4  # steps
 CLOCKED = 8  # steps whose parts are timed, in a pass of their own
 _VLLM_BLOCK = 128  # tokens, on CPUs
-_FEW, _FEW_TOKENS = 4, 8  # requests and output tokens that are compared before anything is timed
+_FEW, _FEW_TOKENS = 4, 8  # requests, and their output tokens, that are compared before timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Equal requests that all come at once.
+class VllmLoad:
+    """Load of equal requests that all arrive at once.
 
-    With `steps`, prompts are computed first, and a sample is so many steps, each with a token for every
-    request; without, a sample is the whole load, prompts too.
+    With `steps`, prompts are computed first, and a sample is that many steps, each with a token for every
+    request. Without, a sample is the whole load including prompts.
     """
 
     requests: int
@@ -50,23 +50,23 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As rows say it."""
+        """Name of the load in rows."""
         if self.steps is None:
             return f"{self.requests} x {self.prompt_tokens}/{self.output_tokens}"
         return f"{self.requests} at depth {self.prompt_tokens}"
 
     @property
     def lasting_tokens(self) -> int:
-        """Output tokens of requests that are still there when all prompts are computed and steps measured.
+        """Output tokens that a request needs to last until all prompts are computed and all steps measured.
 
-        While the last prompts are computed the first requests get tokens already.
+        The first requests get tokens while the last prompts are computed.
         """
         computing = -(-self.requests * self.prompt_tokens // STEP_TOKENS) + self.requests
         return computing + WARM_UP + CLOCKED + self.output_tokens
 
     @property
     def tokens(self) -> int:
-        """Of a request in the end, at most."""
+        """Most tokens of a request when it ends."""
         return self.prompt_tokens + self.lasting_tokens
 
     @property
@@ -76,11 +76,11 @@ class Shape:
 
     @property
     def cache_tokens(self) -> int:
-        """What requests hold in the end, in whole blocks and one to spare for each."""
+        """Tokens that all requests hold when they end, in whole blocks and with a spare block for each."""
         return self.requests * (-(-self.tokens // _VLLM_BLOCK) + 1) * _VLLM_BLOCK
 
     def draw(self, model: Model, repeat: int = 0) -> list[LoadRequest]:
-        """The requests of a repeat.
+        """Return the requests of a repeat.
 
         Raises:
             ConfigError: the model's context is too short.
@@ -89,29 +89,31 @@ class Shape:
         return burst(model, self.requests, prompt, output).draw(repeat)
 
     def lasting(self, model: Model) -> list[LoadRequest]:
-        """The same requests with so many output tokens that none ends while steps are measured."""
+        """Return the load's requests with enough output tokens to last while steps are measured."""
         return [replace(one, output_tokens=self.lasting_tokens) for one in self.draw(model)]
 
     def few(self, model: Model) -> list[LoadRequest]:
-        """Some requests to compare by, of about as many prompt tokens whatever the load."""
+        """Return some requests to compare, with about the same number of prompt tokens for every load."""
         count = max(1, min(_FEW, self.requests, 4096 // self.prompt_tokens))
         return [replace(one, output_tokens=_FEW_TOKENS) for one in self.draw(model)[:count]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Both loads, and how often each contender's turn comes."""
+class VllmPlan:
+    """Plan of one benchmark: both loads, and the repeats."""
 
-    burst: Shape
-    deep: Shape
+    burst: VllmLoad
+    deep: VllmLoad
     repeats: int
 
     @classmethod
-    def of(cls, burst: tuple[int, int, int], deep: tuple[int, int, int], repeats: int) -> "Plan":
-        """`burst`: requests, tokens of prompts and of outputs; `deep`: requests, depth, steps of a sample.
+    def of(cls, burst: tuple[int, int, int], deep: tuple[int, int, int], repeats: int) -> "VllmPlan":
+        """Make a plan from numbers.
+
+        `burst`: requests, prompt tokens, output tokens; `deep`: requests, depth, steps of a sample.
 
         Raises:
-            ConfigError: a load of nothing.
+            ConfigError: an empty load.
         """
         if min(burst) < 1 or burst[2] < 2:
             raise ConfigError(f"--burst needs requests, prompts and 2 or more output tokens, got {burst}")
@@ -119,8 +121,8 @@ class Plan:
             raise ConfigError(f"--deep needs requests, a depth and steps, got {deep}")
         requests, depth, steps = deep
         return cls(
-            burst=Shape(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),
-            deep=Shape(requests=requests, prompt_tokens=depth, output_tokens=repeats * steps, steps=steps),
+            burst=VllmLoad(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),
+            deep=VllmLoad(requests=requests, prompt_tokens=depth, output_tokens=repeats * steps, steps=steps),
             repeats=repeats,
         )
 
@@ -134,19 +136,19 @@ class Plan:
                 )
 
     @property
-    def shapes(self) -> tuple[Shape, Shape]:
+    def shapes(self) -> tuple[VllmLoad, VllmLoad]:
         """The burst, then the depth."""
         return self.burst, self.deep
 
 
 def make_model(folder: Path, dtype: str) -> Model:
-    """The random one, written to `folder`, where vLLM reads it."""
+    """Make a model of random weights, written to `folder`, where vLLM reads it."""
     random_model(RANDOM, folder, torch.device("cpu"), stored=True)
     return read_model(folder, dtype)
 
 
 def read_model(folder: str | Path, dtype: str) -> Model:
-    """A model from files, where vLLM reads them too.
+    """Load a model from files, where vLLM reads it, too.
 
     Raises:
         ModelError: missing, damaged or refused.

@@ -6,24 +6,22 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from kvq.bench.engine.engine import Keep, Progress
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.engine.rivals import compare, one_by_one
-from kvq.bench.engine.server import KvqServer
-from kvq.bench.engine.server import Limits as OwnLimits
-from kvq.bench.timing import in_turn, percentile
-from kvq.bench.vllm.engine import OWN, Limits, VllmEngine
-from kvq.bench.vllm.load import CLOCKED, WARM_UP, Plan, Shape
+from kvq.bench.engine.server import EngineLimits, KvqServer
+from kvq.bench.timing import Keep, Progress, in_turn, percentile, spread, unkept, unwatched
+from kvq.bench.vllm.engine import OWN, VllmLimits, VllmServer
+from kvq.bench.vllm.load import CLOCKED, WARM_UP, VllmLoad, VllmPlan
 from kvq.engine import CompletionOutput
 from kvq.models import Model
 
 
 @dataclass(slots=True)
 class _Entrant:
-    """An engine, and what was found of it under each load, by the load's name."""
+    """Engine with its figures under each load, by the load's name."""
 
-    engine: VllmEngine
-    alone: dict[str, list[CompletionOutput]]  # what kvq's own engine says, one by one
+    engine: VllmServer
+    alone: dict[str, list[CompletionOutput]]  # results of kvq's own engine, one by one
     checks: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of samples
     parts: dict[str, dict[str, float]] = field(default_factory=dict)  # ms of a decode step
@@ -32,15 +30,15 @@ class _Entrant:
 def bench_vllm(
     model: Model,
     formats: Sequence[str],
-    plan: Plan,
+    plan: VllmPlan,
     *,
-    progress: Progress = lambda done, total: None,
-    keep: Keep = lambda make: None,
+    progress: Progress = unwatched,
+    keep: Keep = unkept,
 ) -> list[dict[str, Any]]:
-    """Rows of vLLM's own cache and of all formats under both loads.
+    """Measure vLLM's own cache and all formats under both loads; returns their rows.
 
-    Greedy tokens are first compared with those of kvq's own engine over the same format. Engines live side
-    by side and take turns, so whatever the machine does besides meets all of them.
+    Greedy tokens are first compared with those of kvq's own engine over the same format. All engines are
+    loaded and take turns, so that other work of the machine affects them alike.
 
     Raises:
         ConfigError: a load's requests outgrow the model's context.
@@ -63,34 +61,35 @@ def bench_vllm(
 
 
 @contextmanager
-def _entrants(model: Model, formats: Sequence[str], plan: Plan) -> Iterator[list[_Entrant]]:
-    """All engines; kvq's own speaks before vLLM is there, which binds the threads of its process."""
+def _entrants(model: Model, formats: Sequence[str], plan: VllmPlan) -> Iterator[list[_Entrant]]:
+    """Yield all engines. kvq's own runs before vLLM is started, which binds the threads of its process."""
     names = [OWN, *formats]
     few = {shape.name: shape.few(model) for shape in plan.shapes}
     alone = [
-        {shape: _said(model, "auto" if kv == OWN else kv, requests) for shape, requests in few.items()}
+        {name: kvq_outputs(model, "auto" if kv == OWN else kv, requests) for name, requests in few.items()}
         for kv in names
     ]
     limits = _limits(model, plan)
     with ExitStack() as stack:
         entrants = []
-        for kv, said in zip(names, alone, strict=True):
-            engine = VllmEngine(kv, model.prepared.source.folder, limits)
+        for kv, outputs in zip(names, alone, strict=True):
+            engine = VllmServer(kv, model.prepared.source.folder, limits)
             stack.callback(engine.close)
-            entrants.append(_Entrant(engine=engine, alone=said))
+            entrants.append(_Entrant(engine=engine, alone=outputs))
         yield entrants
 
 
-def _said(model: Model, kv: str, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
-    with closing(KvqServer(model, kv, OwnLimits(), requests)) as server:
+def kvq_outputs(model: Model, kv: str, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
+    """Return the results of kvq's own engine, one request after another."""
+    with closing(KvqServer(model, kv, EngineLimits(), requests)) as server:
         return one_by_one(server, requests)
 
 
-def _limits(model: Model, plan: Plan) -> Limits:
-    """Room for what unquantized KV of either load takes, for every engine."""
+def _limits(model: Model, plan: VllmPlan) -> VllmLimits:
+    """Return limits of every engine, with room for the unquantized KV of either load."""
     dtype = model.prepared.dtype
     tokens = max(shape.cache_tokens for shape in plan.shapes)
-    return Limits(
+    return VllmLimits(
         dtype=str(dtype).removeprefix("torch."),
         kv_cache_memory_bytes=tokens * model.geometry.elements_per_token * dtype.itemsize,
         max_model_len=max(shape.tokens for shape in plan.shapes),
@@ -98,7 +97,7 @@ def _limits(model: Model, plan: Plan) -> Limits:
     )
 
 
-def _measure(model: Model, entrants: Sequence[_Entrant], shape: Shape, repeats: int) -> Iterator[None]:
+def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeats: int) -> Iterator[None]:
     """Check and warm up every engine, then sample them in turn, then time the parts of steps."""
     running: dict[int, list[str]] = {}
     for i, one in enumerate(entrants):
@@ -126,29 +125,29 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: Shape, repeats: 
         one.engine.drop(names)
 
 
-def _running(engine: VllmEngine, model: Model, shape: Shape) -> list[str]:
-    """Requests whose prompts are computed, some steps ago."""
+def _running(engine: VllmServer, model: Model, shape: VllmLoad) -> list[str]:
+    """Start requests and run until their prompts are computed and warm-up steps are done."""
     names = engine.fill(shape.lasting(model))
     engine.steps_s(WARM_UP, shape.requests)
     return names
 
 
-def _burst_s(engine: VllmEngine, requests: Sequence[LoadRequest]) -> float:
+def _burst_s(engine: VllmServer, requests: Sequence[LoadRequest]) -> float:
     begin = perf_counter()
     engine.finish(engine.add(requests))
     return perf_counter() - begin
 
 
-def _parts(engine: VllmEngine, requests: int) -> dict[str, float]:
-    """Milliseconds that parts of a decode step take; the clocks between them cost a little."""
+def _parts(engine: VllmServer, requests: int) -> dict[str, float]:
+    """Return the milliseconds of the parts of a decode step; the clocks themselves cost a little."""
     with engine.clocks() as spent:
         total = engine.steps_s(CLOCKED, requests)
     spent = spent | {"other": total - sum(spent.values())}
     return {f"{name}_ms": 1e3 * seconds / CLOCKED for name, seconds in spent.items()}
 
 
-def _rows(shape: Shape, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:
-    """Of the engines that were sampled under a load. Rates are medians, and so is each one's lead."""
+def _rows(shape: VllmLoad, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:
+    """Return the rows of engines that were sampled under a load; rates and speedups are medians."""
     first = entrants[0].seconds.get(shape.name, [])
     rows = []
     for one in entrants:
@@ -163,9 +162,7 @@ def _rows(shape: Shape, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:
                 "name": one.engine.name,
                 "kv": one.engine.kv,
                 "samples": len(seconds),
-                "output_tokens_per_s": percentile(rates, 50),
-                "output_tokens_per_s_p10": percentile(rates, 10),
-                "output_tokens_per_s_p90": percentile(rates, 90),
+                **spread("output_tokens_per_s", rates),
                 "times_own": percentile(leads, 50) if leads else None,
                 **dict.fromkeys(("attention_ms", "write_ms", "other_ms")),
                 **one.parts.get(shape.name, {}),

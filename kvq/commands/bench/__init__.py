@@ -1,1 +1,1 @@
-"""`kvq bench`: its subcommands."""
+"""Subcommands of `kvq bench`."""

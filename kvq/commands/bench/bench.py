@@ -1,7 +1,6 @@
-"""`kvq bench`: how fast the parts are."""
+"""`kvq bench`: speed of kvq's parts."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import click
 
@@ -12,6 +11,9 @@ from kvq.commands.bench.serve import serve
 from kvq.commands.bench.speculation import speculation
 from kvq.commands.bench.vllm import vllm
 from kvq.commands.shared.options import BLOCK_SIZES, gathered, json_option, option
+from kvq.commands.shared.progress import progress_bar
+from kvq.commands.shared.results import begin, write_rows
+from kvq.commands.shared.tables import print_columns
 from kvq.commands.shared.terminal import echo
 
 
@@ -23,46 +25,6 @@ def command() -> None:
 for _one in (attention, write, linear, tune, engine, serve, speculation, vllm):
     command.add_command(_one)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    """How much memory of blocks is measured."""
-
-    num_sequences: int = option(1000, names="--sequences", type=click.IntRange(1, 100_000))
-    blocks_per_sequence: int = option(64, "Of prompts.", type=click.IntRange(1, 10_000))
-    num_blocks: int = option(
-        100_000, "Of the large pool.", names="--blocks", type=click.IntRange(128, 10_000_000)
-    )
-    block_size: int = option(16, "Tokens.", type=BLOCK_SIZES)
-    seed: int = option(0, "Of the prompts.")
-
-
-@command.command(name="blocks")
-@gathered(BenchOptions, "options")
-@json_option
-def blocks(options: BenchOptions, json_path: str | None) -> None:
-    """Block memory: allocate, append, free, hash, look up, fork; and how full blocks are.
-
-    Plain Python on one core, prefix index on. Times are medians in microseconds.
-    """
-    from kvq.bench.blocks import bench_blocks, measure_utilization
-    from kvq.commands.shared.progress import progress_bar
-    from kvq.commands.shared.results import begin, write_rows
-
-    begin(json_path)
-    with progress_bar("blocks") as progress:
-        rows = bench_blocks(**asdict(options), progress=progress)
-    filled = measure_utilization(block_size=options.block_size, seed=options.seed)
-    _print(rows)
-    echo(
-        f"{filled.paged_mean:.1%} of slots in live blocks hold tokens (10th percentile "
-        f"{filled.paged_p10:.1%}): {filled.sequences} running sequences, log-normal lengths with median "
-        f"{filled.median_length} tokens, block {filled.block_size}.\n"
-        f"One buffer of {filled.longest:,} tokens each: {filled.contiguous_mean:.1%}."
-    )
-    write_rows(rows, json_path, facts={"utilization": asdict(filled)})
-
-
 _COLUMNS = {
     "operation": ("operation", ""),
     "us_median": ("us median", ",.2f"),
@@ -72,10 +34,41 @@ _COLUMNS = {
 }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    from kvq.commands.shared.tables import print_columns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BlocksOptions:
+    """Sizes of the block memory to measure."""
 
+    num_sequences: int = option(1000, names="--sequences", type=click.IntRange(1, 100_000))
+    blocks_per_sequence: int = option(64, "Blocks of each prompt.", type=click.IntRange(1, 10_000))
+    num_blocks: int = option(
+        100_000, "Blocks of the large pool.", names="--blocks", type=click.IntRange(128, 10_000_000)
+    )
+    block_size: int = option(16, "Tokens per block.", type=BLOCK_SIZES)
+    seed: int = option(0, "Seed of the prompts.")
+
+
+@command.command(name="blocks")
+@gathered(_BlocksOptions, "options")
+@json_option
+def blocks(options: _BlocksOptions, json_path: str | None) -> None:
+    """Block memory: allocate, append, free, hash, look up, fork; and how full blocks are.
+
+    Plain Python on one core, prefix index on. Times are medians in microseconds.
+    """
+    from kvq.bench.blocks import bench_blocks, measure_utilization
+
+    begin(json_path)
+    with progress_bar("blocks") as progress:
+        rows = bench_blocks(**asdict(options), progress=progress)
+    filled = measure_utilization(block_size=options.block_size, seed=options.seed)
     for scale in dict.fromkeys(row["scale"] for row in rows):
         echo(scale)
         print_columns([row for row in rows if row["scale"] == scale], _COLUMNS)
         echo()
+    echo(
+        f"{filled['paged_mean']:.1%} of slots in live blocks hold tokens (10th percentile "
+        f"{filled['paged_p10']:.1%}): {filled['sequences']} running sequences, log-normal lengths with "
+        f"median {filled['median_length']} tokens, block {filled['block_size']}.\n"
+        f"One buffer of {filled['longest']:,} tokens each: {filled['contiguous_mean']:.1%}."
+    )
+    write_rows(rows, json_path, facts={"utilization": filled})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.bench.options import LATENCIES, THROUGHPUT, LoadOptions
+from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
 from kvq.commands.shared.options import (
     AT_LEAST_1,
     POSITIVE,
@@ -14,7 +14,7 @@ from kvq.commands.shared.options import (
     ModelOptions,
     SectionedCommand,
     Size,
-    Tokens,
+    TokenCount,
     gathered,
     json_option,
     kv_option,
@@ -22,26 +22,29 @@ from kvq.commands.shared.options import (
     option,
     picked,
 )
+from kvq.commands.shared.results import FinishedRows, begin, result_of
+from kvq.commands.shared.tables import print_columns, print_origin
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvq.bench.engine.engine import Plan
+    from kvq.bench.engine.engine import EnginePlan
     from kvq.models.loading.prepared import PreparedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineBenchOptions:
-    """What is asked of the engine, as the command line says it."""
+class _EngineOptions:
+    """Requests, limits and goals of the engine."""
 
     requests: int = option(32, type=click.IntRange(1, 100_000))
     concurrency: str | None = option(
-        None, "So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more."
+        None,
+        "Users at a time instead of --rate; a list such as 1,4,8,16,32 ends where throughput stops growing.",
     )
     priority: str | None = option(
         None,
-        "interactive keeps prefills from delaying the tokens of others.  [default: batch where all "
-        "requests arrive at once]",
+        "interactive keeps prefills from delaying the tokens of others.  [default: batch if all requests "
+        "arrive at once]",
         type=click.Choice(["interactive", "batch"]),
     )
     kv_memory: str | None = option(
@@ -49,27 +52,29 @@ class EngineBenchOptions:
     )
     blocks: int | None = option(None, "Size of the KV pool in blocks per layer group.", type=AT_LEAST_1)
     max_num_seqs: int = option(128, type=click.IntRange(1, 65_536))
-    max_num_batched_tokens: int = option(2048, type=Tokens(1, 1 << 20))
+    max_num_batched_tokens: int = option(2048, type=TokenCount(1, 1 << 20))
     prefix_caching: bool = option(True)
-    rivals: str = option("none", "none, or of hf-static,hf-continuous.")
-    slo_ttft_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
-    slo_itl_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
+    rivals: str = option("none", "none, hf-static, hf-continuous, or both with a comma between.")
+    slo_ttft_ms: float | None = option(None, "Goal for the 99th percentile.", type=POSITIVE)
+    slo_itl_ms: float | None = option(None, "Goal for the 99th percentile.", type=POSITIVE)
     repeats: int = option(3, type=click.IntRange(1, 1000))
-    step_costs: bool = option(False, "Also what the parts of steps take, for --calibrate of others.")
+    step_costs: bool = option(
+        False, "Also measure the cost of the parts of steps, for --calibrate of kvq plan and kvq simulate."
+    )
 
 
 @click.command(name="engine", cls=SectionedCommand)
 @kv_option("bf16,int4", many=True)
 @model_options
-@gathered(LoadOptions, "load_options")
-@gathered(EngineBenchOptions, "options")
+@gathered(TrafficOptions, "traffic")
+@gathered(_EngineOptions, "options")
 @json_option
 @click.option("--plot", "plot_path", type=TO_WRITE, help="Draw latency over throughput (.svg, .png).")
 def engine(
     kv: list[str],
     model_options: ModelOptions,
-    load_options: LoadOptions,
-    options: EngineBenchOptions,
+    traffic: TrafficOptions,
+    options: _EngineOptions,
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
@@ -77,33 +82,24 @@ def engine(
 
     Greedy tokens are checked first: batched against one by one, and rivals against kvq. Then formats
     and rivals run in turn in every repeat. Rates are medians over repeats, latencies are over all
-    requests. Fill: tokens held by the slots of live blocks.
+    requests. Fill: share of the slots of live blocks that hold tokens.
     """
     from kvq.bench.engine.engine import bench_engine
     from kvq.bench.figures import engine_figure
     from kvq.commands.shared.loading import check_for
-    from kvq.commands.shared.progress import progress_bar
-    from kvq.commands.shared.results import FinishedRows, begin, result_of
     from kvq.evals.report.figure import write_figure
 
     begin(json_path, plot=plot_path)
     checked = check_for(model_options, kv)
-    plan = _plan(checked.prepared, load_options, options)
+    plan = _plan(checked.prepared, traffic, options)
     model = checked.load()
-    load = {
-        name: value for name, value in (asdict(load_options) | asdict(options)).items() if value is not None
-    }
-
-    more: dict[str, Any] = {"model": model.description, "load": load, "refused": checked.refused}
-    with FinishedRows(
-        json_path, partial(result_of, device=model.weights.device, facts=more), _print
-    ) as finished:
-        with progress_bar("serving") as progress:
-            rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
-        result = finished.end(rows)
-    if options.step_costs and any(row.get("step_costs", 0) is None for row in rows):
+    load = {name: value for name, value in (asdict(traffic) | asdict(options)).items() if value is not None}
+    facts = {"model": model.description, "load": load, "refused": checked.refused}
+    finished = FinishedRows(json_path, partial(result_of, device=model.weights.device, facts=facts), _print)
+    result = finished.measure("serving", partial(bench_engine, model, checked.kv, plan))
+    if options.step_costs and any(row.get("step_costs", 0) is None for row in result["rows"]):
         echo(
-            "kvq: no costs of steps: they take 32 steps at least, and a model of a known family without "
+            "kvq: no costs of steps: they need 32 steps at least, and a model of a known family without "
             "sliding windows and experts",
             err=True,
         )
@@ -111,30 +107,30 @@ def engine(
         write_figure(plot_path, engine_figure, result)
 
 
-def _plan(model: "PreparedModel", load_options: LoadOptions, options: EngineBenchOptions) -> "Plan":
-    """Check the options and put them together."""
-    from kvq.bench.engine.engine import Plan
-    from kvq.bench.engine.server import Limits
+def _plan(model: "PreparedModel", traffic: TrafficOptions, options: _EngineOptions) -> "EnginePlan":
+    """Check the options and return their plan."""
+    from kvq.bench.engine.engine import EnginePlan
+    from kvq.bench.engine.server import EngineLimits
     from kvq.engine.build import check_cache
     from kvq.engine.requests.request_options import as_priority
 
     check_cache(model)
-    make = load_options.make(options.requests, options.concurrency)
+    make = traffic.make(options.requests, options.concurrency)
     try:
         users = (
             tuple(int(n) for n in options.concurrency.split(",")) if options.concurrency is not None else ()
         )
     except ValueError as error:
         raise ConfigError(f"--concurrency takes whole numbers with commas between; {error}") from error
-    at_once = not users and load_options.rate == "inf"
+    at_once = not users and traffic.rate == "inf"
     limits = ("kv_memory", "max_num_seqs", "max_num_batched_tokens", "prefix_caching")
-    return Plan(
+    return EnginePlan(
         load=make(
             vocab_size=model.geometry.vocab_size,
             max_context=model.max_context,
             priority=as_priority(options.priority or ("batch" if at_once else "interactive")),
         ),
-        limits=Limits(num_blocks=options.blocks, **picked(options, *limits)),
+        limits=EngineLimits(num_blocks=options.blocks, **picked(options, *limits)),
         users=users,
         rivals=() if options.rivals == "none" else tuple(name.strip() for name in options.rivals.split(",")),
         **picked(options, "repeats", "step_costs", "slo_ttft_ms", "slo_itl_ms"),
@@ -154,10 +150,7 @@ _COLUMNS = {
 
 
 def _print(result: dict[str, Any]) -> None:
-    from kvq.commands.shared.tables import print_columns
-
-    echo(f"model   {result['model']}")
-    echo(f"device  {result['device']}")
+    print_origin(result)
     print_columns([row | {"notes": _notes(row)} for row in result["rows"]], _COLUMNS, width=200)
     for row in result["rows"]:
         if "reason" in row:
@@ -173,7 +166,7 @@ def _notes(row: dict[str, Any]) -> str:
 
 
 def _check_line(rows: list[dict[str, Any]]) -> str:
-    """What the check before timing found, in one line."""
+    """Return the result of the check before timing, in one line."""
     checked = {(row["name"], row["kv"]): row for row in rows if "check_requests" in row}.values()
     total, equal = (sum(row[key] for row in checked) for key in ("check_requests", "check_equal"))
     line = f"checked {equal} of {total} requests give the tokens that kvq gives one by one"

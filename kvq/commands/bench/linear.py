@@ -1,18 +1,19 @@
 """`kvq bench linear`: Linear layers over quantized weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvq.commands.bench.options import TIMES, KernelOptions, listed
+from kvq.commands.bench.options import TIMES, KernelOptions, split_list
 from kvq.commands.shared.options import gathered, json_option, option, picked
+from kvq.commands.shared.progress import progress_bar
+from kvq.commands.shared.results import FinishedRows, begin, result_of
+from kvq.commands.shared.tables import print_columns
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.sizes import speed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _COLUMNS = {
     "name": ("name", ""),
@@ -28,38 +29,37 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearBenchOptions:
-    """Which layers are measured, and over which weights."""
+class _LinearOptions:
+    """Layers to measure, and formats of their weights."""
 
     weights: str = option("int8,int4,fp8", "Formats, with commas between.")
     rows: str = option("1,4,16,256", "Rows of inputs, with commas between.")
     shapes: tuple[str, ...] = option(
         ("4096x4096",), "OUTPUTSxINPUTS; may be given several times.", names="--shape", multiple=True
     )
-    rivals: bool = option(True, "Unquantized weights beside: kvq's product and torch's.")
+    rivals: bool = option(True, "Also measure unquantized weights: kvq's product and torch's.")
 
 
 @click.command(name="linear")
-@gathered(LinearBenchOptions, "options")
-@gathered(KernelOptions, "how")
+@gathered(_LinearOptions, "options")
+@gathered(KernelOptions, "kernels")
 @json_option
-def linear(options: LinearBenchOptions, how: KernelOptions, json_path: str | None) -> None:
+def linear(options: _LinearOptions, kernels: KernelOptions, json_path: str | None) -> None:
     """One Linear layer over quantized weights beside torch's over plain ones.
 
     Every contender is checked against fp64 of the dequantized weight before any is timed. Weights are
-    rotated past the last-level cache; few rows are limited by reading them.
+    rotated past the last-level cache; a product of few rows is limited by reading them.
     """
     from kvq.bench.kernels.linear import LinearWorkload, bench_linear, parse_shape
-    from kvq.commands.shared.progress import counted, progress_bar
-    from kvq.commands.shared.results import FinishedRows, begin, result_of
+    from kvq.bench.timing import part_of
     from kvq.formats.weights import parse_weight_format
 
     begin(json_path)
-    device, dtype = how.place()
-    formats = listed(options.weights, "--weights")
+    device, dtype = kernels.place()
+    formats = split_list(options.weights, "--weights")
     for name in formats:
         parse_weight_format(name)
-    counts = [_count(text) for text in listed(options.rows, "--rows")]
+    counts = [_count(text) for text in split_list(options.rows, "--rows")]
     workloads = [
         LinearWorkload(
             out_features=outputs,
@@ -67,7 +67,7 @@ def linear(options: LinearBenchOptions, how: KernelOptions, json_path: str | Non
             rows=count,
             dtype=dtype,
             device=device,
-            **picked(how, "backend", "seed"),
+            **picked(kernels, "backend", "seed"),
         )
         for outputs, inputs in map(parse_shape, options.shapes)
         for count in counts
@@ -75,7 +75,7 @@ def linear(options: LinearBenchOptions, how: KernelOptions, json_path: str | Non
     found: list[dict[str, Any]] = []
     bandwidths: list[float] = []
 
-    def result(rows: "Sequence[Any]") -> dict[str, Any]:
+    def result(rows: Sequence[Any]) -> dict[str, Any]:
         return result_of(rows, device, {"read_gb_per_s": max(bandwidths)})
 
     with FinishedRows(json_path, result, _print) as finished:
@@ -85,8 +85,8 @@ def linear(options: LinearBenchOptions, how: KernelOptions, json_path: str | Non
                     workload,
                     formats,
                     rivals=options.rivals,
-                    repeats=how.repeats,
-                    progress=counted(progress, len(workloads) * how.repeats, done=number * how.repeats),
+                    repeats=kernels.repeats,
+                    progress=part_of(progress, number, len(workloads)),
                 )
                 found.extend(measured)
                 bandwidths.append(bandwidth)
@@ -95,8 +95,6 @@ def linear(options: LinearBenchOptions, how: KernelOptions, json_path: str | Non
 
 
 def _print(result: dict[str, Any]) -> None:
-    from kvq.commands.shared.tables import print_columns
-
     echo(f"memory reads {speed(result['read_gb_per_s'])}")
     print_columns(result["rows"], _COLUMNS)
 

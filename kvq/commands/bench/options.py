@@ -1,4 +1,4 @@
-"""What benchmarks share: how a load is asked for, where kernels run, and columns of figures."""
+"""Shared parts of `kvq bench`: options of loads and kernels, and columns of figures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
     from kvq.bench.engine.load import Load
 
-THROUGHPUT = {
-    "name": ("name", ""),
-    "kv": ("kv", ""),
-    "concurrency": ("at a time", "g"),
+RATES = {
     "output_tokens_per_s": ("output tok/s", ",.1f"),
     "output_tokens_per_s_p10": ("p10", ",.1f"),
     "output_tokens_per_s_p90": ("p90", ",.1f"),
 }
+THROUGHPUT = {"name": ("name", ""), "kv": ("kv", ""), "concurrency": ("at a time", "g"), **RATES}
 LATENCIES = {
     "ttft_ms_p50": ("TTFT ms p50", ",.1f"),
     "ttft_ms_p99": ("p99", ",.1f"),
@@ -39,17 +37,17 @@ TIMES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
-    """The load that is asked for, but of how many requests."""
+class TrafficOptions:
+    """Lengths and arrivals of a load's requests."""
 
-    input_len: str = option("128", "Tokens of prompts: 128, 16:512 (uniform), or lognormal:MEDIAN:SIGMA.")
-    output_len: str = option("64", "Tokens of outputs, likewise.")
+    input_len: str = option("128", "Tokens of each prompt: 128, 16:512 (uniform), or lognormal:MEDIAN:SIGMA.")
+    output_len: str = option("64", "Tokens of each output, in the same notation.")
     rate: str = option("inf", "Requests per second, with random gaps.")
     shared_prefix: float = option(0.0, "Share of each prompt that all have in common.", type=Finite(0, 1))
-    seed: int = option(0, "Of lengths, arrivals and token ids.")
+    seed: int = option(0, "Seed of lengths, arrivals and token ids.")
 
     def make(self, num_requests: int, concurrency: object) -> "Callable[..., Load]":
-        """A function that makes the load, given what the model takes; with `concurrency` there is no rate.
+        """Return a function that makes the load from a model's limits; with `concurrency` there is no rate.
 
         Raises:
             ConfigError: options that can't be used as given.
@@ -75,18 +73,18 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelOptions:
-    """Where kernels are measured, and how often."""
+    """Device and backend of kernels, and the number of samples."""
 
     device: str = option("auto", "auto, cpu, cuda or cuda:N.")
     backend: str = option(
         "auto", "auto, triton, triton-8bit (8-bit products), cpu, cpu-fp32 (attention in fp32) or reference."
     )
-    dtype: str = option("auto", "Of the inputs, such as Q: fp32, bf16, fp16.")
+    dtype: str = option("auto", "Type of the inputs, such as Q: auto, fp32, bf16, fp16.")
     repeats: int = option(20, type=click.IntRange(1, 10_000))
     seed: int = option(0)
 
     def place(self) -> "tuple[torch.device, torch.dtype]":
-        """The device and the type of inputs.
+        """Return the device and the dtype of inputs.
 
         Raises:
             ConfigError: there is none of that name.
@@ -97,15 +95,15 @@ class KernelOptions:
 
         device = pick_device(self.device)
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # graphs and events are of the current device
+            torch.cuda.set_device(device)  # graphs and events belong to the current device
         dtype = ("bf16" if device.type == "cuda" else "fp32") if self.dtype == "auto" else self.dtype
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
         return device, DTYPES[dtype]
 
 
-def listed(text: str, option: str) -> list[str]:
-    """Values with commas between.
+def split_list(text: str, option: str) -> list[str]:
+    """Return values separated by commas.
 
     Raises:
         ConfigError: there are none.

@@ -1,4 +1,4 @@
-"""`kvq bench serve`: a server under load over HTTP."""
+"""`kvq bench serve`: servers under load over HTTP."""
 
 import asyncio
 import os
@@ -8,62 +8,65 @@ from typing import Any
 
 import click
 
-from kvq.commands.bench.options import LATENCIES, THROUGHPUT, LoadOptions
+from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
 from kvq.commands.shared.options import OneNumber, gathered, json_option, kv_option, option
+from kvq.commands.shared.progress import named_progress
+from kvq.commands.shared.results import FinishedRows, begin, result_of
+from kvq.commands.shared.tables import print_columns
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeBenchOptions:
-    """Which servers are measured, and how, as the command line says it."""
+class _ServeOptions:
+    """Servers to measure, and requests."""
 
     serve_options: tuple[str, ...]
     url: str | None = option(None, "A server that runs already, such as http://127.0.0.1:8000.")
-    api_key_env: str = option("KVQ_API_KEY", "Variable with its key.")
+    api_key_env: str = option("KVQ_API_KEY", "Environment variable with its key.")
     requests: int = option(64, type=click.IntRange(1, 1_000_000))
     concurrency: int | None = option(
         None,
-        "So many users at a time instead of --rate.",
+        "Users at a time instead of --rate.",
         type=OneNumber(1, 4096, "run the command once for each"),
     )
     repeats: int = option(3, type=click.IntRange(1, 1000))
-    pin: bool = option(True, "HTTP on one core, engine on the others.")
+    pin: bool = option(True, "Pin HTTP to one core, and the engine to the others.")
 
 
 @click.command(name="serve", context_settings={"ignore_unknown_options": True})
 @kv_option("auto", many=True)
 @click.argument("serve_options", nargs=-1, type=click.UNPROCESSED)
-@gathered(ServeBenchOptions, "asked")
-@gathered(LoadOptions, "load_options")
+@gathered(_ServeOptions, "options")
+@gathered(TrafficOptions, "traffic")
 @json_option
-def serve(kv: list[str], asked: ServeBenchOptions, load_options: LoadOptions, json_path: str | None) -> None:
-    """Send random prompts over HTTP: throughput, latencies, and what was refused.
+def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_path: str | None) -> None:
+    """Send random prompts over HTTP: throughput, latencies, and refusals.
 
     Options that are not listed here, such as --model and --num-blocks, go to the `kvq serve` that is
     started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
     """
     require("kvq bench serve", SERVER)
-    from kvq.bench.serve.serve import Plan, bench_serve, bench_url
-    from kvq.commands.shared.progress import named_progress
-    from kvq.commands.shared.results import FinishedRows, begin, result_of
+    from kvq.bench.serve.serve import ServePlan, bench_serve, bench_url
 
     begin(json_path)
-    url, options = asked.url, asked.serve_options
-    if url is not None and options:
-        raise ConfigError(f"{options[0]} is for a server that is started here; leave it out with --url")
-    make = load_options.make(asked.requests, asked.concurrency)
-    plan = Plan(make_load=make, users=asked.concurrency, repeats=asked.repeats)
-    load = asdict(load_options) | {"requests": asked.requests, "users": asked.concurrency}
+    url, of_servers = options.url, options.serve_options
+    if url is not None and of_servers:
+        raise ConfigError(f"{of_servers[0]} is for a server that is started here; leave it out with --url")
+    make = traffic.make(options.requests, options.concurrency)
+    plan = ServePlan(make_load=make, users=options.concurrency, repeats=options.repeats)
+    load = asdict(traffic) | {"requests": options.requests, "users": options.concurrency}
     with FinishedRows(json_path, partial(result_of, facts={"load": load}), _print) as finished:
         with named_progress() as named:
             progress = partial(named, "serving")
             if url is None:
                 named("starting servers", 0, None)
-                work = bench_serve(kv, options, plan, pin=asked.pin, progress=progress, keep=finished.keep)
+                work = bench_serve(
+                    kv, of_servers, plan, pin=options.pin, progress=progress, keep=finished.keep
+                )
             else:
-                key = os.environ.get(asked.api_key_env, "none")
+                key = os.environ.get(options.api_key_env, "none")
                 work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
             rows = asyncio.run(work)
         finished.end(rows)
@@ -80,8 +83,6 @@ _COLUMNS = {
 
 
 def _print(result: dict[str, Any]) -> None:
-    from kvq.commands.shared.tables import print_columns
-
     rows = result["rows"]
     print_columns(rows, _COLUMNS, width=180)
     equal = sum(row["check_equal"] for row in rows)

@@ -13,6 +13,8 @@ import click
 
 from kvq.commands.bench.options import THROUGHPUT
 from kvq.commands.shared.options import gathered, json_option, kv_option, model_argument, option
+from kvq.commands.shared.results import FinishedRows, begin, result_of
+from kvq.commands.shared.tables import print_columns
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.extras import VLLM, require, vllm_version
@@ -25,15 +27,15 @@ _RANDOM = "random"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VllmBenchOptions:
-    """Which model under which loads."""
+class _VllmOptions:
+    """Model and loads."""
 
     model: str
-    dtype: str = option("auto", "Of the weights: auto (fp32), fp32, bf16, fp16.")
-    burst: str = option("16x128x64", "Requests x tokens of prompts x tokens of outputs.")
+    dtype: str = option("auto", "Type of the weights: auto (fp32), fp32, bf16, fp16.")
+    burst: str = option("16x128x64", "Requests x prompt tokens x output tokens.")
     deep: str = option(
         "8x4096x8",
-        "Requests x depth in tokens x decode steps of a sample; contexts grow through all samples.",
+        "Requests x depth in tokens x decode steps of a sample; contexts grow from sample to sample.",
     )
     repeats: int = option(5, type=click.IntRange(1, 1000))
 
@@ -41,34 +43,30 @@ class VllmBenchOptions:
 @click.command(name="vllm")
 @kv_option("int8,int4,k8v4", many=True)
 @model_argument(_RANDOM, "Folder, hub name, or 'random', a Llama of 28 million; the same as MODEL.")
-@gathered(VllmBenchOptions, "options")
+@gathered(_VllmOptions, "options")
 @json_option
-def vllm(kv: list[str], options: VllmBenchOptions, json_path: str | None) -> None:
+def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
     """vLLM on CPUs: kvq's formats in its pages beside its own KV cache, under two loads.
 
     Greedy tokens are compared with those of kvq's own engine first. All engines run in this process and take
-    turns. Milliseconds are of one decode step: attention, writing KV, everything else.
+    turns. Milliseconds are for one decode step: attention, writing KV, everything else.
     """
     require("kvq bench vllm", VLLM)
-    from kvq.bench.vllm.load import Plan
+    from kvq.bench.vllm.load import VllmPlan
     from kvq.bench.vllm.vllm import bench_vllm
-    from kvq.commands.shared.progress import progress_bar
-    from kvq.commands.shared.results import FinishedRows, begin, result_of
 
     begin(json_path)
-    plan = Plan.of(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
+    plan = VllmPlan.of(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
     with _loaded(options) as model:
         facts: dict[str, Any] = {"model": model.description, "load": asdict(options), "vllm": vllm_version()}
         facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # memory and OpenMP libraries that come first
-        with FinishedRows(json_path, partial(result_of, facts=facts), _print) as finished:
-            with progress_bar("vLLM") as progress:
-                rows = bench_vllm(model, kv, plan, progress=progress, keep=finished.keep)
-            finished.end(rows)
+        finished = FinishedRows(json_path, partial(result_of, facts=facts), _print)
+        finished.measure("vLLM", partial(bench_vllm, model, kv, plan))
 
 
 @contextmanager
-def _loaded(options: VllmBenchOptions) -> "Iterator[Model]":
-    """The model, as kvq loads it; its files stay for as long as vLLM may read them."""
+def _loaded(options: _VllmOptions) -> "Iterator[Model]":
+    """Yield the model, as kvq loads it; its files exist as long as vLLM may read them."""
     from kvq.bench.vllm.load import make_model, read_model
 
     if options.model != _RANDOM:
@@ -83,7 +81,7 @@ def _numbers(text: str, name: str) -> tuple[int, int, int]:
         first, second, third = map(parse_tokens, text.split("x"))
         if min(first, second, third) >= 0:
             return first, second, third
-    except ValueError:  # also of fewer or more, as ConfigError is
+    except ValueError:  # fewer or more than three; a ConfigError is one, too
         pass
     raise ConfigError(f"{name} takes three whole numbers with x between, such as 8x4096x8, got {text!r}")
 
@@ -100,10 +98,10 @@ _COLUMNS = {
 
 
 def _print(result: dict[str, Any]) -> None:
-    from kvq.commands.shared.tables import print_columns
-
     rows = result["rows"]
     echo(f"model   {result['model']}")
     print_columns(rows, _COLUMNS, width=180)
     total, equal = (sum(row[key] for row in rows) for key in ("check_requests", "check_equal"))
-    echo(f"checked {equal} of {total} requests give the tokens of kvq's own engine; others part at near ties")
+    echo(
+        f"checked {equal} of {total} requests give the tokens of kvq's own engine; others differ at near ties"
+    )

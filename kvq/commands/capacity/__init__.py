@@ -1,1 +1,1 @@
-"""Commands that size: plan, simulate, cost, models, gpus."""
+"""Commands for capacity: plan, simulate, cost, models and gpus."""

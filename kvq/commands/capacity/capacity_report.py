@@ -1,4 +1,4 @@
-"""Reports of `kvq plan` and `kvq simulate` as pages that need no other file."""
+"""Reports of `kvq plan` and `kvq simulate` as self-contained HTML pages."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from kvq.evals.report.page import html_table, origin, page
 from kvq.sizes import binary, decimal
 
 _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")
-_LINES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of GPUs; colours are formats
+_LINES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # by GPU; colours are by format
 _TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
 
 
 def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
-    """Users over context, memory by GPU, cost over latency, and every term.
+    """Write a page with users over context, memory by GPU, cost over latency, and every term.
 
-    `result`: as `kvq plan --json` writes it, its rows with `users_by_context` and `speed_by_users`.
+    `result`: of `kvq plan --json`, its rows with `users_by_context` and `speed_by_users`.
     """
     rows = result["rows"]
     first = rows[0]
@@ -31,8 +31,8 @@ def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> No
         f"<h1>How many users fit: {escape(first['model'])}</h1>",
         f"<p>Most of them fit on <b>{escape(best['gpu'])}</b> with KV in <b>{escape(best['kv'])}</b>: "
         f"{best['max_users']:,} requests of {up_to}{best['context']:,} tokens at once. An engine that "
-        f"reserves a contiguous slot of {best['slot_tokens']:,} tokens for each, whatever it turns out to "
-        f"need, would hold {best['contiguous_users']:,}.</p>",
+        f"reserves a contiguous slot of {best['slot_tokens']:,} tokens for each, whatever it needs in the "
+        f"end, would hold {best['contiguous_users']:,}.</p>",
         "<h2>Requests at once, by their length</h2>",
         drawing(_users, rows, gpus),
         "<h2>Where memory goes</h2>",
@@ -40,7 +40,7 @@ def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> No
     ]
     if any(row["speed_by_users"] for row in rows):
         parts += [
-            "<h2>What latency costs</h2>",
+            "<h2>Cost over latency</h2>",
             "<p>From one request at a time to as many as fit; a roofline, not a measurement.</p>",
             drawing(_pareto, rows),
         ]
@@ -58,7 +58,7 @@ def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> No
 
 
 def write_simulation(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
-    """Latency, throughput and cost of every row. `result`: as `kvq simulate --json` writes it."""
+    """Write a page with latency, throughput and cost of every row. `result`: of `kvq simulate --json`."""
     rows = result["rows"]
     first = rows[0]
     parts = [
@@ -139,15 +139,15 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What tells rows apart."""
+    """Return a label for each row from the fields in which rows differ."""
     keys: list[tuple[str, Callable[[Any], str]]] = [
         ("kv", str),
         ("gpus", lambda n: f"{n} GPU" + "s" * (n > 1)),
         ("routing", str),
         ("max_num_batched_tokens", lambda n: f"chunk {n}"),
     ]
-    telling = [(key, show) for key, show in keys if key == "kv" or len({row[key] for row in rows}) > 1]
-    return [", ".join(short(show(row[key])) for key, show in telling) for row in rows]
+    used = [(key, show) for key, show in keys if key == "kv" or len({row[key] for row in rows}) > 1]
+    return [", ".join(short(show(row[key])) for key, show in used) for row in rows]
 
 
 def _panels(figure: Any, number: int) -> list[Any]:

@@ -7,6 +7,7 @@ import click
 
 from kvq.commands.capacity.sizing import gpu_file_option, gpus_of
 from kvq.commands.shared.options import TO_WRITE
+from kvq.commands.shared.tables import print_columns
 
 _COLUMNS = {
     "name": ("GPU", ""),
@@ -27,7 +28,6 @@ def command(gpu_file: Path | None, json_path: str | None) -> None:
     import json
 
     from kvq import fileio
-    from kvq.commands.shared.tables import print_columns
 
     rows = [asdict(gpu) for gpu in gpus_of(gpu_file).values()]
     for row in rows:

@@ -1,4 +1,4 @@
-"""`kvq models`: the models that kvq can plan for without their files."""
+"""`kvq models`: models that kvq plans for without their files."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +7,7 @@ import click
 from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, in_words, layer_kinds
 from kvq.commands.shared.options import json_option
 from kvq.commands.shared.results import write_rows
+from kvq.commands.shared.tables import print_columns
 from kvq.sizes import binary, count
 
 if TYPE_CHECKING:
@@ -23,19 +24,18 @@ _COLUMNS = {
     "hub": ("on the hub", ""),
     "site": ("read from", ""),
 }
-_WIDTH = 260  # characters, in which no name is cut
+_WIDTH = 260  # characters, so that no name is cut
 
 
 @click.command(name="models")
 @json_option
 def command(json_path: str | None) -> None:
-    """List models that `kvq plan` knows, with what decides about memory.
+    """List models that `kvq plan` knows, with the facts that determine their memory.
 
-    States: what recurrent layers keep of a sequence, however long it is. --json says of each model where its
-    facts were read, and of those that kvq doesn't run why.
+    States: memory of recurrent layers for a sequence, whatever its length. --json has the source of each
+    model's facts, and the reason why kvq doesn't run a model.
     """
     from kvq.capacity.plan.catalogue import known_models
-    from kvq.commands.shared.tables import print_columns
 
     rows = [_row(model) for model in known_models().values()]
     print_columns(rows, _COLUMNS, width=_WIDTH)

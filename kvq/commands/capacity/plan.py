@@ -1,4 +1,4 @@
-"""`kvq plan`: how many users fit on which GPU, term by term."""
+"""`kvq plan`: memory of a model on GPUs term by term, and how many users fit."""
 
 import math
 from functools import partial
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.capacity.plan_options import PlanOptions
-from kvq.commands.capacity.plan_serve import serve_command, users_of_a_shorter_context
+from kvq.commands.capacity.plan_serve import serve_command, users_at_context
 from kvq.commands.capacity.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
 from kvq.commands.capacity.sizing import SizingOptions, sizing_options, target_options
 from kvq.commands.shared.options import (
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 @gathered(PlanOptions, "options")
 @sizing_options
 def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
-    """Predict `kvq serve` on a GPU: weights, KV, activations, runtime, and how many users there is room for.
+    """Predict `kvq serve` on a GPU: weights, KV, activations, runtime, and how many users fit.
 
-    With --engine vllm it is `vllm serve` with kvq's formats: the number of its blocks, and its maximum
+    With --engine vllm, predict `vllm serve` with kvq's formats: the number of its blocks, and its maximum
     concurrency.
 
-    With --verify an engine starts here for every KV format, and what it holds is compared with the plan,
-    term by term; exit code 1 if one is off by more than 1%, or the whole process by more than 3%.
+    With --verify an engine starts here for every KV format, and its memory is compared with the plan term
+    by term; exit code 1 if a term is off by more than 1%, or the whole process by more than 3%.
     """
     sizing.check_paths()
     if options.verify:
@@ -55,7 +55,7 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
         return
     if options.kv_memory is not None and options.engine == "kvq":
         raise ConfigError(
-            "--kv-memory goes with --verify or --engine vllm; a GPU's pool is what is left of its memory"
+            "--kv-memory goes with --verify or --engine vllm; a GPU's pool is the rest of its memory"
         )
     gpus = sizing.gpus()
     target = sizing.target(options.weights_gb)
@@ -72,7 +72,7 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
     from kvq.commands.capacity.plan_tables import columns, show
 
     remarks = vllm_remarks(rows, sizing) if options.engine == "vllm" else []
-    show(rows, assumed=sizing.calibrate is None, seats=sizing.sequences, remarks=remarks)
+    show(rows, assumed=sizing.calibrate is None, max_num_seqs=sizing.sequences, remarks=remarks)
     for reason in dict.fromkeys(map(str, refused)):
         echo(f"left out: {reason}", err=True)
     write_rows(rows, sizing.json_path)
@@ -99,12 +99,12 @@ def _lengths(options: PlanOptions, most: int) -> "list[Length]":
 
     if [options.context, options.lognormal, options.trace].count(None) != 2:
         raise ConfigError(
-            "how long requests are decides how many fit: give one of --context, --lognormal, --trace"
+            "the length of requests decides how many fit: give one of --context, --lognormal, --trace"
         )
     if options.context is not None:
         return fixed(options.context, options.output or options.context // 8)
     if options.output is not None:
-        raise ConfigError("--output goes with --context; distributions and traces say it themselves")
+        raise ConfigError("--output goes with --context; distributions and traces have their own outputs")
     if options.trace is not None:
         return read_trace(options.trace)
     try:
@@ -120,7 +120,7 @@ def _lengths(options: PlanOptions, most: int) -> "list[Length]":
 def _row(
     sizing: SizingOptions, options: PlanOptions, target: "Target", demand: "Demand", gpu: "Gpu", kv: str
 ) -> dict[str, Any]:
-    """One KV format on one GPU.
+    """Plan one KV format on one GPU.
 
     Raises:
         ConfigError: the model doesn't fit, or not one request beside it.
@@ -145,7 +145,7 @@ def _row(
         **_at_rate(plan, options.rate),
         "gpus_needed": active and -(-active // plan.users.paged) * plan.split.gpus,
         **_server(plan, sizing, options, gpu, engine),
-        "users_at_context": users_of_a_shorter_context(plan, planned, engine, demand.longest),
+        "users_at_context": users_at_context(plan, planned, engine, demand.longest),
     }
     if sizing.html_path is not None:
         from kvq.capacity.plan.plan import speed_by_users, users_by_context
@@ -168,7 +168,7 @@ def _server(
     gpu: "Gpu",
     engine: "Engine | VllmEngine",
 ) -> dict[str, Any]:
-    """Its command line, and how many sequences it runs side by side unless it is told."""
+    """Return the command line of the predicted server, and its default number of sequences."""
     from kvq.capacity.plan.vllm import VllmEngine
 
     if isinstance(engine, VllmEngine):
@@ -201,7 +201,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
 
 
 def _at_rate(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
-    """How a plan carries requests that arrive at a rate."""
+    """Return figures for requests that arrive at a rate; an empty dict without one."""
     from kvq.capacity.plan.speed import at_rate
 
     if rate is None:

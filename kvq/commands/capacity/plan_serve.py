@@ -1,7 +1,7 @@
-"""What a plan says of the server that it predicts: its command line, and options that would hold more."""
+"""Predicted servers: the command line of `kvq serve` for a plan, and options that would hold more users."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,36 +17,41 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.vllm import VllmEngine
 
-_MUCH = 1.05  # more users, for which an option is worth its name
+_MUCH = 1.05  # times as many users, for which an option is worth a line
 
 
 def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int) -> str | None:
-    """The `kvq serve` that a plan of these options of `kvq plan` predicts; None where none can be started."""
+    """Return the `kvq serve` command that a plan predicts; None if kvq can't serve it."""
     if plan.split.gpus > 1 or plan.refused is not None:
         return None
-    most = plan.users.paged  # for whose recurrent states room is made
-    seats = sizing.sequences or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
-    words = ["--model", served(sizing.model), "--kv", plan.kv]
-    for name, value, default in (
+    most = plan.users.paged  # recurrent states take memory for each of them
+    max_num_seqs = sizing.sequences or (most if plan.state_bytes else max(most, MAX_NUM_SEQS))
+    options = (
         ("weights", rounded_to(sizing.weights), None),
         ("block-size", sizing.block_size, BLOCK_SIZE),
         ("max-model-len", sizing.max_context, None),
-        ("max-num-seqs", seats, MAX_NUM_SEQS),
+        ("max-num-seqs", max_num_seqs, MAX_NUM_SEQS),
         ("max-num-batched-tokens", step_tokens, MAX_NUM_BATCHED_TOKENS),
         ("gpu-memory-utilization", sizing.memory_fraction, GPU_FRACTION),
-    ):
+    )
+    return command_line("kvq serve", ["--model", path_of(sizing.model), "--kv", plan.kv], options)
+
+
+def command_line(command: str, words: list[str], options: Iterable[tuple[str, object, object]]) -> str:
+    """Return a command with its words, and those of (name, value, default) whose value is no default."""
+    for name, value, default in options:
         if value not in (None, default):
-            words += [f"--{name}", f"{value}"]
-    return "kvq serve " + shlex.join(words)
+            words = [*words, f"--{name}", f"{value}"]
+    return f"{command} {shlex.join(words)}"
 
 
-def users_of_a_shorter_context(
+def users_at_context(
     plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine | VllmEngine", longest: int
 ) -> int | None:
-    """How many would fit if layer groups shared memory for requests of `longest` tokens; None if no more.
+    """Return how many users fit if the engine's longest context is `longest`; None if hardly more.
 
-    Layers whose windows slide hold little of a long context, and an engine shares its memory out for the
-    longest that it takes. `again` plans the same for another engine.
+    Layers with sliding windows hold little of a long context, and an engine divides its memory among layer
+    groups for its longest context. `again` makes the same plan for another engine.
     """
     if len(plan.num_blocks) < 2 or engine.max_context == longest:
         return None
@@ -54,15 +59,15 @@ def users_of_a_shorter_context(
     return users if users > _MUCH * plan.users.paged else None
 
 
-def served(model: str) -> str:
-    """A folder or hub name as it is; a model of which only the shape is known is somewhere."""
+def path_of(model: str) -> str:
+    """Return a folder or hub name unchanged, and DIR for a model whose shape alone is known."""
     from kvq.capacity.plan.catalogue import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 
 
 def rounded_to(weights: str) -> str | None:
-    """What --weights rounds to; plain types and NF4 are a checkpoint's own."""
+    """Return the format that --weights rounds to; None for unquantized types and NF4."""
     try:
         parse_weight_format(weights)
     except ConfigError:

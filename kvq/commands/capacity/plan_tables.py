@@ -1,16 +1,16 @@
-"""Plans as tables, and in words: where memory goes, who fits, at which rate, on which server."""
+"""Tables and remarks of plans: memory by term, users, rates, and the predicted server."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from kvq.commands.capacity.plan_vllm import COLUMNS as VLLM_COLUMNS
-from kvq.commands.shared.tables import console, new_table, print_columns
+from kvq.commands.shared.tables import console, print_columns, text_table
 from kvq.evals.report.columns import Columns
 from kvq.sizes import binary, decimal, dollars
 
 
 def columns(rows: list[dict[str, Any]]) -> Columns:
-    """What a table of plans shows, by the keys of a row."""
+    """Return the columns of a table of plans, by the keys of a row."""
     users = {"gpus_needed": ("GPUs needed", ",d")} if rows[0]["gpus_needed"] is not None else {}
     return {
         "gpu": ("GPU", ""),
@@ -37,35 +37,44 @@ _AT_RATE: Columns = {
 
 
 def show(
-    rows: list[dict[str, Any]], *, assumed: bool, seats: int | None, remarks: Sequence[str] = ()
+    rows: list[dict[str, Any]], *, assumed: bool, max_num_seqs: int | None, remarks: Sequence[str] = ()
 ) -> None:
-    """All of it. `assumed`: efficiencies are; `seats`: of --max-num-seqs; `remarks`: for the end."""
+    """Print plans.
+
+    `assumed`: efficiencies are assumed, not measured; `max_num_seqs`: value of the option; `remarks`: printed
+    last.
+    """
     out = console()
     firsts = {row["gpu"]: row for row in reversed(rows)}
     for gpu in dict.fromkeys(row["gpu"] for row in rows):
         first = firsts[gpu]
         spread = first["tensor_parallel"] * first["pipeline_parallel"]
         out.print(f"{first['model']} on {f'{spread} x ' if spread > 1 else ''}{gpu}, per GPU")
-        terms = new_table(("", "decimal", "binary", "formula"), ("", "formula"), no_wrap=False)
-        for term in first["terms"]:
-            what = term["name"] + (f", {first['kv']}" if term["name"] == "KV pool" else "")
-            terms.add_row(what, decimal(term["bytes"]), binary(term["bytes"]), term["formula"])
-        out.print(terms)
+        cells = [
+            (
+                term["name"] + (f", {first['kv']}" if term["name"] == "KV pool" else ""),
+                decimal(term["bytes"]),
+                binary(term["bytes"]),
+                term["formula"],
+            )
+            for term in first["terms"]
+        ]
+        out.print(text_table(("", "decimal", "binary", "formula"), cells, ("", "formula"), no_wrap=False))
         out.print()
     print_columns(rows, columns(rows))
     if "num_gpu_blocks" in rows[0]:
-        out.print("what vLLM says when it starts")
+        out.print("figures that vLLM prints when it starts")
         print_columns(rows, VLLM_COLUMNS)
     if "utilization" in rows[0]:
         out.print("at that rate")
         at_once = ["too many" if row["in_flight"] is None else f"{row['in_flight']:,}" for row in rows]
         print_columns([row | {"at_once": n} for row, n in zip(rows, at_once, strict=True)], _AT_RATE)
-    for line in (*_remarks(rows, assumed=assumed, seats=seats), *remarks):
+    for line in (*_remarks(rows, assumed=assumed, max_num_seqs=max_num_seqs), *remarks):
         out.print(line, soft_wrap=True)
 
 
-def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) -> list[str]:
-    """What is to be said of the figures, and which server all that is of."""
+def _remarks(rows: list[dict[str, Any]], *, assumed: bool, max_num_seqs: int | None) -> list[str]:
+    """Return notes on the figures, and the command lines of the predicted servers."""
     lines = []
     if rows[0]["tokens_per_s"] is not None:
         lines.append(
@@ -74,29 +83,29 @@ def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) ->
         )
     if rows[0]["state_bytes"]:
         lines.append(
-            f"Recurrent states take {binary(rows[0]['state_bytes'])} of a GPU for every sequence, however "
-            f"long it is; their pool has room for two snapshots beside them where it can."
+            f"Recurrent states take {binary(rows[0]['state_bytes'])} of a GPU for every sequence, whatever "
+            f"its length; their pool also has room for two snapshots of each if memory allows."
         )
     if rows[0]["refused"] is not None and rows[0]["engine"] == "kvq":
         lines.append(
-            f"kvq does not run {rows[0]['model']}: {rows[0]['refused']}; this is of an engine that does."
+            f"kvq does not run {rows[0]['model']}: {rows[0]['refused']}; the plan is for an engine that does."
         )
     elif rows[0]["serve"] is None:
         lines.append(
-            "kvq serve runs on one GPU; this is the fullest one of an engine that spreads the model so."
+            "kvq serve runs on one GPU; this is the fullest GPU of an engine that splits the model so."
         )
     else:
         what = "that GPU" if rows[0]["tensor_parallel"] * rows[0]["pipeline_parallel"] == 1 else "those GPUs"
-        lines.append(f"Predicted is, on {what} with nothing else there:")
+        lines.append(f"The plan predicts this server, on {what} without other processes:")
     for row in rows:
         what = f"{row['gpu']}, {row['kv']}:"
         if row["serve"] is not None:
             lines.append(f"{what} {row['serve']}")
-            if seats is None and row["max_users"] > (most := row["default_num_seqs"]):
+            if max_num_seqs is None and row["max_users"] > (most := row["default_num_seqs"]):
                 lines.append(f"  without --max-num-seqs at most {most} requests run at once")
         if row["users_at_context"] is not None:
             lines.append(
                 f"{what} {row['users_at_context']:,} users instead of {row['max_users']:,} with "
-                f"--max-model-len {row['context']}: groups of layers share memory by the longest context"
+                f"--max-model-len {row['context']}: layer groups share memory by the longest context"
             )
     return lines

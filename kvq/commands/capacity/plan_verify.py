@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from kvq.commands.capacity.plan_options import PlanOptions
 from kvq.commands.capacity.sizing import SizingOptions
 from kvq.commands.shared.options import given_options, picked
+from kvq.commands.shared.progress import status
 from kvq.commands.shared.results import FinishedRows, result_of
+from kvq.commands.shared.tables import print_columns
 from kvq.commands.shared.terminal import echo, say_model
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
@@ -32,7 +34,7 @@ _COLUMNS = {
 
 
 def run(formats: list[str], sizing: SizingOptions, options: "PlanOptions") -> None:
-    """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
+    """Start an engine for each format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.catalogue import known_models
     from kvq.models.loading.prepared import prepare
 
@@ -59,7 +61,7 @@ def run(formats: list[str], sizing: SizingOptions, options: "PlanOptions") -> No
 
 
 def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
-    """The settings that were given; without a share of memory a host's own bound holds."""
+    """Return the given settings; without a given share of memory the engine's own limit applies."""
     from kvq.engine.config import EngineConfig
 
     has_share = "memory_fraction" in given_options()
@@ -73,12 +75,11 @@ def _engine(sizing: SizingOptions, options: "PlanOptions") -> "EngineConfig":
 
 
 def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> dict[str, Any]:
-    """Plan an engine, start it, and look; `wrong` are terms that are off, or the process."""
-    from kvq.commands.shared.progress import status
+    """Plan an engine, start it, and compare; `wrong` has the terms that are off, or the process."""
     from kvq.engine import LLM
     from kvq.engine.steps.reconcile import WHOLE_TOLERANCE, Line
 
-    gc.collect()  # an engine that was before may lie in cycles, and go while this one is looked at
+    gc.collect()  # an earlier engine may lie in reference cycles, and be freed during the comparison
     planned = _planned_pool(prepared, kv, engine)
     settings = {name: value for name, value in asdict(engine).items() if value is not None}
     with (
@@ -89,7 +90,7 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
         whole = llm.core.memory.whole
     lines.append(Line("KV pool", planned, pool.found))
     wrong = [line.name for line in lines if line.is_wrong]
-    if abs(whole.off) > WHOLE_TOLERANCE:  # by more than what libraries come and go with
+    if abs(whole.off) > WHOLE_TOLERANCE:  # more than the varying memory of libraries
         wrong.append(whole.name)
     terms = [
         {"name": line.name, "planned_bytes": line.planned, "found_bytes": line.found, "off": line.off}
@@ -99,7 +100,7 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
 
 
 def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") -> int:
-    """Bytes of the pools of an engine that is yet to be started, from what is free now."""
+    """Return the bytes of the pools of an engine to be started, from the memory that is free now."""
     from kvq.cache.memory import available_bytes
     from kvq.engine.device.memory import planned_pools
     from kvq.models.loading.footprint import planned_activations, planned_weights
@@ -120,7 +121,6 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from kvq.commands.shared.tables import print_columns
     from kvq.engine.steps.reconcile import SMALL, TOLERANCE, WHOLE_TOLERANCE
 
     print_columns([{"kv": row["kv"], **term} for row in rows for term in row["terms"]], _COLUMNS)

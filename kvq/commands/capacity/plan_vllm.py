@@ -1,11 +1,10 @@
-"""`kvq plan --engine vllm`: vLLM's own defaults, what it says when it starts, and its command line."""
+"""`kvq plan --engine vllm`: vLLM's own defaults, the figures of its start, and its command line."""
 
-import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvq.commands.capacity.plan_options import PlanOptions
-from kvq.commands.capacity.plan_serve import rounded_to, served
+from kvq.commands.capacity.plan_serve import command_line, path_of, rounded_to
 from kvq.commands.capacity.sizing import SizingOptions
 from kvq.commands.shared.options import given_options, picked
 from kvq.evals.report.columns import Columns
@@ -27,7 +26,7 @@ COLUMNS: Columns = {
 
 
 def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "VllmEngine":
-    """vLLM on that GPU, with the options that were typed; those of kvq's engine have other defaults."""
+    """Return vLLM on that GPU, with its own defaults for options that were not given."""
     from kvq.capacity.plan.vllm import VllmEngine
 
     values = picked(sizing, "block_size", "memory_fraction") | picked(options, "step_tokens")
@@ -42,7 +41,7 @@ def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "V
 
 
 def vllm_figures(plan: "CapacityPlan") -> dict[str, Any]:
-    """What vLLM says when it starts; nothing of another engine."""
+    """Return the figures that vLLM prints when it starts; an empty dict for another engine."""
     if (cache := plan.vllm) is None:
         return {}
     return {
@@ -56,31 +55,29 @@ def vllm_figures(plan: "CapacityPlan") -> dict[str, Any]:
 def vllm_server(
     plan: "CapacityPlan", sizing: SizingOptions, engine: "VllmEngine", gpu: "Gpu"
 ) -> dict[str, Any]:
-    """The `vllm serve` that a plan predicts, and how many sequences it runs at once unless it is told."""
+    """Return the `vllm serve` command that a plan predicts, and its default number of sequences."""
     from kvq.capacity.plan import vllm
 
-    step_tokens, seats = vllm.batch_defaults(gpu)
+    step_tokens, max_num_seqs = vllm.batch_defaults(gpu)
     plain = vllm.own_type(plan.kv)
-    words = [served(sizing.model) if rounded_to(sizing.weights) is None else "DIR"]
-    for name, value, default in (
+    options = (
         ("kv-cache-dtype", None if plain else vllm.cache_dtype(plan.kv), None),
         ("dtype", vllm.OWN_TYPES.get(plain or sizing.weights), None),
         ("tensor-parallel-size", plan.split.tensor, 1),
         ("pipeline-parallel-size", plan.split.pipeline, 1),
         ("block-size", engine.block_size, vllm.BLOCK_SIZE),
         ("max-model-len", engine.max_context, None),
-        ("max-num-seqs", engine.sequences or max(plan.users.paged, seats), seats),
+        ("max-num-seqs", engine.sequences or max(plan.users.paged, max_num_seqs), max_num_seqs),
         ("max-num-batched-tokens", engine.step_tokens, step_tokens),
         ("gpu-memory-utilization", engine.memory_fraction, vllm.GPU_FRACTION),
         ("kv-cache-memory-bytes", engine.kv_memory, None),
-    ):
-        if value not in (None, default):
-            words += [f"--{name}", f"{value}"]
-    return {"serve": "vllm serve " + shlex.join(words), "default_num_seqs": seats}
+    )
+    model = path_of(sizing.model) if rounded_to(sizing.weights) is None else "DIR"
+    return {"serve": command_line("vllm serve", [model], options), "default_num_seqs": max_num_seqs}
 
 
 def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]:
-    """What is to be known of the command lines."""
+    """Return notes on the command lines of vLLM."""
     from kvq.capacity.plan.vllm import own_type
 
     lines = []

@@ -1,16 +1,19 @@
-"""`kvq simulate`: KV formats and policies under one load to come."""
+"""`kvq simulate`: KV formats and policies under one simulated load."""
 
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.bench.timing import Progress, part_of
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.commands.shared.options import (
     gathered,
     kv_option,
 )
+from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
+from kvq.commands.shared.tables import print_columns
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.sizes import dollars
@@ -28,16 +31,16 @@ _PROGRESS_EVERY = 100  # requests
 @gathered(PriceOptions, "api")
 @sizing_options
 def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api: PriceOptions) -> None:
-    """Serve a load to come with the engine's own scheduler and block memory, without a GPU.
+    """Simulate a load with the engine's own scheduler and block memory, without a GPU.
 
-    Steps take what a roofline (or --calibrate) says: latency, throughput, preemptions, cost, for every
-    KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the same digest.
+    The time of steps comes from a roofline (or --calibrate). Shows latency, throughput, preemptions and
+    cost for every KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the
+    same digest.
 
-    With --faults clients leave in the middle of their answers, steps take 10 to 100 times as long, and
-    engines die and come back empty, at moments that the seed decides.
+    With --faults clients disconnect during their answers, steps take 10 to 100 times as long, and engines
+    crash and restart empty, at times that the seed decides.
     """
     from kvq.commands.capacity.simulate_fleet import Study
-    from kvq.commands.shared.progress import progress_bar
 
     sizing.check_paths()
     study = Study(sizing, options, api.prices())
@@ -46,14 +49,15 @@ def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api:
     refused: list[str] = []
     with FinishedRows(sizing.json_path, result_of, lambda result: _show(result["rows"], options)) as finished:
         with progress_bar("simulating") as bar:
-            for done, case in enumerate(cases):
+            for number, case in enumerate(cases):
+                progress = part_of(bar, number, len(cases))
 
-                def tell(come: int, before: int = done * study.num_requests) -> None:
-                    if come % _PROGRESS_EVERY == 0:
-                        bar(before + come, len(cases) * study.num_requests)
+                def arrived(count: int, progress: Progress = progress) -> None:
+                    if count % _PROGRESS_EVERY == 0:
+                        progress(count, study.num_requests)
 
                 try:
-                    rows.append(study.row(case, tell))
+                    rows.append(study.row(case, arrived))
                 except ConfigError as error:
                     refused.append(str(error))
                 finished.keep(rows.copy)
@@ -70,10 +74,10 @@ def command(kv: list[str], sizing: SizingOptions, options: SimulateOptions, api:
 
 
 def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) -> None:
-    """Set `wins` of each row: is its routing the best of those that it is compared with?
+    """Set `wins` of each row: True if its routing is the best among rows that differ in routing alone.
 
-    The fewest replicas win, then the most requests that keep the goals, then the lowest median TTFT. None
-    where nothing else differs in its routing alone. `finds_replicas`: their number was looked for.
+    The fewest replicas win, then the most requests that meet the goals, then the lowest median TTFT. None
+    if there is no such other row. `finds_replicas`: the number of replicas was searched for.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -86,7 +90,7 @@ def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) ->
 
 
 def columns(rows: list[dict[str, Any]]) -> "Columns":
-    """What a table of simulations shows, by the keys of a row: what rows differ in, what happened at all."""
+    """Return the columns of a table of simulations: fields in which rows differ, and events that happened."""
     compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
     drafted = {"tokens_per_step": ("tokens a step", ",.2f")}
     rare = {
@@ -118,8 +122,6 @@ def columns(rows: list[dict[str, Any]]) -> "Columns":
 
 
 def _show(rows: list[dict[str, Any]], options: SimulateOptions) -> None:
-    from kvq.commands.shared.tables import print_columns
-
     first, shown = rows[0], dict(columns(rows))
     if options.slo_ttft_ms is None and options.slo_itl_ms is None:
         del shown["slo_met"], shown["goodput_requests_per_s"]
@@ -129,5 +131,5 @@ def _show(rows: list[dict[str, Any]], options: SimulateOptions) -> None:
         if row.get("wins"):
             echo(f"{row['kv']}, {row['replicas']} replicas: {row['routing']} wins")
     for row in rows:
-        told = [str(row[key]) for key in shown if key in ("kv", "gpus", "max_num_batched_tokens", "routing")]
-        echo(f"digest {row['digest']}  {', '.join(told)}")
+        names = [str(row[key]) for key in shown if key in ("kv", "gpus", "max_num_batched_tokens", "routing")]
+        echo(f"digest {row['digest']}  {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""What `kvq simulate` simulates: one load, served by a fleet for each KV format and policy."""
+"""Study of `kvq simulate`: one load, served by a simulated fleet for each KV format and policy."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice, product, starmap
@@ -14,7 +14,7 @@ from kvq.capacity.fleet.summary import Bill, Slo, summarize
 from kvq.capacity.lengths import Demand, Length, parse_lengths
 from kvq.capacity.plan.cost import Prices
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.plan import make_plan
+from kvq.capacity.plan.plan import CapacityPlan, make_plan
 from kvq.capacity.trace_file import read_lines
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import SizingOptions
@@ -28,8 +28,8 @@ _REQUESTS = 2000
 _DRAWN = {"input_len", "output_len", "shared_prefix", "num_prefixes", "turns", "think_s", "batch_share"}
 
 
-class Case(NamedTuple):
-    """What distinguishes a row."""
+class _Case(NamedTuple):
+    """Format and policies of a row."""
 
     kv: str
     chunk: int
@@ -38,11 +38,11 @@ class Case(NamedTuple):
 
 
 class Study:
-    """All that rows have in common: a model on a GPU, a load, goals, prices."""
+    """Common settings of all rows: a model on a GPU, a load, goals and prices."""
 
-    def __init__(self, sizing: SizingOptions, options: "SimulateOptions", api: Prices | None) -> None:
-        """Raise ConfigError unless all of it can be simulated; nothing is simulated yet."""
-        self._sizing, self._asked, self._api = sizing, options, api
+    def __init__(self, sizing: SizingOptions, options: SimulateOptions, api: Prices | None) -> None:
+        """Raise ConfigError unless the study can be simulated; nothing is simulated yet."""
+        self._sizing, self._options, self._api = sizing, options, api
         if options.overflow_waiting is not None and api is None:
             raise ConfigError(
                 "--overflow-waiting sends requests to an API: give --api-input and --api-output"
@@ -51,62 +51,47 @@ class Study:
         self._target = sizing.target()
         self._slo = _slo(options)
         self._drafting = parse_drafting(options.speculation, "--speculation", options.seed)
-        self._seats = sizing.sequences or _MAX_NUM_SEQS
+        self._max_num_seqs = sizing.sequences or _MAX_NUM_SEQS
         most = self._target.geometry.max_context
         self._context = sizing.max_context or most
         if self._context > most:
             raise ConfigError(f"--max-model-len {self._context} is above the model's context of {most}")
         self.num_requests, self._draw = _load(options, self._context)
 
-    def cases(self, kv: list[str]) -> list[Case]:
-        """Every combination of formats and policies."""
-        options = self._asked
+    def cases(self, kv: list[str]) -> list[_Case]:
+        """Return every combination of formats and policies."""
+        options = self._options
         if options.meet is not None and options.replicas is not None:
             raise ConfigError("--meet finds the number of replicas; leave --replicas out")
-        if (least := min(options.max_num_batched_tokens)) < self._seats:
+        if (least := min(options.max_num_batched_tokens)) < self._max_num_seqs:
             raise ConfigError(
-                f"--max-num-batched-tokens {least} is below --max-num-seqs {self._seats}, of which each adds "
-                f"a token to a step; lower that too"
+                f"--max-num-batched-tokens {least} is below --max-num-seqs {self._max_num_seqs}, of which "
+                f"each adds a token to a step; lower that too"
             )
         routings, replicas = map(Routing, options.routing), options.replicas or (1,)
         combined = product(self._target.formats(kv), options.max_num_batched_tokens, routings, replicas)
-        cases = list(starmap(Case, combined))
+        cases = list(starmap(_Case, combined))
         if len(cases) > _MOST_ROWS:
             raise ConfigError(f"{len(cases)} combinations are too many to simulate; at most {_MOST_ROWS}")
         return cases
 
-    def row(self, case: Case, tell: Callable[[int], object]) -> dict[str, Any]:
-        """Simulate one case; `tell` hears how many requests have come.
+    def row(self, case: _Case, arrived: Callable[[int], object]) -> dict[str, Any]:
+        """Simulate one case; `arrived` is called with the number of requests that have arrived.
 
         Raises:
-            ConfigError: the model doesn't fit, or no number of replicas keeps the goals.
+            ConfigError: the model doesn't fit, or no number of replicas meets the goals.
         """
-        options, sizing, gpu = self._asked, self._sizing, self._gpu
+        options, gpu = self._options, self._gpu
         plan = make_plan(
             self._target,
             gpu,
             case.kv,
             Demand(lengths=[Length(self._context - 1, 1)]),
-            engine=sizing.engine(case.chunk, sequences=self._seats),
-            efficiency=sizing.efficiency(gpu, case.kv),
+            engine=self._sizing.engine(case.chunk, sequences=self._max_num_seqs),
+            efficiency=self._sizing.efficiency(gpu, case.kv),
         )
-        config = SchedulerConfig(
-            max_num_seqs=self._seats,
-            max_num_batched_tokens=plan.step_tokens,
-            max_context=self._context,
-            prefix_caching=options.prefix_caching,
-            itl_slo_s=self._slo.itl_s,
-            ttft_slo_s=self._slo.ttft_s,
-        )
-        assert plan.time is not None, "the model's parameters are known"
-        spec = EngineSpec(
-            num_blocks=list(plan.num_blocks),
-            block_size=sizing.block_size,
-            config=config,
-            time=plan.time,
-            drafting=self._drafting,
-        )
-        sent_bytes = plan.kv_bytes_per_token * plan.split.gpus
+        spec = self._engine(plan)
+        transferred_bytes = plan.kv_bytes_per_token * plan.split.gpus
         runs = 0
 
         def serve_with(replicas: int) -> dict[str, Any]:
@@ -116,13 +101,13 @@ class Study:
                 engine=spec,
                 replicas=replicas,
                 routing=case.routing,
-                transfer_token_s=sent_bytes / (1e9 * options.transfer_gb_s),
+                transfer_token_s=transferred_bytes / (1e9 * options.transfer_gb_s),
                 faults=Faults(seed=options.seed) if options.faults else NONE,
                 **picked(options, "prefill_replicas", "overflow_waiting", "seed"),
             )
             gpus = fleet.engines * plan.split.gpus
             bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)
-            figures = summarize(serve(self._draw(), fleet, progress=tell), self._slo, bill)
+            figures = summarize(serve(self._draw(), fleet, progress=arrived), self._slo, bill)
             return {"replicas": replicas, "gpus": gpus, **figures}
 
         if options.meet is None:
@@ -143,6 +128,25 @@ class Study:
             **figures,
         }
 
+    def _engine(self, plan: CapacityPlan) -> EngineSpec:
+        """Return one engine of the fleet, with the pools and the step times of a plan."""
+        assert plan.time is not None, "the model's parameters are known"
+        config = SchedulerConfig(
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=plan.step_tokens,
+            max_context=self._context,
+            prefix_caching=self._options.prefix_caching,
+            itl_slo_s=self._slo.itl_s,
+            ttft_slo_s=self._slo.ttft_s,
+        )
+        return EngineSpec(
+            num_blocks=list(plan.num_blocks),
+            block_size=self._sizing.block_size,
+            config=config,
+            time=plan.time,
+            drafting=self._drafting,
+        )
+
 
 def _one_gpu(sizing: SizingOptions) -> Gpu:
     gpu, *more = sizing.gpus()
@@ -150,25 +154,25 @@ def _one_gpu(sizing: SizingOptions) -> Gpu:
         raise ConfigError("one --gpu is simulated at a time, got several; compare them with kvq plan")
     if sizing.pipeline_parallel > 1:
         raise ConfigError(
-            "stages of a pipeline compute different steps at the same time, which is not simulated; spread "
+            "stages of a pipeline compute different steps at the same time, which is not simulated; split "
             "the model by --tensor-parallel, or plan it with kvq plan"
         )
     return gpu
 
 
-def _load(options: "SimulateOptions", context: int) -> tuple[int, Callable[[], Iterator[Call]]]:
-    """How many requests, and a function that draws the same ones every time."""
+def _load(options: SimulateOptions, context: int) -> tuple[int, Callable[[], Iterator[Call]]]:
+    """Return the number of requests, and a function that draws the same requests every time."""
     path, rate, seed = options.trace, options.rate, options.seed
     if path is not None:
         if wrong := sorted(spelled for name, spelled in given_options().items() if name in _DRAWN):
-            raise ConfigError(f"--trace says what requests are like; leave out {', '.join(wrong)}")
+            raise ConfigError(f"--trace has the requests already; leave out {', '.join(wrong)}")
         number = sum(1 for _ in read_lines(path))  # every line is checked before any work
         if not number:
             raise ConfigError(f"{path} has no requests")
         number = min(number, options.requests or number)
         return number, lambda: islice(traced(path, max_context=context, rate=rate, seed=seed), number)
     if rate is None:
-        raise ConfigError("when requests come decides how long they wait: give --rate or --trace")
+        raise ConfigError("arrival times decide how long requests wait: give --rate or --trace")
     number = options.requests or _REQUESTS
     arrivals = Arrivals(
         rate=rate,
@@ -180,7 +184,7 @@ def _load(options: "SimulateOptions", context: int) -> tuple[int, Callable[[], I
     return number, lambda: arrivals.calls(number, seed)
 
 
-def _slo(options: "SimulateOptions") -> Slo:
+def _slo(options: SimulateOptions) -> Slo:
     ttft, itl = options.slo_ttft_ms, options.slo_itl_ms
     if options.meet is not None and ttft is None and itl is None:
         raise ConfigError("--meet needs a goal: --slo-ttft-ms, --slo-itl-ms or both")

@@ -1,4 +1,4 @@
-"""What `kvq plan` and `kvq simulate` have in common: models, GPUs, engines, and where results go."""
+"""Shared options of `kvq plan` and `kvq simulate`: models, GPUs, engines, and paths of results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from kvq.commands.shared.options import (
     BLOCK_SIZES,
     FILE,
     Finite,
-    Tokens,
+    TokenCount,
     gathered,
     model_argument,
     option,
@@ -34,39 +34,41 @@ if TYPE_CHECKING:
     from kvq.sizing.parameters import ModelShape
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_OWN_GPUS = "A file of GPUs instead of kvq's own."
+_OWN_GPUS = "File of GPUs instead of kvq's own list."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizingOptions:
-    """A model on GPUs, and what of an engine's settings takes memory."""
+    """Model on GPUs, and the engine's settings that take memory."""
 
     weights: str = option(
         "auto", "fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16."
     )
-    tensor_parallel: int = option(1, "GPUs that share each layer.", names="--tensor-parallel -tp")
-    pipeline_parallel: int = option(1, "GPUs that share the layers out.", names="--pipeline-parallel -pp")
+    tensor_parallel: int = option(1, "GPUs that split each layer.", names="--tensor-parallel -tp")
+    pipeline_parallel: int = option(
+        1, "GPUs that divide the layers among them.", names="--pipeline-parallel -pp"
+    )
     sequences: int | None = option(
         None,
-        "Sequences side by side.  [default: to plan, as many as fit, which the server has to be told; "
-        "to simulate, 256]",
+        "Most sequences at a time.  [default: plan: as many as fit, which is then an option of the server; "
+        "simulate: 256]",
         names="--max-num-seqs",
         type=AT_LEAST_1,
     )
     max_context: int | None = option(
         None,
-        "Longest context that it takes, for which layer groups share memory.  [default: the model's]",
+        "Longest context of a request; layer groups divide memory for it.  [default: the model's]",
         names="--max-model-len",
-        type=Tokens(min=2),
+        type=TokenCount(min=2),
     )
-    runtime_gb: float = option(0.6, "Of the process on the GPU before it holds a tensor.", type=AT_LEAST_0)
+    runtime_gb: float = option(0.6, "GB of the process on the GPU before it holds a tensor.", type=AT_LEAST_0)
     memory_fraction: float = option(
         GPU_FRACTION,
-        "Share for KV of what the weights leave free, as of kvq serve.",
+        "Share for KV of the memory that weights leave free, as for kvq serve.",
         names="--gpu-memory-utilization",
         type=Finite(0, 1, min_open=True),
     )
-    block_size: int = option(BLOCK_SIZE, "Tokens.", type=BLOCK_SIZES)
+    block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
     gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=FILE)
     calibrate: Path | None = option(
         None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=FILE
@@ -77,14 +79,14 @@ class SizingOptions:
     gpu: str | None
 
     def check_paths(self) -> None:
-        """Raise ConfigError unless a report can be drawn, if one is asked for."""
+        """Raise ConfigError if --html is given and the packages that draw plots are missing."""
         from kvq.extras import PLOTS, require
 
         if self.html_path is not None:
             require("--html", PLOTS)
 
     def gpus(self) -> "list[Gpu]":
-        """Those that --gpu names."""
+        """Return the GPUs that --gpu names."""
         if self.gpu is None:
             raise ConfigError(
                 "users are counted, and loads served, on a GPU: give --gpu, one or several names of "
@@ -96,7 +98,7 @@ class SizingOptions:
         return [find_gpu(name, known) for name in dict.fromkeys(map(str.strip, self.gpu.split(",")))]
 
     def target(self, weights_gb: float | None = None) -> "Target":
-        """The model, as it is spread over GPUs; `weights_gb` of all weights, instead of counting them."""
+        """Return the model split over GPUs; `weights_gb`: size of all weights, instead of counting them."""
         from kvq.capacity.plan.target import make_target
         from kvq.sizing.memory import Split
 
@@ -114,9 +116,9 @@ class SizingOptions:
         return replace(target, name=self.model)
 
     def engine(self, step_tokens: int, sequences: int | None = None) -> "Engine":
-        """What of the engine's settings takes memory, at most `step_tokens` new tokens a step.
+        """Return the engine's settings that take memory, for at most `step_tokens` new tokens a step.
 
-        `sequences`: side by side, where --max-num-seqs says nothing.
+        `sequences`: most sequences at a time, if --max-num-seqs is not given.
         """
         from kvq.capacity.plan.engine import Engine
 
@@ -128,7 +130,7 @@ class SizingOptions:
         )
 
     def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":
-        """What --calibrate has measured with a KV format; None without it."""
+        """Return the efficiency that --calibrate has for a KV format; None without --calibrate."""
         from kvq.capacity.plan.step_time import read_efficiency
 
         return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
@@ -149,15 +151,13 @@ def target_options(command: _Command) -> _Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PriceOptions:
-    """Of an API."""
+    """Prices of an API."""
 
-    api_input: float | None = option(
-        None, "$ a million tokens that an API takes for prompts.", type=AT_LEAST_0
-    )
-    api_output: float | None = option(None, "$ a million tokens that it takes for answers.", type=AT_LEAST_0)
+    api_input: float | None = option(None, "$ a million prompt tokens at an API.", type=AT_LEAST_0)
+    api_output: float | None = option(None, "$ a million output tokens at an API.", type=AT_LEAST_0)
 
     def prices(self) -> "Prices | None":
-        """Both, or none."""
+        """Return both prices; None if neither is given."""
         from kvq.capacity.plan.cost import Prices
 
         if self.api_input is None and self.api_output is None:
@@ -168,14 +168,14 @@ class PriceOptions:
 
 
 def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":
-    """Those of a file, or those that kvq knows."""
+    """Return the GPUs of a file, or kvq's own list."""
     from kvq.capacity.plan.gpus import known_gpus, read_gpus
 
     return known_gpus() if file is None else read_gpus(file)
 
 
 def _name_or_folder(name: str) -> Path | str:
-    """A model's name if its shape is known by it, else its folder: here, embedded, or from the hub."""
+    """Return a model's name if its shape is known by it, else its folder: local, embedded or of the hub."""
     from kvq.capacity.plan.catalogue import is_known, known_models
 
     is_here = Path(name).exists()
@@ -184,13 +184,13 @@ def _name_or_folder(name: str) -> Path | str:
     from kvq.models.describe.resolve import EMBEDDED, resolve_model
 
     if not (is_here or "/" in name or name in EMBEDDED):
-        return name  # that nobody knows
+        return name  # refused later, by its name
 
     return resolve_model(name, weights=False).folder
 
 
 def _observed(model: Path | str, *, counted: bool) -> "ModelShape | None":
-    """Of a folder whose config.json does not say the shape by itself; None where it does."""
+    """Return the shape of a folder whose config.json alone does not tell it; None if it does."""
     if isinstance(model, str):
         return None
     from kvq.capacity.plan.target import read_config

@@ -1,1 +1,1 @@
-"""`kvq chat`: a conversation in the terminal."""
+"""`kvq chat`: conversations in the terminal."""

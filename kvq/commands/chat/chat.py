@@ -1,4 +1,4 @@
-"""`kvq chat`: a conversation in the terminal."""
+"""`kvq chat`: a conversation in the terminal, with a model or with a running server."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.chat.partner import Sampling
+from kvq.commands.chat.partner import ChatSampling
 from kvq.commands.shared.options import (
     ACCEPT,
     GENERATION_CONFIG,
@@ -34,11 +34,11 @@ _WITH_URL = {"url", "api_key_env", "model", "system", "temperature", "top_p", "m
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions:
-    """Whom to chat with, and how."""
+class _ChatOptions:
+    """Partner of the conversation, and its system message."""
 
     kv_memory: str | None = option(
-        None, "Bytes of the block pool, such as 2GiB; default: what is free.", type=Size()
+        None, "Bytes of the block pool, such as 2GiB; default: all free memory.", type=Size()
     )
     url: str | None = option(None, "Chat with a running server, such as http://127.0.0.1:8000.")
     api_key_env: str | None = option(None, "With --url: the environment variable that holds the key.")
@@ -51,14 +51,16 @@ class ChatOptions:
 @click.command(name="chat", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
-@gathered(ChatOptions, "options")
-@gathered(Sampling, "sampling")
-def command(kv: list[str], model_options: ModelOptions, options: ChatOptions, sampling: Sampling) -> None:
-    """Chat in the terminal; /help lists what can be asked for besides.
+@gathered(_ChatOptions, "options")
+@gathered(ChatSampling, "sampling")
+def command(
+    kv: list[str], model_options: ModelOptions, options: _ChatOptions, sampling: ChatSampling
+) -> None:
+    """Chat in the terminal; /help lists further commands.
 
-    When standard input is no terminal, every line of it is a message, and answers are plain text.
+    If standard input is no terminal, every line of it is a message, and answers are plain text.
     """
-    from kvq.commands.chat.session import Session
+    from kvq.commands.chat.session import ChatSession
 
     if options.url is not None:
         partner = _server(options.url, options.api_key_env, sampling)
@@ -72,7 +74,7 @@ def command(kv: list[str], model_options: ModelOptions, options: ChatOptions, sa
             **picked(options, "kv_memory", "accept_divergence", "generation_config"),
         )
     is_terminal = sys.stdin.isatty()
-    session = Session(partner, system=options.system, trim=options.trim, is_terminal=is_terminal)
+    session = ChatSession(partner, system=options.system, trim=options.trim, is_terminal=is_terminal)
     try:
         session.run(_typed(partner.name) if is_terminal else (line.rstrip("\n") for line in sys.stdin))
     finally:
@@ -81,7 +83,7 @@ def command(kv: list[str], model_options: ModelOptions, options: ChatOptions, sa
 
 
 def _typed(name: str) -> Iterator[str]:
-    """What is typed, line by line; Ctrl-C drops a line, Ctrl-D ends."""
+    """Yield typed lines; Ctrl-C drops a line, Ctrl-D ends."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its history and editing
     echo(f"{one_line(name)}: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
@@ -95,7 +97,7 @@ def _typed(name: str) -> Iterator[str]:
             return
 
 
-def _server(url: str, api_key_env: str | None, sampling: Sampling) -> "Partner":
+def _server(url: str, api_key_env: str | None, sampling: ChatSampling) -> "Partner":
     from kvq.commands.chat.client import ServerPartner
 
     given = given_options()

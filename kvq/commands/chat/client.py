@@ -1,4 +1,4 @@
-"""A chat partner elsewhere: a server that speaks OpenAI's protocol."""
+"""Chat partner on a server that speaks OpenAI's protocol."""
 
 import json
 from collections.abc import Iterator
@@ -9,60 +9,60 @@ from typing import IO, Any, NoReturn
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from kvq.answers import Event, Usage, read_address, read_event, read_model, read_refusal
-from kvq.commands.chat.partner import Answered, ContextFull, Sampling, Show, Turn
+from kvq.answers import StreamEvent, TokenUsage, read_address, read_event, read_model, read_refusal
+from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message, Show
 from kvq.errors import ConfigError, EngineError, RequestError, first_lines
 
 _TIMEOUT_S = 600.0  # without a byte
-_MAX_BYTES = 1 << 20  # of an answer that is no stream, or of one event
+_MAX_BYTES = 1 << 20  # of a response that is no stream, or of one event
 _MAX_STREAM = 256 << 20  # bytes; a million tokens, each an event
-_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # an answer, or a header that can't be sent
+_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # a response, or a header that can't be sent
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ServerPartner:
-    """A running server, by its base URL such as http://127.0.0.1:8000/v1; without a path, /v1 is meant."""
+    """Running server, by its base URL such as http://127.0.0.1:8000/v1; without a path, /v1 is added."""
 
-    def __init__(self, url: str, key: str | None, model: str | None, sampling: Sampling) -> None:
-        """`model` None: the first that the server has.
+    def __init__(self, url: str, key: str | None, model: str | None, sampling: ChatSampling) -> None:
+        """Connect to a server. `model`: None for the first that the server lists.
 
         Raises:
             ConfigError: not an http address.
-            EngineError: nobody answers there.
+            EngineError: the server can't be reached.
         """
         address = read_address(url, ("http", "https"))
         self._url = url.rstrip("/") + ("" if address.path.strip("/") else "/v1")
         self._key = key
         self._sampling = sampling
-        # Proxies of the environment are for other machines
+        # Proxies of the environment serve other machines
         direct = [ProxyHandler({})] if address.hostname in _LOOPBACK else []
         self._opener = build_opener(_NoRedirects(), *direct)
         self.name = model or self._first_model()
 
-    def answer(self, turns: list[Turn], show: Show) -> Answered:
-        """Answer the last turn; a KeyboardInterrupt closes the connection, on which servers cancel.
+    def answer(self, messages: list[Message], show: Show) -> Answer:
+        """Answer the last message; a KeyboardInterrupt closes the connection, which makes servers cancel.
 
         Raises:
-            ContextFull: the server says so.
-            RequestError: the server refuses the turns.
+            ContextFull: the server's context is full.
+            RequestError: the server refuses the messages.
             EngineError: it fails, or can't be reached.
         """
         body = self._sampling.body() | {
             "model": self.name,
-            "messages": turns,
+            "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         began, ttft_s = monotonic(), None
-        usage = Usage()
-        with self._open("/chat/completions", body) as answer:
-            for event in _events(answer):
+        usage = TokenUsage()
+        with self._open("/chat/completions", body) as response:
+            for event in _events(response):
                 usage = event.usage or usage
                 for text in filter(None, event.texts):
                     ttft_s = ttft_s or monotonic() - began
                     show(text)
         total_s = monotonic() - began
-        return Answered(
+        return Answer(
             prompt_tokens=usage.prompt,
             cached_tokens=usage.cached,
             generated_tokens=usage.generated,
@@ -71,12 +71,12 @@ class ServerPartner:
         )
 
     def close(self) -> None:
-        """Nothing is held between answers."""
+        """Do nothing: no connection is kept between answers."""
 
     def _first_model(self) -> str:
-        with self._open("/models") as answer:
+        with self._open("/models") as response:
             try:
-                return str(read_model(answer.read(_MAX_BYTES))["id"])
+                return str(read_model(response.read(_MAX_BYTES))["id"])
             except (EngineError, *_BROKEN) as error:
                 raise ConfigError(
                     f"{self._url} lists no models: {first_lines(error)}; is it an OpenAI base URL?"
@@ -87,32 +87,33 @@ class ServerPartner:
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         raw = None if body is None else json.dumps(body).encode()
+        request = Request(self._url + path, raw, headers)
         try:
-            answer: IO[bytes] = self._opener.open(Request(self._url + path, raw, headers), timeout=_TIMEOUT_S)
+            response: IO[bytes] = self._opener.open(request, timeout=_TIMEOUT_S)
         except HTTPError as error:
             _refuse(error)
         except _BROKEN as error:
             reason = getattr(error, "reason", error)
             raise EngineError(f"{self._url} can't be reached: {first_lines(reason)}") from error
-        return answer
+        return response
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """The key is for the server that was named."""
+    """Handler that follows no redirects: the key is for the named server only."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-def _events(answer: IO[bytes]) -> Iterator[Event]:
-    """Server-sent events up to [DONE]; what comes behind it is not read.
+def _events(response: IO[bytes]) -> Iterator[StreamEvent]:
+    """Yield server-sent events up to [DONE]; nothing after it is read.
 
     Raises:
-        EngineError: the stream broke off, is something else, or too long.
+        EngineError: the stream breaks off, is too long, or has other content.
     """
     num_bytes = 0
     try:
-        while line := answer.readline(_MAX_BYTES):
+        while line := response.readline(_MAX_BYTES):
             num_bytes += len(line)
             if len(line) == _MAX_BYTES or num_bytes > _MAX_STREAM:
                 raise EngineError(

@@ -1,4 +1,4 @@
-"""A chat partner in this process: the engine, with the model's own template."""
+"""Chat partner in this process: the engine, with the model's own template."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from kvq.commands.chat.partner import Answered, ContextFull, Sampling, Show, Turn
+from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message, Show
 from kvq.commands.shared.loading import check_for, load_to_serve
 from kvq.commands.shared.options import ModelOptions
 from kvq.commands.shared.terminal import say_defaults
@@ -24,13 +24,13 @@ _Result = TypeVar("_Result")
 
 
 class EnginePartner:
-    """A model that is loaded here. What earlier turns computed is found in its prefix index."""
+    """Model that is loaded in this process. Earlier messages are found in its prefix index."""
 
     def __init__(
         self,
         options: ModelOptions,
         kv: str,
-        sampling: Sampling,
+        sampling: ChatSampling,
         *,
         kv_memory: str | None = None,
         accept_divergence: bool = False,
@@ -41,7 +41,7 @@ class EnginePartner:
         Raises:
             ConfigError: it has no chat template, a broken one, or options that can't be used as given.
             ModelError: missing, damaged or refused model.
-            BrokenFormat: the format breaks the model, and that was not accepted.
+            BrokenFormat: the format breaks the model, and this was not accepted.
         """
         given = sampling.body()
         SamplingParams(**given)  # refused before anything is read
@@ -52,7 +52,7 @@ class EnginePartner:
         defaults = say_defaults(checked.prepared.source, generation_config)
         self._params = SamplingParams(**defaults.fill(_USUAL | given, given))
         with ExitStack() as held:
-            # Its loop outlives an answer: the engine may still have a word
+            # The loop outlives an answer: the engine may still send to it
             self._loop = held.enter_context(asyncio.Runner()).get_loop()
             self._read = held.enter_context(_reading(checked.prepared, self._loop))
             model = load_to_serve(checked, kv, accept_divergence=accept_divergence)
@@ -61,15 +61,15 @@ class EnginePartner:
             self._held = held.pop_all()
         self._max_context = self._engine.core.max_context
 
-    def answer(self, turns: list[Turn], show: Show) -> Answered:
-        """Answer the last turn; a KeyboardInterrupt on the way cancels it.
+    def answer(self, messages: list[Message], show: Show) -> Answer:
+        """Answer the last message; a KeyboardInterrupt meanwhile cancels it.
 
         Raises:
             ContextFull: no room for an answer.
-            RequestError: the template or the engine refuses the turns.
-            EngineError: the engine broke down, or what reads prompts.
+            RequestError: the template or the engine refuses the messages.
+            EngineError: the engine or the prompt reader failed.
         """
-        tokens = self._read(turns)
+        tokens = self._read(messages)
         room = self._max_context - len(tokens)
         wanted = self._params.max_tokens or self._params.most_tokens
         if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
@@ -77,7 +77,7 @@ class EnginePartner:
         max_tokens = None if wanted is None else min(wanted, room)
         output = self._run(self._stream(tokens, max_tokens, show))
         timing, receipt = output.timing, output.receipt
-        return Answered(
+        return Answer(
             prompt_tokens=receipt.prompt_tokens,
             cached_tokens=receipt.cached_tokens,
             generated_tokens=receipt.generated_tokens,
@@ -88,11 +88,11 @@ class EnginePartner:
         )
 
     def close(self) -> None:
-        """End the engine, and what reads prompts."""
+        """End the engine and the prompt reader."""
         self._held.close()
 
     def _run(self, work: Coroutine[None, None, _Result]) -> _Result:
-        """Its result; a KeyboardInterrupt, also while an answer is being printed, cancels it."""
+        """Run a coroutine; a KeyboardInterrupt, even while an answer is printed, cancels it."""
         task = self._loop.create_task(work)
         try:
             return self._loop.run_until_complete(task)
@@ -115,20 +115,20 @@ class EnginePartner:
 @contextmanager
 def _reading(
     prepared: PreparedModel, loop: asyncio.AbstractEventLoop
-) -> Iterator[Callable[[list[Turn]], list[int]]]:
-    """Yield a function that makes token ids of turns, with what begins an answer."""
+) -> Iterator[Callable[[list[Message]], list[int]]]:
+    """Yield a function that encodes messages to token ids, with the prompt of an answer."""
     if all(map(is_installed, SERVER)):
-        from kvq.commands.chat.reader import reading_aside
+        from kvq.commands.chat.reader import process_reader
 
-        with reading_aside(prepared, loop) as read:
+        with process_reader(prepared, loop) as read:
             yield read
-    else:  # in this process: a template has all the time until Ctrl-C
+    else:  # in this process, where only Ctrl-C ends a template that takes too long
         encoder = PromptEncoder(prepared.tokenizer)
-        yield lambda turns: encoder.encode_chat(turns, {"add_generation_prompt": True})
+        yield lambda messages: encoder.encode_chat(messages, {"add_generation_prompt": True})
 
 
 def _check_template(prepared: PreparedModel) -> None:
-    """Before the weights are loaded, which may take long."""
+    """Raise ConfigError for a model without a chat template, before weights load."""
     if not getattr(prepared.tokenizer, "chat_template", None):
         raise ConfigError(
             f"{prepared.source} has no chat template, so it is a base model: "

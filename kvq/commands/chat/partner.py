@@ -1,4 +1,4 @@
-"""Whom one chats with: what the loop needs of an engine here, or of a server elsewhere."""
+"""Chat partner: the interface of an engine in this process, or of a server."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from kvq.commands.shared.options import TOKENS, option
 from kvq.errors import KVQError
 
-Turn = dict[str, str]  # role, content
-Show = Callable[[str], object]  # is told the answer's text as it comes
+Message = dict[str, str]  # role, content
+Show = Callable[[str], object]  # gets the answer's text as it is generated
 
 
 class ContextFull(KVQError):
@@ -16,47 +16,47 @@ class ContextFull(KVQError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How answers are chosen."""
+class ChatSampling:
+    """Sampling parameters of answers."""
 
     temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0.7]", type=float)
     top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
     max_tokens: int | None = option(
-        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=TOKENS
+        None, "Most tokens of an answer.  [default: the context]", names="--max-tokens -n", type=TOKENS
     )
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
 
     def body(self) -> dict[str, Any]:
-        """What was given, by OpenAI's names."""
+        """Return the given parameters by OpenAI's names."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """What an answer took."""
+class Answer:
+    """Statistics of an answer."""
 
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
     ttft_s: float
     total_s: float
-    kv_bytes: int | None = None  # at its peak; None where a server does not say
-    fills_context: bool = False  # it ended because there was no room for more
+    kv_bytes: int | None = None  # at its peak; None if the server does not report it
+    fills_context: bool = False  # it ended because the context is full
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first one; 0 if there was no other."""
+        """Tokens per second after the first token; 0 if there was no other."""
         rest = self.total_s - self.ttft_s
         return (self.generated_tokens - 1) / rest if rest > 0 and self.generated_tokens > 1 else 0.0
 
 
 class Partner(Protocol):
-    """Answers conversations."""
+    """Partner that answers conversations."""
 
     name: str
 
-    def answer(self, turns: list[Turn], show: Show) -> Answered:
-        """Answer the last turn; a KeyboardInterrupt on the way cancels what runs.
+    def answer(self, messages: list[Message], show: Show) -> Answer:
+        """Answer the last message; a KeyboardInterrupt meanwhile cancels the request.
 
         Raises:
             ContextFull: no room for an answer.
@@ -64,4 +64,4 @@ class Partner(Protocol):
         """
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its resources."""

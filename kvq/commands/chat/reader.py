@@ -1,4 +1,4 @@
-"""Conversations to token ids as the server makes them: whatever a template does, it can be ended."""
+"""Prompt reader in processes, as in the server: whatever a chat template does, it can be ended."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from kvq.commands.chat.partner import Turn
+from kvq.commands.chat.partner import Message
 from kvq.commands.shared.interrupts import cancelling
 from kvq.errors import ConfigError, EngineError, RequestError
 from kvq.models.loading.prepared import PreparedModel
@@ -19,21 +19,21 @@ _Result = TypeVar("_Result")
 
 
 @contextmanager
-def reading_aside(
+def process_reader(
     prepared: PreparedModel, loop: asyncio.AbstractEventLoop
-) -> Iterator[Callable[[list[Turn]], list[int]]]:
-    """Yield a function that reads turns by processes of their own; it needs the server's packages.
+) -> Iterator[Callable[[list[Message]], list[int]]]:
+    """Yield a function that encodes messages in separate processes; it needs the server's packages.
 
-    It raises RequestError where the template refuses the turns or takes too long for them, and EngineError
-    where the processes are gone. At the end they are ended, whatever they do.
+    The function raises RequestError if the template refuses the messages or takes too long, and EngineError
+    if the processes are gone. At the end of the block they are killed if needed.
 
     Raises:
-        ConfigError: the template fails, whatever is said.
+        ConfigError: the template fails for any messages.
         EngineError: it can't be tried.
     """
 
     def wait(work: Coroutine[None, None, _Result]) -> _Result:
-        """Its result; a KeyboardInterrupt cancels it and is raised behind it."""
+        """Run a coroutine; a KeyboardInterrupt cancels it and is raised after it ended."""
         task = loop.create_task(work)
         try:
             with cancelling(partial(loop.call_soon_threadsafe, task.cancel)):
@@ -42,10 +42,10 @@ def reading_aside(
             kind = RequestError if problem.status < 500 else EngineError
             raise kind(problem.message) from problem
 
-    def read(turns: list[Turn]) -> list[int]:
-        # What somebody typed may be no valid Unicode, which the reader's answer says
-        messages = [ChatMessage.model_construct(**turn) for turn in turns]  # type: ignore[arg-type]
-        return wait(prompts.chat(Conversation(messages=messages, options={"add_generation_prompt": True})))
+    def read(messages: list[Message]) -> list[int]:
+        # Not validated here: typed text may be invalid Unicode, which the reader reports
+        chat = [ChatMessage.model_construct(**message) for message in messages]  # type: ignore[arg-type]
+        return wait(prompts.chat(Conversation(messages=chat, options={"add_generation_prompt": True})))
 
     prompts = Prompts(Readers(Setup(folder=str(prepared.folder))), prepared.tokenizer)
     try:

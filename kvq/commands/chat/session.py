@@ -1,48 +1,48 @@
-"""The conversation: what was said, and what people may ask for besides."""
+"""Chat session: the messages of a conversation, and commands that begin with a slash."""
 
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvq import fileio
-from kvq.commands.chat.partner import Answered, ContextFull, Partner, Turn
+from kvq.commands.chat.partner import Answer, ContextFull, Message, Partner
 from kvq.commands.shared.terminal import echo, stream
 from kvq.errors import ConfigError, KVQError, nearest
 
 HELP = """\
-/reset         begin anew, with the same system message
-/system TEXT   set the system message, or drop it with no TEXT
+/reset         start over, with the same system message
+/system TEXT   set the system message, or drop it if there is no TEXT
 /save FILE     write the conversation as JSON
-/stats         what the last answer took
+/stats         show tokens and speed of the last answer
 /exit          end, as Ctrl-D does
 Ctrl-C stops an answer. A message that begins with / needs a blank before it."""
 
 
-class Session:
-    """Takes lines, one message or command each."""
+class ChatSession:
+    """Session that takes lines, one message or command each."""
 
     def __init__(
         self, partner: Partner, *, system: str | None = None, trim: bool = False, is_terminal: bool = False
     ) -> None:
-        """`trim`: drop the oldest turns when the context is full."""
+        """Start a conversation. `trim`: drop the oldest messages when the context is full."""
         self.num_failed = 0
         self._partner = partner
         self._system = system
         self._trim = trim
         self._is_terminal = is_terminal
-        self._turns: list[Turn] = []
-        self._last: Answered | None = None
+        self._messages: list[Message] = []
+        self._last: Answer | None = None
         self._saved: set[Path] = set()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: echo(HELP),
-            "/reset": lambda _: self._turns.clear(),
+            "/reset": lambda _: self._messages.clear(),
             "/system": self._set_system,
             "/save": self._save,
             "/stats": lambda _: echo(self._stats()),
         }
 
     def run(self, lines: Iterable[str]) -> None:
-        """Take lines until they end or one is /exit."""
+        """Handle lines until they end or one is /exit."""
         for line in lines:
             name, _, rest = line.strip().partition(" ")
             if line.startswith("/") and name in ("/exit", "/quit"):
@@ -51,7 +51,7 @@ class Session:
                 if line.startswith("/"):
                     self._command(name, rest.strip())
                 elif line.strip():
-                    self._say(line.strip())
+                    self._send(line.strip())
             except KVQError as error:
                 self.num_failed += 1
                 echo(f"kvq: {error}", err=True)
@@ -62,9 +62,9 @@ class Session:
             raise ConfigError(f"there is no {name}{hint} /help lists what there is")
         self._commands[name](rest)
 
-    def _say(self, message: str) -> None:
-        """One turn and its answer; what failed is as if it had not been said."""
-        self._turns.append({"role": "user", "content": message})
+    def _send(self, text: str) -> None:
+        """Send a message and show its answer; a message that fails is dropped."""
+        self._messages.append({"role": "user", "content": text})
         shown: list[str] = []
         self._last = None
         try:
@@ -76,25 +76,25 @@ class Session:
         except KVQError:
             if shown:
                 echo()
-            self._turns.pop()
+            self._messages.pop()
             raise
         if shown:
-            self._turns.append({"role": "assistant", "content": "".join(shown)})
+            self._messages.append({"role": "assistant", "content": "".join(shown)})
         else:
-            self._turns.pop()
+            self._messages.pop()
         echo()
         if self._last is not None and self._last.fills_context:
-            echo("kvq: the context is full: this answer was cut; /reset begins anew", err=True)
+            echo("kvq: the context is full: this answer was cut; /reset starts over", err=True)
 
-    def _answer(self, shown: list[str]) -> Answered:
+    def _answer(self, shown: list[str]) -> Answer:
         while True:
             try:
-                return self._partner.answer(self._all_turns(), lambda text: self._show(text, shown))
+                return self._partner.answer(self._with_system(), lambda text: self._show(text, shown))
             except ContextFull as error:
-                if not self._trim or len(self._turns) < 3 or shown:
-                    remedy = "/reset begins anew" + ("" if self._trim else "; --trim drops the oldest turns")
+                if not self._trim or len(self._messages) < 3 or shown:
+                    remedy = "/reset starts over" + ("" if self._trim else "; --trim drops the oldest turns")
                     raise ContextFull(f"the context is full: {error}; {remedy}") from error
-                del self._turns[:2]
+                del self._messages[:2]
                 echo("kvq: the context is full; the oldest turn was dropped", err=True)
 
     def _show(self, text: str, shown: list[str]) -> None:
@@ -102,9 +102,9 @@ class Session:
             shown.append(text)
             stream(text)
 
-    def _all_turns(self) -> list[Turn]:
+    def _with_system(self) -> list[Message]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return [*system, *self._turns]
+        return [*system, *self._messages]
 
     def _set_system(self, text: str) -> None:
         self._system = text or None
@@ -115,7 +115,7 @@ class Session:
         path = fileio.check_writable(name)
         if path.exists() and path not in self._saved:
             raise ConfigError(f"{name} is there already; name another file")
-        content = {"format_version": 1, "model": self._partner.name, "messages": self._all_turns()}
+        content = {"format_version": 1, "model": self._partner.name, "messages": self._with_system()}
         fileio.write_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
         self._saved.add(path)
 

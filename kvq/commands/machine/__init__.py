@@ -1,1 +1,1 @@
-"""Commands about this machine: doctor, completion."""
+"""Commands about this machine: doctor and completion."""

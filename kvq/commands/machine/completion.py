@@ -1,4 +1,4 @@
-"""`kvq completion`: the shell completes commands, options, and names of formats, models and GPUs."""
+"""`kvq completion`: shell completion of commands, options, and names of formats, models and GPUs."""
 
 import os
 import shlex
@@ -21,14 +21,14 @@ from kvq.errors import ConfigError
 
 VARIABLE = "_KVQ_COMPLETE"
 MARK = "# Made by `kvq completion`"
-_MOST_ANCESTORS = 8  # a shell may be behind make, sudo or a script
+_MOST_ANCESTORS = 8  # make, sudo or a script may be between the shell and kvq
 
 
 class _Valued(ShellComplete):
-    """Completes `--option=value` too, where the shell hands it over as one word."""
+    """Completion that knows `--option=value`, too, if the shell passes it as one word."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[Any]]:
-        """What the last word may become."""
+        """Return completions of the last word."""
         found = super().get_completions(args, incomplete)
         option, equals, _ = incomplete.partition("=")
         if equals and option.startswith("-"):
@@ -37,19 +37,19 @@ class _Valued(ShellComplete):
         return found
 
 
-class Bash(_Valued, BashComplete):
-    """bash, which cuts `--option=value` into three words."""
+class _Bash(_Valued, BashComplete):
+    """Completion of bash, which splits `--option=value` into three words."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before the last one, and that."""
+        """Return the words before the last one, and the last one."""
         args, incomplete = super().get_completion_args()
         if args and args[-1] == "=":
             args.pop()
         return args, incomplete
 
 
-class Zsh(_Valued, ZshComplete):
-    """zsh, whose completion may not have been started yet when the script is read."""
+class _Zsh(_Valued, ZshComplete):
+    """Completion of zsh, which may not have been started yet when the script is read."""
 
     source_template = (
         "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
@@ -57,49 +57,49 @@ class Zsh(_Valued, ZshComplete):
     )
 
 
-class Fish(_Valued, FishComplete):
-    """fish; values with commas stay whole, which click's script cuts."""
+class _Fish(_Valued, FishComplete):
+    """Completion of fish; values with commas stay whole, unlike in click's script."""
 
     source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
 
 
-_CLASSES: dict[str, type[ShellComplete]] = {"bash": Bash, "zsh": Zsh, "fish": Fish}
+_CLASSES: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
 SHELLS = tuple(_CLASSES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a shell finds the script."""
+class _Place:
+    """Path of a shell's script, and of the startup file that reads it."""
 
     script: Path
-    startup: Path | None  # what has to read the script; None: the shell looks for it by itself
+    startup: Path | None  # None: the shell finds the script without it
 
     @property
     def line(self) -> str:
-        """What reads the script, if it is there, in the startup file."""
+        """Line of the startup file that reads the script if it exists."""
         quoted = shlex.quote(str(self.script))
         return f"if [ -f {quoted} ]; then . {quoted}; fi  {MARK} --install"
 
 
 def register() -> None:
-    """Let click complete by these classes."""
+    """Register kvq's completion classes with click."""
     for name, one in _CLASSES.items():
         add_completion_class(one, name)
 
 
-def place_of(shell: str) -> Place:
-    """Where a user's `shell` finds its script."""
+def place_of(shell: str) -> _Place:
+    """Return the place where a user's `shell` finds its script."""
     home = Path.home()
     if shell == "fish":
         folder = _folder("XDG_CONFIG_HOME", home / ".config") / "fish" / "completions"
-        return Place(script=folder / "kvq.fish", startup=None)
+        return _Place(script=folder / "kvq.fish", startup=None)
     script = _folder("XDG_DATA_HOME", home / ".local" / "share") / "kvq" / f"completion.{shell}"
     startup = home / ".bashrc" if shell == "bash" else _folder("ZDOTDIR", home) / ".zshrc"
-    return Place(script=script, startup=startup)
+    return _Place(script=script, startup=startup)
 
 
 def calling_shell() -> str | None:
-    """The nearest shell among the processes that called this one, else the user's own; None if unknown."""
+    """Return the nearest shell among the calling processes, else the user's own; None if unknown."""
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         name, pid = _process(pid)
@@ -112,13 +112,13 @@ def calling_shell() -> str | None:
 
 
 def _folder(variable: str, default: Path) -> Path:
-    """A folder that shells take from their environment; by XDG's rules only absolute ones count."""
+    """Return the folder that an environment variable names; XDG allows only absolute paths."""
     named = Path(os.environ.get(variable, ""))
     return named if named.is_absolute() else default
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """A process's name and its parent; "" and 0 where that can't be told."""
+    """Return a process's name and its parent; "" and 0 if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         _, _, rest = stat.partition("(")
@@ -126,7 +126,7 @@ def _process(pid: int) -> tuple[str, int]:
         return name, int(rest.split()[1])
     except OSError:
         pass
-    import subprocess  # where there is no /proc, as on macOS
+    import subprocess  # without /proc, as on macOS
 
     try:
         options = ["ps", "-o", "ppid=,comm=", "-p", str(pid)]
@@ -140,9 +140,9 @@ def _process(pid: int) -> tuple[str, int]:
 @click.argument("shell", metavar="[bash|zsh|fish]", required=False, type=click.Choice(SHELLS))
 @click.option("--install", is_flag=True, help="Write the script where the shell finds it.")
 def command(shell: str | None, install: bool) -> None:
-    """Print the script that makes a shell complete kvq, by default the shell that calls.
+    """Print the script that makes a shell complete kvq, by default the calling shell.
 
-    With --install it is written where that shell finds it; a second time changes nothing.
+    With --install it is written where that shell finds it; a second --install changes nothing.
     """
     shell = shell or calling_shell()
     if shell is None:
@@ -155,7 +155,7 @@ def command(shell: str | None, install: bool) -> None:
         echo(script, nl=False)
 
 
-def _install(shell: str, place: Place, script: str) -> None:
+def _install(shell: str, place: _Place, script: str) -> None:
     did = [f"wrote {place.script}"] if _write(shell, place.script, script) else []
     if place.startup is not None and _add_line(place.startup, place.line):
         did.append(f"added a line to {place.startup}, which reads it")
@@ -182,14 +182,14 @@ def _write(shell: str, path: Path, script: str) -> bool:
             f"{path} is there and not by kvq completion; move it away, or put what kvq completion {shell} "
             f"prints where your shell reads it"
         )
-    from kvq import fileio  # tempfile and hashes, which help and completions need not wait for
+    from kvq import fileio  # imported late: help and completions don't need it
 
     fileio.write_text(path, script)
     return True
 
 
 def _add_line(path: Path, line: str) -> bool:
-    """Append a line to a file of the user's, unless it has it; False if it has. Links and modes stay.
+    """Append a line to a user's file unless it has the line; False if it has. Links and modes stay.
 
     Raises:
         ConfigError: nothing can be written there.

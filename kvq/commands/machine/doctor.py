@@ -1,4 +1,4 @@
-"""`kvq doctor`: what runs on this machine, and why the rest does not."""
+"""`kvq doctor`: backends that run on this machine, and why others don't."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command(name="doctor")
 def command() -> None:
-    """Show device, compiler, and which backends run here and why the others don't."""
+    """Show device and compiler, the backends that run here, and why others don't."""
     import torch
 
     from kvq.cache import available_bytes
@@ -57,7 +57,7 @@ def command() -> None:
 
 
 def backend_verdicts() -> list[tuple[str, str]]:
-    """Every backend with the operations that run here, or the reason why none does."""
+    """Return every backend with the operations that run here, or the reason why none does."""
     from kvq.formats import KVRecipe
     from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
@@ -83,7 +83,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
 
 
 def _linear_operations(device: "Device", backend: str) -> list[str]:
-    """The Linear kernels of a backend that runs here."""
+    """Return the Linear operations of a backend that run here."""
     from kvq.formats.weights import parse_weight_format
     from kvq.kernels import LinearSpec, select
 

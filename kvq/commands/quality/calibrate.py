@@ -4,13 +4,15 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvq.commands.shared.options import (
+    REVISION,
     TO_READ,
     TO_WRITE,
+    TOKEN,
     TOKENS,
     gathered,
     kv_option,
@@ -20,6 +22,8 @@ from kvq.commands.shared.options import (
     picked,
     text_options,
 )
+from kvq.commands.shared.progress import progress_bar
+from kvq.commands.shared.results import begin, write_rows
 from kvq.commands.shared.terminal import echo, warn
 from kvq.errors import ConfigError
 
@@ -27,73 +31,107 @@ if TYPE_CHECKING:
     from kvq.calib import Observations
     from kvq.calib.domain import DomainCheck
     from kvq.calib.observe import HeadSummary
+    from kvq.evals import EvalText
     from kvq.formats import KVRecipe
     from kvq.models import Model
+    from kvq.models.loading.prepared import PreparedModel
 
-_FEW_TOKENS = 256  # below them single tokens make maxima and means
+_FEW_TOKENS = 256  # with fewer, single tokens determine maxima and means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CalibrateOptions:
-    """What is observed and written, and how the model is loaded."""
+class _CalibrateOptions:
+    """Texts, files to write, and loading of the model."""
 
     text: str | None
     text_field: str | None
-    out: str = option("kvq.json", "Where to write the recipe.", type=TO_WRITE)
+    out: str = option("kvq.json", "Recipe to write.", type=TO_WRITE)
     centered: bool = option(
         False,
-        "Store formats in groups, as V in int4, without the means of their rows, which cost no bytes then.",
+        "Store formats in groups, such as V in int4, without the means of their rows; that takes no bytes.",
     )
     context: int | None = option(
-        None, "Tokens per window.  [default: 1024, or what the model takes]", type=TOKENS
+        None, "Tokens per window.  [default: 1024, or the model's longest]", type=TOKENS
     )
-    max_windows: int = option(32, "Windows taken, spread over the text.")
+    max_windows: int = option(32, "Windows to observe, spread over the text.")
     check: str | None = path_option(
-        "--check", "Another text: are the scales fit for it? Exit 1 if they are not.", type=TO_READ
+        "--check", "Another text, to check the scales on; exit code 1 if they don't fit it.", type=TO_READ
     )
     fp8_out: str | None = path_option(
         "--fp8-out", "FP8 scales per tensor for other engines: .safetensors or .json."
     )
-    json_path: str | None = path_option("--json", "Write what was seen of every head as JSON.")
+    json_path: str | None = path_option("--json", "Write the statistics of every head as JSON.")
     device: str = option("auto", "auto, cpu or cuda.")
-    dtype: str = option("auto", "Of the weights: auto, fp32, bf16 or fp16.")
+    dtype: str = option("auto", "Type of the weights: auto, fp32, bf16 or fp16.")
     max_model_len: int | None = option(
         None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=TOKENS
     )
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    token: str | None = option(None, "Hub token for gated or private models.")
+    revision: str | None = option(None, REVISION)
+    token: str | None = option(None, TOKEN)
 
 
 @click.command(name="calibrate")
 @model_argument(None)
 @text_options("help topics of CPython that are not held out")
 @kv_option("fp8_per_head", many=False)
-@gathered(CalibrateOptions, "options")
-def command(model: str, kv: list[str], options: CalibrateOptions) -> None:
+@gathered(_CalibrateOptions, "options")
+def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
     """Observe MODEL and write what static formats need to a kvq.json.
 
     The scales serve fp8_per_head and int8_per_head alike, rotated or not. The file is also a recipe:
     `--kv kvq.json` uses the formats it names, `--scales kvq.json` its scales under other formats.
     """
     from kvq.calib import observe
-    from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
-    from kvq.calib.observe import spread_windows, summarize
+    from kvq.calib.observe import summarize
     from kvq.commands.shared.loading import load_checked
-    from kvq.commands.shared.progress import progress_bar
-    from kvq.commands.shared.results import begin, write_rows
     from kvq.evals import calibration_text, read_text
     from kvq.models.loading.prepared import prepare
-    from kvq.weights.manifest import relist
 
     source = calibration_text() if options.text is None else read_text(options.text, options.text_field)
     other = None if options.check is None else read_text(options.check, options.text_field)
     begin(options.out, options.json_path)
     if options.fp8_out is not None:
         check_export_path(options.fp8_out)
-    how = picked(options, "device", "dtype", "revision", "token")
-    prepared = prepare(model, max_context=options.max_model_len, **how)
+    loading = picked(options, "device", "dtype", "revision", "token")
+    prepared = prepare(model, max_context=options.max_model_len, **loading)
     recipe = prepared.recipe(kv[0])
+    _check_options(prepared, recipe, (source, other), options)
+    loaded = load_checked(prepared, None)
+    windows = picked(options, "context", "max_windows")
+    with progress_bar("calibrating") as progress:
+        seen = observe(loaded, source, **windows, progress=progress)
+    recipe = _write_recipe(loaded, recipe, seen, options)
+    heads = summarize(seen)
+    check = None if other is None else _check(loaded, recipe, seen, other, options.context)
+    if options.fp8_out is not None:
+        write_fp8_scales(options.fp8_out, seen, loaded.geometry)
+    facts = {
+        "model_digest": loaded.weights.digest,
+        "text": seen.text.name,
+        "text_digest": seen.text.digest,
+        "tokens": seen.tokens,
+        **({} if check is None else {"check": dataclasses.asdict(check)}),
+    }
+    write_rows(heads, options.json_path, loaded.weights.device, facts)
+    _print(recipe, seen, heads, options)
+    if check is not None:
+        echo(check.line())
+        if check.is_fit is False:
+            sys.exit(1)
+
+
+def _check_options(
+    prepared: "PreparedModel",
+    recipe: "KVRecipe",
+    texts: "tuple[EvalText, EvalText | None]",
+    options: _CalibrateOptions,
+) -> None:
+    """Raise ConfigError or RequestError for formats or texts that can't be used, before weights load."""
+    from kvq.calib.domain import check_length
+    from kvq.calib.observe import spread_windows
+
+    source, other = texts
     recipe.check_stored("calibrate")
     if options.centered and not any(map(any, _is_grouped(recipe))):
         raise ConfigError(
@@ -103,66 +141,37 @@ def command(model: str, kv: list[str], options: CalibrateOptions) -> None:
     spread_windows(prepared, source.text, context=options.context, max_windows=options.max_windows)
     if other is not None:
         check_length(prepared, other, options.context)
-    loaded = load_checked(prepared, None)
-    with progress_bar("calibrating") as progress:
-        seen = observe(
-            loaded, source, context=options.context, max_windows=options.max_windows, progress=progress
-        )
+
+
+def _write_recipe(
+    model: "Model", recipe: "KVRecipe", seen: "Observations", options: _CalibrateOptions
+) -> "KVRecipe":
+    """Save the recipe with its scales and centers; returns it."""
+    from kvq.weights.manifest import relist
+
     recipe = dataclasses.replace(
         recipe,
         centers=seen.centers().some(_is_grouped(recipe)) if options.centered else recipe.centers,
         static_scales=seen.scales(),
-        model_digest=loaded.weights.digest,
+        model_digest=model.weights.digest,
     )
     recipe.save(options.out)
     relist(options.out)
-    heads = summarize(seen)
-    found = None if other is None else _check(loaded, recipe, seen, other, options.context)
-    if options.fp8_out is not None:
-        write_fp8_scales(options.fp8_out, seen, loaded.geometry)
-    facts = {
-        "model_digest": loaded.weights.digest,
-        "text": seen.text.name,
-        "text_digest": seen.text.digest,
-        "tokens": seen.tokens,
-    }
-    checked = {} if found is None else {"check": dataclasses.asdict(found)}
-    write_rows(heads, options.json_path, loaded.weights.device, facts | checked)
-    echo(
-        f"wrote {options.out}: {recipe.name}{', centered' if options.centered else ''}, static scales of "
-        f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
-    )
-    if options.centered and any(one.k.is_per_channel for one in recipe.layers):
-        echo(
-            f"only V has centers: K of {recipe.name} has scales per channel, which take in what centers take "
-            f"out; for centers of both name groups, such as --kv int4_g32_s8_rot"
-        )
-    if seen.tokens < _FEW_TOKENS:
-        warn(
-            f"{seen.tokens:,} tokens say little of the largest values and of means; give a --text of some "
-            f"thousand tokens"
-        )
-    for line in _notes(heads, centered=options.centered):
-        echo(line)
-    if found is not None:
-        echo(found.line())
-        if found.is_fit is False:
-            sys.exit(1)
+    return recipe
 
 
 def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
-    """K and V of every layer: whether centers serve its format."""
+    """Return for K and V of every layer if its format takes centers."""
     from kvq.formats import Grouped
 
     return [(isinstance(one.k.scale, Grouped), isinstance(one.v.scale, Grouped)) for one in recipe.layers]
 
 
 def _check(
-    model: "Model", recipe: "KVRecipe", seen: "Observations", other: Any, context: int | None
+    model: "Model", recipe: "KVRecipe", seen: "Observations", other: "EvalText", context: int | None
 ) -> "DomainCheck":
-    """Try what the recipe has calibrated; where that is nothing, the scales, which others will use."""
+    """Check the recipe on another text; one without scales and centers is checked by its scales in FP8."""
     from kvq.calib.domain import check_domain
-    from kvq.commands.shared.progress import progress_bar
 
     if not recipe.is_static and recipe.centers is None:
         recipe = model.prepared.recipe("fp8_per_head", seen.scales())
@@ -170,9 +179,31 @@ def _check(
         return check_domain(model, recipe, seen, other, context=context, progress=progress)
 
 
-def _notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
-    """What stands out, a line each."""
-    notes, taken = [], "taken out" if centered else "--centered, or K per channel as in int4, takes them out"
+def _print(
+    recipe: "KVRecipe", seen: "Observations", heads: "list[HeadSummary]", options: _CalibrateOptions
+) -> None:
+    echo(
+        f"wrote {options.out}: {recipe.name}{', centered' if options.centered else ''}, static scales of "
+        f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {seen.text.name}"
+    )
+    if options.centered and any(one.k.is_per_channel for one in recipe.layers):
+        echo(
+            f"only V has centers: K of {recipe.name} has scales per channel, which include what centers take "
+            f"out; for centers of both name groups, such as --kv int4_g32_s8_rot"
+        )
+    if seen.tokens < _FEW_TOKENS:
+        warn(
+            f"{seen.tokens:,} tokens say little about the largest values and about means; give a --text of "
+            f"some thousand tokens"
+        )
+    for line in _outlier_notes(heads, centered=options.centered):
+        echo(line)
+
+
+def _outlier_notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
+    """Return a line on outlier channels, and one on channels with huge biases."""
+    notes = []
+    removal = "taken out" if centered else "--centered, or K per channel as in int4, takes them out"
     for what, channels, size, why in (
         (
             "outlier channels",
@@ -180,7 +211,7 @@ def _notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
             "largest_outlier",
             "rotated formats spread them over the row",
         ),
-        ("huge biases", "biased_channels", "largest_bias", taken),
+        ("huge biases", "biased_channels", "largest_bias", removal),
     ):
         if not (found := [row for row in heads if getattr(row, channels)]):
             continue

@@ -1,4 +1,4 @@
-"""`kvq compare`: two results of `kvq perplexity` or `kvq eval`, side by side."""
+"""`kvq compare`: two results of `kvq perplexity` or `kvq eval` side by side."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,9 @@ import click
 
 from kvq.commands.shared.options import TO_READ, TO_WRITE
 from kvq.commands.shared.results import write_rows
+from kvq.commands.shared.tables import console, text_table
 from kvq.commands.shared.terminal import warn
+from kvq.printable import one_line
 
 if TYPE_CHECKING:
     from kvq.evals.report.compare import Comparison, Difference
@@ -22,7 +24,7 @@ _PERCENT = ("perplexity_change", "top1_agreement", "top5_agreement", "identical"
 def command(a: str, b: str, json_path: str | None) -> None:
     """Compare A and B, JSON files of `kvq perplexity` or of `kvq eval`, format by format.
 
-    Differences are B's figure less A's. What makes figures incomparable is said first.
+    Differences are B's figure minus A's. Reasons why figures can't be compared are printed first.
     """
     from kvq import fileio
     from kvq.evals.report.compare import compare
@@ -37,9 +39,6 @@ def command(a: str, b: str, json_path: str | None) -> None:
 
 
 def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
-    from kvq.commands.shared.tables import WORDS, console, text_table
-    from kvq.printable import one_line
-
     for warning in found.warnings:
         warn(warning)
     out = console()
@@ -60,7 +59,7 @@ def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison"
             [", ".join(filter(None, row)), *(cells.get((*row, figure), "-") for figure in figures)]
             for row in rows
         ]
-        out.print(text_table(("kv", *figures), table, WORDS))
+        out.print(text_table(("kv", *figures), table))
     if any(not _overlap(one.a_interval, one.b_interval) for one in found.differences):
         out.print("!  the 95% intervals don't overlap")
     for name, labels in (("A", found.only_in_a), ("B", found.only_in_b)):
@@ -88,5 +87,5 @@ def _write(path: str | None, paths: tuple[str, str], results: tuple[Any, Any], f
         name: {"path": one, **{key: result.get(key) for key in keys}}
         for name, one, result in zip("ab", paths, results, strict=True)
     }
-    told = {"warnings": found.warnings, "only_in_a": found.only_in_a, "only_in_b": found.only_in_b}
-    write_rows(found.differences, path, facts=origins | told)
+    facts = {"warnings": found.warnings, "only_in_a": found.only_in_a, "only_in_b": found.only_in_b}
+    write_rows(found.differences, path, facts=origins | facts)

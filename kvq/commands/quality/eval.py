@@ -1,4 +1,4 @@
-"""`kvq eval`: what KV formats cost in quality, by several measures, with error bars and gates."""
+"""`kvq eval`: quality of KV formats by several measures, with error bars and gates."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,9 @@ from kvq.commands.shared.options import (
     model_options,
     text_options,
 )
+from kvq.commands.shared.progress import progress_bar
+from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
+from kvq.commands.shared.tables import print_check, print_eval
 from kvq.commands.shared.terminal import echo, warn
 from kvq.errors import ConfigError
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from kvq.formats import KVRecipe
     from kvq.models import Model
 
-_JSON = ("cautions", "look")  # of what tasks find: no rows
+_JSON = ("cautions", "look")  # keys of results that are no lists of rows
 
 
 @click.command(name="eval")
@@ -36,24 +39,22 @@ _JSON = ("cautions", "look")  # of what tasks find: no rows
 @text_options("held-out help topics of CPython")
 @gathered(EvalOptions, "options")
 @gathered(WindowOptions, "windows")
-@gathered(TaskOptions, "of_tasks")
+@gathered(TaskOptions, "task_options")
 @model_options
 def command(
     kv: list[str],
     model_options: ModelOptions,
     options: EvalOptions,
     windows: WindowOptions,
-    of_tasks: TaskOptions,
+    task_options: TaskOptions,
 ) -> None:
-    """Measure what KV formats cost in quality on MODEL, a folder, a hub name, or 'tiny'.
+    """Measure the quality of KV formats on MODEL, a folder, a hub name, or 'tiny'.
 
-    Everything is against the first unquantized format listed, over tokens that go through kvq's own
-    write-then-read path. Intervals are at 95%, from resampling documents.
+    The baseline is the first unquantized format listed; all tokens go through kvq's own write-then-read
+    path. Intervals are at 95%, from resampling documents.
     """
     from kvq.commands.quality.eval_tasks import EvalPlan, choose_tasks
     from kvq.commands.shared.loading import check_for
-    from kvq.commands.shared.results import begin, json_beside
-    from kvq.commands.shared.tables import print_check
     from kvq.evals import default_text, read_text
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.report.bootstrap import Bootstrap
@@ -81,10 +82,10 @@ def command(
         tokens=TokenPlan(**asdict(windows)),
         attention_windows=options.attention_windows,
         bootstrap=Bootstrap(resamples=options.resamples, seed=options.seed),
-        generation=of_tasks.generation_plan(),
-        needle=of_tasks.needle_plan(options.seed, windows.chunk),
-        lm_eval=of_tasks.lm_eval_plan(),
-        kv_memory=of_tasks.kv_memory,
+        generation=task_options.generation_plan(),
+        needle=task_options.needle_plan(options.seed, windows.chunk),
+        lm_eval=task_options.lm_eval_plan(),
+        kv_memory=task_options.kv_memory,
     )
     result = _measure(checked, plan, chosen, limits, json_path)
     if options.html_path:
@@ -100,10 +101,8 @@ def _measure(
     limits: "list[Gate]",
     json_path: str | None,
 ) -> dict[str, Any]:
-    """Check everything, run the tasks one after another: the JSON envelope, written and shown."""
+    """Check everything and run the tasks; returns the JSON envelope, which is also written and shown."""
     from kvq.commands.quality.eval_tasks import TASKS, gate_figures
-    from kvq.commands.shared.results import FinishedRows
-    from kvq.commands.shared.tables import print_eval
     from kvq.evals.report.gates import check_gate
 
     formats = {recipe.name: recipe.is_quantized for recipe in plan.recipes}
@@ -128,14 +127,14 @@ def _measure(
 
 
 def recipes_of(checked: "CheckedModel") -> "list[KVRecipe]":
-    """Those of the formats that fit, the baseline first."""
+    """Return the recipes of the formats that fit, the baseline first."""
     from kvq.evals.divergence import baseline_first
 
     return baseline_first([checked.recipe(name) for name in checked.kv], checked.prepared)
 
 
 def load_for_plan(checked: "CheckedModel", plan: "EvalPlan") -> "tuple[Model, EvalPlan]":
-    """The model, and the plan with the scales that loading may have calibrated."""
+    """Load the model; returns it, and the plan with scales that loading may have calibrated."""
     model = checked.load()
     if checked.calibrates:
         recipes = [model.prepared.recipe(recipe, model.static_scales) for recipe in plan.recipes]
@@ -146,8 +145,7 @@ def load_for_plan(checked: "CheckedModel", plan: "EvalPlan") -> "tuple[Model, Ev
 def plan_result(
     model: "Model", plan: "EvalPlan", refused: dict[str, str], found: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The JSON envelope of what was found."""
-    from kvq.commands.shared.results import result_of
+    """Return the JSON envelope of a plan's results."""
     from kvq.evals.perplexity import size_figures
 
     more = dict(found)
@@ -167,7 +165,7 @@ def plan_result(
 
 
 def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[str, bool]) -> dict[str, Any]:
-    """How a gate ended, as JSON; a task that is void breaks all of its gates."""
+    """Return the outcome of a gate as JSON; a void task breaks all of its gates."""
     from kvq.commands.quality.eval_tasks import TASKS
     from kvq.evals.report.gates import failures, missing
 
@@ -189,9 +187,8 @@ def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[st
 def _run_all(
     prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
 ) -> dict[str, Any]:
-    """What all tasks measured, as JSON by key, and under `tasks` what each of them took."""
-    from kvq.commands.quality.eval_tasks import Running
-    from kvq.commands.shared.progress import progress_bar
+    """Run all tasks; returns their results as JSON by key, and under `tasks` their time and memory."""
+    from kvq.commands.quality.eval_tasks import RunningTask
     from kvq.commands.shared.resources import measured
     from kvq.evals.divergence import Watch
 
@@ -202,7 +199,7 @@ def _run_all(
         joined = partial(_joined, found, task)
         with progress_bar(names) as progress, measured(model.weights.device) as used:
             watch = Watch(progress, keep).through(joined)
-            got = one.task.run(Running(plan=plan, model=model, watch=watch), given)
+            got = one.task.run(RunningTask(plan=plan, model=model, watch=watch), given)
         found = _joined(found, task | asdict(used), got)
         keep(found.copy)
         echo(f"{names}: {used.line()}")
@@ -210,7 +207,7 @@ def _run_all(
 
 
 def _joined(found: dict[str, Any], task: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found, and what a further task found as JSON."""
+    """Return the results so far with those of a further task as JSON."""
     rows = {
         key: [asdict(row) for row in value] if isinstance(value, list) and key not in _JSON else value
         for key, value in more.items()

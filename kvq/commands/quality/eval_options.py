@@ -1,4 +1,4 @@
-"""Options of `kvq eval`, by what they are of."""
+"""Options of `kvq eval`: of the whole run, and of single tasks."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    """What is measured, which limits it must keep, and where results go."""
+    """Tasks, gates, and paths of results."""
 
     text: str | None
     text_field: str | None
@@ -35,8 +35,8 @@ class EvalOptions:
     )
     simulate: tuple[str, ...] = option(
         (),
-        "Methods of others to measure beside, simulated, such as kivi-k2v2+recent=128,kvarn-k4v2; they "
-        "can't be served.",
+        "Other projects' methods to measure, too, in a simulation: such as kivi-k2v2+recent=128,kvarn-k4v2; "
+        "they can't be served.",
         type=Several(click.STRING, "name,..."),
     )
     gates: tuple[str, ...] = option(
@@ -48,19 +48,19 @@ class EvalOptions:
         multiple=True,
     )
     attention_windows: int = option(8, "Windows for the attention error.", type=AT_LEAST_1)
-    resamples: int = option(2000, "Of documents, for 95% intervals.")
-    seed: int = option(0, "Of resampling and of needles.", type=click.IntRange(min=0))
+    resamples: int = option(2000, "Resamples of documents, for 95% intervals.")
+    seed: int = option(0, "Seed of resampling and of needles.", type=click.IntRange(min=0))
     json_path: str | None = path_option("--json", "Write everything as JSON.")
-    html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
+    html_path: str | None = path_option("--html", "Write a self-contained page, and JSON beside it.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskOptions:
-    """Of single tasks; those of lm_eval are called as lm-eval calls them."""
+    """Options of single tasks; those of lm_eval have lm-eval's names."""
 
-    prompts: int = option(32, "Of generation.", type=AT_LEAST_1)
-    prompt_tokens: int = option(128, "Per prompt.", type=TOKENS)
-    new_tokens: int = option(64, "Generated after each.", type=TOKENS)
+    prompts: int = option(32, "Prompts of generation.", type=AT_LEAST_1)
+    prompt_tokens: int = option(128, "Tokens of each prompt.", type=TOKENS)
+    new_tokens: int = option(64, "Tokens generated after each prompt.", type=TOKENS)
     needle_lengths: tuple[int, ...] | None = option(
         None,
         "Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
@@ -72,10 +72,10 @@ class TaskOptions:
     needle_trials: int = option(10, "Prompts per length and depth.", type=AT_LEAST_1)
     needle: str | None = option(
         None,
-        "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
+        "Sentence with {key} and {value}, or 'tokens' for random tokens.  [default: The secret number of "
         "{key} is {value}.]",
     )
-    needle_distractors: int = option(0, "Needles with other keys.", type=click.IntRange(min=0))
+    needle_distractors: int = option(0, "Further needles with other keys.", type=click.IntRange(min=0))
     include_path: str | None = path_option(
         "--include-path", "Folder with more task files for lm_eval.", type=TO_READ
     )
@@ -91,7 +91,7 @@ class TaskOptions:
     )
 
     def generation_plan(self) -> "GenerationPlan":
-        """What the task generation does."""
+        """Return the plan of the task generation."""
         from kvq.evals.generation import GenerationPlan
 
         return GenerationPlan(
@@ -99,7 +99,7 @@ class TaskOptions:
         )
 
     def needle_plan(self, seed: int, chunk: int | None) -> "NeedlePlan":
-        """What the task needle asks, in chunks of its own size for None."""
+        """Return the plan of the task needle; `chunk`: None for the task's default."""
         from kvq.evals.needle.needle import NeedlePlan
         from kvq.evals.needle.prompts import SENTENCE
 
@@ -114,7 +114,7 @@ class TaskOptions:
         )
 
     def lm_eval_plan(self) -> "LMEvalPlan":
-        """How tasks of lm-eval are run."""
+        """Return the plan of lm-eval's tasks."""
         from kvq.evals.lm_eval.loading import LMEvalPlan
 
         names = ("include_path", "limit", "num_fewshot", "apply_chat_template")

@@ -1,4 +1,4 @@
-"""The evaluations of `kvq eval` by name. A new one is an entry of `TASKS`."""
+"""Evaluation tasks of `kvq eval` by name. A new one is an entry of `TASKS`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -36,10 +36,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPlan:
-    """What every evaluation of a run is given."""
+    """Plan of all evaluations of a run."""
 
     prepared: PreparedModel
-    recipes: list[KVRecipe]  # the baseline first: the first unquantized one, or the weights' own type
+    recipes: list[KVRecipe]  # the baseline first: the first unquantized one, or the weights' dtype
     text: EvalText
     tokens: TokenPlan = field(default_factory=TokenPlan)
     attention_windows: int = 8  # of the text, for the attention error
@@ -52,22 +52,22 @@ class EvalPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Task:
-    """One evaluation. Several names may share one: what they measure comes from one run."""
+    """One evaluation. Several names may share one; their figures come from one run."""
 
     key: str  # of its rows in the JSON
-    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` gets what it returns
-    run: Callable[["Running", Any], dict[str, Any]]  # keys of the JSON -> rows, JSON
-    figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> what gates may name
+    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` gets its result
+    run: Callable[["RunningTask", Any], dict[str, Any]]  # keys of the JSON -> rows, JSON
+    figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> figures for gates
     gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
-    # Warnings of what `prepare` returned; raises for formats of which nothing quantized would be seen.
+    # Warnings about what `prepare` returned; raises for formats whose quantized tokens no query would see.
     check_exact: Callable[[EvalPlan, Any], list[str]] = lambda plan, prepared: []
-    takes_argument: bool = False  # NAME:ARGUMENT; the arguments come together
-    modules: tuple[str, ...] = ()  # of an extra, which it needs
+    takes_argument: bool = False  # NAME:ARGUMENT; arguments of one task are run together
+    modules: tuple[str, ...] = ()  # of an extra that the task needs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chosen:
-    """A task that will run, by the names it was asked for, with their arguments."""
+    """Task that will run, with the names and arguments under which it was chosen."""
 
     names: list[str]
     task: Task
@@ -75,24 +75,24 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Running:
-    """What a task runs with."""
+class RunningTask:
+    """Context of a task that runs."""
 
     plan: EvalPlan
     model: Model
-    watch: Watch  # told how to make what is finished of the task's result
+    watch: Watch  # gets functions that make the finished part of the task's result
 
     def measured(
         self, measure: Callable[..., list[Any]], result: Callable[[list[Any]], dict[str, Any]], *plans: object
     ) -> dict[str, Any]:
-        """The result of the rows that a function of `kvq.evals` measures in every format by the plans."""
+        """Return the result of the rows that a function of `kvq.evals` measures for every format."""
         plan = self.plan
         rows = measure(self.model, plan.recipes, plan.text.text, *plans, watch=self.watch.through(result))
         return result(rows)
 
 
 def check_windows(plan: EvalPlan, _: object = None) -> None:
-    """Raise RequestError or ConfigError for windows, or a check of the instrument, that can't be had."""
+    """Raise RequestError or ConfigError for windows, or an instrument check, that can't be made."""
     plan.tokens.windows(plan.prepared, plan.text.text)
     if plan.tokens.instrument:
         plan.prepared.recipe(INSTRUMENT_FORMAT)
@@ -115,33 +115,33 @@ def _exact_in_needles(plan: EvalPlan, found: tuple[NeedlePrompts, list[int]]) ->
     return check_exact(plan.prepared, plan.recipes, queries, advice=advice)
 
 
-def _quality(running: Running, _: object) -> dict[str, Any]:
+def _quality(running: RunningTask, _: object) -> dict[str, Any]:
     plan = running.plan
     named = {recipe.name for recipe in plan.recipes}
     seen = look(running.model, plan.recipes[0], plan.text.text, plan.tokens)
 
     def result(rows: list[QualityRow]) -> dict[str, Any]:
-        # The rows that were added to check the instrument say nothing about a format that was asked for.
+        # Rows that only check the instrument are left out, unless their format was requested.
         kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
         return {"rows": kept, **instrument_facts(rows, seen)}
 
     return running.measured(measure_quality, result, plan.tokens, plan.bootstrap)
 
 
-def _generation(running: Running, _: object) -> dict[str, Any]:
+def _generation(running: RunningTask, _: object) -> dict[str, Any]:
     plan = running.plan
     return running.measured(
         measure_generation, lambda rows: {"generation": rows}, plan.generation, plan.bootstrap
     )
 
 
-def _attention(running: Running, _: object) -> dict[str, Any]:
+def _attention(running: RunningTask, _: object) -> dict[str, Any]:
     tokens, most = running.plan.tokens, running.plan.attention_windows
     tokens = replace(tokens, max_windows=min(most, tokens.max_windows or most))
     return running.measured(measure_attention, lambda rows: {"attention": rows}, tokens)
 
 
-def _needle(running: Running, _: object) -> dict[str, Any]:
+def _needle(running: RunningTask, _: object) -> dict[str, Any]:
     plan = running.plan.needle
 
     def result(rows: list[NeedleRow]) -> dict[str, Any]:
@@ -163,14 +163,14 @@ def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
     return load_tasks(names, include_path=plan.lm_eval.include_path)
 
 
-def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
+def _lm_eval(running: RunningTask, loaded: list[Any]) -> dict[str, Any]:
     from kvq.evals.lm_eval.tasks import measure_tasks, void_tasks
 
     plan = running.plan.lm_eval
-    told = {name: value for name, value in asdict(plan).items() if name != "include_path"}
+    facts = {name: value for name, value in asdict(plan).items() if name != "include_path"}
 
     def result(rows: list[Any]) -> dict[str, Any]:
-        return {"lm_eval": rows, "lm_eval_plan": told, "void": void_tasks(rows)}
+        return {"lm_eval": rows, "lm_eval_plan": facts, "void": void_tasks(rows)}
 
     rows = measure_tasks(
         [running.model.with_kv(recipe) for recipe in running.plan.recipes],
@@ -183,14 +183,14 @@ def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
 
 
 def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
-    """Metrics of all tasks under the name, and those of each; with filters, and against the baseline."""
+    """Return the metrics of all tasks under `name`, and of each task under `name:TASK`."""
     found = {f"{name}:{task}": metric_figures(names) for task, names in task_metrics(loaded).items()}
     every = dict.fromkeys(figure for figures in found.values() for figure in figures)
     return {name: list(every), **found}
 
 
 def _of_rows(key: str, row: type) -> dict[str, Any]:
-    """What gates need of a task whose rows hold their figures by name."""
+    """Return the gate functions of a task whose rows have their figures by name."""
     return {"figures": lambda name, _: {name: _numbers(row)}, "gate_rows": lambda found, _: found[key]}
 
 
@@ -228,10 +228,10 @@ TASKS: dict[str, Task] = {
 
 
 def choose_tasks(names: str) -> list[Chosen]:
-    """Tasks from a list such as `perplexity,kl,lm_eval:TASK`, each to be run once.
+    """Parse a list such as `perplexity,kl,lm_eval:TASK`; each task is run once.
 
     Raises:
-        ConfigError: no such task, an argument missing or too many, or packages that it needs.
+        ConfigError: no such task, an argument missing or too many, or missing packages.
     """
     chosen: dict[int, Chosen] = {}
     for full in filter(None, map(str.strip, names.split(","))):
@@ -241,7 +241,7 @@ def choose_tasks(names: str) -> list[Chosen]:
             raise ConfigError(f"there is no task {name!r}{hint} tasks are {', '.join(TASKS)}")
         task = TASKS[name]
         if task.takes_argument and not argument:
-            raise ConfigError(f"the task {name} needs to be told what, such as {name}:NAME")
+            raise ConfigError(f"the task {name} needs an argument, such as {name}:NAME")
         if colon and not task.takes_argument:
             raise ConfigError(f"the task {name} takes nothing after a colon, got {full!r}")
         require(full, task.modules)
@@ -255,7 +255,10 @@ def choose_tasks(names: str) -> list[Chosen]:
 
 
 def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequence[str]]:
-    """What gates may name, per name of a task that will run. `prepared`: with what its task prepared."""
+    """Return the figures that gates may name, by the name of each task that will run.
+
+    `prepared`: chosen tasks with the results of their `prepare`.
+    """
     found: dict[str, Sequence[str]] = {}
     for name, task in TASKS.items():
         for one, given in prepared:
@@ -265,7 +268,7 @@ def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequenc
 
 
 def _numbers(row: type) -> list[str]:
-    """The numeric fields of a row, and the bounds of its intervals."""
+    """Return the numeric fields of a row, and the bounds of its intervals."""
     found = []
     for one in fields(row):
         if one.type in (int, float):

@@ -1,4 +1,4 @@
-"""`kvq inspect`: a model's layers by kind, the bytes per token of every format, and the layout."""
+"""`kvq inspect`: layers of a model by kind, bytes per token of every format, and the block layout."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import click
 
 from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
 from kvq.commands.shared.names import RENAMED
-from kvq.commands.shared.options import BLOCK_SIZES, TO_WRITE, kv_option, model_argument
+from kvq.commands.shared.options import BLOCK_SIZES, REVISION, TO_WRITE, TOKEN, kv_option, model_argument
 from kvq.commands.shared.results import write_rows
+from kvq.commands.shared.tables import console, print_columns
 from kvq.commands.shared.terminal import warn
 from kvq.layout import BLOCK_SIZE, named_recipe
 
@@ -23,8 +24,8 @@ _FORMATS = (
 @click.option(
     "--block-size", type=BLOCK_SIZES, default=BLOCK_SIZE, show_default=True, help="Tokens per block."
 )
-@click.option("--revision", help="Branch, tag or commit of a hub model.")
-@click.option("--token", help="Hub token for gated or private models.")
+@click.option("--revision", help=REVISION)
+@click.option("--token", help=TOKEN)
 @click.option("--json", "json_path", type=TO_WRITE, help="Write the numbers as JSON.")
 def command(
     model: str, kv: list[str], block_size: int, revision: str | None, token: str | None, json_path: str | None
@@ -41,9 +42,9 @@ def command(
 
     source = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_config(source.folder)
-    # RoPE need not be pinned to count bytes
+    # Counting bytes doesn't need RoPE to be pinned
     geometry = check_supported(config, max_context=1, folder=source.folder)
-    if is_listed(geometry):  # others were made to be looked at
+    if is_listed(geometry):  # others were built already, to observe them
         build_on_meta(source.folder, unquantized(config))
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else named_recipe(name, geometry)
@@ -75,7 +76,7 @@ def command(
     if (scheme := config.get("quantization_config")) is not None:
         try:
             check_scheme(source.folder, scheme)
-        except KVQError as error:  # counted all the same: bytes of KV do not depend on it
+        except KVQError as error:  # only a warning: bytes of KV don't depend on weights
             warn(str(error))
     write_rows([result], json_path)
 
@@ -115,7 +116,6 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], chosen: str) -> None:
-    from kvq.commands.shared.tables import console, print_columns
     from kvq.evals.report.columns import SIZES, Columns
 
     out = console()
@@ -126,7 +126,7 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     out.print()
     print_kinds(result["layer_kinds"])
     if result["state_bytes"]:
-        out.print(f"states: {result['state_bytes']:,} B a sequence, however long it is")
+        out.print(f"states: {result['state_bytes']:,} B a sequence, whatever its length")
     out.print()
     columns: Columns = {
         **{"kv": ("kv", ""), "k": ("K", ""), "v": ("V", "")},
@@ -137,7 +137,7 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     for row in result["formats"]:
         if "refused" in row:
             out.print(f"does not fit: {row['kv']}: {row['refused']}")
-    out.print(f"{RENAMED}; a saved kvq.json says by full names what it holds")
+    out.print(f"{RENAMED}; a saved kvq.json has full names")
     out.print()
     out.print(f"layout of one {chosen} block of {result['block_size']} tokens:")
     for group in result["layout"]:

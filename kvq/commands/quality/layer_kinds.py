@@ -1,13 +1,15 @@
-"""A model's layers by kind: what of each grows with every token, and what is one size for a sequence."""
+"""Layer kinds of a model: KV that grows with every token, and states of constant size for each sequence."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvq.commands.shared.tables import print_columns
+
 if TYPE_CHECKING:
     from kvq.geometry import LayerGeometry, ModelGeometry
 
-COMPUTE_BYTES = 2  # of states in the type that a model computes in
-_PIECES = 5  # of the numbers of layers of a kind, that are shown
+COMPUTE_BYTES = 2  # of each element of states in the model's compute dtype
+_PIECES = 5  # ranges of layer numbers of a kind, shown at most
 _COLUMNS = {
     "kind": ("kind", ""),
     "layers": ("layers", "d"),
@@ -21,12 +23,12 @@ _COLUMNS = {
 
 
 def kind_of(layer: "LayerGeometry") -> str:
-    """`full`, `latent`, `sliding-4096`."""
+    """Return the kind of a layer: `full`, `latent`, `sliding-4096`."""
     return f"{layer.kind}-{layer.window}" if layer.window else layer.kind
 
 
 def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
-    """A row for each kind: layers that store K and V, those that read another's, those with states."""
+    """Return a row for each kind: layers that store K and V, that read another's, or that have states."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, row in _rows(geometry):
         key = tuple(row.items())
@@ -37,21 +39,19 @@ def layer_kinds(geometry: "ModelGeometry") -> list[dict[str, Any]]:
 
 
 def print_kinds(rows: list[dict[str, Any]]) -> None:
-    """Them as a table."""
-    from kvq.commands.shared.tables import print_columns
-
+    """Print kinds of layers as a table."""
     print_columns([_shown(row) for row in rows], _COLUMNS)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A row in words; a layer that shares K and V reads another's."""
+    """Return a row for the table; a layer that shares K and V names the layer that it reads."""
     kept = {key: row.get(key) for key in _COLUMNS}
     kind = f"shared, reads {row['reads']}" if "reads" in row else row["kind"]
     return kept | {"kind": kind, "which": _ranges(row["numbers"])}
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0-2, 4-6`; of many pieces the first ones and the last."""
+    """Format numbers as `0-2, 4-6`; of many ranges the first ones and the last."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -63,7 +63,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def in_words(geometry: "ModelGeometry") -> str:
-    """`15 full + 45 Qwen3_5MoeGatedDeltaNet`."""
+    """Return the kinds as text: `15 full + 45 Qwen3_5MoeGatedDeltaNet`."""
     counts: dict[str, int] = {}
     for row in layer_kinds(geometry):
         counts[row["kind"]] = counts.get(row["kind"], 0) + row["layers"]

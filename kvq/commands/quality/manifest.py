@@ -1,4 +1,4 @@
-"""`kvq manifest`: digests of a model folder's files, by which each load finds flipped bits."""
+"""`kvq manifest`: digests of a model folder's files, with which each load finds flipped bits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,21 +6,26 @@ from typing import Any
 
 import click
 
+from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 
 
 @click.command(name="manifest")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Compare with the manifest that is there; 1 if a file differs.")
-@click.option("--overwrite", is_flag=True, help="Write anew, also where files differ from an older manifest.")
+@click.option(
+    "--check", is_flag=True, help="Compare with the existing manifest; exit code 1 if a file differs."
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Write the manifest again, even if files differ from an older one."
+)
 def command(folder: Path, check: bool, overwrite: bool) -> None:
     """Write kvq-manifest.json for the model in FOLDER, such as one of other tools.
 
-    From then on every load compares all files with it. A folder that has one is compared, and left alone.
+    From then on every load compares all files with it. A folder that has one is only compared.
     """
     if check and overwrite:
-        raise ConfigError("--check compares and --overwrite writes anew; give one of them")
+        raise ConfigError("--check compares and --overwrite writes again; give one of them")
     _check_folder(folder, is_written=not check)
     from kvq.sizes import decimal
     from kvq.weights.manifest import MANIFEST, read_manifest, write_manifest
@@ -29,7 +34,7 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
     if files is None:
         if check:
             raise ConfigError(f"{folder} has no {MANIFEST}; kvq manifest {folder} writes one")
-        files = _shown(folder, lambda tell: write_manifest(folder, tell))
+        files = _read_all(folder, lambda on_read: write_manifest(folder, on_read))
         done = "wrote"
     else:
         _compare(folder, files, is_check=check)
@@ -39,7 +44,7 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
 
 
 def _check_folder(folder: Path, *, is_written: bool) -> None:
-    """Raise ConfigError unless it is a model's folder, and not one of the hub's cache if it is written to."""
+    """Raise ConfigError unless it is a model's folder, and not of the hub's cache if it is written to."""
     from kvq.models.describe.resolve import hub_name
 
     if not (folder / "config.json").is_file():
@@ -52,10 +57,10 @@ def _check_folder(folder: Path, *, is_written: bool) -> None:
 
 
 def _compare(folder: Path, files: Any, *, is_check: bool) -> None:
-    """Name every file that differs: of a check a failure, else a refusal to write over the manifest."""
+    """Print every file that differs; then a check fails, and a manifest is not overwritten."""
     from kvq.weights.manifest import find_faults
 
-    faults = _shown(folder, lambda tell: find_faults(folder, files, tell))
+    faults = _read_all(folder, lambda on_read: find_faults(folder, files, on_read))
     for fault in faults:
         echo(f"kvq: {fault}", err=True)
     if faults and is_check:
@@ -67,18 +72,17 @@ def _compare(folder: Path, files: Any, *, is_check: bool) -> None:
         )
 
 
-def _shown(folder: Path, work: Callable[[Callable[[int], object]], Any]) -> Any:
+def _read_all(folder: Path, work: Callable[[Callable[[int], object]], Any]) -> Any:
     """Do work that reads the folder's files under a progress bar of their bytes, in MB."""
-    from kvq.commands.shared.progress import progress_bar
     from kvq.weights.manifest import listed_files
 
     total = sum(path.stat().st_size for path in listed_files(folder))
     done = 0
     with progress_bar(f"reading {folder}, MB") as progress:
 
-        def tell(nbytes: int) -> None:
+        def on_read(nbytes: int) -> None:
             nonlocal done
             done += nbytes
             progress(done // 10**6, max(1, total // 10**6))
 
-        return work(tell)
+        return work(on_read)

@@ -1,7 +1,7 @@
-"""`kvq perplexity`: what KV formats save and what they cost."""
+"""`kvq perplexity`: memory that KV formats save, and quality that they cost."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from kvq.commands.shared.options import (
     path_option,
     text_options,
 )
+from kvq.commands.shared.results import FinishedRows, begin
+from kvq.commands.shared.tables import print_check, print_eval
 from kvq.commands.shared.terminal import warn
 
 if TYPE_CHECKING:
@@ -27,17 +29,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PerplexityOptions:
-    """What is measured on, and where it is written."""
+class _PerplexityOptions:
+    """Text, and paths of results."""
 
     text: str | None
     text_field: str | None
     attention_window: int | None = option(
-        None, "Cut attention to this many tokens, to see what context is worth.", type=TOKENS
+        None, "Cut attention to this many tokens, to see how much the context helps.", type=TOKENS
     )
     json_path: str | None = path_option("--json", "Write the rows as JSON.")
     plot_path: str | None = path_option("--plot", "Write a plot (.svg, .png or .pdf).")
-    html_path: str | None = path_option("--html", "Write a report that needs no other file.")
+    html_path: str | None = path_option("--html", "Write a self-contained report.")
 
 
 @click.command(name="perplexity")
@@ -45,11 +47,11 @@ class PerplexityOptions:
 @model_options
 @text_options("held-out help topics of CPython")
 @gathered(WindowOptions, "windows")
-@gathered(PerplexityOptions, "options")
+@gathered(_PerplexityOptions, "options")
 def command(
-    kv: list[str], model_options: ModelOptions, windows: WindowOptions, options: PerplexityOptions
+    kv: list[str], model_options: ModelOptions, windows: WindowOptions, options: _PerplexityOptions
 ) -> None:
-    """Measure what KV formats cost on a text.
+    """Measure the quality of KV formats on a text.
 
     Perplexity, KL divergence and top-1 agreement are against the first unquantized format listed,
     over tokens that go through kvq's own write-then-read path.
@@ -57,8 +59,6 @@ def command(
     from kvq.commands.quality.eval import load_for_plan, recipes_of
     from kvq.commands.quality.eval_tasks import EvalPlan, check_windows
     from kvq.commands.shared.loading import check_for
-    from kvq.commands.shared.results import begin
-    from kvq.commands.shared.tables import print_check
     from kvq.evals import default_text, read_text
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.report.figure import write_figure
@@ -89,11 +89,8 @@ def command(
 def measure(
     model: "Model", plan: "EvalPlan", *, json_path: str | None = None, refused: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The JSON envelope of a measurement, which is written and shown."""
+    """Measure the perplexity of a plan's formats; returns the JSON envelope, which is written and shown."""
     from kvq.commands.quality.eval import plan_result
-    from kvq.commands.shared.progress import progress_bar
-    from kvq.commands.shared.results import FinishedRows
-    from kvq.commands.shared.tables import print_eval
     from kvq.evals.divergence import Watch
     from kvq.evals.perplexity import instrument_facts, look, measure_perplexity
 
@@ -102,8 +99,8 @@ def measure(
     def result(rows: "Sequence[PerplexityRow]") -> dict[str, Any]:
         return plan_result(model, plan, refused or {}, {"rows": rows, **instrument_facts(rows, seen)})
 
-    with FinishedRows(json_path, result, print_eval) as finished:
-        with progress_bar("measuring") as progress:
-            watch = Watch(progress, finished.keep)
-            rows = measure_perplexity(model, plan.recipes, plan.text.text, plan.tokens, watch)
-        return finished.end(rows)
+    def work(progress: Callable[[int, int], None], keep: Any) -> "Sequence[PerplexityRow]":
+        watch = Watch(progress, keep)
+        return measure_perplexity(model, plan.recipes, plan.text.text, plan.tokens, watch)
+
+    return FinishedRows(json_path, result, print_eval).measure("measuring", work)

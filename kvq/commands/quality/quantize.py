@@ -1,4 +1,4 @@
-"""`kvq quantize`: a checkpoint of quantized weights, and what they cost."""
+"""`kvq quantize`: a checkpoint of quantized weights, and its perplexity."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,8 @@ import click
 
 from kvq.commands.shared.options import (
     AT_LEAST_1,
+    REVISION,
+    TOKEN,
     TOKENS,
     Finite,
     gathered,
@@ -21,6 +23,8 @@ from kvq.commands.shared.options import (
     picked,
     text_options,
 )
+from kvq.commands.shared.progress import named_progress, progress_bar, status
+from kvq.commands.shared.results import begin, write_rows
 from kvq.commands.shared.terminal import echo, say_model
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
@@ -35,12 +39,12 @@ _HELD_OUT = "held-out help topics of CPython"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    """What is made of the weights: fields of `QuantizeSettings`."""
+class _MethodOptions:
+    """Method and format of weights: fields of `QuantizeSettings`."""
 
-    method: str = option("gptq", "How.", type=click.Choice(_METHODS))
+    method: str = option("gptq", "Quantization method.", type=click.Choice(_METHODS))
     bits: str | None = option(
-        None, "Per weight.  [default: 4; 8 where fixed]", type=click.Choice(["8", "4", "3"])
+        None, "Bits per weight.  [default: 4; 8 where fixed]", type=click.Choice(["8", "4", "3"])
     )
     group_size: int | None = option(
         None, "Inputs that share a scale; -1: the whole row.  [default: 128; -1 for 8 bits]", type=int
@@ -48,27 +52,29 @@ class Method:
     symmetric: bool = option(True, "Without or with zero points.", names="--symmetric/--asymmetric")
     activations: str | None = option(
         None,
-        "Round inputs too, token by token.  [default: int8 for smoothquant, else none]",
+        "Also round inputs, token by token.  [default: int8 for smoothquant, else none]",
         type=click.Choice(["none", "int8", "fp8"]),
     )
     act_order: str
     damp: float = option(0.01, "gptq: added to the Hessian's diagonal.", type=Finite(0, 1))
     scale_search: str = option(
         "weighted",
-        "gptq: search the range of every group.",
+        "gptq: how the range of every group is searched.",
         type=click.Choice(["off", "squares", "weighted"]),
     )
     alpha: float | None = option(
-        None, "smoothquant: how much goes into weights.  [default: searched]", type=Finite(0, 1)
+        None,
+        "smoothquant: share of the scale that moves into weights.  [default: searched]",
+        type=Finite(0, 1),
     )
-    samples: int = option(128, "To calibrate on.", type=click.IntRange(8, 1024))
+    samples: int = option(128, "Samples to calibrate on.", type=click.IntRange(8, 1024))
     context: int | None = option(
-        None, "Tokens of a sample.  [default: 2048, or what the model takes]", type=TOKENS
+        None, "Tokens of a sample.  [default: 2048, or the model's longest]", type=TOKENS
     )
-    seed: int = option(0, "Of the choice of samples.")
+    seed: int = option(0, "Seed of the choice of samples.")
 
     def settings(self) -> "QuantizeSettings":
-        """What kvq takes of it."""
+        """Return the options as settings of the quantizer."""
         from kvq.calib.quantize import QuantizeSettings, WeightMethod
 
         bits = None if self.bits is None else int(self.bits)
@@ -76,33 +82,33 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizeOptions:
-    """Where the checkpoint goes, what is measured, and how the model is loaded."""
+class _QuantizeOptions:
+    """Checkpoint to write, evaluation, and loading of the model."""
 
     text: str | None
     text_field: str | None
     file_format: str = option(
         "compressed-tensors",
-        "Of the folder.",
+        "File format of the checkpoint.",
         names="--format",
         type=click.Choice(["compressed-tensors", "autogptq", "autoawq"]),
     )
     out: str
-    kv_scales: bool = option(False, "Add static FP8 scales of K and V, and a kvq.json beside.")
+    kv_scales: bool = option(False, "Add static FP8 scales of K and V, and a kvq.json with them.")
     eval_text: str | None
-    eval_windows: int | None = option(None, "Windows of it.  [default: all]", type=AT_LEAST_1)
+    eval_windows: int | None = option(None, "Windows of the --eval text.  [default: all]", type=AT_LEAST_1)
     overwrite: bool = option(False, "Replace a folder that kvq wrote.")
     resume: bool = option(
-        True, "Go on after an interruption, or throw away what is finished.", names="--resume/--restart"
+        True, "Continue after an interruption, or discard finished layers.", names="--resume/--restart"
     )
     json_path: str | None = path_option("--json", "Write the report as JSON.")
-    device: str = option("auto", "That computes: auto, cpu or cuda.")
-    dtype: str = option("auto", "Of what stays: auto, fp32, bf16 or fp16.")
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    token: str | None = option(None, "Hub token for gated or private models.")
+    device: str = option("auto", "Device that computes: auto, cpu or cuda.")
+    dtype: str = option("auto", "Type of unquantized weights: auto, fp32, bf16 or fp16.")
+    revision: str | None = option(None, REVISION)
+    token: str | None = option(None, TOKEN)
 
     def work(self, model: str) -> "Quantizing":
-        """Where it comes from and goes to; the text is read, so that a wrong name fails before the work."""
+        """Return input and output of the work; the text is read, so that a wrong name fails early."""
         from kvq.calib.quantize import Quantizing
         from kvq.evals import read_text
 
@@ -118,7 +124,7 @@ class QuantizeOptions:
 
 @click.command(name="quantize")
 @model_argument(None)
-@gathered(Method, "method")
+@gathered(_MethodOptions, "method")
 @click.option(
     "--act-order",
     is_flag=False,
@@ -126,11 +132,11 @@ class QuantizeOptions:
     default="none",
     show_default=True,
     type=click.Choice(["none", "static", "group"]),
-    help="gptq: most active inputs first; group: groups in that order too, for --format autogptq.",
+    help="gptq: most active inputs first; group: also groups in that order, for --format autogptq.",
 )
 @click.option("--out", required=True, type=click.Path(), help="Folder to write; a new one.")
 @text_options("help topics of CPython that are not held out")
-@gathered(QuantizeOptions, "options")
+@gathered(_QuantizeOptions, "options")
 @click.option(
     "--eval",
     "eval_text",
@@ -139,26 +145,24 @@ class QuantizeOptions:
     type=click.Path(),
     help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
 )
-def command(model: str, method: Method, options: QuantizeOptions) -> None:
+def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> None:
     """Quantize the weights of MODEL into a folder that kvq, vLLM and transformers load.
 
-    Layer by layer: what was quantized before is what the next layer is calibrated on. Finished layers
-    are kept in OUT.partial until the folder is whole; the same command goes on after an interruption.
+    Each layer is calibrated on the outputs of the quantized layers before it. Finished layers are kept in
+    OUT.partial until the folder is complete; the same command continues after an interruption.
     """
-    from kvq.commands.shared.results import begin
-
     begin(options.json_path)
     if method.method in ("nf4", "int8-bnb"):
         _by_package(model, method.method, options)
         return
     settings = method.settings()
     if options.text is not None and not (settings.method.needs_text or options.kv_scales):
-        raise ConfigError(f"method {method.method} looks at no text, but --text names one; drop it")
+        raise ConfigError(f"method {method.method} uses no text, but --text names one; drop it")
     _quantize(options.work(model), settings, _held_out(options.eval_text), options)
 
 
 def _held_out(text: str | None) -> "EvalText | None":
-    """What to measure perplexity on, if anything."""
+    """Return the text to measure perplexity on, if any."""
     from kvq.evals import default_text, read_text
 
     if text is None:
@@ -167,14 +171,12 @@ def _held_out(text: str | None) -> "EvalText | None":
 
 
 def _quantize(
-    work: "Quantizing", settings: "QuantizeSettings", held_out: "EvalText | None", options: QuantizeOptions
+    work: "Quantizing", settings: "QuantizeSettings", held_out: "EvalText | None", options: _QuantizeOptions
 ) -> None:
     from kvq.calib.quantize import quantize_model
     from kvq.calib.quantize.output import check_output
     from kvq.commands.quality.quantize_report import print_report, report
-    from kvq.commands.shared.progress import named_progress
     from kvq.commands.shared.resources import measured
-    from kvq.commands.shared.results import write_rows
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.windows import token_windows
 
@@ -184,7 +186,7 @@ def _quantize(
         context=min(_EVAL_CONTEXT, model.geometry.max_context), max_windows=options.eval_windows
     )
     if held_out is not None:
-        token_windows(model.tokenizer, held_out.text, context=tokens.context)  # refused before the work
+        token_windows(model.tokenizer, held_out.text, context=tokens.context)  # raises before the work
     say_model(model.source, model.digest)
     work = replace(work, model=model)
     with _goes_on(work), named_progress() as progress, measured(model.device) as used:
@@ -201,7 +203,7 @@ def _quantize(
 
 @contextmanager
 def _goes_on(work: "Quantizing") -> Iterator[None]:
-    """Say what an interruption leaves."""
+    """Print what an interruption leaves."""
     from kvq.calib.quantize.partial import count_finished, partial_folder
 
     try:
@@ -210,7 +212,7 @@ def _goes_on(work: "Quantizing") -> Iterator[None]:
         folder = partial_folder(work.out)
         if layers := count_finished(folder):
             again = "the same command without --restart" if work.restart else "the same command"
-            echo(f"kvq: finished layers in {folder}: {layers}; {again} goes on from there", err=True)
+            echo(f"kvq: finished layers in {folder}: {layers}; {again} continues from there", err=True)
         raise
 
 
@@ -219,9 +221,8 @@ def _say_resumed(layers: int) -> None:
 
 
 def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -> dict[str, Any]:
-    """Perplexity before and after, as served, over unquantized KV."""
+    """Measure perplexity before and after, as served, over unquantized KV."""
     from kvq.commands.shared.loading import load_checked
-    from kvq.commands.shared.progress import progress_bar
     from kvq.evals import measure_perplexity
     from kvq.evals.divergence import Watch
     from kvq.models.check.verdict import cautions
@@ -243,13 +244,12 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
     }
 
 
-def _by_package(model: str, method: str, options: QuantizeOptions) -> None:
-    """bitsandbytes' own formats."""
+def _by_package(model: str, method: str, options: _QuantizeOptions) -> None:
+    """Quantize to a format of bitsandbytes."""
     from kvq.calib.quantize.bnb import write_bitsandbytes
-    from kvq.commands.shared.progress import status
 
     require(f"--method {method}", BITSANDBYTES)
-    own = {one.name for one in fields(Method)} - {"method"}
+    own = {one.name for one in fields(_MethodOptions)} - {"method"}
     own |= {"file_format", "text", "kv_scales", "eval_text", "json_path"}
     if given := [spelled for name, spelled in given_options().items() if name in own]:
         raise ConfigError(

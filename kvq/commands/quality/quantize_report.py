@@ -1,4 +1,4 @@
-"""The report of `kvq quantize`: for people, and as JSON."""
+"""Report of `kvq quantize` on the terminal and as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +11,7 @@ from kvq.commands.shared.terminal import echo
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
-_SHOWN = 12  # modules in the table for people
+_SHOWN = 12  # modules in the table, at most
 _COLUMNS = {
     "module": ("module", ""),
     "format": ("format", ""),
@@ -24,7 +24,7 @@ _COLUMNS = {
 
 
 def report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> dict[str, Any]:
-    """What is said beside the rows, one for each module."""
+    """Return facts of the JSON beside its rows, which are one for each module."""
     return {
         "out": str(done.out),
         **picked(done, "samples", "tokens", "bytes_before", "bytes_after"),
@@ -39,7 +39,7 @@ def report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_for
 
 
 def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> None:
-    """The worst modules, the totals, and what stayed as it was."""
+    """Print the worst modules, the totals, and modules that were not quantized."""
     worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
     prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
     which = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
@@ -52,7 +52,7 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
     )
     needed = TRANSFORMERS_NEEDS[file_format]
     echo(
-        f"kvq loads it as it is, and vLLM does; transformers needs {' and '.join(needed)} for it "
+        f"kvq and vLLM load it as it is; transformers needs {' and '.join(needed)} for it "
         f"(pip install {' '.join(needed)})"
     )
     if done.samples:
@@ -72,7 +72,7 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
 
 
 def _summary(found: dict[str, str]) -> str:
-    """Names by reason, few of many."""
+    """Format names by reason, the first few of many."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.items():
         by_reason.setdefault(why, []).append(name)

@@ -1,4 +1,4 @@
-"""`kvq tune`: the recipe that costs least quality within a memory budget."""
+"""`kvq tune`: search for the recipe of the best quality within a memory budget."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from kvq.commands.shared.options import (
     TO_WRITE,
     TOKENS,
     ModelOptions,
-    Tokens,
+    TokenCount,
     gathered,
     model_options,
     option,
@@ -22,6 +22,9 @@ from kvq.commands.shared.options import (
     picked,
     text_options,
 )
+from kvq.commands.shared.progress import named_progress
+from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
+from kvq.commands.shared.tables import console, print_cautions, print_columns, text_table
 from kvq.commands.shared.terminal import echo, warn
 from kvq.errors import ConfigError
 
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from kvq.models.loading.prepared import PreparedModel
 
 DEFAULT_BUDGET = "int4"
-_TRIAL = {  # key -> its column where a search is not finished
+_TRIAL = {  # columns of trials, for a search that is not finished
     "layer": ("layer", "d"),
     "part": ("part", ""),
     "format": ("format", ""),
@@ -48,8 +51,8 @@ _MOST_SHARED = 0.1  # of the held-out text's long lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions:
-    """What is searched for, on which texts, and where results go."""
+class _TuneOptions:
+    """Budget, texts, and paths of results."""
 
     text: str | None
     text_field: str | None
@@ -58,7 +61,9 @@ class TuneOptions:
         "Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
         f"[default: {DEFAULT_BUDGET}]",
     )
-    max_kl: float | None = option(None, "Instead: mean KL divergence to stay below.", type=POSITIVE)
+    max_kl: float | None = option(
+        None, "Limit of the mean KL divergence, instead of --budget.", type=POSITIVE
+    )
     held_out: str | None = path_option(
         "--held-out",
         "Text to measure on.  [default: the last third of --text, or held-out help topics]",
@@ -69,24 +74,24 @@ class TuneOptions:
     )
     staged: bool = option(False, "Does nothing: recipes are staged wherever kvq's own cache serves.")
     recent: int = option(
-        0, "Youngest tokens of a sequence to keep in bf16, much less than --context.", type=Tokens()
+        0, "Most recent tokens of a sequence to keep in bf16, far fewer than --context.", type=TokenCount()
     )
-    sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=Tokens())
-    out: str = option("kvq.json", "Where the recipe goes.", type=TO_WRITE)
+    sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=TokenCount())
+    out: str = option("kvq.json", "Recipe to write.", type=TO_WRITE)
     context: int | None = option(
-        None, "Tokens per window.  [default: 512, or what the model takes]", type=TOKENS
+        None, "Tokens per window.  [default: 512, or the model's longest]", type=TOKENS
     )
-    max_windows: int = option(3, "To search on.", type=AT_LEAST_1)
-    verify_windows: int = option(8, "To measure on.", type=AT_LEAST_1)
+    max_windows: int = option(3, "Windows to search on.", type=AT_LEAST_1)
+    verify_windows: int = option(8, "Windows to measure on.", type=AT_LEAST_1)
     costs: str | None = path_option(
-        "--costs", "--json of an earlier search, whose trials are taken.", type=TO_READ
+        "--costs", "--json of an earlier search, whose trials are reused.", type=TO_READ
     )
-    json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
+    json_path: str | None = path_option("--json", "Write all measurements as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
-    html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
+    html_path: str | None = path_option("--html", "Write a self-contained page, and JSON beside it.")
 
     def plan(self, model: "PreparedModel", codes: "Sequence[Code] | None") -> "TunePlan":
-        """What the search is given; without codes, those with fast kernels here."""
+        """Return the plan of the search; `codes`: None for those with fast kernels here."""
         from kvq.calib.budget import TunePlan, default_codes, parse_budget
 
         is_limited = self.max_kl is not None and self.budget is None
@@ -102,19 +107,18 @@ class TuneOptions:
 
 @click.command(name="tune")
 @text_options("help topics of CPython that are not held out")
-@gathered(TuneOptions, "options")
+@gathered(_TuneOptions, "options")
 @model_options
-def command(model_options: ModelOptions, options: TuneOptions) -> None:
+def command(model_options: ModelOptions, options: _TuneOptions) -> None:
     """Find formats for K and V of every layer of MODEL, within a budget, and write a kvq.json.
 
-    Each half of each layer is stored alone in one or two formats, and the divergence of what is served
-    measured; that of others follows. From these the best recipe within the budget follows; it is measured
-    whole, beside the uniform formats, on text that the search did not see. `--kv kvq.json` serves it.
+    K and V of each layer are quantized alone in one or two formats and the divergence is measured; that of
+    other formats is estimated from these. The best recipe within the budget is then measured as a whole,
+    beside the uniform formats, on text that the search did not see. `--kv kvq.json` serves it.
     """
     from kvq.calib.candidates import ALL_CODES, codes_of
     from kvq.calib.tune_report import front_figure, write_report
     from kvq.commands.shared.loading import check_for
-    from kvq.commands.shared.results import begin, json_beside
     from kvq.evals.report.figure import write_figure
     from kvq.models.check.verdict import verdict
 
@@ -135,7 +139,7 @@ def command(model_options: ModelOptions, options: TuneOptions) -> None:
     chosen = tuned.chosen
     if verdict(chosen.kl_mean, chosen.perplexity_change) != "harmless" and len(plan.codes) < len(ALL_CODES):
         echo(
-            "that is a lot of damage: a few layers may need 8 bits, which others can pay for with 2; "
+            "that is a lot of damage: a few layers may need 8 bits, if others take 2 for it; "
             f"try --formats {','.join(code.name for code in ALL_CODES)}"
         )
     if options.max_kl is not None and chosen.kl_mean > options.max_kl:
@@ -150,14 +154,12 @@ def _tune(
     model: "Model",
     texts: "tuple[EvalText, EvalText]",
     plan: "TunePlan",
-    options: TuneOptions,
+    options: _TuneOptions,
     json_path: str | None,
 ) -> "tuple[Tuned, dict[str, Any]]":
-    """Search, write the recipe and the JSON."""
+    """Search, then write the recipe and the JSON."""
     from kvq.calib.search import tune
     from kvq.calib.tune_report import point_rows, read_trials, sensitivity_rows, tuned_facts
-    from kvq.commands.shared.progress import named_progress
-    from kvq.commands.shared.results import FinishedRows, result_of
     from kvq.weights.manifest import relist
 
     source, other = texts
@@ -189,7 +191,7 @@ def _tune(
 
 
 def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[EvalText, EvalText]":
-    """The text to search on, and the one to measure on, which share nothing."""
+    """Return the text to search on and the text to measure on, which share nothing."""
     from kvq.evals import EvalText, calibration_text, default_text, read_text
     from kvq.evals.text import shared_lines
 
@@ -218,7 +220,7 @@ def _say_codes(model: "PreparedModel", plan: "TunePlan") -> None:
 
     if slow := slow_codes(model, plan.codes):
         echo(
-            f"kvq: {', '.join(code.name for code in slow)} has no fast kernel here: layers stored so are "
+            f"kvq: {', '.join(code.name for code in slow)} has no fast kernel here: its layers are "
             f"read by the slow reference kernel. --formats chooses others.",
             err=True,
         )
@@ -226,17 +228,14 @@ def _say_codes(model: "PreparedModel", plan: "TunePlan") -> None:
 
 def _print(result: dict[str, Any], out: str) -> None:
     from kvq.calib.tune_report import RECIPE, marked, point_columns
-    from kvq.commands.shared.tables import console, print_cautions, print_columns, text_table
 
     print_cautions(result)
-    screen = console()
-    screen.print(text_table(RECIPE, result["recipe"], RECIPE))
-    screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better")
+    out_console = console()
+    out_console.print(text_table(RECIPE, result["recipe"], RECIPE))
+    out_console.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better")
     print_columns(marked(result["rows"]), point_columns(result["rows"]))
     echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
 
 
 def _print_trials(result: dict[str, Any]) -> None:
-    from kvq.commands.shared.tables import print_columns
-
     print_columns(result["sensitivities"], _TRIAL)

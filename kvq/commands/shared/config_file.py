@@ -1,4 +1,4 @@
-"""`--config FILE`: options of a command from a YAML file; what the command line says goes before it."""
+"""`--config FILE`: options of a command from a YAML file; the command line takes precedence."""
 
 import json
 import re
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import click
 
 from kvq.commands.shared.foreign import translated
-from kvq.commands.shared.options import TextOrMapping, Tokens
+from kvq.commands.shared.options import TextOrMapping, TokenCount
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
 from kvq.strict_json import check_value
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 8
-# YAML 1.1 reads 8:30 as 510, 010 as 8, 0x50 as 80 and 1_0 as 10: here they are texts.
+# YAML 1.1 reads 8:30 as 510, 010 as 8, 0x50 as 80 and 1_0 as 10; here they are strings.
 _WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _REAL = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _NUMBERS = {
@@ -80,7 +80,7 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
 def _translated(
     command: click.Command, names: dict[str, click.Option], given: dict[Any, Any]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """What a file says: its key, kvq's name and the value, other engines' options in kvq's words."""
+    """Yield each option of a file as its key, kvq's name and value; other engines' options are translated."""
     for key, value in given.items():
         name = str(key).replace("_", "-")
         several = [] if value is True else value if isinstance(value, list) else [value]
@@ -98,7 +98,7 @@ def _translated(
 
 
 def _names(command: click.Command) -> dict[str, click.Option]:
-    """Options by their long names, without the dashes."""
+    """Return a command's options by their long names, without the dashes."""
     return {
         option.removeprefix("--"): parameter
         for parameter in command.params
@@ -109,13 +109,13 @@ def _names(command: click.Command) -> dict[str, click.Option]:
 
 
 def _wanted(option: click.Option, value: Any) -> str | None:
-    """What an option takes, if a value is something else: click would make 80 of 80.5, and 1 of true."""
+    """Return what an option takes; None if the value fits. click would turn 80.5 into 80 and true into 1."""
     if option.is_flag:
         return None if isinstance(value, bool) else "true or false"
     kind = option.type
     if isinstance(kind, click.types.StringParamType | click.Path):
         return None if isinstance(value, str) else "a text; put it in quotes"
-    is_text = isinstance(kind, Tokens) and isinstance(value, str)  # such as 8k, which it reads itself
+    is_text = isinstance(kind, TokenCount) and isinstance(value, str)  # such as 8k, which it reads itself
     if isinstance(kind, click.types.IntParamType) and not is_text:
         is_whole = type(value) is int or (isinstance(value, str) and _WHOLE.fullmatch(value))
         return None if is_whole else "a whole number in plain digits"
@@ -152,7 +152,7 @@ def _read(path: Path) -> dict[Any, Any]:
         raise
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         raise ConfigError(f"{path} is no YAML: {first_lines(error)}") from error
     if given is None:
         return {}
@@ -172,30 +172,31 @@ def _read(path: Path) -> dict[Any, Any]:
 
 @cache
 def _loader() -> Any:
-    """YAML's safe loader, to which only plain digits are numbers."""
+    """Return YAML's safe loader changed so that only plain digits are numbers."""
     import yaml
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """With its own resolvers."""
-
-    Loader.yaml_implicit_resolvers = {
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader.yaml_implicit_resolvers = {
         first: [(tag, kept) for tag, kept in resolvers if tag not in _NUMBERS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     for tag, pattern in _NUMBERS.items():
-        Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
-    return Loader
+        loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
+    return loader
 
 
 def _check_shape(path: Path, events: Iterable[Any]) -> None:
-    """Before anything is built of it: what builds it recurses, and aliases may stand for gigabytes."""
+    """Raise ConfigError for aliases, tags, merges and deep nesting, before any value is built.
+
+    Building recurses, and aliases may stand for gigabytes.
+    """
     import yaml
 
     depth = 0
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(f"{path}: aliases such as *{event.anchor} are not read; write the value again")
-        if getattr(event, "tag", None) is not None:  # what reads them fails in ways of its own
+        if getattr(event, "tag", None) is not None:  # their constructors raise errors of many kinds
             raise ConfigError(f"{path}: tags such as {event.tag} are not read; write the value alone")
         if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.implicit[0]:
             raise ConfigError(f"{path}: merges (<<) are not read; write the options again")

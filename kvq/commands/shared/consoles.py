@@ -1,18 +1,31 @@
-"""Consoles for tables: what they are told is text, never markup, and can't steer the terminal."""
+"""Consoles for tables: text is never read as markup, and can't steer the terminal."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
 
-from rich import console
+from rich.console import Console  # noqa: TID251 - the one place
 from rich.text import Text
 
 from kvq.printable import printable
 
+P = ParamSpec("P")
+_Render = Callable[Concatenate[Console, str, P], Text]
 
-class PlainConsole(console.Console):  # noqa: TID251 - the one place
-    """rich's, for texts from outside."""
+
+def _of_printable(render: _Render[P]) -> _Render[P]:
+    """Return the method, given texts whose control characters are spelled out."""
+
+    def render_str(self: Console, text: str, /, *args: P.args, **options: P.kwargs) -> Text:
+        return render(self, printable(text), *args, **options)
+
+    return render_str
+
+
+class PlainConsole(Console):
+    """Console of rich for text from outside."""
 
     def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=stderr, width=width)
 
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)
+    # rich gives the text by position only
+    render_str = _of_printable(Console.render_str)  # type: ignore[assignment]

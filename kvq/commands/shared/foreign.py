@@ -1,11 +1,16 @@
-"""Options of vLLM, llama.cpp's server, SGLang and LMDeploy: taken as kvq's own, or answered by name.
+"""Options of vLLM, llama.cpp's server, SGLang and LMDeploy: translated to kvq's own, or refused by name.
 
-foreign.json has an entry for each, by its `names`. `takes`: how many values: none by default, 1, "many"
-(up to an option or a path), or a list of those that may follow. `values`: kvq's words for single values; none
-where that is what kvq does anyway. `as`: for any other, in place of `{}`; `commas`: one value is several;
-`beside`: what to know of it. `always`: what kvq does anyway. `instead`: what to do where none of these is
-there. `secret`: values are not shown. An option of kvq's own has an entry for values that only others know,
-or if it takes several in others.
+foreign.json has an entry for each option, by its `names`:
+
+- `takes`: number of values: 0 by default, 1, "many" (up to an option or a path), or a list of those that may
+  follow.
+- `values`: kvq's words for single values; empty where kvq behaves so anyway.
+- `as`: kvq's words for any other value, which replaces `{}`; `commas`: split the value at commas; `beside`: a
+  note on the translation.
+- `always`: what kvq does anyway. `instead`: what to do if there is no translation.
+- `secret`: values are not shown.
+
+kvq's own options have an entry for values that only other engines know, or if those take several values.
 """
 
 import json
@@ -23,10 +28,10 @@ _TABLE = Path(__file__).with_name("foreign.json")
 
 
 def translated(command: click.Command, words: list[str]) -> list[str]:
-    """A command line in the command's own options; says on standard error what became of others.
+    """Return a command line in the command's own options; prints translations on standard error.
 
     Raises:
-        ConfigError: there are some that it can't do; each is named with what to do instead. Or two stand for
+        ConfigError: options without a translation, each named with what to do instead, or two that stand for
             one option.
     """
     options = [one for one in command.params if isinstance(one, click.Option)]
@@ -61,8 +66,8 @@ def translated(command: click.Command, words: list[str]) -> list[str]:
         _check_once(spelled, own[became[0]] if became else None, name)
         if became != typed:
             taken = f"taken as {became[0] if entry.get('secret') else ' '.join(became)}"
-            told = [taken, entry.get("beside", "")] if became else [entry.get("always", "")]
-            echo(f"kvq: {shown}: {'; '.join(filter(None, told))}", err=True)
+            notes = [taken, entry.get("beside", "")] if became else [entry.get("always", "")]
+            echo(f"kvq: {shown}: {'; '.join(filter(None, notes))}", err=True)
     if refused:
         raise ConfigError("options that kvq does not have:\n  " + "\n  ".join(refused))
     return found + rest
@@ -78,7 +83,7 @@ def _check_once(spelled: dict[str | None, str], option: click.Option | None, nam
 
 
 def _num_values(takes: int | str | list[str], rest: list[str]) -> int:
-    """How many of the words behind an option are its values."""
+    """Return how many of the words after an option are its values."""
     if isinstance(takes, list):
         return int(bool(rest) and rest[0].lower() in takes)
     if takes != "many":
@@ -88,7 +93,7 @@ def _num_values(takes: int | str | list[str], rest: list[str]) -> int:
 
 
 def _became(entry: _Entry, values: list[str]) -> list[str] | None:
-    """The same in kvq's words; none for what kvq does anyway, None for what it can't do."""
+    """Return an option in kvq's words: empty if kvq behaves so anyway, None if it has no translation."""
     single = entry.get("values", {}).get(values[0].lower()) if values else None
     if single is not None:
         return list(single.split())

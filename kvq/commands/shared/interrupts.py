@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command alike: by KeyboardInterrupt, which is shown as one line."""
+"""Interrupts: Ctrl-C and SIGTERM end a command by KeyboardInterrupt, which is shown as one line."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from types import FrameType
 from typing import NoReturn
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-_LATER_S = 0.05
+_RETRY_S = 0.05  # until an interrupt is raised again that came during an import
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for both signals meanwhile, unless somebody else has taken or ignores them."""
+    """Raise KeyboardInterrupt for both signals inside the block, unless they are ignored or handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,9 +30,9 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def nothing_begun() -> Iterator[None]:
-    """Meanwhile a signal ends the process within an import, too: there is nothing to be put away.
+    """Let a signal end the process even during an import inside the block: there is nothing to clean up.
 
-    So does one that came before and waits for an import to end.
+    A signal that came before and waits for an import to end does so, too.
     """
     taken = [number for number in (*_USUAL, signal.SIGALRM) if signal.getsignal(number) is _interrupt]
     if signal.SIGALRM in taken and signal.getitimer(signal.ITIMER_REAL)[0]:
@@ -48,9 +48,9 @@ def nothing_begun() -> Iterator[None]:
 
 @contextmanager
 def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
-    """Call `cancel` for a signal meanwhile, and raise KeyboardInterrupt at the end if there was one.
+    """Call `cancel` for a signal inside the block, and raise KeyboardInterrupt at its end if one came.
 
-    In the middle of an event loop's tasks it would end whichever runs, and maybe never reach who waits.
+    Raised inside an event loop, it would end whichever task runs, and might never reach the waiting code.
     """
     has_come = False
 
@@ -61,7 +61,7 @@ def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (*_USUAL, signal.SIGALRM) if is_main else ()
-    taken = [number for number in numbers if callable(signal.getsignal(number))]  # that would raise it
+    taken = [number for number in numbers if callable(signal.getsignal(number))]
     before = {number: signal.signal(number, take) for number in taken}
     try:
         yield
@@ -73,12 +73,13 @@ def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Interrupt, but not an import: numpy can't be begun again then, others take it for a missing package.
+    """Raise KeyboardInterrupt, but never inside an import; there it is tried again until the import ends.
 
-    Then again and again: a signal that another thread takes does not wake this one from a sleep.
+    An interrupted import of numpy can't be repeated, and some packages take it for a missing package.
     """
     is_importing = _is_importing(frame)
-    signal.setitimer(signal.ITIMER_REAL, *((_LATER_S, _LATER_S) if is_importing else (0, 0)))
+    # Repeated, because a signal that another thread gets does not wake this one from a sleep
+    signal.setitimer(signal.ITIMER_REAL, *((_RETRY_S, _RETRY_S) if is_importing else (0, 0)))
     if not is_importing:
         raise KeyboardInterrupt
 
@@ -90,7 +91,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _end() -> NoReturn:
-    for number in (*_USUAL, signal.SIGALRM):  # an interrupt behind the line would be told once more
+    for number in (*_USUAL, signal.SIGALRM):  # a second interrupt would print the line again
         signal.signal(number, lambda *_: None)
     os.write(2, b"kvq: interrupted\n")
     os._exit(130)

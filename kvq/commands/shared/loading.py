@@ -1,4 +1,4 @@
-"""Checking and loading a model as the shared options ask: what can't work is said before weights load."""
+"""Model loading with the shared options: everything is checked before weights load."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from kvq.models.model import load_prepared
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedModel:
-    """A model that can be loaded, and the formats that fit it."""
+    """Model that can be loaded, and the formats that fit it."""
 
     prepared: PreparedModel
     kv: list[str]  # those that fit, in the order given
@@ -26,11 +26,11 @@ class CheckedModel:
     calibrates: bool
 
     def recipe(self, name: str) -> KVRecipe:
-        """Of one of the formats that fit."""
+        """Return the recipe of a format that fits."""
         return self.prepared.recipe(name, self.scales)
 
     def load(self) -> Model:
-        """Load the weights, and say what was loaded.
+        """Load the weights, and print what was loaded.
 
         Raises:
             ModelError: damaged weights, or a model that would be run wrongly.
@@ -59,12 +59,12 @@ def load_to_serve(checked: CheckedModel, kv: str, *, accept_divergence: bool) ->
 def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
     """Check the model, its options and every format; loads no weights.
 
-    Of several formats, those that the head dimensions don't fit are named and left out.
+    Formats that the head dimensions don't fit are named and left out if others fit.
 
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option, a format or scales that can't be used; no format that fits.
-        UnsupportedKernel: the backend that was named has no kernel for a format.
+        UnsupportedKernel: the chosen backend has no kernel for a format.
     """
     with status(f"checking {options.model}"):
         prepared = prepare(options.model, **options.load_options())
@@ -86,7 +86,7 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
         _check_scales_are_used(options, recipes)
         for _, recipe in recipes:
             if options.calibrate_on_load and recipe.is_static:
-                continue  # its scales are yet to be observed
+                continue  # its scales are observed after loading
             prepared.check_scales(recipe)
             prepared.check_kernels(recipe)
     for name, error in refused.items():
@@ -101,7 +101,7 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
 
 
 def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
-    """Load the weights of a model that was checked, and say what was loaded.
+    """Load the weights of a checked model, and print what was loaded.
 
     Raises:
         ModelError: damaged weights, or a model that would be run wrongly.

@@ -1,4 +1,4 @@
-"""Too little memory, which libraries tell in ways of their own, or by ending the process."""
+"""Out-of-memory errors: recognizes how each library reports them, before one of them ends the process."""
 
 import errno
 import mmap
@@ -8,21 +8,21 @@ import resource
 from kvq.errors import OutOfMemory, first_lines
 from kvq.sizes import binary
 
-_ADDRESSES = 5 << 28  # bytes that the libraries take, most of them for their code; with less some hang
+_ADDRESSES = 5 << 28  # bytes that the libraries take, mostly for their code; with less some hang
 _SIGNS = re.compile(
     r"(can't|cannot|failed to|unable to) (allocate|mmap|map segment|start new thread|create thread)"
     r"|(not enough|out of) memory|bad_alloc",
     re.IGNORECASE,
 )
-# What comes of allocations that failed unnoticed, in torch's parser of signatures and in modules of C.
-_RIDDLES = re.compile(
+# Consequences of unnoticed failed allocations, in torch's parser of signatures and in C modules
+_INDIRECT_SIGNS = re.compile(
     "unknown parameter type|could not create a primitive|without (an exception|exception) set"
     "|returned NULL without"
 )
 
 
 def check_addresses() -> None:
-    """Look whether the libraries can be loaded, before one of them ends the process.
+    """Check that the libraries can be loaded, before one of them ends the process.
 
     Raises:
         OutOfMemory: `ulimit -v` is too low.
@@ -39,11 +39,11 @@ def check_addresses() -> None:
         ) from error
 
 
-def shortage(error: BaseException) -> str | None:
-    """What to say of an error that comes of too little memory; None of any other."""
+def memory_message(error: BaseException) -> str | None:
+    """Return the message for an error that too little memory caused; None for any other error."""
     limit = address_limit()
     for one in _chain(error):
-        if _is_shortage(one) or (limit is not None and _RIDDLES.search(str(one))):
+        if _is_memory_error(one) or (limit is not None and _INDIRECT_SIGNS.search(str(one))):
             remedy = "take a smaller model, context or block pool"
             if limit is not None:
                 remedy = f"raise `ulimit -v`, which gives it {binary(limit)}, or {remedy}"
@@ -52,19 +52,19 @@ def shortage(error: BaseException) -> str | None:
 
 
 def address_limit() -> int | None:
-    """Bytes that `ulimit -v` leaves this process; None where there is no limit."""
+    """Return the bytes that `ulimit -v` allows this process; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _is_shortage(error: BaseException) -> bool:
+def _is_memory_error(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, ImportError | RuntimeError | OSError) and bool(_SIGNS.search(str(error)))
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error and what it came of."""
+    """Return an error and its causes."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)

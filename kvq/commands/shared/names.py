@@ -1,4 +1,4 @@
-"""Options whose values shells complete: KV formats, models, GPUs. Their checks are elsewhere."""
+"""Option types whose values shells complete: KV formats, models, GPUs. They check nothing."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,12 +7,12 @@ from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
 
-class Names(StringParamType):
-    """A text that shells complete from names.
+class ShellNames(StringParamType):
+    """Text that shells complete from names.
 
-    `find`: the names, found only when a shell asks. `separators`: characters between several names.
-    `paths`: "dir" or "file" if a path is a value as well. `halves`: names of which two make a pair.
-    `missing`: what to say where none is given and one is needed.
+    `find`: returns the names, called only when a shell completes. `separators`: characters between several
+    names. `paths`: "dir" or "file" if a path is a value, too. `halves`: names that make a pair. `missing`:
+    error message if a name is needed and none is given.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Names(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Names that go on from the last separator, else paths."""
+        """Return names that complete the text after the last separator, else paths."""
         begin = 1 + max((incomplete.rfind(mark) for mark in self._separators), default=-1)
         find = self._find
         half, slash, _ = incomplete[begin:].partition("/")
@@ -42,9 +42,9 @@ class Names(StringParamType):
         before, last = incomplete[:begin], incomplete[begin:].lower()
         found = [CompletionItem(before + name) for name in find() if name.startswith(last)]
         arguments = [one for one in ctx.command.params if isinstance(one, click.Argument)]
-        others = [one for one in arguments if not isinstance(one.type, Names)]
-        kind = "file" if others else self._paths  # a command's own arguments may be files
-        # Paths come first: bash's script forgets what it was told before them.
+        others = [one for one in arguments if not isinstance(one.type, ShellNames)]
+        kind = "file" if others else self._paths  # other arguments of a command may be files
+        # Paths come first: bash's script forgets items before them.
         is_path = self._paths == "dir" or (self._paths and not found)
         return [CompletionItem(incomplete, type=kind), *found] if is_path else found
 
@@ -79,17 +79,17 @@ def _gpus() -> tuple[str, ...]:
     return tuple(known_gpus())
 
 
-# What --kv's help and `kvq inspect` say, since the same names once stored other bytes.
+# For `kvq inspect`: these names once stored other bytes.
 RENAMED = "bare names keep K per channel of a block; what int4 was is int4_g32_s8_rot/int4_g32_s8_rot"
 
-FORMATS = Names(_formats, separators=",", paths="file", halves=_halves)  # or a kvq.json
-ONE_FORMAT = Names(_formats, paths="file", halves=_halves)
-HALF_FORMAT = Names(_halves)
-MODEL = Names(_embedded, paths="dir")  # that is loaded
-PLANNED_MODEL = Names(  # whose shape is enough
+FORMATS = ShellNames(_formats, separators=",", paths="file", halves=_halves)  # or a kvq.json
+ONE_FORMAT = ShellNames(_formats, paths="file", halves=_halves)
+HALF_FORMAT = ShellNames(_halves)
+MODEL = ShellNames(_embedded, paths="dir")
+PLANNED_MODEL = ShellNames(  # the shape alone is enough
     _models,
     paths="dir",
     missing="Plans are of a model on GPUs: give MODEL and --gpu; see kvq models, kvq gpus.",
 )
-GPUS = Names(_gpus, separators=",")
-GPU = Names(_gpus)
+GPUS = ShellNames(_gpus, separators=",")
+GPU = ShellNames(_gpus)

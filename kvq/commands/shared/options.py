@@ -1,4 +1,4 @@
-"""Options that several commands share, with the spellings people know from other engines."""
+"""Shared options of commands, with the spellings that people know from other engines."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 from click.types import StringParamType
 
-from kvq.commands.shared.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT, PLANNED_MODEL, Names
+from kvq.commands.shared.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT, PLANNED_MODEL, ShellNames
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.formats import split_exact, split_pair
@@ -26,7 +26,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class Finite(click.FloatRange):
-    """A number with bounds; NaN and infinity, which pass comparisons, are none."""
+    """Number with bounds; NaN and infinity, which pass comparisons, are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -35,8 +35,8 @@ class Finite(click.FloatRange):
         return number
 
 
-class Tokens(click.IntRange):
-    """A number of tokens, such as 8192, 8k or 1M."""
+class TokenCount(click.IntRange):
+    """Number of tokens, such as 8192, 8k or 1M."""
 
     name = "tokens"
 
@@ -48,7 +48,7 @@ class Tokens(click.IntRange):
 
 
 class _CheckedPath(click.Path):
-    """A path at which a function has looked before anything large is imported."""
+    """Path that a function checks before anything large is imported."""
 
     def __init__(self, check: Callable[[Any], object], path_type: type[Path] | None = None) -> None:
         super().__init__(path_type=path_type)
@@ -60,7 +60,7 @@ class _CheckedPath(click.Path):
 
 
 def check_readable(path: str | Path) -> None:
-    """Raise ConfigError unless something is there, or it is no path: hf:NAME, or a template."""
+    """Raise ConfigError if a path does not exist; hf:NAME and templates are no paths and pass."""
     try:
         if not str(path).startswith(("hf:", "{")):
             os.stat(path)
@@ -69,18 +69,17 @@ def check_readable(path: str | Path) -> None:
 
 
 class TextOrMapping(StringParamType):
-    """A text; in a file of options also a mapping, which is handed on as JSON."""
+    """Text; in a file of options also a mapping, which is passed on as JSON."""
 
 
 AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
-AT_LEAST_1, TOKENS = click.IntRange(min=1), Tokens(min=1)
-SPECULATION = (
-    "How tokens are drafted: ngram, self, heads, or draft,model=FOLDER; ,k=4 for the most of a step."
-)
+AT_LEAST_1, TOKENS = click.IntRange(min=1), TokenCount(min=1)
+SPECULATION = "Drafting method: ngram, self, heads, or draft,model=FOLDER; ,k=4 limits the drafts of a step."
 ACCEPT = "Use a KV format even if the load check finds that it breaks the model."
 GENERATION_CONFIG = (
-    "Whose generation_config.json fills what is left out of sampling: auto (the model's), none, or a folder."
+    "generation_config.json with defaults for sampling: auto (the model's), none, or a folder with one."
 )
+REVISION, TOKEN = "Branch, tag or commit of a hub model.", "Hub token for gated or private models."
 PATH = click.Path(path_type=Path)
 TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
 TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
@@ -90,10 +89,11 @@ BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 def option(
     default: Any = None, help: str | None = None, *, type: Any = None, names: str = "", multiple: bool = False
 ) -> Any:
-    """A field of a frozen dataclass that is an option of the commands which take one, by `gathered`.
+    """Return a field of a frozen dataclass that becomes an option of commands with that dataclass.
 
-    It is called as the field is, unless `names` has spellings with blanks between. False as the default
-    makes a flag, True one with a --no- beside it. Defaults are shown, but for flags that are off.
+    See `gathered`. The option is named as the field, unless `names` has spellings, separated by blanks. The
+    default False makes a flag, True a flag with a --no- form. Defaults are shown, except those of flags that
+    are off.
     """
     attributes = {
         "default": default,
@@ -107,17 +107,17 @@ def option(
 
 
 def path_option(names: str, help: str, *, type: click.Path = TO_WRITE) -> Any:
-    """A field that is an `option` whose value is a path, to write to by default, and None unless given."""
+    """Return an `option` field whose value is a path, by default one to write to; None unless given."""
     return option(None, help, names=names, type=type)
 
 
 def picked(options: object, *names: str) -> dict[str, Any]:
-    """Some fields of an options' dataclass, as keyword arguments of what calls them the same."""
+    """Return some attributes as keyword arguments, for a callee that uses the same names."""
     return {name: getattr(options, name) for name in names}
 
 
 def given_options() -> dict[str, str]:
-    """The options that somebody typed: name and longest spelling."""
+    """Return the options that were given on the command line: their longest spelling by name."""
     context = click.get_current_context()
     return {
         one.name: max(one.opts, key=len)
@@ -127,9 +127,10 @@ def given_options() -> dict[str, str]:
 
 
 def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
-    """Give a command one value of a frozen dataclass, called `name`.
+    """Give a command one argument `name` that is a frozen dataclass of options.
 
-    Its fields that are an `option` are added; others are of options above, and called as these are.
+    Fields made by `option` become options of the command. Other fields take the values of options with the
+    same names that decorators above add.
     """
 
     def gather(command: _Command) -> _Command:
@@ -151,9 +152,9 @@ def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
 
 
 class SectionedCommand(click.Command):
-    """One with many options, which knows those of other engines, too.
+    """Command with many options, which takes those of other engines, too.
 
-    `--help` shows them in `sections`: titles by the first option of each.
+    `--help` shows them in `sections`: titles by the first option of each section.
     """
 
     sections: Mapping[str, str] = MappingProxyType({})
@@ -177,7 +178,7 @@ class SectionedCommand(click.Command):
 
 
 def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Command:
-    """The command, given other values than those of its options."""
+    """Return the command, called with `change` of its options' values."""
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> Any:
@@ -188,13 +189,13 @@ def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """How a command was told to load its model."""
+    """Model, and how it is loaded."""
 
     model: str
     device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option(
         "auto",
-        "Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
+        "Type of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
         type=click.Choice(("auto", "fp32", "bf16", "fp16")),
     )
     max_context: int | None = option(
@@ -213,15 +214,15 @@ class ModelOptions:
         "auto", "Kernels: auto, triton, triton-8bit, cpu, cpu-fp32 or reference; see `kvq doctor`."
     )
     cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    token: str | None = option(None, "Hub token for gated or private models.")
+    revision: str | None = option(None, REVISION)
+    token: str | None = option(None, TOKEN)
     scales: str | None = path_option(
         "--scales", "A kvq.json with static scales, for the per-head formats.", type=TO_READ
     )
     calibrate_on_load: bool = option(False, "Make static scales now, from CPython's help topics.")
 
     def load_options(self) -> dict[str, Any]:
-        """Keyword arguments of `kvq.models.loading.prepared.prepare`."""
+        """Return keyword arguments of `kvq.models.loading.prepared.prepare`."""
         apart = ("model", "scales", "calibrate_on_load")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in apart}
 
@@ -230,7 +231,7 @@ json_option = click.option("--json", "json_path", type=TO_WRITE, help="Write the
 
 
 def text_options(default: str) -> Callable[[_Command], _Command]:
-    """Add --text, and --text-field: which field of a JSON line or of a dataset's row is the text."""
+    """Add --text, and --text-field: the field of a JSON line or of a dataset's row that holds the text."""
     text = click.option(
         "--text",
         type=TO_READ,
@@ -238,16 +239,16 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
     )
     field = click.option(
         "--text-field",
-        help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
+        help="Field of a row of --text that holds the text.  [default: text, content, prompt or messages]",
     )
     return lambda command: text(field(command))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowOptions:
-    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
+    """Windows of a text, and the check that it can show damage: fields of `TokenPlan`."""
 
-    context: int = option(1024, "Tokens per window; windows are documents.", type=Tokens())
+    context: int = option(1024, "Tokens per window; windows are documents.", type=TokenCount())
     max_windows: int | None = option(
         None, "Stop after this many windows.  [default: the whole text]", type=AT_LEAST_1
     )
@@ -259,18 +260,18 @@ def model_argument(
     default: str | None = "tiny",
     help: str = "Folder, hub name, or 'tiny', the embedded model; the same as MODEL.",
     *,
-    kind: Names = MODEL,
+    kind: ShellNames = MODEL,
 ) -> Callable[[_Command], _Command]:
-    """Let a model be named as the first argument, or by --model; the command gets a text `model`.
+    """Add MODEL, the first argument, and --model; the command gets a string `model`.
 
-    Arguments of the command's own go below it. They come first where too few words are there for all.
+    Other arguments of the command go below it. They are filled first if there are too few words.
     """
 
     def add(command: _Command) -> _Command:
         def change(values: dict[str, Any]) -> dict[str, Any]:
             if (model := _one_model(values.pop("words"), values["model"])) is None:
                 raise click.UsageError(kind.missing)
-            # Of `kvq chat --url` it is a name that the server knows, of `kvq plan` one of kvq's
+            # For `kvq chat --url` it is a name on the server, for `kvq plan` one of kvq's catalogue
             if model != default and kind is not PLANNED_MODEL and not values.get("url"):
                 _check_model(model)
             return values | {"model": model}
@@ -292,7 +293,7 @@ def _one_model(words: tuple[str, ...], option: str | None) -> str | None:
 
 
 def _check_model(model: str) -> None:
-    """Raise ModelError for what can't be a model, before torch is imported to load one."""
+    """Raise ModelError for a folder that can't be a model, before torch is imported to load it."""
     from kvq.models.describe.checkpoint import read_json
     from kvq.models.describe.resolve import EMBEDDED, find_here
 
@@ -301,12 +302,12 @@ def _check_model(model: str) -> None:
 
 
 def model_options(command: _Command) -> _Command:
-    """Add MODEL and how it is loaded; the command gets `ModelOptions` as `model_options`."""
+    """Add MODEL and options of its loading; the command gets `ModelOptions` as `model_options`."""
     return model_argument()(gathered(ModelOptions, "model_options")(command))
 
 
 class Several(StringParamType):
-    """Values with commas between; a tuple of them, each once."""
+    """Values separated by commas; a tuple without repeated values."""
 
     def __init__(self, of: Any, name: str = "text") -> None:
         self._of, self.name = of, name
@@ -321,7 +322,7 @@ class Several(StringParamType):
 
 
 class OneNumber(click.IntRange):
-    """A whole number where another command takes several, with commas between."""
+    """Whole number where another command takes several, separated by commas."""
 
     def __init__(self, low: int, high: int, instead: str) -> None:
         super().__init__(low, high)
@@ -334,7 +335,7 @@ class OneNumber(click.IntRange):
 
 
 class Size(StringParamType):
-    """Bytes of memory, such as 2GiB or 512M; stays the text that it is."""
+    """Bytes of memory, such as 2GiB or 512M; the value stays text."""
 
     name = "size"
 

@@ -1,28 +1,28 @@
-"""What long work says on standard error, so that results on standard output can be piped.
+"""Progress of long work on standard error, so that results on standard output can be piped.
 
-A terminal gets a bar. A pipe or a log gets a plain line now and then: what goes on, the share that is done
-and the time that is left.
+A terminal gets a bar. A pipe or a log gets a plain line now and then: the work, the share that is done and
+the time that is left.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from kvq.commands.shared.consoles import PlainConsole
 from kvq.commands.shared.terminal import echo, hear_stages
 
-Update = Callable[[int, int | None], None]  # (done, total, if it is known yet)
+if TYPE_CHECKING:
+    from kvq.commands.shared.consoles import PlainConsole
 
-FIRST_S = 5.0  # before the first plain line: what is over sooner says nothing
-EVERY_S = 30.0  # between the next ones; later a tenth of the time that has passed
+Update = Callable[[int, int | None], None]  # (done, total, None until it is known)
+
+FIRST_S = 5.0  # before the first plain line; shorter work prints none
+EVERY_S = 30.0  # between further lines; later a tenth of the elapsed time
 
 
 class PlainLines:
-    """Says what goes on, now and then, from a thread of its own: also while nothing moves."""
+    """Progress in plain lines, printed by a thread of its own, so that stalled work is reported, too."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -45,11 +45,11 @@ class PlainLines:
             echo(f"kvq: {self._what}: done in {_span(self._elapsed_s)}", err=True)
 
     def update(self, done: int, total: int | None) -> None:
-        """So much is done."""
+        """Set how much is done."""
         self._done, self._total = done, total
 
     def stage(self, name: str) -> None:
-        """What of the work goes on now."""
+        """Set the current stage of the work."""
         self._stage = f": {name}"
 
     @property
@@ -69,12 +69,12 @@ class PlainLines:
         if not total:
             counted = f", {done:,} done" if done else ""
             return f"{what}{counted}, {_span(elapsed_s)} so far"
-        left = f"about {_span(elapsed_s * (total - done) / done)} left" if done else "no telling how long yet"
+        left = f"about {_span(elapsed_s * (total - done) / done)} left" if done else "time left not known yet"
         return f"{what}: {done / total:.0%} done ({done:,} of {total:,}) in {_span(elapsed_s)}, {left}"
 
 
 def _span(seconds: float) -> str:
-    """A time in words, to two units."""
+    """Format a duration in its two largest units."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -84,27 +84,18 @@ def _span(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Update]:
-    """Yield a function (done, total, if it is known yet) that shows how far the work is."""
-    console = PlainConsole(stderr=True)
+    """Yield a function (done, total) that shows how far the work is."""
+    console = _console()
     if not console.is_terminal:
         with PlainLines(what) as lines:
             yield lines.update
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def counted(progress: Update, total: int, *, done: int = 0) -> Callable[[], None]:
-    """A callback that moves a progress bar on by one of `total`."""
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    return step
 
 
 @contextmanager
@@ -126,8 +117,8 @@ def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
 
 @contextmanager
 def status(what: str) -> Iterator[None]:
-    """Say that something goes on whose length nobody knows, and the stages that kvq's log tells of it."""
-    console = PlainConsole(stderr=True)
+    """Show work of unknown length, and the stages that kvq's log reports."""
+    console = _console()
     with ExitStack() as stack:
         if console.is_terminal:
             spinner = stack.enter_context(console.status(what))
@@ -136,3 +127,9 @@ def status(what: str) -> Iterator[None]:
             lines = stack.enter_context(PlainLines(what))
             stack.enter_context(hear_stages(lines.stage))
         yield
+
+
+def _console() -> "PlainConsole":
+    from kvq.commands.shared.consoles import PlainConsole
+
+    return PlainConsole(stderr=True)

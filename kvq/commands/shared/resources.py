@@ -1,5 +1,6 @@
 """Time and memory that a piece of work took."""
 
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -13,22 +14,22 @@ from kvq.sizes import binary
 
 @dataclass(kw_only=True, slots=True)
 class Used:
-    """Filled in when the work ends. Peaks are of the whole process, other work before it included."""
+    """Resources of a piece of work, set when it ends. Peaks are of the process, including earlier work."""
 
     seconds: float = 0.0
-    peak_bytes: int = 0  # most memory the process ever had in RAM
-    grown_bytes: int = 0  # by how much that peak rose meanwhile; 0 if an earlier one was higher
-    device_peak_bytes: int | None = None  # most that tensors took on the GPU meanwhile
+    peak_bytes: int = 0  # most memory that the process ever had in RAM
+    grown_bytes: int = 0  # growth of that peak during the work; 0 if an earlier peak was higher
+    device_peak_bytes: int | None = None  # most that tensors took on the GPU during the work
 
     def line(self) -> str:
-        """The figures in words."""
+        """Return the figures in words."""
         words = f"{self.seconds:,.1f} s, peak memory {binary(self.peak_bytes)} (+{binary(self.grown_bytes)})"
         return words if self.device_peak_bytes is None else f"{words}, GPU {binary(self.device_peak_bytes)}"
 
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[Used]:
-    """Take the time and memory of a block of code."""
+    """Measure the time and memory of a block of code."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -46,7 +47,5 @@ def measured(device: torch.device) -> Iterator[Used]:
 
 
 def _peak_bytes() -> int:
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # KiB on Linux

@@ -1,4 +1,4 @@
-"""Results of commands: what is checked before they measure, rows that are kept as they come, and the JSON."""
+"""Results of commands: checks before measuring, rows kept while work goes on, and the JSON file."""
 
 import sys
 import time
@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
@@ -19,8 +20,8 @@ def begin(*paths: str | Path | None, plot: str | Path | None = None, html: str |
     """Check where results go, and note which commit measures, before anything is measured.
 
     Raises:
-        ConfigError: a path that can't be written, two that are one file, a `plot` whose name is none of a
-            picture, or a page and no packages to draw on it.
+        ConfigError: a path that can't be written, two paths to one file, a `plot` without the suffix of a
+            picture, or an HTML page without the packages that draw its plots.
     """
     from kvq import fileio
     from kvq.evals.report.figure import check_plot_path
@@ -39,7 +40,7 @@ def begin(*paths: str | Path | None, plot: str | Path | None = None, html: str |
 
 
 def json_beside(html_path: str | None, json_path: str | None) -> str | None:
-    """Where the JSON goes: if only a page is named, beside that."""
+    """Return the path of the JSON: beside the page if only a page was named."""
     if html_path is None or json_path is not None:
         return json_path
     return str(Path(html_path).with_suffix(".json"))
@@ -48,7 +49,7 @@ def json_beside(html_path: str | None, json_path: str | None) -> str | None:
 def result_of(
     rows: Sequence[Any], device: "torch.device | None" = None, facts: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
-    """The JSON envelope of rows that this command measured on a device, or counted without one, and facts."""
+    """Return the JSON envelope of rows and facts; `device` is None for rows that no device measured."""
     import torch
 
     from kvq.evals.report.results import envelope
@@ -62,21 +63,21 @@ def write_rows(
     device: "torch.device | None" = None,
     facts: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the rows as JSON, where that was asked for."""
+    """Write the rows as JSON if a path is given."""
     if path is not None:
         _write_json(path, result_of(rows, device, facts))
 
 
-Make = Callable[[], Sequence[Any]]  # the rows that are finished now
+Make = Callable[[], Sequence[Any]]  # returns the rows that are finished now
 _EVERY_S = 10.0  # between two writes, at least
-_SHARE = 50  # of the time, one part in so many is spent on them at most
+_SHARE = 50  # writes take at most one part in this many of the time
 
 
 class FinishedRows:
-    """Keeps what is finished in a file beside the result's, until the result is whole.
+    """Keeps finished rows in a file beside the result's until the result is complete.
 
-    `with FinishedRows(path, result, show) as finished:` measures with `keep=finished.keep`. When that is
-    ended early, by an interruption or an error, the rows so far are shown, and lie in NAME.partial.json.
+    `with FinishedRows(path, result, show) as finished:` measures with `keep=finished.keep`. If an
+    interruption or an error ends it early, the rows so far are shown, and stay in NAME.partial.json.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class FinishedRows:
         result: Callable[[Sequence[Any]], dict[str, Any]],
         show: Callable[[dict[str, Any]], object],
     ) -> None:
-        """`path`: of the whole result, None to write nothing. `result`: the JSON envelope of rows."""
+        """`path`: of the complete result, None to write none. `result`: makes the JSON envelope of rows."""
         self._path = None if path is None else Path(path)
         self._partial: Path | None = None
         if self._path is not None:
@@ -111,8 +112,15 @@ class FinishedRows:
         self._write(rows)
         echo(f"kvq: not complete: what was finished is {where}", err=True)
 
+    def measure(self, what: str, work: Callable[..., Sequence[Any]]) -> dict[str, Any]:
+        """Run `work(progress=..., keep=...)` under a progress bar; returns the result of its rows."""
+        with self:
+            with progress_bar(what) as progress:
+                rows = work(progress=progress, keep=self.keep)
+            return self.end(rows)
+
     def keep(self, make: Make) -> None:
-        """Take note of the rows that `make` returns; they are made when they are written or shown."""
+        """Keep the rows that `make` returns; it is called when they are written or shown."""
         self._make = make
         began = time.monotonic()
         if self._partial is not None and began >= self._next_s:
@@ -121,7 +129,7 @@ class FinishedRows:
             self._next_s = now + max(_EVERY_S, _SHARE * (now - began))
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Write the whole result; what was kept is no longer needed."""
+        """Write the complete result; what was kept is no longer needed."""
         self._make = None
         if self._path is not None and self._partial is not None:
             _write_json(self._path, result)
@@ -129,7 +137,7 @@ class FinishedRows:
                 self._partial.unlink()
 
     def end(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """The whole result, of all rows: written, shown and returned."""
+        """Write, show and return the complete result of all rows."""
         result = self._result(rows)
         self.finish(result)
         self._show(result)

@@ -1,75 +1,91 @@
 """Tables on standard output, those of an evaluation among them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from kvq.commands.shared.consoles import PlainConsole
 from kvq.commands.shared.terminal import echo
-from kvq.evals.report.columns import Columns, table
-from kvq.evals.report.sections import outcomes, sections
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvq.commands.shared.consoles import PlainConsole
+    from kvq.evals.report.columns import Columns
+
+_WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of text columns
 
 
-def console() -> PlainConsole:
-    """A console on standard output, wide enough for whole tables when it is a pipe."""
+def console() -> "PlainConsole":
+    """Return a console on standard output, wide enough for whole tables when it is a pipe."""
+    from kvq.commands.shared.consoles import PlainConsole
+
     out = PlainConsole()
     return out if out.is_terminal else PlainConsole(width=240)
 
 
-def new_table(
-    heads: Iterable[str] = (), texts: Collection[str] = (), *, no_wrap: bool = True, show_header: bool = True
-) -> Table:
-    """A table without a frame: columns whose head is in `texts` to the left, figures to the right."""
-    table = Table(box=None, pad_edge=False, show_header=show_header)
-    for head in heads:
-        table.add_column(head, justify="left" if head in texts else "right", no_wrap=no_wrap)
-    return table
+def print_columns(rows: Iterable[Mapping[str, Any]], columns: "Columns", *, width: int = 130) -> None:
+    """Print a table of these columns, whole even if the terminal has fewer than `width` characters."""
+    from kvq.evals.report.columns import table
 
-
-def print_columns(rows: Iterable[Mapping[str, Any]], columns: Columns, *, width: int = 130) -> None:
-    """A table of those columns, printed whole where the terminal has fewer than `width` characters."""
     out = console()
     out.width = max(out.width, width)
     out.print(text_table(*table(rows, columns), [head for head, style in columns.values() if not style]))
 
 
-def text_table(heads: Iterable[str], cells: Iterable[Sequence[str]], texts: Collection[str]) -> Table:
-    """A table of cells that are texts already; columns of `texts` to the left."""
-    made = new_table(heads, texts)
+def text_table(
+    heads: Sequence[str],
+    cells: Iterable[Sequence[str]],
+    texts: Collection[str] = _WORDS,
+    *,
+    no_wrap: bool = True,
+) -> "Table":
+    """Return a table without a frame; columns whose head is in `texts` are left-aligned, others right.
+
+    Without any head no line of heads is shown.
+    """
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, show_header=any(heads))
+    for head in heads:
+        made.add_column(head, justify="left" if head in texts else "right", no_wrap=no_wrap)
     for row in cells:
         made.add_row(*row)
     return made
 
 
-WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of columns of text
+def print_origin(result: Mapping[str, Any], **more: str) -> None:
+    """Print what a result was measured on: its model, further lines, and its device."""
+    for name, value in {"model": result["model"], **more, "device": result["device"]}.items():
+        echo(f"{name:<7} {value}")
 
 
 def print_eval(result: dict[str, Any]) -> None:
     """Print every table of a result, with what it was measured on."""
+    from kvq.evals.report.sections import sections
+
     out = console()
     print_cautions(result)
     first = result["rows"][0]
     tokens = f", {first['tokens']:,} tokens predicted" if "tokens" in first else ""
     documents = f" ({first['documents']} documents)" if "documents" in first else ""
-    out.print(f"\nmodel   {result['model']}")
-    out.print(f"text    {result['text']}{tokens}, windows of {result['context']}{documents}")
-    out.print(f"device  {result['device']}")
+    echo()
+    print_origin(result, text=f"{result['text']}{tokens}, windows of {result['context']}{documents}")
     for section in sections(result):
         out.print(f"\n{section.title}", style="bold")
-        out.print(text_table(section.heads, section.cells, WORDS))
+        out.print(text_table(section.heads, section.cells))
         if section.note:
             out.print(section.note, style="dim")
 
 
 def print_cautions(result: Mapping[str, Any]) -> None:
-    """Print, before all else, why the figures of a result say nothing of formats."""
+    """Print reasons why the figures of a result tell nothing about formats."""
     for line in result.get("cautions", ()):
-        echo(f"\nmind: {line}")
+        echo(f"\ncaution: {line}")
 
 
 def print_check(result: dict[str, Any]) -> bool:
-    """Print how a result ended, by `outcomes`; True if its gates and the check of the instrument passed."""
+    """Print the outcome of a result; True if its gates and the check of the instrument passed."""
+    from kvq.evals.report.sections import outcomes
+
     if lines := [line for _, line in outcomes(result)]:
         echo("\n" + "\n".join(lines))
     instrument = result.get("instrument") or {"passed": True}

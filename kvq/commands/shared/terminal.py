@@ -1,4 +1,4 @@
-"""Lines on standard output and standard error, kvq's own log among them: they can't steer the terminal."""
+"""Terminal output: lines on standard output and standard error, and kvq's log, without control characters."""
 
 import io
 import logging
@@ -19,7 +19,7 @@ _SHOWN_DIGITS = 12  # of a digest
 
 
 def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str | None = None) -> None:
-    """Print a text, its controls shown, or bold in a colour."""
+    """Print a text with its control characters spelled out; in `color` it is bold."""
     text = printable(str(message))
     text = text if color is None else click.style(text, fg=color, bold=True)
     click.echo(text, nl=nl, err=err)  # noqa: TID251 - the one place
@@ -31,34 +31,36 @@ def warn(text: str) -> None:
 
 
 def say_model(source: "ModelSource", digest: str) -> None:
-    """Say on standard error which model was loaded."""
+    """Print on standard error which model was loaded."""
     echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
 
 
 def say_defaults(source: "ModelSource", options: str) -> "SamplingDefaults":
-    """The sampling defaults that a model's folder brings, or another; said on standard error, if any.
+    """Return the sampling defaults of a model's folder, or another, and print them on standard error.
+
+    `options`: the value of --generation-config.
 
     Raises:
-        ConfigError: `asked` names no such folder.
+        ConfigError: it names no such folder.
     """
     from kvq.engine.requests.defaults import read_defaults
 
     defaults = read_defaults(source.folder, options)
-    if told := str(defaults):
-        echo(f"kvq: {told}", err=True)
+    if text := str(defaults):
+        echo(f"kvq: {text}", err=True)
     return defaults
 
 
 def stream(text: str) -> None:
-    """Print a part of a generated text: into a file or a pipe to the letter, on a terminal with its controls
-    shown."""
+    """Print a part of a generated text: as it is into a file or a pipe, control characters spelled out on a
+    terminal."""
     if sys.stdout.isatty():
         text = printable(text)
-    click.echo(text, nl=False, color=True)  # noqa: TID251 - the other one; without `color` it leaves out escapes
+    click.echo(text, nl=False, color=True)  # noqa: TID251 - the other one; without `color` it drops escapes
 
 
-def take_every_text() -> None:
-    """From now on what a stream's encoding has no code for is shown as Python writes it."""
+def escape_unencodable() -> None:
+    """Print characters that a stream's encoding lacks as Python's escapes from now on."""
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="backslashreplace")
@@ -68,7 +70,7 @@ _log = logging.getLogger("kvq")
 
 
 class _Lines(logging.Handler):
-    """Warnings as lines, and what is information to whoever listens."""
+    """Log handler that prints warnings as lines, and passes on information to a listener."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,18 +87,18 @@ _LINES = _Lines()
 
 
 def show_warnings() -> None:
-    """Show what kvq warns of from now on."""
+    """Print warnings of kvq's log from now on."""
     if _LINES not in _log.handlers:
         _log.addHandler(_LINES)
 
 
 @contextmanager
-def hear_stages(tell: Callable[[str], None]) -> Iterator[None]:
-    """Hand on what kvq's log says at the level of information meanwhile."""
+def hear_stages(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass messages that kvq's log gets at the level of information to `show` inside the block."""
     show_warnings()
     level, before = _log.level, _LINES.on_stage
     _log.setLevel(logging.INFO)
-    _LINES.on_stage = tell
+    _LINES.on_stage = show
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""Commands that run a model: generate, serve, run-batch, detect-watermark, demo."""
+"""Commands that run a model: generate, serve, run-batch, detect-watermark and demo."""

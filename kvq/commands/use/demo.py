@@ -1,27 +1,27 @@
-"""`kvq demo`: every format on the embedded model, text beside text, and a report."""
+"""`kvq demo`: every format on the embedded model, generated texts side by side, and a report."""
 
 from itertools import takewhile
 from pathlib import Path
 
 import click
 
+from kvq.commands.shared.progress import status
+from kvq.commands.shared.tables import print_check
 from kvq.commands.shared.terminal import echo
 
 KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
 PROMPT = "The history of the city of"
 SHOWN = ("fp32", "int4")
-PARTED = ">>>"
+MARK = ">>>"
 
 
-def parted(one: str, other: str) -> tuple[str, str]:
-    """Two texts with a mark before the first word that they don't share, if there is one."""
-    words, others = one.split(" "), other.split(" ")
-    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(words, others, strict=False))])
+def mark_difference(one: str, other: str) -> tuple[str, str]:
+    """Return both texts with a mark before the first word in which they differ."""
     if one == other:
         return one, other
-    return " ".join([*words[:same], PARTED, *words[same:]]), " ".join(
-        [*others[:same], PARTED, *others[same:]]
-    )
+    words, others = one.split(" "), other.split(" ")
+    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(words, others, strict=False))])
+    return " ".join([*words[:same], MARK, *words[same:]]), " ".join([*others[:same], MARK, *others[same:]])
 
 
 @click.command(name="demo")
@@ -37,8 +37,6 @@ def command(out: str, max_windows: int | None) -> None:
     """Measure every format on the embedded model and write a report."""
     from kvq.commands.quality.eval_tasks import EvalPlan
     from kvq.commands.quality.perplexity import measure
-    from kvq.commands.shared.progress import status
-    from kvq.commands.shared.tables import print_check
     from kvq.engine import LLM, SamplingParams
     from kvq.errors import ConfigError
     from kvq.evals import default_text
@@ -64,13 +62,13 @@ def command(out: str, max_windows: int | None) -> None:
     )
     result = measure(model, plan, json_path=str(folder / "results.json"))
     print_check(result)
-    echo(f"\nThe likeliest tokens; texts part at {PARTED}. A very small model: compare, don't expect sense.")
+    echo(f"\nThe likeliest tokens; texts differ from {MARK} on. A tiny model: compare, don't expect sense.")
     texts = []
     for kv in SHOWN:
         with LLM(model, kv, max_num_seqs=1) as llm:
             (output,) = llm.generate(PROMPT, SamplingParams(max_tokens=64, temperature=0.0))
             texts.append(PROMPT + output.outputs[0].text)
-    samples = dict(zip(SHOWN, parted(*texts), strict=True))
+    samples = dict(zip(SHOWN, mark_difference(*texts), strict=True))
     for kv, text in samples.items():
         echo(f"\n--- {kv} ---\n{text}")
     write_report(folder / "report.html", result, samples)

@@ -1,4 +1,4 @@
-"""`kvq detect-watermark`: find the mark of generated texts, by their tokens and the secret key alone."""
+"""`kvq detect-watermark`: find the watermark of generated texts, from their tokens and the secret key."""
 
 import json
 import sys
@@ -21,14 +21,14 @@ FALSE_ALARMS = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DetectOptions:
-    """How texts are looked at."""
+class _DetectOptions:
+    """Model, key and threshold of the test."""
 
     model: str = option(
         "tiny", "Folder or hub name of the model that may have written them.", names="--model -m", type=MODEL
     )
-    key_file: Path | None = option(None, "The secret key that texts were marked with.", type=FILE)
-    scheme: str = option("green", "As the engine's --watermark-scheme.")
+    key_file: Path | None = option(None, "Secret key of the watermark.", type=FILE)
+    scheme: str = option("green", "Scheme, as given to the engine's --watermark-scheme.")
     false_alarms: float = option(
         FALSE_ALARMS,
         "Share of texts without the mark that may be called marked.",
@@ -41,13 +41,13 @@ class DetectOptions:
 
 @click.command(name="detect-watermark")
 @click.argument("files", metavar="[MODEL] [FILES]...", nargs=-1, type=click.Path(allow_dash=True))
-@gathered(DetectOptions, "options")
-def command(files: tuple[str, ...], options: DetectOptions) -> None:
+@gathered(_DetectOptions, "options")
+def command(files: tuple[str, ...], options: _DetectOptions) -> None:
     """Find the watermark of texts in FILES, or on standard input (-). A folder before them is the MODEL.
 
     Neither the model's weights nor the prompt are needed: the text is cut into tokens, and those that
-    follow a context are tested. p is how likely a text without the mark looks as marked; of many texts,
-    --false-alarms of those without one are called marked.
+    follow a context are tested. p is the probability that a text without the mark looks as marked as this
+    one; --false-alarms is the share of such texts that are called marked.
     """
     if options.new_key is not None:
         _make_key(options.new_key, files)
@@ -84,7 +84,7 @@ def _make_key(path: Path, files: Sequence[str]) -> None:
 
 
 def _texts(files: Sequence[str], *, is_by_line: bool) -> Iterator[tuple[str, str]]:
-    """Texts with their names.
+    """Yield texts with their names.
 
     Raises:
         RequestError: a file that can't be read as UTF-8, or without a text.
@@ -136,7 +136,7 @@ def _in_words(row: dict[str, Any]) -> str:
     )
 
 
-def _write_json(path: str, rows: list[dict[str, Any]], options: DetectOptions) -> None:
+def _write_json(path: str, rows: list[dict[str, Any]], options: _DetectOptions) -> None:
     from kvq.fileio import write_text
     from kvq.version import __version__
     from kvq.watermark.schemes import parse_scheme, spelled

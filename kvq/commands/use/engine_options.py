@@ -1,4 +1,4 @@
-"""What commands share whose engine runs in a process of its own."""
+"""Options of commands whose engine runs in a separate process."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from kvq.commands.shared.options import (
     ModelOptions,
     Size,
     TextOrMapping,
-    Tokens,
+    TokenCount,
     adapted,
     gathered,
     kv_option,
@@ -37,20 +37,20 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How a command was told to build its engine."""
+    """Options of the engine: memory, steps, speculation and watermarks."""
 
     max_num_seqs: int = option(
-        MAX_NUM_SEQS, "Sequences that run side by side.", type=click.IntRange(1, 1 << 24)
+        MAX_NUM_SEQS, "Most sequences that run at a time.", type=click.IntRange(1, 1 << 24)
     )
     max_num_batched_tokens: int = option(
-        MAX_NUM_BATCHED_TOKENS, "New tokens of a step.", type=Tokens(1, 1 << 24)
+        MAX_NUM_BATCHED_TOKENS, "Most new tokens of a step.", type=TokenCount(1, 1 << 24)
     )
     kv_memory: str | None = option(
-        None, "Bytes of the block pool, such as 2GiB; default: what is free.", type=Size()
+        None, "Bytes of the block pool, such as 2GiB; default: all free memory.", type=Size()
     )
     memory_fraction: float | None = option(
         None,
-        "Share for the pool of what is free once the weights are loaded.  "
+        "Share of the memory that is free after loading the weights, for the pool.  "
         f"[default: {GPU_FRACTION}; {CPU_FRACTION} of a host's memory, {CPU_MOST >> 30} GiB at most]",
         names="--gpu-memory-utilization",
         type=Finite(0, 1, min_open=True),
@@ -62,59 +62,59 @@ class EngineOptions:
     speculation: str | None = option(None, SPECULATION, type=TextOrMapping())
     snapshot_every: int = option(
         SNAPSHOT_EVERY,
-        "Tokens from one kept state to the next, for prefixes of hybrid models.",
-        type=Tokens(1, 1 << 24),
+        "Tokens between two snapshots of the recurrent state, for prefixes of hybrid models.",
+        type=TokenCount(1, 1 << 24),
     )
     itl_slo_s: float | None = option(
-        None, "Seconds between tokens that steps shall not exceed.", names="--itl-slo", type=POSITIVE
+        None, "Goal in seconds between tokens; steps are kept shorter.", names="--itl-slo", type=POSITIVE
     )
     ttft_slo_s: float | None = option(
-        None, "Seconds to the first token that prefill is hurried for.", names="--ttft-slo", type=POSITIVE
+        None, "Goal in seconds to the first token; prefill is sped up.", names="--ttft-slo", type=POSITIVE
     )
     accept_divergence: bool = option(False, ACCEPT)
     watermark: str = option(
         "off",
-        "Texts to mark: off (none), asked (by their requests), unless-declined, or always; see "
+        "Texts to mark: off (none), asked (if the request asks for it), unless-declined, or always; see "
         "kvq detect-watermark.",
         type=click.Choice([*MODES]),
     )
     watermark_key_file: str | None = path_option(
-        "--watermark-key-file", "Its secret key, readable by its owner only.", type=TO_READ
+        "--watermark-key-file", "Secret key of the watermark, readable by its owner only.", type=TO_READ
     )
     watermark_scheme: str = option(
-        "green", "green or tournament, and numbers that differ: green,gamma=0.25,delta=2,context=2."
+        "green", "green or tournament, with parameters to change: green,gamma=0.25,delta=2,context=2."
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
-    """How a command was told to read requests."""
+    """Options of requests: names, templates and parsers."""
 
     served_model_name: tuple[str, ...] = option(
         (),
-        "The model's name for clients, several times for several, of which answers have the first; default: "
-        "the last part of its path.",
+        "The model's name for clients; may be repeated, responses have the first; default: the last part of "
+        "its path.",
         multiple=True,
     )
     chat_template: str | None = option(
-        None, "A file of Jinja, or such a text, instead of the model's own chat template.", type=TO_READ
+        None, "Jinja file or text, instead of the model's own chat template.", type=TO_READ
     )
     tool_call_parser: str = option(
-        "auto", "How the model writes tool calls: a format such as hermes or mistral, auto, or none."
+        "auto", "Format of the model's tool calls: a name such as hermes or mistral, auto, or none."
     )
     reasoning_parser: str = option(
         "auto",
-        "How the model marks its thoughts, told apart in answers: think, mistral, seed_oss, auto, or none.",
+        "Format of the model's reasoning, separated in responses: think, mistral, seed_oss, auto, or none.",
     )
     strict_requests: bool = option(
-        False, "Refuse requests with unknown fields, instead of ignoring those; labels such as user pass."
+        False, "Refuse requests with unknown fields instead of ignoring those; labels such as user pass."
     )
     generation_config: str = option("auto", GENERATION_CONFIG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Service:
-    """What is served, to which requests, by which engine."""
+class ServiceOptions:
+    """Options of a service: the model, its requests and its engine."""
 
     model: ModelOptions
     kv: str
@@ -122,17 +122,19 @@ class Service:
     engine: EngineOptions
 
     def fields(self) -> dict[str, Any]:
-        """Those of `ServerConfig`; `engine` are options of `kvq.LLM`.
+        """Return fields of `ServerConfig`; its `engine` has options of `kvq.LLM`.
 
         Raises:
-            ConfigError: an option that such an engine does not take.
+            ConfigError: an option that an engine in a separate process can't have.
         """
         if self.model.calibrate_on_load:
             name = click.get_current_context().info_name
             raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
         if own := Own.registered.keys() & set(re.split("[/+]", self.kv.lower())):
-            told = f"{min(own)} is registered in this process, and the engine of this command runs in another"
-            raise ConfigError(f"{told}; kvq.LLM and kvq generate take it")
+            raise ConfigError(
+                f"{min(own)} is registered in this process, and the engine of this command runs in another; "
+                f"kvq.LLM and kvq generate take it"
+            )
         options = self.model.load_options() | {"scales": self.model.scales} | asdict(self.engine)
         return {
             "model": self.model.model,
@@ -144,19 +146,19 @@ class Service:
 
 
 def _template(given: str | None) -> str | None:
-    """What a file holds, or a template that was given itself."""
+    """Return a template: the text of a file, or `given` if it is a template itself."""
     from kvq.evals.text import decoded
 
     return given if given is None or given.startswith("{") else decoded(Path(given))
 
 
 def service_options(command: _Command) -> _Command:
-    """Add --kv and the options of a model, of requests and of an engine; the command gets a `service`."""
+    """Add --kv and the options of a model, its requests and its engine; the command gets a `service`."""
 
     def change(values: dict[str, Any]) -> dict[str, Any]:
         (kv,), model = values.pop("kv"), values.pop("model_options")
         requests, engine = values.pop("requests"), values.pop("engine")
-        return values | {"service": Service(model=model, kv=kv, requests=requests, engine=engine)}
+        return values | {"service": ServiceOptions(model=model, kv=kv, requests=requests, engine=engine)}
 
     command = gathered(EngineOptions, "engine")(adapted(command, change))
     command = model_options(gathered(RequestOptions, "requests")(command))

@@ -13,7 +13,7 @@ from kvq.commands.shared.options import (
     TO_READ,
     ModelOptions,
     SectionedCommand,
-    Tokens,
+    TokenCount,
     gathered,
     kv_option,
     model_options,
@@ -29,25 +29,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How the text is chosen, as the command line says it."""
+class _SamplingOptions:
+    """Sampling parameters."""
 
     max_tokens: int | None = option(
-        None, "Tokens to generate at most.  [default: 64]", names="--max-tokens -n", type=Tokens()
+        None, "Most tokens to generate.  [default: 64]", names="--max-tokens -n", type=TokenCount()
     )
     temperature: float | None = option(None, "0 takes the likeliest token.  [default: 0]", type=float)
     top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
     top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
-    min_p: float | None = option(None, "Least share of the likeliest's.  [default: 0]", type=float)
-    repetition_penalty: float | None = option(None, "Above 1 discourages it.  [default: 1]", type=float)
+    min_p: float | None = option(
+        None, "Drop tokens below this share of the likeliest token's probability.  [default: 0]", type=float
+    )
+    repetition_penalty: float | None = option(
+        None, "Values above 1 discourage repetition.  [default: 1]", type=float
+    )
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
     stop: tuple[str, ...] = option((), "End before this text; may be given several times.", multiple=True)
-    ignore_eos: bool = option(False, "Go on past the end-of-text token.")
+    ignore_eos: bool = option(False, "Continue after the end-of-text token.")
     json_schema: str | None = option(None, "The text must be JSON of this schema.")
     regex: str | None = option(None, "The text must match this regular expression.")
 
     def params(self, defaults: "SamplingDefaults | None" = None) -> "SamplingParams":
-        """As the engine takes it; `defaults`: the model's, for what is left out."""
+        """Return the engine's parameters; `defaults`: the model's, for parameters that were not given."""
         from kvq.engine import SamplingParams, StructuredOutput
 
         given = {name: value for name, value in asdict(self).items() if value is not None}
@@ -58,16 +62,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Marked:
-    """Whether the text gets a watermark."""
+class _WatermarkOptions:
+    """Key and scheme of a watermark."""
 
     watermark_key_file: str | None = path_option(
         "--watermark-key-file", "Mark the text with this secret key; see kvq detect-watermark.", type=TO_READ
     )
-    watermark_scheme: str = option("green", "green or tournament, and numbers that differ: green,delta=3.")
+    watermark_scheme: str = option("green", "green or tournament, with parameters to change: green,delta=3.")
 
-    def options(self) -> dict[str, Any]:
-        """Of the engine."""
+    def engine_options(self) -> dict[str, Any]:
+        """Return options of `kvq.LLM`; empty without a key."""
         from kvq.watermark import parse_scheme, read_key
 
         parse_scheme(self.watermark_scheme)
@@ -78,8 +82,8 @@ class Marked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """How the model runs."""
+class _RunOptions:
+    """Options of the engine."""
 
     speculation: str | None = option(None, SPECULATION)
     accept_divergence: bool = option(False, ACCEPT)
@@ -89,19 +93,19 @@ class Served:
 @click.command(name="generate", cls=SectionedCommand)
 @kv_option("auto", many=False)
 @model_options
-@gathered(Sampling, "sampling")
-@gathered(Marked, "marked")
-@gathered(Served, "served")
+@gathered(_SamplingOptions, "sampling")
+@gathered(_WatermarkOptions, "watermark")
+@gathered(_RunOptions, "options")
 @click.argument("prompt")
 def command(
     prompt: str,
     kv: list[str],
     model_options: ModelOptions,
-    sampling: Sampling,
-    marked: Marked,
-    served: Served,
+    sampling: _SamplingOptions,
+    watermark: _WatermarkOptions,
+    options: _RunOptions,
 ) -> None:
-    """Go on from PROMPT, streamed to standard output. One argument alone is the prompt, of the embedded model
+    """Continue PROMPT, streamed to standard output. One argument alone is the prompt, for the embedded model
     unless --model names another.
     """
     from kvq.commands.shared.loading import check_for, load_to_serve
@@ -116,19 +120,19 @@ def command(
 
     if isfile(join(prompt, "config.json")):
         raise ConfigError(f"{prompt} is a model's folder and no prompt: kvq generate {prompt} PROMPT")
-    params, marks = sampling.params(), marked.options()
+    params, marks = sampling.params(), watermark.engine_options()
     if params.structured is not None:
         check_structured(params.structured)
     checked = check_for(model_options, kv)
     known = checked.prepared
     check_cache(known)
-    drafting = parse_speculation(served.speculation)
+    drafting = parse_speculation(options.speculation)
     check_speculation(drafting, known)
     check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
-    params = sampling.params(say_defaults(known.source, served.generation_config))
+    params = sampling.params(say_defaults(known.source, options.generation_config))
     room = check_room(length, params.max_tokens, known.max_context)
-    model = load_to_serve(checked, kv[0], accept_divergence=served.accept_divergence)
+    model = load_to_serve(checked, kv[0], accept_divergence=options.accept_divergence)
     longest = length + min(room, params.max_tokens or params.most_tokens or room)
     with LLM(model, max_num_seqs=1, max_context=longest, speculation=drafting, **marks) as llm:
         pieces = llm.stream(prompt, params)

@@ -1,4 +1,4 @@
-"""`kvq run-batch`: a file of requests, answered into another."""
+"""`kvq run-batch`: answers a file of requests into another file."""
 
 import sys
 from contextlib import suppress
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvq.commands.shared.options import FILE, PATH, SectionedCommand, gathered, option
+from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.terminal import echo, say_defaults, say_model
-from kvq.commands.use.engine_options import Service, service_options
+from kvq.commands.use.engine_options import ServiceOptions, service_options
 from kvq.extras import SERVER, require
 from kvq.printable import one_line
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvq.server.batch.run import Summary
 
 
-_REASONS = 3  # of failures that are shown
+_REASONS = 3  # of failures, shown at most
 
 
 class _Stopped(Exception):
@@ -28,32 +29,33 @@ class _Stopped(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchOptions:
-    """Which file is answered, and how."""
+class _BatchOptions:
+    """Files of requests and results."""
 
     source: Path
     target: Path
     max_in_flight: int | None = option(
         None,
-        "Lines that are held and answered at a time.  [default: twice --max-num-seqs]",
+        "Lines that are read and answered at a time.  [default: twice --max-num-seqs]",
         type=click.IntRange(1, 65536),
     )
-    retry_failed: bool = option(False, "Also run again what failed by the engine or for too much load.")
+    retry_failed: bool = option(
+        False, "Also repeat requests that failed because of the engine or too much load."
+    )
 
 
 @click.command(name="run-batch", cls=SectionedCommand)
 @service_options
-@gathered(BatchOptions, "options")
+@gathered(_BatchOptions, "options")
 @click.argument("source", metavar="IN.jsonl", type=FILE)
 @click.argument("target", metavar="OUT.jsonl", type=PATH)
-def command(service: Service, options: BatchOptions) -> None:
+def command(service: ServiceOptions, options: _BatchOptions) -> None:
     """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
 
-    Results are in the order in which they were ready. Run the same command again to go on after an
-    interruption: what has a result in OUT.jsonl is not run again. Exit code 1 if a line has no answer.
+    Results are in the order in which they are ready. After an interruption run the same command again to
+    continue: requests with a result in OUT.jsonl are not repeated. Exit code 1 if a line has no answer.
     """
     require("kvq run-batch", SERVER)
-    from kvq.commands.shared.progress import named_progress
     from kvq.server.admission.config import ServerConfig
     from kvq.server.batch.run import BatchConfig, run_batch
 
@@ -74,10 +76,10 @@ def command(service: Service, options: BatchOptions) -> None:
 
         summary = run_batch(config, partial(progress, "answering"), on_model)
         if not summary.is_complete:
-            raise _Stopped  # nothing says "done" then
+            raise _Stopped  # so that the progress doesn't print "done"
     _print(summary, options.target, is_strict=service.requests.strict_requests)
     if not summary.is_complete:
-        echo("kvq: stopped; run the same command again to go on", err=True)
+        echo("kvq: stopped; run the same command again to continue", err=True)
         raise click.Abort
     sys.exit(1 if summary.num_failed else 0)
 
@@ -89,7 +91,9 @@ def _print(summary: "Summary", target: Path, *, is_strict: bool) -> None:
     for reason, count in summary.reasons.most_common(_REASONS):
         echo(f"          {count:,} x {one_line(reason)}")
     if summary.num_failed > summary.reasons.total() and not summary.num_new:
-        echo(f"note      what failed before stays so; name another file than {target} to try it again")
+        echo(
+            f"note      earlier failures are not repeated; name another file than {target} to try them again"
+        )
     echo(
         f"tokens    {summary.prompt_tokens:,} of prompts ({summary.cached_tokens:,} cached), "
         f"{summary.generated_tokens:,} generated, {rate:,.1f} per second in {summary.seconds:,.1f} s"

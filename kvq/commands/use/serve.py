@@ -24,7 +24,7 @@ from kvq.commands.shared.options import (
     picked,
 )
 from kvq.commands.shared.terminal import echo
-from kvq.commands.use.engine_options import Service, service_options
+from kvq.commands.use.engine_options import ServiceOptions, service_options
 from kvq.errors import ConfigError
 from kvq.extras import EVENTS, SERVER, require
 
@@ -35,74 +35,84 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """How the server was told to serve."""
+    """Options of the server."""
 
-    check: bool = option(False, "Only look whether this configuration can work, and end.")
+    check: bool = option(False, "Only check whether this configuration can work, then end.")
     control_tokens_in: str = option(
         "completions",
-        "Where control tokens that clients' texts spell count as such, and not as plain text.",
+        "Requests in whose texts the spellings of control tokens are control tokens, not plain text.",
         type=click.Choice(["completions", "chats", "both", "none"]),
     )
-    grace: float = option(30.0, "Seconds that running requests get at the end.", type=AT_LEAST_0)
-    max_restarts: int = option(5, "Of the engine, within ten minutes.", type=click.IntRange(min=0))
+    grace: float = option(30.0, "Seconds that running requests get to end at shutdown.", type=AT_LEAST_0)
+    max_restarts: int = option(
+        5, "Restarts of the engine within ten minutes, at most.", type=click.IntRange(min=0)
+    )
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, type=click.IntRange(0, 65535))
     api_key_file: Path | None = option(
-        None, "Keys, one a line; these or --api-key are needed beyond loopback.", type=FILE
+        None, "File of API keys, one a line; keys are needed if --host is not loopback.", type=FILE
     )
     api_key: tuple[str, ...] = ()
-    metrics_key_file: Path | None = option(None, "Keys for /metrics and /health alone.", type=FILE)
+    metrics_key_file: Path | None = option(
+        None, "File of keys that open only /metrics and /health.", type=FILE
+    )
     allowed_host: tuple[str, ...] = option(
-        (), "Host header to answer; default: any beyond loopback.", multiple=True
+        (), "Host header to accept; default: any if --host is not loopback.", multiple=True
     )
     allow_origin: tuple[str, ...] = option(
-        (), "Web page that may call, such as https://a.org.", multiple=True
+        (), "Origin of a web page that may call, such as https://a.org.", multiple=True
     )
     ssl_certfile: Path | None = option(None, "Certificate for HTTPS, PEM.", type=FILE)
     ssl_keyfile: Path | None = option(
-        None, "Its key, readable by its owner only; default: in the certificate's file.", type=FILE
+        None, "Key of the certificate, readable by its owner only; default: in the same file.", type=FILE
     )
     log_format: str = option("text", type=click.Choice(["text", "json"]))
     log_level: str = option(
         "info",
-        "The least that is logged; probes such as /health/ready at debug only.",
+        "Lowest level that is logged; probes such as /health/ready are logged at debug.",
         type=click.Choice(["debug", "info", "warning", "error"]),
     )
     metrics_names: tuple[str, ...] = option(
         ("kvq",),
-        "Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
+        "Name prefixes at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
         multiple=True,
     )
     kv_events: str | None = option(
-        None, "Publish block events, for routers: a port of loopback, or tcp://HOST:PORT to listen on."
+        None, "Publish block events for routers: a port of loopback, or tcp://HOST:PORT to listen on."
     )
-    kv_events_topic: str = option("", "Topic of their messages, such as kv@HOST@MODEL for llm-d.")
+    kv_events_topic: str = option("", "Topic of block events, such as kv@HOST@MODEL for llm-d.")
     kv_events_form: Literal["maps", "arrays"] = option(
         "maps",
-        "How an event is written: maps as by vLLM 0.32, arrays as before it.",
+        "Encoding of block events: maps as of vLLM 0.32, arrays as before it.",
         type=click.Choice(["maps", "arrays"]),
     )
-    kv_events_replay: str | None = option(None, "Where missed ones can be asked for: as --kv-events.")
-    request_timeout: float = option(600.0, "Seconds for a request; 0: any.", type=AT_LEAST_0)
+    kv_events_replay: str | None = option(
+        None, "Address that replays missed block events; written as --kv-events."
+    )
+    request_timeout: float = option(600.0, "Seconds for a request; 0: no limit.", type=AT_LEAST_0)
     max_connections: int = option(
-        4096, "At once, as far as the limit of open files (ulimit -n) allows.", type=AT_LEAST_1
+        4096, "Connections at a time, within the limit of open files (ulimit -n).", type=AT_LEAST_1
     )
     max_connections_per_address: int | None = option(
         None,
-        "Of one client address; default: half of all. Behind a proxy all come from one.",
+        "Connections of one client address; default: half of all. Behind a proxy all have one address.",
         type=AT_LEAST_1,
     )
-    max_queue: int = option(1024, "Requests that may wait for a seat.", type=AT_LEAST_1)
-    max_queued_tokens: int = option(1 << 20, "Prompt tokens that may wait.", type=TOKENS)
-    max_wait: float = option(30.0, "Seconds to a first token that are borne.", type=POSITIVE)
+    max_queue: int = option(1024, "Most requests that wait.", type=AT_LEAST_1)
+    max_queued_tokens: int = option(1 << 20, "Most prompt tokens that wait.", type=TOKENS)
+    max_wait: float = option(
+        30.0, "Expected seconds to the first token above which requests are refused.", type=POSITIVE
+    )
     max_kv_pressure: float = option(
-        0.95, "Share of live blocks that is borne.", type=Finite(0, 1, min_open=True)
+        0.95, "Share of live blocks above which requests are refused.", type=Finite(0, 1, min_open=True)
     )
     max_concurrency_per_key: int | None = option(
-        None, "Sequences of one API key: prompts times results.", type=AT_LEAST_1
+        None, "Most sequences of one API key: prompts times results.", type=AT_LEAST_1
     )
-    requests_per_minute: int | None = option(None, "Of one API key.", type=AT_LEAST_1)
-    tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=TOKENS)
+    requests_per_minute: int | None = option(None, "Most requests of one API key.", type=AT_LEAST_1)
+    tokens_per_minute: int | None = option(
+        None, "Most tokens of one API key; cached tokens are free.", type=TOKENS
+    )
 
 
 @click.command(name="serve", cls=SectionedCommand)
@@ -111,10 +121,10 @@ class ServeOptions:
 @click.option(
     "--api-key",
     multiple=True,
-    help="A key, or several with commas. Lists of processes show it: better a file or KVQ_API_KEY.",
+    help="API key, or several with commas. Process lists show it: a file or KVQ_API_KEY is better.",
 )
 @gathered(ServeOptions, "options")
-def command(service: Service, options: ServeOptions) -> None:
+def command(service: ServiceOptions, options: ServeOptions) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop takes the signals
@@ -124,7 +134,7 @@ def command(service: Service, options: ServeOptions) -> None:
 
             serve(config)
             return
-        from kvq.server.check import check_config  # with torch, which this process needs to check only
+        from kvq.server.check import check_config  # imports torch, which only the check needs here
 
         findings = check_config(config)
     for finding in findings:
@@ -144,7 +154,7 @@ command.sections = {
 }
 
 
-def _config(service: Service, options: ServeOptions) -> "ServerConfig":
+def _config(service: ServiceOptions, options: ServeOptions) -> "ServerConfig":
     from kvq.server.admission.admission import AdmissionConfig
     from kvq.server.admission.config import ServerConfig
     from kvq.server.admission.metric_names import parse_names

@@ -11,11 +11,11 @@ import pytest
 import kvq
 from kvq import cli
 from kvq.bench.engine.continuous import ContinuousBatching
-from kvq.bench.engine.engine import Plan, bench_engine
-from kvq.bench.engine.load import Arrivals, Load, LoadRequest
+from kvq.bench.engine.engine import EnginePlan, bench_engine
+from kvq.bench.engine.load import ArrivalQueue, Load, LoadRequest
 from kvq.bench.engine.result import Served, ServedLoad, is_saturated, mark, row
 from kvq.bench.engine.rivals import check_requests, compare, one_by_one
-from kvq.bench.engine.server import KvqServer, Limits
+from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.capacity.lengths import Lengths, parse_lengths
 from kvq.errors import ConfigError, EngineError
 from kvq.models import Model
@@ -93,10 +93,10 @@ def test_requests_that_exceed_the_context_are_refused_and_long_tails_cut() -> No
 
 def test_arrivals_come_at_their_time_or_when_a_user_is_free() -> None:
     requests = [LoadRequest(index=i, prompt=[1], output_tokens=1, arrival_s=i) for i in range(3)]
-    opened = Arrivals(requests, None)
+    opened = ArrivalQueue(requests, None)
     assert [due for _, due in opened.due(1.5, 0)] == [0, 1]
     assert opened.wait_s(1.5, 0) == 0.5
-    closed = Arrivals(requests, 2)
+    closed = ArrivalQueue(requests, 2)
     assert [(r.index, due) for r, due in closed.due(7.0, 0)] == [(0, 7.0), (1, 7.0)]
     assert closed.wait_s(7.0, 0) == math.inf
     assert [(r.index, due) for r, due in closed.due(8.0, 1)] == [(2, 8.0)]
@@ -143,7 +143,7 @@ def test_saturation_and_the_best_row_within_the_slo_are_marked() -> None:
 def test_a_server_gives_every_token_and_counts_blocks_and_hits(model: Model) -> None:
     load = replace(LOAD, shared_prefix=0.9, input_lengths=Lengths(low=80, high=80))
     requests = load.draw(0)
-    server = KvqServer(model, "int4_g32", Limits(), requests)
+    server = KvqServer(model, "int4_g32", EngineLimits(), requests)
     found, again = server.run(requests, 1), server.run(requests, 1)
     server.close()
     assert [len(one.token_s) for one in found.served] == [request.output_tokens for request in requests]
@@ -158,7 +158,7 @@ def test_a_server_gives_every_token_and_counts_blocks_and_hits(model: Model) -> 
 
 def test_other_tokens_than_one_by_one_stop_the_benchmark(model: Model) -> None:
     few = check_requests(LOAD.draw(0))
-    server = KvqServer(model, "fp32", Limits(), few)
+    server = KvqServer(model, "fp32", EngineLimits(), few)
     alone = one_by_one(server, few)
     server.close()
     tokens = [list(output.token_ids) for output in alone]
@@ -192,7 +192,7 @@ def test_a_rival_that_cannot_run_has_a_row_that_says_why(
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(ContinuousBatching, "generate", broken)
-    plan = Plan(load=LOAD, limits=Limits(), rivals=("hf-continuous",), repeats=1)
+    plan = EnginePlan(load=LOAD, limits=EngineLimits(), rivals=("hf-continuous",), repeats=1)
     rows = bench_engine(model, ["fp32"], plan)
     assert rows[1]["reason"] == "ValueError: no such kernel"
     assert rows[1]["output_tokens_per_s"] is None
@@ -202,7 +202,7 @@ def test_a_rival_that_cannot_run_has_a_row_that_says_why(
 def test_pressure_shows_as_preemptions(model: Model) -> None:
     load = replace(LOAD, input_lengths=Lengths(low=60, high=60), output_lengths=Lengths(low=40, high=40))
     requests = load.draw(0)
-    server = KvqServer(model, "int4_g32", Limits(num_blocks=9), requests)
+    server = KvqServer(model, "int4_g32", EngineLimits(num_blocks=9), requests)
     found = server.run(requests, None)
     server.close()
     assert found.preemptions

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.rude import metrics, num_sockets, some_rude
 from kvq import cli
 from kvq.bench.engine.load import Load
-from kvq.bench.serve.client import Target
+from kvq.bench.serve.client import Endpoint
 from kvq.bench.serve.load import as_served, outcomes, run_load
 from kvq.bench.serve.process import ServerProcess
 from kvq.capacity.lengths import Lengths
@@ -51,10 +51,10 @@ def test_wrong_wishes_are_said_before_anything_starts(capsys):
 
 
 def test_addresses():
-    assert Target.from_url("http://a:81/").port == 81
+    assert Endpoint.from_url("http://a:81/").port == 81
     for url in ("https://a", "a:80", "http://"):
         with pytest.raises(ConfigError):
-            Target.from_url(url)
+            Endpoint.from_url(url)
 
 
 @pytest.mark.long  # a server of its own

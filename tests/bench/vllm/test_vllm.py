@@ -10,13 +10,13 @@ import pytest
 import kvq
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.vllm import vllm
-from kvq.bench.vllm.engine import OWN, Limits
-from kvq.bench.vllm.load import CLOCKED, WARM_UP, Plan
+from kvq.bench.vllm.engine import OWN, VllmLimits
+from kvq.bench.vllm.load import CLOCKED, WARM_UP, VllmPlan
 from kvq.commands.bench.vllm import _numbers
 from kvq.errors import ConfigError, EngineError
 from kvq.models import Model
 
-PLAN = Plan.of((3, 9, 4), (2, 33, 2), repeats=2)
+PLAN = VllmPlan.of((3, 9, 4), (2, 33, 2), repeats=2)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model() -> Model:
 class Engine:
     """Says what kvq's own engine says, or not; takes a second for a step of `kvq`, two for vLLM's own."""
 
-    def __init__(self, kv: str, model: Model, limits: Limits, *, wrong: bool = False) -> None:
+    def __init__(self, kv: str, model: Model, limits: VllmLimits, *, wrong: bool = False) -> None:
         self.name, self.kv, self.num_blocks = ("vLLM" if kv == OWN else "kvq in vLLM"), kv, 7
         self.model, self.limits, self.wrong = model, limits, wrong
         self.added: list[LoadRequest] = []
@@ -38,7 +38,7 @@ class Engine:
         return [str(one.index) for one in requests]
 
     def finish(self, names: Sequence[str]) -> list[list[int]]:
-        said = vllm._said(self.model, "auto" if self.kv == OWN else self.kv, self.added)
+        said = vllm.kvq_outputs(self.model, "auto" if self.kv == OWN else self.kv, self.added)
         tokens = [list(one.token_ids) for one in said]
         if self.wrong:
             tokens[-1][1] = (tokens[-1][1] + 1) % 4096
@@ -67,17 +67,17 @@ def run(
 ) -> tuple[list[dict[str, Any]], list[Engine]]:
     engines: list[Engine] = []
 
-    def make(kv: str, folder: object, limits: Limits) -> Engine:
+    def make(kv: str, folder: object, limits: VllmLimits) -> Engine:
         engines.append(Engine(kv, model, limits, **more))
         return engines[-1]
 
-    monkeypatch.setattr(vllm, "VllmEngine", make)
+    monkeypatch.setattr(vllm, "VllmServer", make)
     return vllm.bench_vllm(model, ["int8"], PLAN), engines
 
 
 def test_loads_hold_what_a_measurement_needs() -> None:
     assert PLAN.deep.lasting_tokens > 2 + WARM_UP + 2 * 2 + CLOCKED  # none ends while steps are measured
-    long = Plan.of(
+    long = VllmPlan.of(
         (3, 9, 4), (8, 4096, 8), 3
     ).deep  # whose first request goes on while 15 steps compute others
     assert long.lasting_tokens > 15 + WARM_UP + 3 * 8 + CLOCKED
@@ -90,11 +90,11 @@ def test_loads_hold_what_a_measurement_needs() -> None:
         with pytest.raises(ConfigError, match="three whole numbers"):
             _numbers(text, "--deep")
     with pytest.raises(ConfigError, match="got"):
-        Plan.of((0, 9, 4), (2, 33, 2), 1)
+        VllmPlan.of((0, 9, 4), (2, 33, 2), 1)
 
 
 def test_requests_that_outgrow_the_model_are_refused_by_the_option_that_asks_for_them() -> None:
-    plan = Plan.of((3, 9, 4), (2, 60, 8), repeats=5)
+    plan = VllmPlan.of((3, 9, 4), (2, 60, 8), repeats=5)
     plan.require_context(plan.deep.tokens)
     with pytest.raises(ConfigError, match=r"--deep .* smaller --deep"):
         plan.require_context(plan.deep.tokens - 1)

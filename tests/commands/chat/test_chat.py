@@ -19,7 +19,7 @@ from click.testing import CliRunner
 import kvq
 from kvq.commands.chat.chat import command
 from kvq.commands.chat.client import ServerPartner
-from kvq.commands.chat.partner import Sampling
+from kvq.commands.chat.partner import ChatSampling
 from kvq.models.describe.resolve import EMBEDDED
 from tests.waiting import HANG_S
 
@@ -74,7 +74,7 @@ def test_a_full_context_is_said_and_trimmed_when_asked():
     done = chat([words, words, words, "/reset", words], *options)
     assert done.exit_code == 1
     assert "the context is full" in done.stderr
-    assert "/reset begins anew; --trim drops" in done.stderr
+    assert "/reset starts over; --trim drops" in done.stderr
     done = chat([words] * 4, *options, "--trim")
     assert done.exit_code == 0, done.output
     assert "the oldest turn was dropped" in done.stderr
@@ -107,7 +107,7 @@ def test_the_address_that_the_server_prints_will_do(path):
     with HTTPServer(("127.0.0.1", 0), _Models) as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}{path}"
-        sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
+        sampling = ChatSampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
         assert ServerPartner(url, None, None, sampling).name == "found"
         server.shutdown()
 

@@ -7,10 +7,10 @@ import pytest
 from benchmarks.fuzz import streams
 from kvq.commands.chat import client
 from kvq.commands.chat.client import ServerPartner
-from kvq.commands.chat.partner import Sampling
+from kvq.commands.chat.partner import ChatSampling
 from kvq.errors import ConfigError, EngineError, RequestError
 
-SAMPLING = Sampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
+SAMPLING = ChatSampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
 EVENT = b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 CHUNKED = ["Transfer-Encoding: chunked"]

@@ -14,7 +14,7 @@ import kvq
 from kvq.commands.chat import engine
 from kvq.commands.chat.chat import command
 from kvq.commands.chat.engine import EnginePartner
-from kvq.commands.chat.partner import Sampling
+from kvq.commands.chat.partner import ChatSampling
 from kvq.commands.shared.options import ModelOptions
 from kvq.models.describe.resolve import EMBEDDED
 from tests.server.templates import LOOP
@@ -54,7 +54,7 @@ def processes_of(session):
 
 def partner_of(model):
     options = ModelOptions(model=str(model), device="cpu")
-    sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
+    sampling = ChatSampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
     return EnginePartner(options, "int4", sampling)
 
 

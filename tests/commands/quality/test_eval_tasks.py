@@ -167,7 +167,7 @@ def test_two_results_are_compared_cell_by_cell(kvq, both, tmp_path):
         (("--gate", "needle.retreived>0.5"), "did you mean 'retrieved'"),
         (("--gate", "needle.retrieved,none>0.5"), "has no filters"),
         (("--gate", "lm_eval.acc>0.5"), "add lm_eval to --tasks"),
-        (("--tasks", "lm_eval"), "needs to be told what, such as lm_eval:NAME"),
+        (("--tasks", "lm_eval"), "needs an argument, such as lm_eval:NAME"),
     ],
 )
 def test_what_can_not_be_asked_is_refused_before_any_work(kvq, arguments, says):

@@ -63,7 +63,7 @@ def test_a_folder_of_a_family_that_is_on_no_list_is_planned(kvq, hybrid, tmp_pat
         "plan", "--model", hybrid, "--gpu", "l4", "--kv", "fp16", "--context", 2048, "--json", path
     )
     assert status == 0, err
-    assert "for every sequence, however long it is" in out
+    assert "for every sequence, whatever its length" in out
     (row,) = json.loads(path.read_text())["rows"]
     assert row["state_bytes"] == 6 * STATE
     assert row["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2

@@ -94,7 +94,7 @@ def test_a_model_is_quantized_then_tuned_then_served(kvq, tmp_path):
             "smoothquant makes int8 weights for int8 inputs",
         ),
         (["--method", "gptq", "--activations", "fp8"], "don't go with fp8 inputs"),
-        (["--method", "rtn", "--text", __file__], "looks at no text"),
+        (["--method", "rtn", "--text", __file__], "uses no text"),
         (["--method", "gptq", "--text", "missing.txt"], "can't read missing.txt"),
         (["--method", "gptq", "--eval", "missing.txt"], "can't read missing.txt"),
         (["--method", "gptq", "--damp", "0"], "damping must lie between 0 and 1"),

@@ -51,9 +51,9 @@ def test_libraries_that_lack_memory_end_a_command_in_one_line(error, monkeypatch
 def test_riddles_are_taken_for_it_where_addresses_are_limited(monkeypatch):
     error = RuntimeError("FunctionParameter(): unknown parameter type: Tensor")
     monkeypatch.setattr(memory_errors, "address_limit", lambda: None)
-    assert memory_errors.shortage(error) is None
+    assert memory_errors.memory_message(error) is None
     monkeypatch.setattr(memory_errors, "address_limit", lambda: 3 << 30)
-    assert "raise `ulimit -v`, which gives it 3.00 GiB" in memory_errors.shortage(error)
+    assert "raise `ulimit -v`, which gives it 3.00 GiB" in memory_errors.memory_message(error)
 
 
 def test_other_errors_are_let_be(monkeypatch):

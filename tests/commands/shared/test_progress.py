@@ -36,7 +36,7 @@ def test_the_share_that_is_done_and_the_time_left_are_said(lines, soon):
         update(12, None)
         heard(lines, r"kvq: measuring, 12 done, \d+ s so far")
         update(0, 1200)
-        heard(lines, r"kvq: measuring: 0% done \(0 of 1,200\) in \d+ s, no telling how long yet")
+        heard(lines, r"kvq: measuring: 0% done \(0 of 1,200\) in \d+ s, time left not known yet")
         update(900, 1200)
         heard(lines, r"kvq: measuring: 75% done \(900 of 1,200\) in \d+ s, about \d+ s left")
     assert re.fullmatch(r"kvq: measuring: done in \d+ s", lines[-1])

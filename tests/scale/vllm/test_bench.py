@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvq.bench.vllm.engine import Limits, VllmEngine
+from kvq.bench.vllm.engine import VllmLimits, VllmServer
 from kvq.errors import EngineError
 from tests.scale.vllm.kit import TINY
 
 
 def test_what_vllm_refuses_is_said_with_its_reason() -> None:
-    limits = Limits(dtype="float32", kv_cache_memory_bytes=1 << 24, max_model_len=128, max_num_seqs=2)
+    limits = VllmLimits(dtype="float32", kv_cache_memory_bytes=1 << 24, max_model_len=128, max_num_seqs=2)
     with pytest.raises(EngineError, match=r"vLLM refuses .* static scales"):
-        VllmEngine("fp8_per_head", TINY, limits)
+        VllmServer("fp8_per_head", TINY, limits)
 
 
 def test_a_run_checks_measures_and_writes_all_rows(tmp_path: Path) -> None:

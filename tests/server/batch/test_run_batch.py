@@ -149,7 +149,7 @@ def test_ctrl_c_ends_it_with_a_hint(tmp_path, monkeypatch):
     source.write_text(json.dumps(request(1)), encoding="utf-8")
     done = run(source, target)
     assert done.exit_code != 0
-    assert "run the same command again to go on" in done.stderr
+    assert "run the same command again to continue" in done.stderr
     assert target.read_bytes() == b""
 
 
