@@ -1,4 +1,4 @@
-"""`kvq` and `python -m kvq`."""
+"""Entry point of `kvq` and `python -m kvq`."""
 
 import atexit
 import os
@@ -6,14 +6,14 @@ import signal
 import sys
 from types import FrameType
 
-_ended: list[int] = []  # the command's exit status, once it has one
+_status: list[int] = []  # exit status of the command, once it has one
 
 
 def main() -> None:
-    """The command. Signals while its own modules are loaded end it as later on: in one line, with 130."""
-    atexit.register(_leave)  # the first, so that it runs after all others
-    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _end) for number in heard}
+    """Run the command. Signals during its imports end it as later ones do: with one line and status 130."""
+    atexit.register(_leave)  # registered first, so that it runs last
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _end) for number in handled}
     from kvq.cli import main as run
 
     for number, handler in before.items():
@@ -22,22 +22,22 @@ def main() -> None:
         run()
     except SystemExit as end:
         if isinstance(end.code, int | None):
-            _ended.append(end.code or 0)
-            if sys.argv[1:2] == ["serve"]:  # which has put its things away, whatever its threads wait for
+            _status.append(end.code or 0)
+            if sys.argv[1:2] == ["serve"]:  # it has cleaned up; its threads may still wait for something
                 _leave()
         raise
 
 
 def _leave() -> None:
-    """End now: taking torch's modules apart takes a second of processor time."""
-    if not _ended:
+    """End the process now: unloading torch's modules takes a second of processor time."""
+    if not _status:
         return
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    except (AttributeError, OSError, ValueError):  # nobody reads it, or the disk is full: Python says so
+    except (AttributeError, OSError, ValueError):  # a closed pipe or a full disk, which Python reports
         return
-    os._exit(_ended[0])
+    os._exit(_status[0])
 
 
 def _end(number: int, frame: FrameType | None) -> None:

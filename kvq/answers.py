@@ -1,4 +1,4 @@
-"""What servers that speak OpenAI's protocol answer, field by field: any of it may be of another type."""
+"""Typed access to responses of OpenAI-compatible servers; every field may be missing or of another type."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from urllib.parse import SplitResult, urlsplit
 from kvq import strict_json
 from kvq.errors import ConfigError, EngineError, first_lines
 
-_MOST_TOKENS = 1 << 53  # of any count
+_MOST_TOKENS = 1 << 53  # in any count
 _MAX_NAME = 1000  # characters
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenUsage:
-    """What an answer took, in tokens."""
+    """Token counts of a response."""
 
     prompt: int = 0
     cached: int = 0
@@ -24,17 +24,17 @@ class TokenUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamEvent:
-    """One event of a stream."""
+    """Event of a stream."""
 
-    texts: tuple[str, ...]  # of its choices; none in one that tells the usage alone
+    texts: tuple[str, ...]  # of its choices; empty in an event with usage alone
     usage: TokenUsage | None
 
 
 def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
-    """Of a server, from what was given as --url; it has a host, and a port if any.
+    """Parse a server's address, the value of --url; the result has a host.
 
     Raises:
-        ConfigError: it is none, or of another scheme.
+        ConfigError: it is no address, or of another scheme.
     """
     with suppress(ValueError):  # a port that is no number, half of an IPv6 address
         parts = urlsplit(url)
@@ -44,39 +44,39 @@ def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
 
 
 def read_event(data: bytes) -> StreamEvent:
-    """An event of `/v1/chat/completions` or `/v1/completions`.
+    """Parse an event of `/v1/chat/completions` or `/v1/completions`.
 
     Raises:
-        EngineError: it tells of an error, is no JSON, or a field is of another type.
+        EngineError: it reports an error, is no JSON, or a field has another type.
     """
     event = _loads(data)
     if event.get("error") is not None:
         raise EngineError(error_message(event))
     choices = event.get("choices", [])
     if not isinstance(choices, list):
-        raise _misfit("choices", "a list")
+        raise _wrong_type("choices", "a list")
     texts = tuple(_text(f"choices[{index}]", choice) for index, choice in enumerate(choices))
     usage = _field(event, "usage", dict)
     return StreamEvent(texts=texts, usage=_usage(usage) if usage else None)
 
 
 def read_model(data: bytes) -> dict[str, Any]:
-    """The first model of `/v1/models`; its `id` is a text.
+    """Parse `/v1/models`; returns the first model, whose `id` is a string.
 
     Raises:
         EngineError: there is none.
     """
     models = _loads(data).get("data")
     if not isinstance(models, list) or not models or not isinstance(models[0], dict):
-        raise _misfit("data", "a list of models")
+        raise _wrong_type("data", "a list of models")
     name = models[0].get("id")
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
-        raise _misfit("data[0].id", f"a text of 1 to {_MAX_NAME} characters")
+        raise _wrong_type("data[0].id", f"a text of 1 to {_MAX_NAME} characters")
     return dict(models[0])
 
 
 def read_refusal(data: bytes, status: int) -> str:
-    """Why a server refused, in its words if it has any."""
+    """Return the reason why a server refused a request, in the server's words if it has any."""
     try:
         return error_message(_loads(data))
     except EngineError:
@@ -84,11 +84,12 @@ def read_refusal(data: bytes, status: int) -> str:
 
 
 def error_message(body: dict[str, Any]) -> str:
-    """Of an error object, whoever's it is."""
+    """Return the message of an error object of any server."""
     found = body.get("error", body)
     message = found.get("message") if isinstance(found, dict) else found
-    told = message if isinstance(message, str) and message.strip() else "it tells no reason"
-    return first_lines(Exception(told))
+    if not isinstance(message, str) or not message.strip():
+        return "it gives no reason"
+    return first_lines(Exception(message))
 
 
 def _loads(data: bytes) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _loads(data: bytes) -> dict[str, Any]:
 
 def _text(where: str, choice: Any) -> str:
     if not isinstance(choice, dict):
-        raise _misfit(where, "an object")
+        raise _wrong_type(where, "an object")
     if "text" in choice:
         return _field(choice, "text", str, where) or ""
     return _field(_field(choice, "delta", dict, where) or {}, "content", str, f"{where}.delta") or ""
@@ -119,11 +120,11 @@ def _usage(usage: dict[str, Any]) -> TokenUsage:
 
 
 def _field(holder: dict[str, Any], name: str, kind: type[T], where: str = "") -> T | None:
-    """A field of that type; None for null or none."""
+    """Return a field of that type; None for null or a missing field."""
     value = holder.get(name)
     if value is not None and not isinstance(value, kind):
         wanted = "a text or null" if kind is str else "an object or null"
-        raise _misfit(f"{where}.{name}".removeprefix("."), wanted)
+        raise _wrong_type(f"{where}.{name}".removeprefix("."), wanted)
     return value
 
 
@@ -131,9 +132,9 @@ def _count(usage: dict[str, Any], name: str) -> int:
     value = usage.get(name)
     value = 0 if value is None else value
     if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
-        raise _misfit(f"usage: {name}", "a number of tokens")
+        raise _wrong_type(f"usage: {name}", "a number of tokens")
     return value
 
 
-def _misfit(field: str, wanted: str) -> EngineError:
+def _wrong_type(field: str, wanted: str) -> EngineError:
     return EngineError(f"the server's answer doesn't keep to OpenAI's protocol: {field} must be {wanted}")

@@ -1,4 +1,4 @@
-"""What `import kvq` offers: loading with calibration, and measuring with plain rows."""
+"""Functions of `import kvq`: load, tune, quantize, and measure with plain rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -34,8 +34,8 @@ def load(
 ) -> Model:
     """Load a model and choose its KV format; see `kvq.models.load` and its `LoadOptions`.
 
-    With `calibrate_on_load`, static formats (`fp8_per_head`, `int8_per_head`), this one or those of
-    `with_kv`, get their scales from a run over the default calibration text, in memory only.
+    With `calibrate_on_load`, static formats (`fp8_per_head`, `int8_per_head`), of `kv` or of `with_kv`, get
+    their scales from a run over the default calibration text, in memory only.
 
     Raises:
         ModelError: missing, damaged or refused model.
@@ -47,7 +47,7 @@ def load(
     if scales is not None and calibrate_on_load:
         raise ConfigError(f"calibrate_on_load makes static scales and {scales} holds some; give one of them")
     if (scales is not None or calibrate_on_load) and kv != "auto" and not recipe.is_static:
-        raise ConfigError(f"static scales were asked for, but {recipe.name} uses none; drop them")
+        raise ConfigError(f"static scales were requested, but {recipe.name} uses none; drop them")
     if not calibrate_on_load:
         prepared.check_scales(recipe)
     model = load_prepared(prepared, recipe, static)
@@ -55,19 +55,19 @@ def load(
 
 
 def with_fresh_scales(model: Model, progress: Progress = lambda done, total: None) -> Model:
-    """The same model with static scales observed now on the default calibration text."""
+    """Return the model with static scales that are observed now on the default calibration text."""
     return model.with_static_scales(calibrate(model, calibration_text(), progress=progress))
 
 
-class TuneKeywords(TypedDict, total=False):
-    """What recipes of `tune` may keep unquantized, how much text it takes, and who is told how far it is."""
+class _TuneKeywords(TypedDict, total=False):
+    """Keywords of `tune`: unquantized tokens, the amount of text, and listeners."""
 
     recent: int
     sinks: int
     context: int | None
     max_windows: int
     verify_windows: int
-    known: Sequence[Trial]  # `sensitivities.trials` of a search before on this text: not measured again
+    known: Sequence[Trial]  # `sensitivities.trials` of an earlier search on this text: not measured again
     progress: NamedProgress
     keep: KeepTrials
 
@@ -81,15 +81,15 @@ def tune(
     text: EvalText | str | None = None,
     held_out: EvalText | str | None = None,
     formats: str | None = None,
-    **options: Unpack[TuneKeywords],
+    **options: Unpack[_TuneKeywords],
 ) -> Tuned:
     """Find the formats of every layer that cost least quality within a memory budget.
 
     `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
-    default); or `max_kl`, the mean KL divergence in nats to stay below. `text` is searched on and
-    `held_out` measured on, by default CPython's help topics. `formats`: codes to choose from, such as
-    "int8,int4", by default those with fast kernels here. With `recent` or `sinks` so many tokens of every
-    sequence, the youngest and the first, stay unquantized. The result's `recipe` is a `kv` for everything
+    default); or `max_kl`, the limit of the mean KL divergence in nats. The search runs on `text`, and
+    `held_out` is measured; both default to CPython's help topics. `formats`: codes to choose from, such as
+    "int8,int4", by default those with fast kernels here. `recent` and `sinks`: the numbers of most recent
+    and first tokens of every sequence that stay unquantized. The result's `recipe` is a `kv` for everything
     that takes one; `recipe.save("kvq.json")` keeps it.
 
     Raises:
@@ -99,16 +99,16 @@ def tune(
     loaded = model if isinstance(model, Model) else load(model)
     known = loaded.prepared
     nbytes = None if max_kl is not None and budget is None else parse_budget(known, budget or "int4")
-    given, told = _parted(options, ("progress", "keep"))
+    given, listeners = _split(options, ("progress", "keep"))
     plan = TunePlan(budget_bytes=nbytes, max_kl=max_kl, **given)
     codes = default_codes(known, plan) if formats is None else codes_of(formats.split(","))
     source = calibration_text() if text is None else _named(text, "text")
     other = default_text() if held_out is None else _named(held_out, "held-out text")
-    return search(loaded, source, other, replace(plan, codes=codes), **told)
+    return search(loaded, source, other, replace(plan, codes=codes), **listeners)
 
 
-class QuantizeKeywords(TypedDict, total=False):
-    """What `quantize` takes beside the method: fields of `Quantizing` and of `QuantizeSettings`."""
+class _QuantizeKeywords(TypedDict, total=False):
+    """Keywords of `quantize`: fields of `Quantizing` and of `QuantizeSettings`."""
 
     file_format: str
     text: EvalText | str | None
@@ -134,22 +134,22 @@ class QuantizeKeywords(TypedDict, total=False):
 
 @checked
 def quantize(
-    model: str | Path, out: str | Path, method: str = "gptq", **options: Unpack[QuantizeKeywords]
+    model: str | Path, out: str | Path, method: str = "gptq", **options: Unpack[_QuantizeKeywords]
 ) -> Quantized:
     """Quantize a model's weights into the folder `out`, which kvq, vLLM and transformers load.
 
     `method`: rtn, gptq, awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or autoawq.
-    `text` is calibrated on, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
-    After an interruption the same call goes on where it was, unless `restart`. bits, group_size, symmetric,
-    activations, act_order and the others are fields of `kvq.calib.quantize.QuantizeSettings`.
+    `text`: calibration text, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
+    After an interruption the same call continues where it ended, unless `restart`. bits, group_size,
+    symmetric, activations, act_order and the others are fields of `kvq.calib.quantize.QuantizeSettings`.
 
     Raises:
         ConfigError: options that don't go together, or don't fit the model; before any work.
         ModelError: missing, damaged or refused model.
         RequestError: too short a text, or activations that are not finite.
     """
-    given, how = _parted(options, [field.name for field in fields(QuantizeSettings)])
-    settings = QuantizeSettings(method=WeightMethod.named(method), **how)
+    given, of_settings = _split(options, [field.name for field in fields(QuantizeSettings)])
+    settings = QuantizeSettings(method=WeightMethod.named(method), **of_settings)
     text = given.pop("text", None)
     named = None if text is None else _named(text, "text")
     return quantize_model(Quantizing(model=model, out=Path(out), text=named, **given), settings)
@@ -159,8 +159,8 @@ def _named(text: EvalText | str, name: str) -> EvalText:
     return EvalText(name=name, text=text) if isinstance(text, str) else text
 
 
-class TokenKeywords(TypedDict, total=False):
-    """Fields of `kvq.evals.divergence.TokenPlan`, and who is told how far it is and what is finished."""
+class _PerplexityKeywords(TypedDict, total=False):
+    """Keywords of `perplexity`: fields of `kvq.evals.divergence.TokenPlan`, and listeners."""
 
     context: int
     chunk: int | None
@@ -176,21 +176,22 @@ def perplexity(
     model: str | Path | Model,
     kv: str | list[str | KVRecipe],
     text: str | None = None,
-    **options: Unpack[TokenKeywords],
+    **options: Unpack[_PerplexityKeywords],
 ) -> list[dict[str, Any]]:
     """Measure KV formats on a text; rows have the keys of `kvq perplexity --json`.
 
-    `model`: a loaded model, or what `load` takes. `text` defaults to held-out help topics of
-    CPython. Options are fields of `kvq.evals.divergence.TokenPlan`; `progress` hears of steps done and
-    steps in all, `keep` how to make the rows of what was measured so far.
+    `model`: a loaded model, or an argument of `load`. `text` defaults to held-out help topics of CPython.
+    Options are fields of `kvq.evals.divergence.TokenPlan`. `progress` is called with the steps done and the
+    steps in all, `keep` with a function that makes the rows so far.
     """
     loaded = model if isinstance(model, Model) else load(model)
     words = default_text().text if text is None else text
-    plan, told = _parted(options, ("progress", "keep"))
-    return [asdict(row) for row in measure_perplexity(loaded, kv, words, TokenPlan(**plan), Watch(**told))]
+    plan, listeners = _split(options, ("progress", "keep"))
+    rows = measure_perplexity(loaded, kv, words, TokenPlan(**plan), Watch(**listeners))
+    return [asdict(row) for row in rows]
 
 
-def _parted(options: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options without some names, and those."""
+def _split(options: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return options without some names, and the options of these names."""
     named = {name: options[name] for name in names if name in options}
     return {name: value for name, value in options.items() if name not in named}, named

@@ -1,4 +1,4 @@
-"""Arguments of public functions, held against their annotations, so that an error names the argument."""
+"""Type checks of public functions' arguments by their annotations, so that an error names the argument."""
 
 import functools
 import inspect
@@ -12,17 +12,17 @@ from kvq.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 _SHOWN = 60  # characters of a value
-_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # numpy's too
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # including numpy's
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, refusing arguments of types that its annotations don't name.
+    """Return the function, which refuses arguments whose types don't match its annotations.
 
     Raises:
         ConfigError: an argument of another type, by its name.
     """
     signature = inspect.signature(function)
-    hints: dict[str, Any] = {}  # filled by the first call, when all that annotations name is there
+    hints: dict[str, Any] = {}  # filled by the first call, when all names in annotations can be resolved
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -36,7 +36,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """By argument; those of `**options: Unpack[...]` by their own names."""
+    """Return type hints by argument; those of `**options: Unpack[...]` by their own names."""
     found = get_type_hints(function)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -49,11 +49,11 @@ def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[s
 
 def _check(name: str, value: object, hint: Any) -> None:
     if not fits(value, hint):
-        raise ConfigError(f"{name} must be {_told(hint)}, got {type(value).__name__} {value!r:.{_SHOWN}}")
+        raise ConfigError(f"{name} must be {_spelled(hint)}, got {type(value).__name__} {value!r:.{_SHOWN}}")
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether a value is of a type; looked at are classes, unions of them, and what sequences hold."""
+    """Return True if a value has a type: classes, unions of them, and items of sequences are checked."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, one) for one in inner)
@@ -74,9 +74,9 @@ def fits(value: object, hint: Any) -> bool:
     return isinstance(value, _NUMBERS.get(hint, hint))
 
 
-def _told(hint: Any) -> str:
+def _spelled(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(map(_told, get_args(hint)))
+        return " or ".join(map(_spelled, get_args(hint)))
     if hint is type(None):
         return "None"
     return getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)

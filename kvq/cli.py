@@ -1,4 +1,4 @@
-"""The `kvq` command. Commands are loaded when they are called, so that `--help` answers at once."""
+"""Command line of kvq. Commands are imported when they are called, so that `--help` answers at once."""
 
 import importlib
 import io
@@ -15,43 +15,43 @@ from kvq.commands.shared.terminal import echo, escape_unencodable, show_warnings
 from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
-# Of a group, command name -> its one-line help, shown without loading its module below kvq.commands.
+# Groups of commands: command name -> its one-line help, shown without importing its module
 _GROUPS = {
     "First steps": {
         "demo": "Measure every format on the embedded model and write a report.",
-        "perplexity": "Measure what KV formats cost on a text: kvq perplexity ./my-model",
+        "perplexity": "Measure the quality of KV formats on a text: kvq perplexity ./my-model",
         "serve": "Serve a model over HTTP, as OpenAI does: kvq serve ./my-model --kv int4",
     },
     "Use a model": {
-        "generate": "Go on from a prompt, streamed.",
+        "generate": "Continue a prompt, streamed.",
         "chat": "Chat in the terminal, with a model or with a running server.",
         "run-batch": "Answer a file of requests, in OpenAI's batch format; resumable.",
-        "detect-watermark": "Find kvq's watermark in texts, and make keys for it.",
+        "detect-watermark": "Find kvq's watermark in texts, or make a key for it.",
     },
     "Quality": {
-        "eval": "Measure quality by several measures, with error bars and gates.",
+        "eval": "Measure quality by several tasks, with error bars and gates.",
         "compare": "Compare two results of perplexity or eval.",
         "inspect": "Show a model's KV geometry and the bytes per token of every format.",
         "calibrate": "Observe a model and write static scales to a kvq.json.",
-        "tune": "Find the formats of every layer that cost least within a memory budget.",
+        "tune": "Find the best formats for every layer within a memory budget.",
         "quantize": "Quantize a model's weights into a folder that other engines load too.",
         "manifest": "Write or check the digests of a model folder's files.",
     },
     "Size and speed": {
         "plan": "Plan memory: how many users fit on which GPU.",
-        "simulate": "Serve a load to come without a GPU: latency, throughput, cost.",
-        "cost": "Compare what tokens cost on one's own GPUs and at an API.",
+        "simulate": "Simulate a load without a GPU: latency, throughput, cost.",
+        "cost": "Compare the price of tokens on your own GPUs and at an API.",
         "models": "List the models that plan knows without their files.",
         "gpus": "List the GPUs that plan knows.",
-        "bench": "Measure how fast the parts are, and the engine under load.",
+        "bench": "Measure the speed of kvq's parts, and of the engine under load.",
     },
     "This machine": {
-        "doctor": "Show what runs on this machine and why the rest does not.",
+        "doctor": "Show which backends run on this machine, and why others don't.",
         "completion": "Make bash, zsh or fish complete commands, options and names.",
     },
 }
 _COMMANDS = {name: line for group in _GROUPS.values() for name, line in group.items()}
-# Where the modules of commands are, below kvq.commands
+# Folders of the commands' modules, below kvq.commands
 _FOLDERS = {
     "bench": ("bench",),
     "capacity": ("cost", "gpus", "models", "plan", "simulate"),
@@ -71,11 +71,11 @@ _WINDOWS = (
 
 
 class _Interrupted(BaseException):
-    """Of KeyboardInterrupt click would make an empty line first."""
+    """Interrupt in a form that click passes on; for KeyboardInterrupt it would print an empty line."""
 
 
 class _Commands(click.Group):
-    """Loads a command's module when the command is called, not to list it."""
+    """Group that imports a command's module when the command is called, not to list it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -100,7 +100,7 @@ class _Commands(click.Group):
                 formatter.write_dl([*group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
-        """Commands by name, of which none is loaded, and kvq's own options."""
+        """Return commands by name, without importing them, and kvq's own options."""
         found = [
             CompletionItem(name, help=line) for name, line in _COMMANDS.items() if name.startswith(incomplete)
         ]
@@ -110,7 +110,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         is_known = not args or args[0].startswith("-") or args[0] in _COMMANDS
-        if not is_known and not ctx.resilient_parsing:  # as when a shell asks what a line may become
+        if not is_known and not ctx.resilient_parsing:  # resilient: a shell completes the line
             hint = nearest(args[0], list(_COMMANDS)) or ";"
             ctx.fail(f"there is no command {args[0]!r}{hint} commands: {', '.join(_COMMANDS)}")
         return super().resolve_command(ctx, args)
@@ -131,10 +131,10 @@ def root() -> None:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Run the command line; errors that kvq raises on purpose become one line and exit code 2, or 1 for a KV
-    format that breaks the model.
+    """Run the command line.
 
-    SIGTERM interrupts a command as Ctrl-C does, unless the command has its own way to end.
+    kvq's errors become one line and exit code 2, or 1 for a KV format that breaks the model. SIGTERM
+    interrupts a command as Ctrl-C does, unless the command handles it.
     """
     if sys.platform == "win32":
         echo(_WINDOWS, err=True)
@@ -156,13 +156,13 @@ def main(args: list[str] | None = None) -> Any:
     except KVQError as error:
         echo(f"kvq: error: {error}", err=True)
         sys.exit(1 if isinstance(error, BrokenFormat) else 2)
-    except BrokenPipeError:  # the reader of our output, such as `head`, is gone
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         sys.stderr.close()
         sys.exit(0)
     except (MemoryError, ImportError, OSError, RuntimeError, SystemError) as error:
-        if (told := memory_message(error)) is None:
+        if (message := memory_message(error)) is None:
             raise
-        echo(f"kvq: error: {told}", err=True)
+        echo(f"kvq: error: {message}", err=True)
         sys.exit(2)
 
 

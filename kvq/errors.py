@@ -1,4 +1,4 @@
-"""The one tree of errors that kvq raises on purpose.
+"""Errors of kvq, in one tree.
 
 Every message says what was given, what is allowed and what to do about it.
 """
@@ -9,55 +9,55 @@ class KVQError(Exception):
 
 
 class ConfigError(KVQError, ValueError):
-    """An option, a format name or a recipe that can't be used as given."""
+    """Option, format name or recipe that can't be used as given."""
 
 
 class UnfitFormat(ConfigError):
-    """A KV format that a model's head dimensions don't fit; others may."""
+    """KV format that doesn't fit a model's head dimensions; others may."""
 
 
 class BrokenFormat(ConfigError):
-    """A KV format that breaks the model it was asked for, as the load check found. It may be accepted."""
+    """KV format that breaks the model, as the load check found. It can be accepted by option."""
 
 
 class ModelError(KVQError):
-    """A model that is missing, damaged, or of a kind that kvq would run wrongly."""
+    """Model that is missing, damaged, or of a kind that kvq would run wrongly."""
 
 
 class RequestError(KVQError, ValueError):
-    """One request that can't be served; others go on."""
+    """Request that can't be served; other requests continue."""
 
 
 class Overloaded(RequestError):
-    """A request that can't be served now, for what others asked before; it may be sent again later."""
+    """Request that can't be served now because of earlier requests; it may be sent again later."""
 
 
 class NumericalError(RequestError):
-    """A request whose K, V or logits held NaN or infinity. It alone ended; nothing of it is cached."""
+    """Request whose K, V or logits had NaN or infinity. Only this request ended; none of it is cached."""
 
 
 class DamagedData(KVQError, ValueError):
-    """Stored KV that is not what was written, or was written for something else. Compute it again."""
+    """Stored KV that is damaged, or was written for another model or format. Compute it again."""
 
 
 class EngineError(KVQError):
-    """A request or an engine that failed for a reason that is not the request's own fault."""
+    """Request or engine that failed, not because of the request itself."""
 
 
 class OutOfBlocks(KVQError):
-    """A pool has fewer free blocks than were asked for. Nothing was taken."""
+    """Too few free blocks in a pool. No block was taken."""
 
 
 class OutOfMemory(KVQError):
-    """The device has less free memory than the pools need. Nothing was allocated."""
+    """Too little free memory on the device. Nothing was allocated."""
 
 
 class UnsupportedKernel(KVQError):
-    """No backend can run an operation on this device; the message lists every reason."""
+    """No backend for an operation on this device; the message lists every reason."""
 
 
 def first_lines(error: BaseException, limit: int = 300) -> str:
-    """Return a foreign error's text on one line, shortened; its type's name where it says nothing."""
+    """Return another library's error on one line, shortened; with its type's name if the text is empty."""
     text = " ".join(str(error).split())
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__} {text}".strip()

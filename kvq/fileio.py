@@ -1,4 +1,4 @@
-"""Writing result files so that a crash never leaves half of one."""
+"""File output: result files are written so that a crash never leaves half of one."""
 
 import os
 import secrets
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvq.errors import ConfigError
 
-NEW = 0o666  # permissions that are asked for; the umask takes its part
+NEW = 0o666  # requested permissions, from which the umask removes some
 PRIVATE = 0o600
 
 
@@ -18,44 +18,44 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes, *, permissions: int | None = None) -> None:
-    """Write `content` beside `path` and rename it into place. A symbolic link keeps pointing there.
+    """Write `content` to a temporary file and rename it to `path`. A symbolic link stays a link.
 
-    `permissions`: what the file gets, whatever an older one had. Without, a new file gets what the umask
-    leaves, and one that replaces another keeps its permissions.
+    `permissions`: of the file, whatever an older file had. Without, a new file gets what the umask leaves,
+    and a file that replaces another one gets its permissions.
 
     Raises:
         ConfigError: the folder is missing or full, or nothing can be written there.
     """
     target = check_writable(path)
-    aside = target.with_name(f".kvq-{secrets.token_hex(8)}")
+    temporary = target.with_name(f".kvq-{secrets.token_hex(8)}")
     try:
         older = os.stat(target) if permissions is None and target.exists() else None
         first = permissions or (NEW if older is None else PRIVATE)
-        with open(aside, "xb", opener=partial(os.open, mode=first)) as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=first)) as file:
             if older is not None:
                 keep_permissions(file.fileno(), older)
             file.write(content)
-        os.replace(aside, target)
+        os.replace(temporary, target)
     except BaseException as error:
         with suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ConfigError(f"can't write {path}: {error.strerror or error}") from error
         raise
 
 
 def keep_permissions(file: int | Path, older: os.stat_result) -> None:
-    """Give a file the permissions and the group of one that it replaces, so that nobody new can read it."""
+    """Give a file the permissions and the group of the file it replaces, so that nobody else can read it."""
     mode = older.st_mode & 0o777
     try:
         os.chown(file, older.st_uid if os.geteuid() == 0 else -1, older.st_gid)
-    except OSError:  # a group that we are not in: what it was allowed another would be
+    except OSError:  # we are not in the old group, and another group must not get its permissions
         mode &= ~0o070
     os.chmod(file, mode)
 
 
 def as_new(path: Path) -> None:
-    """Give a file of a library's the permissions that a new one of ours beside it would have."""
+    """Give a file that a library wrote the permissions of a new file in its folder."""
     sample = path.with_name(f".kvq-{secrets.token_hex(8)}")
     try:
         os.close(os.open(sample, os.O_CREAT | os.O_EXCL, NEW))
@@ -67,7 +67,7 @@ def as_new(path: Path) -> None:
 def check_secret(path: str | Path) -> None:
     """Raise ConfigError if others than the owner can read a file that holds a secret.
 
-    Where root owns it and this process isn't root's, its group may: this is how Kubernetes mounts
+    The group may read it if root owns the file and this process is not root's: this is how Kubernetes mounts
     secrets with `fsGroup`. PostgreSQL has the same rule for its keys.
     """
     try:

@@ -1,4 +1,4 @@
-"""A process loads what it uses: packages import a name's module when somebody asks for the name."""
+"""Lazy imports: packages import the module of a name when the name is first used."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,10 +11,10 @@ _importing = RLock()
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package. `homes`: its names, by the modules that define them.
+    """Return the `__getattr__` of a package. `homes`: its names, by the modules that define them.
 
-    It is the `else` of the package's imports under `TYPE_CHECKING`, so that type checkers know its names and
-    no others. What the package itself needs is imported from where it is defined.
+    It stands in the `else` of the package's imports under `TYPE_CHECKING`, so that type checkers know exactly
+    these names. Modules inside the package import names from where they are defined.
     """
     found = {name: home for home, names in homes.items() for name in names}
 
@@ -27,10 +27,10 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], 
 
 
 def import_whole(library: str) -> None:
-    """Import a library that ends with another module in its own place, as transformers does.
+    """Import a library that replaces its own module at the end of its import, as transformers does.
 
-    A thread that imports a name from it while another does so for the first time finds the module that was
-    there before, without the name.
+    Without this, a thread that imports a name while another thread first imports the library can find the
+    old module, which lacks the name.
     """
     with _importing:
         import_module(library)
@@ -38,7 +38,7 @@ def import_whole(library: str) -> None:
 
 @contextmanager
 def unseen(library: str) -> Iterator[None]:
-    """Who looks for a library meanwhile finds it not installed, unless it is imported already."""
+    """Make a library look as if it were not installed inside the block, unless it is imported already."""
     if library in sys.modules:
         yield
         return

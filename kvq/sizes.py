@@ -1,6 +1,6 @@
-"""Amounts as people read and write them, in the unit that fits: a small model's bytes are not 0.00 GiB.
+"""Sizes and counts as people read and write them, in a fitting unit: a small model's bytes are not 0.00 GiB.
 
-Figures in files are plain bytes; only what is shown goes through here.
+Figures in files are plain bytes; only displayed ones are formatted here.
 """
 
 import re
@@ -17,34 +17,34 @@ _SIZE = re.compile(r"\s*(\d{0,18}\.?\d{1,18})\s*((?:[kmgt]i?)?)(?:b|bytes)?\s*",
 
 
 def binary(nbytes: float) -> str:
-    """Bytes in powers of 1024, as memory and blocks are counted: `1.50 GiB`, `23.04 MiB`, `864 B`."""
+    """Format bytes in powers of 1024, as memory and blocks are counted: `1.50 GiB`, `23.04 MiB`, `864 B`."""
     return _fitting(nbytes, 1024, _BINARY)
 
 
 def decimal(nbytes: float) -> str:
-    """Bytes in powers of 1000, as data sheets and files are counted: `80.00 GB`, `141.1 MB`, `864 B`."""
+    """Format bytes in powers of 1000, as data sheets and files count: `80.00 GB`, `141.1 MB`, `864 B`."""
     return _fitting(nbytes, 1000, _DECIMAL)
 
 
 def speed(gb_per_s: float) -> str:
-    """Bytes a second, from benchmarks' GB/s: `41.20 GB/s`, `8.35 MB/s`."""
+    """Format GB/s as bytes a second: `41.20 GB/s`, `8.35 MB/s`."""
     return f"{decimal(1e9 * gb_per_s)}/s"
 
 
 def count(number: float) -> str:
-    """How many, such as weights of a model: `70.55 B`, `5.84 M`, `12`."""
+    """Format a number, such as the weights of a model: `70.55 B`, `5.84 M`, `12`."""
     return _fitting(number, 1000, _COUNTS).rstrip()
 
 
 def dollars(usd: float | None) -> str:
-    """To the cent, or to two digits if it is less than ten of them: `12.40`, `0.0031`; `-` if unknown."""
+    """Format dollars to the cent, or to two digits below ten cents: `12.40`, `0.0031`; `-` if unknown."""
     if usd is None:
         return "-"
     return f"{usd:,.2f}" if usd == 0 or abs(usd) >= 0.1 else f"{usd:.2g}"
 
 
 def parse_bytes(size: int | str, name: str) -> int:
-    """Bytes from a number or a text such as "2GiB", "512M" or "1.5g".
+    """Parse bytes from a number or a text such as "2GiB", "512M" or "1.5g".
 
     Raises:
         ConfigError: not a size.
@@ -58,10 +58,10 @@ def parse_bytes(size: int | str, name: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """How many tokens a text says: `8192`, `8k` or `1M`, in powers of 1024 as contexts are.
+    """Parse a number of tokens: `8192`, `8k` or `1M`, in powers of 1024 as contexts are.
 
     Raises:
-        ConfigError: it says no whole number of them.
+        ConfigError: it is no whole number.
     """
     match = _TOKENS.fullmatch(text)
     tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0.5
@@ -71,7 +71,7 @@ def parse_tokens(text: str) -> int:
 
 
 def _fitting(amount: float, step: int, units: tuple[str, ...]) -> str:
-    """Four digits or so, in the largest unit of which there is at least one once rounded."""
+    """Format an amount with about four digits, in the largest unit in which it rounds to one or more."""
     if abs(amount) < step:
         return f"{amount:,.4g} {units[0]}"
     for unit in units[1:]:

@@ -1,7 +1,7 @@
-"""JSON that others wrote, taken literally: nothing that readers of it would see differently, or choke on.
+"""Strict JSON for input from outside: refuses documents that readers interpret differently or fail on.
 
-Refused are NaN and infinities, numbers beyond 64 bits or a float's range, a name twice in one object, halves
-of surrogate pairs, and values nested deeper than `MAX_DEPTH`.
+Refused are NaN and infinities, numbers beyond 64 bits or a float's range, repeated names in one object,
+unpaired surrogates, and values nested deeper than `MAX_DEPTH`.
 """
 
 import json
@@ -9,18 +9,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-MAX_DEPTH = 64  # of values; what encodes them further on recurses
+MAX_DEPTH = 64  # of values; later encoders recurse
 MAX_FILE = 256 << 20  # bytes
-_INTEGERS = range(-(1 << 63), 1 << 64)  # what MessagePack holds
+_INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack
 _SHOWN = 40  # characters of a name in an error
-_STEPS = 6  # of the way to what is refused
+_STEPS = 6  # of the path to a refused value, shown at most
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of a document.
+    """Parse a document.
 
     Raises:
-        ValueError: it is no JSON, or holds what is refused; the message names the field.
+        ValueError: it is no JSON, or has a refused value; the message names the field.
     """
     try:
         value = _DECODER.decode(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
@@ -30,11 +30,11 @@ def loads(text: str | bytes) -> Any:
 
 
 def read(path: Path) -> Any:
-    """The value that a file holds.
+    """Parse a file.
 
     Raises:
         OSError: it can't be read.
-        ValueError: as of `loads`, or it is larger than `MAX_FILE`.
+        ValueError: as for `loads`, or it is larger than `MAX_FILE`.
     """
     with path.open("rb") as file:
         raw = file.read(MAX_FILE + 1)
@@ -44,15 +44,15 @@ def read(path: Path) -> Any:
 
 
 def check_value(value: Any) -> Any:
-    """The value, if all of it can be passed on.
+    """Return the value if nothing in it is refused.
 
     Raises:
-        ValueError: it holds what is refused; the message names the field.
+        ValueError: it has a refused value; the message names the field.
     """
     try:
         _check(value, MAX_DEPTH)
     except _Refused as error:
-        raise ValueError(error.told()) from None
+        raise ValueError(error.message()) from None
     return value
 
 
@@ -62,16 +62,16 @@ _TOO_DEEP = f"values may be nested {MAX_DEPTH} levels deep"
 class _Refused(Exception):
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.path: list[str | int] = []  # from the inside out
+        self.path: list[str | int] = []  # innermost first
 
-    def told(self) -> str:
+    def message(self) -> str:
         steps = list(reversed(self.path))[:_STEPS]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step!s:.{_SHOWN}}" for step in steps)
         return f"{where.removeprefix('.')}: {self}" if where else str(self)
 
 
 def _check(value: Any, levels: int) -> None:
-    """Recurses `MAX_DEPTH` times at most; the path is put together only of what is refused."""
+    """Raise for refused values; recurses `MAX_DEPTH` times at most. Only a refused value gets a path."""
     if isinstance(value, dict | list):
         if not levels:
             raise _Refused(_TOO_DEEP)

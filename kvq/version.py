@@ -1,3 +1,3 @@
-"""The version, in one place."""
+"""Version of kvq."""
 
 __version__ = "0.1.0"

@@ -34,6 +34,9 @@ class Finite(click.FloatRange):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
+    def _describe_range(self) -> str:  # click describes a range without bounds as x<=None
+        return "" if self.min is self.max is None else super()._describe_range()
+
 
 class TokenCount(click.IntRange):
     """Number of tokens, such as 8192, 8k or 1M."""
