@@ -40,8 +40,8 @@ def test_events_of_either_kind_are_read():
         ({"usage": {"prompt_tokens_details": {"cached_tokens": True}}}, "cached_tokens must be"),
         ({"error": "no room"}, "^no room$"),
         ({"error": {"message": "m" * 900}}, r"^m{297}\.\.\.$"),
-        ({"error": {"message": 3}}, "tells no reason"),
-        ({"error": 3}, "tells no reason"),
+        ({"error": {"message": 3}}, "gives no reason"),
+        ({"error": 3}, "gives no reason"),
     ],
 )
 def test_other_types_are_refused_by_their_names(fields, said):

@@ -56,12 +56,8 @@ class _SpeculationOptions:
     input_len: int = option(128, "Tokens of each prompt.", type=TokenCount(1, 1 << 20))
     output_len: int = option(128, "Tokens generated for each.", type=TokenCount(2, 1 << 20))
     temperature: float = option(0.0, "0 takes the likeliest token.", type=Finite(0, 10))
-    seed: int | None = option(
-        None, "Seed of requests; with it they get the same tokens as without drafts.", type=int
-    )
-    text: Path | None = option(
-        None, "Text that prompts are cut from.  [default: help topics of Python]", type=FILE
-    )
+    seed: int | None = option(None, "Seed of requests; makes their tokens the same without drafts.", type=int)
+    text: Path | None = option(None, "Text to cut prompts from.  [default: help topics of Python]", type=FILE)
     repeats: int = option(5, type=click.IntRange(1, 1000))
 
 

@@ -10,7 +10,15 @@ import click
 
 from kvq.commands.capacity.sizing import PriceOptions, gpu_file_option, gpus_of
 from kvq.commands.shared.names import GPU
-from kvq.commands.shared.options import AT_LEAST_0, AT_LEAST_1, TOKENS, Finite, gathered, json_option, option
+from kvq.commands.shared.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    SHARE,
+    TOKENS,
+    gathered,
+    json_option,
+    option,
+)
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.tables import console, text_table
 from kvq.errors import ConfigError
@@ -25,16 +33,12 @@ class _CostOptions:
     """GPUs, their speed and price, and requests."""
 
     gpu: str | None = option(None, "A name of `kvq gpus`, for its price.", type=GPU)
-    usd_per_hour: float | None = option(
-        None, "$ an hour for one GPU, instead of the price of --gpu.", type=AT_LEAST_0
-    )
+    usd_per_hour: float | None = option(None, "$ an hour for one GPU instead of --gpu's.", type=AT_LEAST_0)
     num_gpus: int = option(1, "Number of GPUs.", type=AT_LEAST_1)
     tokens_per_s: float | None = option(
         None, "Tokens per second that all GPUs together generate; see kvq plan.", type=AT_LEAST_0
     )
-    utilization: float = option(
-        1.0, "Share of the time in which the GPUs are busy.", type=Finite(0, 1, min_open=True)
-    )
+    utilization: float = option(1.0, "Share of the time in which the GPUs are busy.", type=SHARE)
     operations_usd: float = option(0.0, "$ a month for operating the GPUs.", type=AT_LEAST_0)
     prompt: int = option(500, "Prompt tokens of a request.", type=TOKENS)
     output: int = option(200, "Output tokens of a request.", type=TOKENS)

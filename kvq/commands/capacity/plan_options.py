@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from kvq.commands.shared.options import AT_LEAST_1, FILE, TOKENS, Finite, Size, option
+from kvq.commands.shared.options import AT_LEAST_1, FILE, SHARE, TOKENS, Finite, Size, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,9 +13,7 @@ class PlanOptions:
     """Lengths and rate of requests, the engine, and its verification on this machine."""
 
     context: int | None = option(None, "Tokens of each request when it ends.", type=TOKENS)
-    output: int | None = option(
-        None, "Generated tokens among these.  [default: an eighth of --context]", type=TOKENS
-    )
+    output: int | None = option(None, "Generated tokens among these.  [default: an eighth]", type=TOKENS)
     lognormal: str | None = option(None, "MEDIAN,SIGMA of the tokens of requests, instead of --context.")
     trace: Path | None = option(
         None,
@@ -31,11 +29,9 @@ class PlanOptions:
         type=TOKENS,
     )
     users: int | None = option(None, "Number of users, to find how many GPUs they need.", type=AT_LEAST_1)
-    active: float = option(
-        1.0, "Share of --users with a request at any time.", type=Finite(0, 1, min_open=True)
-    )
+    active: float = option(1.0, "Share of --users with a request at any time.", type=SHARE)
     rate: float | None = option(
-        None, "Requests a second, to find utilization and requests at a time.", type=Finite()
+        None, "Requests a second, to find utilization and concurrency.", type=Finite()
     )
     engine: str = option(
         "kvq",

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import click
 
-from kvq.commands.shared.options import AT_LEAST_1, FILE, POSITIVE, TOKENS, Finite, Several, option
+from kvq.commands.shared.options import (
+    AT_LEAST_1,
+    FILE,
+    NATURAL,
+    POSITIVE,
+    SHARE,
+    TOKENS,
+    Finite,
+    Several,
+    option,
+)
 
 _ROUTINGS = ("round-robin", "two-choices", "least-loaded", "session", "prefix", "affinity")
 
@@ -16,10 +26,10 @@ class SimulateOptions:
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
     trace: Path | None = option(
-        None, "File of requests: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=FILE
+        None, "Requests as JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=FILE
     )
     requests: int | None = option(
-        None, "Number of requests.  [default: 2000, or the whole trace]", type=AT_LEAST_1
+        None, "Number of requests.  [default: 2000, or all of --trace]", type=AT_LEAST_1
     )
     input_len: str = option("lognormal:256:0.7", "Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.")
     output_len: str = option("lognormal:128:0.7", "Tokens of answers, in the same notation.")
@@ -34,17 +44,17 @@ class SimulateOptions:
     routing: tuple[str, ...] = option(
         "least-loaded", f"{', '.join(_ROUTINGS)}; several to compare.", type=Several(click.Choice(_ROUTINGS))
     )
-    prefill_replicas: int = option(0, "Further engines for prompts only.", type=click.IntRange(min=0))
+    prefill_replicas: int = option(0, "Further engines for prompts only.", type=NATURAL)
     transfer_gb_s: float = option(50.0, "GB/s of KV from the prefill replicas.", type=POSITIVE)
     overflow_waiting: int | None = option(
-        None, "Waiting requests above which an API gets further ones.", type=click.IntRange(min=0)
+        None, "Waiting requests above which an API gets further ones.", type=NATURAL
     )
     slo_ttft_ms: float | None = option(None, "Goal for the first token.", type=POSITIVE)
     slo_itl_ms: float | None = option(None, "Goal for a request's mean gap.", type=POSITIVE)
     meet: float | None = option(
         None,
         "Find the replicas with which this share of requests meets the goals.",
-        type=Finite(0, 1, min_open=True),
+        type=SHARE,
     )
     max_num_batched_tokens: tuple[int, ...] = option(
         "2048", "Most new tokens of a step; several to compare.", type=Several(TOKENS)
@@ -59,5 +69,5 @@ class SimulateOptions:
         "draft pass as a share of a decode step (0, as for n-grams); adapts=false: always k drafts, not as "
         "many as pay.  [default: off]",
     )
-    seed: int = option(0, "Seed of everything random.", type=click.IntRange(min=0))
+    seed: int = option(0, "Seed of everything random.", type=NATURAL)
     faults: bool = option(False, "Simulate faults: clients leave, steps are slow, engines crash.")

@@ -13,7 +13,7 @@ from kvq.commands.shared.options import (
     AT_LEAST_1,
     BLOCK_SIZES,
     FILE,
-    Finite,
+    SHARE,
     TokenCount,
     gathered,
     model_argument,
@@ -45,9 +45,7 @@ class SizingOptions:
         "auto", "fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16."
     )
     tensor_parallel: int = option(1, "GPUs that split each layer.", names="--tensor-parallel -tp")
-    pipeline_parallel: int = option(
-        1, "GPUs that divide the layers among them.", names="--pipeline-parallel -pp"
-    )
+    pipeline_parallel: int = option(1, "GPUs that divide the layers.", names="--pipeline-parallel -pp")
     sequences: int | None = option(
         None,
         "Most sequences at a time.  [default: plan: as many as fit, which is then an option of the server; "
@@ -66,12 +64,12 @@ class SizingOptions:
         GPU_FRACTION,
         "Share for KV of the memory that weights leave free, as for kvq serve.",
         names="--gpu-memory-utilization",
-        type=Finite(0, 1, min_open=True),
+        type=SHARE,
     )
     block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
     gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=FILE)
     calibrate: Path | None = option(
-        None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=FILE
+        None, "Results of kvq bench engine on this GPU, for efficiency.", type=FILE
     )
     json_path: str | None = path_option("--json", "Write the rows as JSON.")
     html_path: str | None = path_option("--html", "Write a report with plots.")

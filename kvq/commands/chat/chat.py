@@ -38,7 +38,7 @@ class _ChatOptions:
     """Partner of the conversation, and its system message."""
 
     kv_memory: str | None = option(
-        None, "Bytes of the block pool, such as 2GiB; default: all free memory.", type=Size()
+        None, "Size of the block pool, such as 2GiB; default: all free memory.", type=Size()
     )
     url: str | None = option(None, "Chat with a running server, such as http://127.0.0.1:8000.")
     api_key_env: str | None = option(None, "With --url: the environment variable that holds the key.")

@@ -51,14 +51,14 @@ class _CalibrateOptions:
         "Store formats in groups, such as V in int4, without the means of their rows; that takes no bytes.",
     )
     context: int | None = option(
-        None, "Tokens per window.  [default: 1024, or the model's longest]", type=TOKENS
+        None, "Tokens per window.  [default: 1024, or the model's context]", type=TOKENS
     )
     max_windows: int = option(32, "Windows to observe, spread over the text.")
     check: str | None = path_option(
         "--check", "Another text, to check the scales on; exit code 1 if they don't fit it.", type=TO_READ
     )
     fp8_out: str | None = path_option(
-        "--fp8-out", "FP8 scales per tensor for other engines: .safetensors or .json."
+        "--fp8-out", "FP8 scales per tensor for other engines (.safetensors, .json)."
     )
     json_path: str | None = path_option("--json", "Write the statistics of every head as JSON.")
     device: str = option("auto", "auto, cpu or cuda.")

@@ -7,6 +7,7 @@ import click
 
 from kvq.commands.shared.options import (
     AT_LEAST_1,
+    NATURAL,
     TO_READ,
     TOKENS,
     Finite,
@@ -49,7 +50,7 @@ class EvalOptions:
     )
     attention_windows: int = option(8, "Windows for the attention error.", type=AT_LEAST_1)
     resamples: int = option(2000, "Resamples of documents, for 95% intervals.")
-    seed: int = option(0, "Seed of resampling and of needles.", type=click.IntRange(min=0))
+    seed: int = option(0, "Seed of resampling and of needles.", type=NATURAL)
     json_path: str | None = path_option("--json", "Write everything as JSON.")
     html_path: str | None = path_option("--html", "Write a self-contained page, and JSON beside it.")
 
@@ -75,13 +76,13 @@ class TaskOptions:
         "Sentence with {key} and {value}, or 'tokens' for random tokens.  [default: The secret number of "
         "{key} is {value}.]",
     )
-    needle_distractors: int = option(0, "Further needles with other keys.", type=click.IntRange(min=0))
+    needle_distractors: int = option(0, "Further needles with other keys.", type=NATURAL)
     include_path: str | None = path_option(
-        "--include-path", "Folder with more task files for lm_eval.", type=TO_READ
+        "--include-path", "Folder of further tasks for lm_eval.", type=TO_READ
     )
     limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=AT_LEAST_1)
     num_fewshot: int | None = option(
-        None, "Examples before each question of lm_eval.  [default: the task's]", type=click.IntRange(min=0)
+        None, "Examples before each question of lm_eval.  [default: the task's]", type=NATURAL
     )
     apply_chat_template: bool = option(False, "Ask lm_eval's questions as a chat.")
     kv_memory: str | None = option(

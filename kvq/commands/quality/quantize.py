@@ -69,7 +69,7 @@ class _MethodOptions:
     )
     samples: int = option(128, "Samples to calibrate on.", type=click.IntRange(8, 1024))
     context: int | None = option(
-        None, "Tokens of a sample.  [default: 2048, or the model's longest]", type=TOKENS
+        None, "Tokens of a sample.  [default: 2048, or the model's context]", type=TOKENS
     )
     seed: int = option(0, "Seed of the choice of samples.")
 

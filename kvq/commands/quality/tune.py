@@ -61,9 +61,7 @@ class _TuneOptions:
         "Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
         f"[default: {DEFAULT_BUDGET}]",
     )
-    max_kl: float | None = option(
-        None, "Limit of the mean KL divergence, instead of --budget.", type=POSITIVE
-    )
+    max_kl: float | None = option(None, "Limit of the mean KL divergence instead of --budget.", type=POSITIVE)
     held_out: str | None = path_option(
         "--held-out",
         "Text to measure on.  [default: the last third of --text, or held-out help topics]",
@@ -79,12 +77,12 @@ class _TuneOptions:
     sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=TokenCount())
     out: str = option("kvq.json", "Recipe to write.", type=TO_WRITE)
     context: int | None = option(
-        None, "Tokens per window.  [default: 512, or the model's longest]", type=TOKENS
+        None, "Tokens per window.  [default: 512, or the model's context]", type=TOKENS
     )
     max_windows: int = option(3, "Windows to search on.", type=AT_LEAST_1)
     verify_windows: int = option(8, "Windows to measure on.", type=AT_LEAST_1)
     costs: str | None = path_option(
-        "--costs", "--json of an earlier search, whose trials are reused.", type=TO_READ
+        "--costs", "--json of an earlier search, to reuse its trials.", type=TO_READ
     )
     json_path: str | None = path_option("--json", "Write all measurements as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")

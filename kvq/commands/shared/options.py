@@ -76,7 +76,8 @@ class TextOrMapping(StringParamType):
 
 
 AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
-AT_LEAST_1, TOKENS = click.IntRange(min=1), TokenCount(min=1)
+SHARE = Finite(0, 1, min_open=True)
+NATURAL, AT_LEAST_1, TOKENS = click.IntRange(min=0), click.IntRange(min=1), TokenCount(min=1)
 SPECULATION = "Drafting method: ngram, self, heads, or draft,model=FOLDER; ,k=4 limits the drafts of a step."
 ACCEPT = "Use a KV format even if the load check finds that it breaks the model."
 GENERATION_CONFIG = (
@@ -214,7 +215,7 @@ class ModelOptions:
     )
     block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
     backend: str = option(
-        "auto", "Kernels: auto, triton, triton-8bit, cpu, cpu-fp32 or reference; see `kvq doctor`."
+        "auto", "Kernels: auto, triton, triton-8bit, cpu, cpu-fp32, reference; see kvq doctor."
     )
     cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
     revision: str | None = option(None, REVISION)
@@ -252,9 +253,7 @@ class WindowOptions:
     """Windows of a text, and the check that it can show damage: fields of `TokenPlan`."""
 
     context: int = option(1024, "Tokens per window; windows are documents.", type=TokenCount())
-    max_windows: int | None = option(
-        None, "Stop after this many windows.  [default: the whole text]", type=AT_LEAST_1
-    )
+    max_windows: int | None = option(None, "Stop after this many windows.  [default: all]", type=AT_LEAST_1)
     chunk: int | None = option(None, "Prefill tokens per step.  [default: as many as fit]", type=TOKENS)
     instrument: bool = option(False, "Check that model and all of the text can show damage; exit 1 if not.")
 

@@ -32,7 +32,7 @@ def mark_difference(one: str, other: str) -> tuple[str, str]:
     type=click.Path(),
     help="Folder for report.html, results.json and plot.svg.",
 )
-@click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
+@click.option("--max-windows", type=int, help="Stop after this many windows.  [default: all]")
 def command(out: str, max_windows: int | None) -> None:
     """Measure every format on the embedded model and write a report."""
     from kvq.commands.quality.eval_tasks import EvalPlan

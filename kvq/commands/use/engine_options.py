@@ -13,9 +13,9 @@ from kvq.commands.shared.options import (
     ACCEPT,
     GENERATION_CONFIG,
     POSITIVE,
+    SHARE,
     SPECULATION,
     TO_READ,
-    Finite,
     ModelOptions,
     Size,
     TextOrMapping,
@@ -39,21 +39,19 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 class EngineOptions:
     """Options of the engine: memory, steps, speculation and watermarks."""
 
-    max_num_seqs: int = option(
-        MAX_NUM_SEQS, "Most sequences that run at a time.", type=click.IntRange(1, 1 << 24)
-    )
+    max_num_seqs: int = option(MAX_NUM_SEQS, "Most sequences at a time.", type=click.IntRange(1, 1 << 24))
     max_num_batched_tokens: int = option(
         MAX_NUM_BATCHED_TOKENS, "Most new tokens of a step.", type=TokenCount(1, 1 << 24)
     )
     kv_memory: str | None = option(
-        None, "Bytes of the block pool, such as 2GiB; default: all free memory.", type=Size()
+        None, "Size of the block pool, such as 2GiB; default: all free memory.", type=Size()
     )
     memory_fraction: float | None = option(
         None,
         "Share of the memory that is free after loading the weights, for the pool.  "
         f"[default: {GPU_FRACTION}; {CPU_FRACTION} of a host's memory, {CPU_MOST >> 30} GiB at most]",
         names="--gpu-memory-utilization",
-        type=Finite(0, 1, min_open=True),
+        type=SHARE,
     )
     num_blocks: int | None = option(
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
@@ -66,10 +64,10 @@ class EngineOptions:
         type=TokenCount(1, 1 << 24),
     )
     itl_slo_s: float | None = option(
-        None, "Goal in seconds between tokens; steps are kept shorter.", names="--itl-slo", type=POSITIVE
+        None, "Goal in seconds between tokens.", names="--itl-slo", type=POSITIVE
     )
     ttft_slo_s: float | None = option(
-        None, "Goal in seconds to the first token; prefill is sped up.", names="--ttft-slo", type=POSITIVE
+        None, "Goal in seconds to the first token.", names="--ttft-slo", type=POSITIVE
     )
     accept_divergence: bool = option(False, ACCEPT)
     watermark: str = option(

@@ -39,10 +39,10 @@ class _SamplingOptions:
     top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
     top_p: float | None = option(None, "Keep this share of probability.  [default: 1]", type=float)
     min_p: float | None = option(
-        None, "Drop tokens below this share of the likeliest token's probability.  [default: 0]", type=float
+        None, "Least share of the likeliest token's probability.  [default: 0]", type=float
     )
     repetition_penalty: float | None = option(
-        None, "Values above 1 discourage repetition.  [default: 1]", type=float
+        None, "Above 1 discourages repetition.  [default: 1]", type=float
     )
     seed: int | None = option(None, "Makes sampling repeatable.", type=int)
     stop: tuple[str, ...] = option((), "End before this text; may be given several times.", multiple=True)

@@ -39,9 +39,7 @@ class _BatchOptions:
         "Lines that are read and answered at a time.  [default: twice --max-num-seqs]",
         type=click.IntRange(1, 65536),
     )
-    retry_failed: bool = option(
-        False, "Also repeat requests that failed because of the engine or too much load."
-    )
+    retry_failed: bool = option(False, "Also repeat requests that failed by the engine or too much load.")
 
 
 @click.command(name="run-batch", cls=SectionedCommand)

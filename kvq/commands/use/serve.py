@@ -15,9 +15,10 @@ from kvq.commands.shared.options import (
     AT_LEAST_0,
     AT_LEAST_1,
     FILE,
+    NATURAL,
     POSITIVE,
+    SHARE,
     TOKENS,
-    Finite,
     SectionedCommand,
     gathered,
     option,
@@ -44,18 +45,14 @@ class ServeOptions:
         type=click.Choice(["completions", "chats", "both", "none"]),
     )
     grace: float = option(30.0, "Seconds that running requests get to end at shutdown.", type=AT_LEAST_0)
-    max_restarts: int = option(
-        5, "Restarts of the engine within ten minutes, at most.", type=click.IntRange(min=0)
-    )
+    max_restarts: int = option(5, "Most restarts of the engine within ten minutes.", type=NATURAL)
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, type=click.IntRange(0, 65535))
     api_key_file: Path | None = option(
         None, "File of API keys, one a line; keys are needed if --host is not loopback.", type=FILE
     )
     api_key: tuple[str, ...] = ()
-    metrics_key_file: Path | None = option(
-        None, "File of keys that open only /metrics and /health.", type=FILE
-    )
+    metrics_key_file: Path | None = option(None, "File of keys for /metrics and /health only.", type=FILE)
     allowed_host: tuple[str, ...] = option(
         (), "Host header to accept; default: any if --host is not loopback.", multiple=True
     )
@@ -86,9 +83,7 @@ class ServeOptions:
         "Encoding of block events: maps as of vLLM 0.32, arrays as before it.",
         type=click.Choice(["maps", "arrays"]),
     )
-    kv_events_replay: str | None = option(
-        None, "Address that replays missed block events; written as --kv-events."
-    )
+    kv_events_replay: str | None = option(None, "Address that replays missed block events, as --kv-events.")
     request_timeout: float = option(600.0, "Seconds for a request; 0: no limit.", type=AT_LEAST_0)
     max_connections: int = option(
         4096, "Connections at a time, within the limit of open files (ulimit -n).", type=AT_LEAST_1
@@ -104,14 +99,14 @@ class ServeOptions:
         30.0, "Expected seconds to the first token above which requests are refused.", type=POSITIVE
     )
     max_kv_pressure: float = option(
-        0.95, "Share of live blocks above which requests are refused.", type=Finite(0, 1, min_open=True)
+        0.95, "Share of live blocks above which requests are refused.", type=SHARE
     )
     max_concurrency_per_key: int | None = option(
         None, "Most sequences of one API key: prompts times results.", type=AT_LEAST_1
     )
     requests_per_minute: int | None = option(None, "Most requests of one API key.", type=AT_LEAST_1)
     tokens_per_minute: int | None = option(
-        None, "Most tokens of one API key; cached tokens are free.", type=TOKENS
+        None, "Most tokens of one API key; cached ones are free.", type=TOKENS
     )
 
 

@@ -116,7 +116,7 @@ def test_a_report_of_a_plan(capsys, tmp_path):
     assert not ended.value.code
     page = path.read_text()
     assert page.count("<svg") == 3
-    for part in ("Requests at once", "Where memory goes", "What latency costs", "KV pool", "a10"):
+    for part in ("Requests at once", "Where memory goes", "Cost over latency", "KV pool", "a10"):
         assert part in page
     assert not re.search(r"""(src|href)=["'](?!#)""", page)
 

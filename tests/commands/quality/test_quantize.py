@@ -112,7 +112,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(kvq, model, tmp_pa
 
 @pytest.mark.parametrize(
     ("options", "again"),
-    [([], "the same command goes on"), (["--restart"], "the same command without --restart goes on")],
+    [([], "the same command continues"), (["--restart"], "the same command without --restart continues")],
     ids=["resume", "restart"],
 )
 def test_an_interruption_says_how_to_go_on(kvq, model, tmp_path, monkeypatch, options, again):
