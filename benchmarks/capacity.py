@@ -124,7 +124,7 @@ def cases(model: Model) -> dict[str, Case]:
 
 
 def simulated(server: KvqServer, requests: list[LoadRequest], time: StepTime) -> dict[str, Any]:
-    """The same requests on the engine's own scheduler settings and pools."""
+    """Simulate the requests with the engine's own scheduler settings and pools."""
     scheduler = server.llm.core.scheduler
     manager = scheduler.manager
     spec = EngineSpec(
@@ -210,7 +210,7 @@ def memory(folder: str) -> list[dict[str, Any]]:
 
 
 def verified_models(folder: str, scratch: Path) -> dict[str, list[str]]:
-    """What they are -> options of `kvq plan`: plain, quantized, with windows, with experts."""
+    """Return options of `kvq plan` by model: plain, quantized, with windows, with experts."""
     quantize(folder, scratch / "int4", "rtn", bits=4)
     pool = ["--kv-memory", "512MiB"]
     found = {
@@ -286,7 +286,7 @@ def predicted(folder: str, kv: str, repeats: int) -> list[dict[str, Any]]:
 def scale(
     number: int, *, seconds: float | None = None, gigabytes: float | None = None
 ) -> list[dict[str, Any]]:
-    """How long so many simulated requests take on one core, and how much memory."""
+    """Measure time and memory of a number of simulated requests on one core."""
     before = perf_counter()
     command = f"simulate -m llama-3-8b --gpu h100 --kv int4 --rate 35 --requests {number}"
     out = subprocess.check_output([sys.executable, "-m", "kvq", *command.split()], text=True)

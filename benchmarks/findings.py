@@ -1,4 +1,4 @@
-"""What a trial of the server asked and what it found, row by row."""
+"""Findings of a trial of the server: requirements and results, row by row."""
 
 import sys
 from pathlib import Path

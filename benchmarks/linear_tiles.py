@@ -1,4 +1,4 @@
-"""Which tiles of Linear layers' products are the fastest on this GPU."""
+"""Tiles of Linear layers' products: search for the fastest on this GPU."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def candidates(rows: int) -> list[LinearTile]:
 def tune_linear(
     workload: LinearWorkload, name: str, *, repeats: int = 5
 ) -> tuple[str, LinearTile, list[dict[str, Any]]]:
-    """As `kvq.bench.kernels.tune.tune`, of a product over weights of a format, for the class of its rows.
+    """Tune a product over weights of a format for the class of its rows; see `kvq.bench.kernels.tune.tune`.
 
     Raises:
         KVQError: no tile compiles and is right.

@@ -1,4 +1,4 @@
-"""How long a checkpoint takes to load on a CPU, where the time goes, and what memory it takes meanwhile.
+"""Loading time of a checkpoint on a CPU, its parts, and the memory it takes meanwhile.
 
     python -m benchmarks.loading [--model FOLDER] [--repeats 5] [--json FILE]
 

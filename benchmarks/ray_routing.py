@@ -104,7 +104,7 @@ def short_calls() -> list[Call]:
 
 
 def simulated(engine: EngineSpec, load: Sequence[Call], routing: Routing) -> dict[str, float]:
-    """What is to be expected."""
+    """Simulate what is to be expected."""
     run = serve(load, FleetSpec(engine=engine, replicas=REPLICAS, routing=routing))
     records = run.records
     waited = [first - came for first, came in zip(records.first_s, records.arrival_s, strict=True)]
@@ -120,7 +120,7 @@ def figures(ttft_s: Sequence[float], cached: int, prompts: int) -> dict[str, flo
 
 
 def served(url: str, load: Sequence[Call], folder: str, kv: str, routing: Routing) -> dict[str, float]:
-    """What Ray does, asked by OpenAI's client; `short_ms`: to the first token of a short prompt alone."""
+    """Serve by Ray, called by OpenAI's client; `short_ms`: to the first token of a short prompt alone."""
     from ray import serve as ray_serve
 
     from kvq.integrations.ray import application

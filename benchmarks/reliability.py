@@ -1,4 +1,4 @@
-"""What the server bears: rude clients, overload, dying engines, slow readers, and a long time.
+"""Reliability of the server: rude clients, overload, dying engines, slow readers, and a long time.
 
     python -m benchmarks.reliability [--parts rude,overload,...] [--scale 1.0] [--model DIR] [--neighbours N]
 
@@ -39,17 +39,17 @@ from kvq.evals.report.results import source_commit
 
 @dataclass(frozen=True)
 class Run:
-    """What was asked for on the command line."""
+    """Options of the command line."""
 
     scale: float
     model: str | None
 
     def count(self, full: int) -> int:
-        """That many, scaled, at least 2."""
+        """Return a scaled number, at least 2."""
         return max(2, round(full * self.scale))
 
     def seconds(self, full: float) -> float:
-        """That long, scaled."""
+        """Return a scaled duration."""
         return full * self.scale
 
 
@@ -74,7 +74,7 @@ def a_load(
 
 
 async def leaks(server: ServerProcess, sockets: int) -> Rows:
-    """What is left five seconds after a load."""
+    """Return what is left five seconds after a load."""
     await asyncio.sleep(5)
     seen = await metrics(server)
     requests = _num_requests(seen)

@@ -34,7 +34,7 @@ def stall(stall_s: float) -> Leave:
 def some_rude(
     *, resets: float, stalls: float, stall_s: float, seed: int
 ) -> Callable[[LoadRequest], Leave | None]:
-    """That share of all clients resets or stalls, by the request's index and the seed."""
+    """Choose a share of all clients that reset or stall, by the request's index and the seed."""
 
     def pick(request: LoadRequest) -> Leave | None:
         drawn = random.Random(f"{seed}/{request.index}").random()

@@ -1,4 +1,4 @@
-"""How much sooner a hybrid model answers a long prompt that it has seen: from a snapshot of its states.
+"""Snapshots of hybrid models: time to answer a long prompt that was seen before.
 
     OMP_NUM_THREADS=1 python -m benchmarks.snapshots --json benchmarks/results/snapshots-cpu.json
 

@@ -1,4 +1,4 @@
-"""What a decode step takes outside its kernels on a CPU, and where: scheduling, inputs, sampling, telling.
+"""Time of a decode step outside its kernels on a CPU: scheduling, inputs, sampling, output.
 
     python tools/make_bench_model.py --out /tmp/bench-model
     python -m benchmarks.step_outside --model /tmp/bench-model [--weights int4] [--batch 1] [--out FILE]

@@ -69,7 +69,7 @@ def losses(outputs: Sequence[RequestOutput]) -> np.ndarray:
 
 
 def counted(ps: Sequence[float], bar: float = ALARMS) -> tuple[int, Any]:
-    """How many are below the bar, and the share's interval."""
+    """Count how many are below the bar; returns the share's interval, too."""
     hits = sum(p < bar for p in ps)
     return hits, share_interval(hits, len(ps))
 
@@ -81,7 +81,7 @@ def row_of(
     unmarked: Sequence[RequestOutput],
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """What was found of marked texts, and what they cost beside the unmarked."""
+    """Return the detection of marked texts, and their cost against unmarked ones."""
     texts = [output.outputs[0] for _, output in marked]
     again = [tokenizer.encode(one.text, add_special_tokens=False) for one in texts]
     found = [detect(one.token_ids, scheme, key) for one, (key, _) in zip(texts, marked, strict=True)]
@@ -111,7 +111,7 @@ def row_of(
 
 
 def alarms_of(scheme: Scheme, texts: Sequence[Sequence[int]], keys: Sequence[Key]) -> dict[str, Any]:
-    """How many tests of unmarked texts, each with every key, call one marked."""
+    """Count the tests of unmarked texts, each with every key, that call one marked."""
     by_key = [[detect(text, scheme, key).p for text in texts] for key in keys]
     ps = [p for of_key in by_key for p in of_key]
     (alarms, interval), (loose, loose_interval) = counted(ps), counted(ps, LOOSE)

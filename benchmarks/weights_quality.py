@@ -1,4 +1,4 @@
-"""What quantized weights cost in perplexity: every method, as a checkpoint that kvq loads and serves.
+"""Perplexity of quantized weights: every method, as a checkpoint that kvq loads and serves.
 
     python benchmarks/weights_quality.py --text TEST.txt --calibrate VALID.txt --json OUT.json
 
@@ -45,7 +45,7 @@ def losses(folder: str, text: EvalText, context: int, windows: int) -> np.ndarra
 
 
 def plans(texts: dict[str, EvalText | None]) -> list[dict[str, Any]]:
-    """What to measure: methods that look at a text once for each of them."""
+    """Return what to measure: methods that use a text once for each text."""
     found = [{"name": name, "options": options, "text": None} for name, options in PLAIN.items()]
     for bits in (4, 3):
         for name, options in GROUPED.items():

@@ -1,4 +1,4 @@
-"""How long one Linear layer takes to quantize, and how much memory beyond its weight and Hessian.
+"""Time to quantize one Linear layer, and memory beyond its weight and Hessian.
 
     OMP_NUM_THREADS=2 python benchmarks/weights_speed.py --json OUT.json
 

@@ -1,4 +1,4 @@
-"""Whether an installed wheel works where nothing but its requirements is; `make wheel` runs it there."""
+"""Wheel check: an installed wheel works with nothing but its requirements; `make wheel` runs it there."""
 
 import ctypes
 import platform
@@ -13,7 +13,7 @@ CLONE = Path(__file__).parents[1]
 
 
 def run(*arguments: str) -> str:
-    """What kvq's command of this environment prints; it has to end well."""
+    """Return what a kvq command of this environment prints; it must succeed."""
     command = [str(Path(sys.executable).with_name("kvq")), *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 

@@ -64,7 +64,7 @@ IDENTITY = b"the model's digest, then the recipe's"
 
 
 class Vectors:
-    """What lies in the folder: files, and the JSON that says what is in them."""
+    """Test vectors in a folder: files, and the JSON that describes them."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -230,7 +230,7 @@ def layout_of(kv: str, order: BlockOrder = BlockOrder.LAYER_MAJOR) -> KVLayout:
 
 
 def described(layout: KVLayout) -> dict[str, Any]:
-    """What the checker needs to lay out the same."""
+    """Return the facts with which the checker makes the same layout."""
     names = ("kv_heads", "k_head_dim", "v_head_dim", "window")
     layers = [{name: getattr(layer, name) for name in names} for layer in layout.geometry.layers]
     return {"geometry": layers, "block_size": layout.block_size, "recipe": layout.recipe.to_json()}

@@ -49,7 +49,7 @@ def build(config: Mapping[str, Any]) -> Any:
 
 
 def cached(model: Any) -> DynamicCache:
-    """What a run of a few tokens caches."""
+    """Return the cache of a run of a few tokens."""
     cache = DynamicCache(config=model.config)
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     for module in model.modules():
@@ -61,7 +61,7 @@ def cached(model: Any) -> DynamicCache:
 
 
 def live_geometry(model: Any) -> ModelGeometry:
-    """What the cache of a module holds, layer by layer."""
+    """Return the geometry of a module's cache, layer by layer."""
     about, cache = model.config, cached(model)
     readers = shared(about)
     layers, states = [], []
@@ -162,7 +162,7 @@ def differs(known: KnownModel) -> list[str]:
 
 
 def refused(known: KnownModel) -> str | None:
-    """Why kvq does not run a model's text part; None: it does. docs/models.md has what a proof finds."""
+    """Return why kvq does not run a model's text part, or None; docs/models.md has findings of proofs."""
     family = known.config["model_type"]
     if why := unproven().get(family):
         return why

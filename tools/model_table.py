@@ -85,7 +85,7 @@ Found = tuple[str, str]  # how it ends, and a text
 
 
 def tried(name: str) -> Found:
-    """How one family ends, one of `ENDS`, and its layers or the reason."""
+    """Try one family; returns its result, one of `ENDS`, and its layers or the reason."""
     if name in KINDS:
         return _tried_whole(name)
     try:
@@ -140,7 +140,7 @@ def _compared(served: Model, own: Any, how: str) -> Found:
 
 
 def saved(config: Any) -> dict[str, Any]:
-    """What transformers writes into config.json of it: less defaults, numbers that JSON lacks as objects."""
+    """Return a config.json as transformers writes it: no defaults, numbers that JSON lacks as objects."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
@@ -182,7 +182,7 @@ def difference(served: Model, own: Any) -> float | None:
 
 @torch.inference_mode()
 def _own_logits(own: Any, tokens: list[int], *, keeps_states: bool) -> Iterator[torch.Tensor]:
-    """Of the model's own attention, over all at once; also as it generates, which states round otherwise."""
+    """Return logits of the model's own attention over all tokens at once, and as it generates."""
     ids = torch.tensor([tokens])
     yield own(input_ids=ids, use_cache=False).logits[0]
     if keeps_states:

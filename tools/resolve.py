@@ -1,4 +1,4 @@
-"""Whether pip can resolve kvq's extras, each by itself, some beside what others pin: `make resolve`.
+"""Resolve kvq's extras with pip, each by itself, some beside packages that others pin: `make resolve`.
 
     python tools/resolve.py [EXTRA ...]     # those alone; '' is kvq without extras
 

@@ -88,7 +88,7 @@ def _box(road: Road, y: int, height: int) -> list[str]:
 
 
 def _need(road: Road, middle: int) -> list[str]:
-    """Beside the box, around its middle."""
+    """Draw a label beside the box, around its middle."""
     top = middle + 5 - _LINE * (len(road.need) - 1) // 2
     return [
         f'<text class="l" x="8" y="{top + _LINE * i}">{escape(need)}</text>'

@@ -21,7 +21,7 @@ _STAND_INS = ("IPython", "IPython.display")
 
 
 class _SVG:
-    """What IPython.display.SVG shows."""
+    """Stand-in for IPython.display.SVG."""
 
     def __init__(self, data: str) -> None:
         self.data = data
@@ -53,13 +53,13 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def text_of(outputs: list[dict[str, Any]]) -> str:
-    """What outputs show, less drawings."""
+    """Return the text of outputs, without drawings."""
     texts = [one.get("text", one.get("data", {}).get("text/plain", "")) for one in outputs]
     return "\n".join("".join(text) for text in texts)
 
 
 def _outputs(cell: dict[str, Any], count: int, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """What one cell printed, and the value of its last expression."""
+    """Run one cell; returns its output and the value of its last expression."""
     tree = ast.parse("".join(cell["source"]))
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None

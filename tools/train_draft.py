@@ -35,7 +35,7 @@ MEASURED = 64  # texts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
-    """How well a draft foretells its teacher, at temperature 1."""
+    """Quality of a draft model: how well it predicts its teacher, at temperature 1."""
 
     accepted: float  # the mean of sum(min(p, q))
     same_choice: float  # the share of positions whose most likely token is the same
@@ -96,7 +96,7 @@ def sample(folder: Path, prompts: Tensor, seed: int) -> Tensor:
 def sampled_texts(
     folder: Path, prompts: dict[str, Tensor], *, kept: Path | None, seed: int
 ) -> dict[str, Tensor]:
-    """What the teacher makes of prompts of several kinds, read from the file `kept` if it is there."""
+    """Sample the teacher's texts from prompts of several kinds, or read the file `kept` if it exists."""
     if kept is not None and kept.is_file():
         return load_file(kept)
     start = time.time()
@@ -110,7 +110,7 @@ def sampled_texts(
 
 
 def spread(pieces: Tensor) -> Tensor:
-    """As many pieces as are measured on, from the first to the last."""
+    """Return the pieces to measure on, spread from the first to the last."""
     return pieces[torch.linspace(0, len(pieces) - 1, min(MEASURED, len(pieces))).long()]
 
 
@@ -121,7 +121,7 @@ def mix(sampled: Tensor, learned: Tensor, *, share: float) -> Tensor:
 
 
 def divergence(teacher: Tensor, draft: Tensor, rejected: float) -> Tensor:
-    """What a draft is trained to lessen, of the logits of both, [batch, seq, vocab]: a mean over positions.
+    """Return the training loss of a draft from both logits, [batch, seq, vocab]: a mean over positions.
 
     The teacher's cross-entropy, KL(p || q) and an entropy that no draft changes, and `rejected` times
     the share of draft tokens that would be rejected.
@@ -148,7 +148,7 @@ def distillation(
 
 @torch.inference_mode()
 def measure(draft: PreTrainedModel, teacher: PreTrainedModel, texts: Tensor) -> Drafting:
-    """How well the draft foretells what the teacher sampled after the prompts of texts, [texts, length]."""
+    """Measure how well the draft predicts the teacher's samples after prompts of texts, [texts, length]."""
     accepted, same, positions = 0.0, 0, 0
     for ids in texts.long().split(4):
         p, q = (m(input_ids=ids).logits[:, PROMPT - 1 : -1].float().softmax(-1) for m in (teacher, draft))

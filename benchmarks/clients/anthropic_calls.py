@@ -1,4 +1,4 @@
-"""What people do with the `anthropic` package, any major: run in its own environment by try_clients.py.
+"""Calls of the `anthropic` package, any major version: run in its own environment by try_clients.py.
 
     python anthropic_calls.py URL MODEL
 

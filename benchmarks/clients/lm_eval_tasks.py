@@ -62,7 +62,7 @@ class Scorer:
         return float(found.double().sum()), bool((logits.argmax(-1) == wanted).all())
 
     def follow(self, context: str, text: str) -> tuple[float, bool]:
-        """Of a text behind a context and a space, cut into tokens as lm_eval cuts them."""
+        """Score a text after a context and a space, cut into tokens as lm_eval cuts them."""
         return self.score(self.encode(f"{context} {text}"), len(self.encode(context)))
 
 
@@ -93,7 +93,7 @@ def make_docs(model: str, kv: str) -> list[dict[str, Any]]:
 
 
 def own_scores(scorer: Scorer, docs: list[dict[str, Any]]) -> dict[str, float]:
-    """What lm_eval should find, by task and metric."""
+    """Return the scores that lm_eval should find, by task and metric."""
     right = num_bytes = 0
     follows: list[tuple[float, bool]] = []
     rolling = 0.0

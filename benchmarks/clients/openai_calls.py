@@ -1,4 +1,4 @@
-"""What people do with the `openai` package, any major: run in its own environment by try_clients.py.
+"""Calls of the `openai` package, any major version: run in its own environment by try_clients.py.
 
     python openai_calls.py URL MODEL
 

@@ -57,7 +57,7 @@ def environment(name: str, folder: Path) -> Path:
 
 
 def run(python: Path, *words: str, **variables: str) -> str:
-    """What a command prints; without a proxy, a key or a network in its way.
+    """Run a command without a proxy, a key or a network; returns its output.
 
     Raises:
         RuntimeError: it ended otherwise than with 0.

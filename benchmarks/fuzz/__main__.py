@@ -72,7 +72,7 @@ class Run:
         self._is_ended = False
 
     def is_over(self, door: str) -> bool:
-        """Whether a door has done what it should."""
+        """Return True if a door has run all its cases."""
         tally = self.tallies.get(door)
         is_done = tally is not None and tally.num_cases >= self.cases
         return self._is_ended or is_done or monotonic() > self._end_s
@@ -127,7 +127,7 @@ def _wire(run: Run, server: ServerProcess, thread: int) -> None:
 
 
 async def _left(server: ServerProcess) -> dict[str, float]:
-    """What is left at the server once those of the last answer are gone; pins hold their blocks."""
+    """Return what the server still holds after the last response; pins hold their blocks."""
     left: dict[str, float] = {}
     for _ in range(100):
         seen = await metrics(server)

@@ -1,4 +1,4 @@
-"""What the fuzzer's doors have in common: cases, each from a number of its own, and what they found.
+"""Doors of the fuzzer, shared parts: cases, each from a number of its own, and their results.
 
 A door that needs no server is a module with `case(odds) -> str | None`: what is wrong, and how to see it
 again. `seeds.json` keeps the numbers of cases that found something; they come first in every run.
@@ -34,7 +34,7 @@ def seeds_of(door: str, first: int, step: int = 1) -> Iterator[int]:
 
 @dataclass
 class Tally:
-    """What became of one door's cases."""
+    """Results of one door's cases."""
 
     door: str
     num_cases: int = 0

@@ -167,7 +167,7 @@ _KINDS: tuple[Callable[[Path, random.Random], str], ...] = (mutate, mutate, _nud
 
 @cache
 def _folders() -> Path:
-    """Where the folders are; made once, gone with the process."""
+    """Return the folder of folders; it is made once and removed with the process."""
     root = Path(tempfile.mkdtemp(prefix="kvq-fuzz-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     _make_plain(root / "plain")

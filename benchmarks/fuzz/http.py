@@ -81,7 +81,7 @@ class Requests:
         self._tally.run(lambda _: self._wrong(request), number)
 
     def _wrong(self, request: Request) -> str | None:
-        """What is wrong with a request's answer, and how to see it again."""
+        """Return what is wrong with a request's response, and how to reproduce it."""
         case = request.case
         try:
             if request.text is None:
@@ -115,7 +115,7 @@ def _told(request: Request, what: str) -> str:
 
 
 def wrong_with(status: int, content: bytes, path: str) -> str | None:
-    """What is wrong with an answer, whatever was asked."""
+    """Return what is wrong with a response to any request."""
     if status >= 500:
         return f"the server's fault: {content[:300]!r}"
     if status >= 400:

@@ -74,7 +74,7 @@ def _encoder(name: str) -> tuple[PromptEncoder, Any, str]:
 
 @cache
 def _spellings(name: str) -> list[str]:
-    """Of the control tokens."""
+    """Return spellings of the control tokens."""
     return sorted(ControlTokens(FAMILIES[name]()).spellings)
 
 
@@ -105,7 +105,7 @@ def _damaged(odds: random.Random, template: str) -> str:
 
 
 def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[list[FromReader], int | None]:
-    """What a reader says to each conversation, and how it ended if that was before the last."""
+    """Return a reader's result for each conversation, and how it ended if that was before the last."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:

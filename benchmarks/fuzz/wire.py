@@ -61,7 +61,7 @@ def case(odds: random.Random, target: Endpoint, *, may_refuse: bool = False) -> 
 
 
 def _read(sock: socket.socket, timeout_s: float) -> tuple[bytes, bool]:
-    """What comes, and whether that was all."""
+    """Read a response; returns it, and True if it was complete."""
     sock.settimeout(timeout_s)
     got = b""
     try:

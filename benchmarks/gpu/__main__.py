@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace, worker: str = WORKER) -> bool:
 
 
 def worker_options(options: argparse.Namespace) -> list[str]:
-    """What every part's process is given."""
+    """Return the options of every part's process."""
     given = ["--device", options.device, "--out", str(options.out)]
     given += ["--rivals", str(options.rivals)] if options.rivals else []
     return given + (["--commit", options.commit] if options.commit else [])

@@ -14,7 +14,7 @@ DENSE = "dense"  # stands for torch's attention alone
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What one case attends to: 32 query and 8 KV heads of 128, bf16; fewer and smaller in a rehearsal."""
+    """Shape of one case: 32 query and 8 KV heads of 128, bf16; fewer and smaller in a rehearsal."""
 
     name: str
     contexts: tuple[int, ...]
@@ -25,7 +25,7 @@ class Shape:
     latent_heads: int | None = None  # query heads of latent attention, with the dimensions of DeepSeek V3
 
     def workload(self, target: Target) -> Any:
-        """As `kvq.bench` takes it."""
+        """Return the shape as a workload of `kvq.bench`."""
         import torch
 
         from kvq.bench.kernels.workload import Workload

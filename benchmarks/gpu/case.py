@@ -25,7 +25,7 @@ class Target:
 
     @property
     def backend(self) -> str:
-        """Of kvq's kernels."""
+        """Backend of kvq's kernels."""
         return "auto" if self.is_rehearsal else "triton"
 
     @property
@@ -40,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is measured together, interleaved, and fails together.
+    """Contenders that are measured together, interleaved, and fail together.
 
     If it fails, or its process dies of it, its `pieces` are tried in its place.
     """

@@ -38,7 +38,7 @@ def sanitizer(target: Target) -> Iterator[Case]:
 
 
 def ran(target: Target, command: list[str]) -> Rows:
-    """What pytest said in the end, and which tests failed. Its output is in the log."""
+    """Run pytest; returns its summary and the tests that failed. Its output is in the log."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -89,7 +89,7 @@ def taken_apart(target: Target, kv: str) -> Rows:
 
 
 def from_end_to_end(target: Target, formats: Sequence[str]) -> Rows:
-    """As many requests of 7,680 tokens in and 512 out as fit in both formats, 64 at most, all at once."""
+    """Serve as many requests of 7,680 and 512 tokens as fit in both formats, 64 at most, all at once."""
     from kvq.bench.engine.engine import EnginePlan, bench_engine
     from kvq.bench.engine.load import burst
     from kvq.bench.engine.server import EngineLimits

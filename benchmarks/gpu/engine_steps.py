@@ -69,7 +69,7 @@ def bench_steps(
 
 
 def _measured(server: KvqServer, requests: list[LoadRequest], steps: int) -> dict[str, Any]:
-    """What was found of the steps of one engine."""
+    """Return the measurements of the steps of one engine."""
     prefill_s = _prefill(server, requests)
     _step(server, _WARM_UP)
     times = _step(server, steps)
@@ -140,7 +140,7 @@ def _watched(server: KvqServer, count: int, batch: int) -> dict[str, float]:
 
 
 def _profile(server: KvqServer) -> dict[str, Any]:
-    """What the GPU did, per step; on a CPU, and where the profiler fails, nothing and why."""
+    """Return the GPU's work per step; on a CPU, or if the profiler fails, nothing and the reason."""
     model = server.llm.core.model
     if model.weights.device.type != "cuda":
         return {"gpu_busy_ms": None, "profile": "not on a GPU"}

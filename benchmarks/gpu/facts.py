@@ -18,7 +18,7 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def device(target: Target) -> Rows:
-    """What torch and the driver say of it; on a CPU stand-ins."""
+    """Return what torch and the driver report of the device; on a CPU stand-ins."""
     import torch
 
     row = {"missing": [name for name in _OPTIONAL if not has(name)], **driver()}

@@ -1,4 +1,4 @@
-"""What kvq is to reach on a GPU, held against the rows of a run."""
+"""Goals of kvq on a GPU, compared with the rows of a run."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Goal:
     at_most: bool = False
 
     def judged(self, rows: Rows) -> dict[str, Any]:
-        """Its line of the result."""
+        """Return the goal's line of the result."""
         value = self.value(rows)
         is_met = None if value is None else value <= self.bound if self.at_most else value >= self.bound
         sign = "at most" if self.at_most else "at least"

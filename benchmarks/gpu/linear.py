@@ -27,7 +27,7 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def workload(target: Target, shape: tuple[int, int], rows: int) -> Any:
-    """As `kvq.bench` takes it."""
+    """Return a layer as a workload of `kvq.bench`."""
     import torch
 
     from kvq.bench.kernels.linear import LinearWorkload

@@ -68,7 +68,7 @@ def model(target: Target, name: str, *, stored: bool = False, **changes: int) ->
 
 
 def free_bytes(target: Target) -> int:
-    """Of the device's memory; in a rehearsal enough."""
+    """Return the free bytes of the device's memory; in a rehearsal enough."""
     if target.is_rehearsal:
         return 1 << 30
     import torch

@@ -1,4 +1,4 @@
-"""What there is to check and measure, in order of value. Nothing here imports torch."""
+"""Parts to check and measure, in order of value. Nothing here imports torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

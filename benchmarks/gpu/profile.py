@@ -1,4 +1,4 @@
-"""What a GPU did in some steps: its kernels by kind, how long it was busy, and how they were launched."""
+"""Profile of a GPU in some steps: its kernels by kind, busy time, and launches."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +46,7 @@ def profiled(work: Callable[[], object]) -> list[Activity]:
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel is for, by its name."""
+    """Return the kind of a kernel, by its name."""
     name = kernel.lower()
     return next((kind for kind, words in KINDS if any(word in name for word in words)), "other")
 

@@ -11,7 +11,7 @@ State = dict[str, Any]
 
 
 def read(path: Path) -> State | None:
-    """What a part's file says; None if it has not begun."""
+    """Return the content of a part's file; None if the part has not begun."""
     if not path.is_file():
         return None
     state: State = json.loads(path.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ _START = "(start)"  # what failed when a process dies before its first case
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Where parts leave their files, until when they run, and who wants to know of changes."""
+    """Run of all parts: their files, their deadline, and the listener of changes."""
 
     folder: Path  # a file a part
     log: Path

@@ -11,7 +11,7 @@ from benchmarks.gpu.linear import SHAPES, WEIGHTS, workload
 
 
 def attention(target: Target) -> Iterator[Case]:
-    """Of decodes and extends, format by format."""
+    """Yield cases of decodes and extends, format by format."""
     from kvq.bench.kernels import tune as tuning
 
     formats = ("bf16", "fp8", "int8", "int4_g64", "int4_g32", "int4", *BY_WIDTH)
@@ -29,7 +29,7 @@ def attention(target: Target) -> Iterator[Case]:
 
 
 def linear(target: Target) -> Iterator[Case]:
-    """Of Linear layers, format by format and class by class of rows."""
+    """Yield cases of Linear layers, format by format and class by class of rows."""
     from benchmarks import linear_tiles
     from kvq.kernels.linear import tiles
 

@@ -31,7 +31,7 @@ def cases(target: Target) -> Iterator[Case]:
 
 
 def warmed(target: Target, limit_s: float) -> Rows:
-    """What every launch took with its compilation; those that failed say why."""
+    """Return the time of every launch with its compilation; those that failed have a reason."""
     count = target.pick(min(16, os.cpu_count() or 1), 2)
     ends_at = time.monotonic() + limit_s
     files = [target.folder / f"warm-{i}.jsonl" for i in range(count)]

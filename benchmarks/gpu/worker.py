@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """What the runner gives."""
+    """Parse the runner's options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part")
     parser.add_argument("cases", help="module:function")
@@ -71,7 +71,7 @@ def run(cases: Iterable[Case], record: Record, target: Target) -> None:
 
 
 def left(cases: Iterable[Case], record: Record) -> Iterator[Case]:
-    """What is still to be tried; asked after each, so that pieces follow what just failed."""
+    """Return what is still to be tried; called after each, so that pieces follow what just failed."""
     for case in cases:
         if not record.is_done(case.name) and not record.has_failed(case.name):
             yield case

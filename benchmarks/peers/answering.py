@@ -1,4 +1,4 @@
-"""What each contender's process does: open an engine, run what a pipe brings, say when tokens came.
+"""Process of a contender: opens an engine, runs what a pipe brings, reports when tokens came.
 
 Runs in the peers' own interpreters, so it imports nothing but the standard library.
 """

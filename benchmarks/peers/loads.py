@@ -1,4 +1,4 @@
-"""What is measured: loads, and who takes part in which."""
+"""Loads that are measured, and the contenders of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """As --only takes it."""
+        """Name of the load for --only."""
         return f"{self.engine}/{self.weights}/{self.kv}"
 
     @property
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Of one request in the end."""
+        """Tokens of one request when it ends."""
         return self.prompt + self.output
 
     def load(self, vocab_size: int, max_context: int) -> Load:
@@ -80,7 +80,7 @@ class Part:
         )
 
     def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the load for JSON."""
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt,

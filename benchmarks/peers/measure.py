@@ -31,7 +31,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where contenders run."""
+    """Place where contenders run."""
 
     pythons: dict[str, str]  # interpreters by engine; who has none doesn't take part
     models: dict[str, Path]  # folder or file by engine and weights: `openvino/int8`; `kvq` has one for all
@@ -80,7 +80,7 @@ class Expected:
         (self.tokens,), (self.gaps,) = found["tokens"], found["gaps"]
 
     def check(self, contender: Contender, process: Process) -> dict[str, Any]:
-        """How far a contender agrees; the tokens of its first turn.
+        """Compare a contender's tokens of its first turn with the reference.
 
         Raises:
             EngineError: see `agreement`.

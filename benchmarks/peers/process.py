@@ -24,7 +24,7 @@ _TOLD = 2000  # characters of what a process wrote before it ended
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a contender did in one turn."""
+    """Result of a contender's turn."""
 
     run: ServedLoad
     cpu_s: float  # processor time of its process meanwhile
@@ -79,7 +79,7 @@ class Process:
         return (int(user) + int(system)) / _TICKS
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer, whenever it comes; this process sleeps meanwhile, and the other one afterwards.
+        """Send a request and wait for its answer; this process sleeps meanwhile, the other one afterwards.
 
         One that waits on its pipe is stopped, too: engines have threads that look around or spin, a hundredth
         of a core each for kvq's, which the next one's turn should have.

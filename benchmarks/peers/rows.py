@@ -13,7 +13,7 @@ from kvq.errors import EngineError
 def agreement(
     contender: Contender, expected: Sequence[int], found: Sequence[int], gaps: Sequence[float]
 ) -> dict[str, Any]:
-    """How many greedy tokens are the reference's before the first that isn't.
+    """Return how many greedy tokens equal the reference's before the first difference.
 
     `gaps`: of each of the reference's steps, from the likeliest log-probability to the next one.
 
@@ -60,7 +60,7 @@ def refusal(part_name: str, contender: Contender, error: Exception) -> dict[str,
 
 
 def names(part_name: str, contender: Contender) -> dict[str, Any]:
-    """Which row it is."""
+    """Return the fields that identify the row."""
     return {
         "part": part_name,
         "engine": contender.engine,

@@ -51,7 +51,7 @@ class Kvq:
         }
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """As `Engine.run`."""
+        """Run a load; see `Engine.run`."""
         served = self._server.run(requests_of(prompts, output_tokens), None).served
         served.sort(key=lambda one: one.request.index)
         return {"tokens": [one.tokens for one in served], "token_s": [one.token_s for one in served]}

@@ -43,7 +43,7 @@ class Llama:
         }
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """As `Engine.run`, one prompt after another."""
+        """Run a load, one prompt after another; see `Engine.run`."""
         tokens, token_s = [], []
         began = perf_counter()
         for prompt in prompts:

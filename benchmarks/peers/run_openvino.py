@@ -34,7 +34,7 @@ class OpenVino:
         }
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """As `Engine.run`."""
+        """Run a load; see `Engine.run`."""
         config = openvino_genai.GenerationConfig(
             max_new_tokens=output_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
         )

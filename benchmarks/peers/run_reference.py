@@ -14,7 +14,7 @@ class Reference:
         self.about: dict[str, Any] = {}
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """As `Engine.run`, with `gaps` in place of times."""
+        """Run a load, with `gaps` in place of times; see `Engine.run`."""
         outputs = self._server.generate(requests_of(prompts, output_tokens))
         steps = [output.logprobs or () for output in outputs]
         return {

@@ -24,7 +24,7 @@ class Transformers:
         }
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """As `Engine.run`."""
+        """Run a load; see `Engine.run`."""
         served = self._rival.run(requests_of(prompts, output_tokens), None).served
         return {"tokens": [one.tokens for one in served], "token_s": [one.token_s for one in served]}
 

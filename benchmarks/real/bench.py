@@ -38,7 +38,7 @@ class Bench:
 
     @property
     def baseline(self) -> Baseline:
-        """What it makes of texts over unquantized KV."""
+        """Return the baseline's results for texts, over unquantized KV."""
         folder = self.lab.baselines
         return Baseline(self.model, folder if self.weights == AS_STORED else folder / self.weights)
 

@@ -1,4 +1,4 @@
-"""What the load check says of a format, beside what that costs on a text that the check does not see."""
+"""Load check: its verdict on a format beside the cost on a text that the check does not see."""
 
 from time import perf_counter
 from typing import Any

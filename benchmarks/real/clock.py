@@ -1,4 +1,4 @@
-"""How long all of it will take from here, by what was measured before."""
+"""Clock of a run: estimates the remaining time from earlier measurements."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ class Clock:
         print(f"{title} ... {self._left(0.0)}", flush=True)
 
     def progress(self, done: int, total: int) -> None:
-        """So much of it is done."""
+        """Report how much is done."""
         now = time.monotonic()
         if now - self._told_s >= _EVERY_S or (done == total and now - self._began_s >= _EVERY_S):
             self._told_s = now

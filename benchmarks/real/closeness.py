@@ -1,4 +1,4 @@
-"""How close a KV format stays to unquantized KV, at every token of a text."""
+"""Closeness of a KV format to unquantized KV, at every token of a text."""
 
 import time
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def in_format(model: Model, kv: str) -> Model:
 
 
 def full_name(model: PreparedModel, kv: str) -> str:
-    """What a format's name means for a model today: short ones may come to mean others.
+    """Return the full name of a format for a model; short names may change their meaning.
 
     Raises:
         ConfigError: an unknown format, or one that doesn't fit.
@@ -76,7 +76,7 @@ def compare(
 
 
 def row_of(found: TokenFigures, base: TokenFigures) -> dict[str, Any]:
-    """What is told of a format."""
+    """Return the figures of a format."""
     keys = exact_keys(found.model.layout, range(found.nll.shape[1]))
     figures = told(nll=found.nll, exact_nll=base.nll, kl=found.kl, top1=found.top1)
     return {**sizes(found.model), **figures, "exact_keys": keys, "forward_s": found.seconds}

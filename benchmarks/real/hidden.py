@@ -51,7 +51,7 @@ def hidden_states(session: Session, ids: Sequence[int]) -> Tensor:
 
 @torch.inference_mode()
 def log_probs(model: Model, hidden: Tensor) -> Tensor:
-    """What the head makes of hidden states: fp32 [rows, vocab]."""
+    """Return log-probabilities of the head for hidden states: fp32 [rows, vocab]."""
     head: Any = model.weights.model.get_output_embeddings()
     return torch.log_softmax(head(hidden.to(model.prepared.dtype)).float(), dim=-1)
 

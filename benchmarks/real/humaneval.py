@@ -117,7 +117,7 @@ def judge(problems: list[Problem], bodies: list[str]) -> list[bool]:
 
 
 def shares(passed: list[bool]) -> dict[str, Any]:
-    """What is told of outcomes: how many, their share with its interval, and each of them."""
+    """Summarize outcomes: their number, their share with its interval, and each of them."""
     return {
         "trials": len(passed),
         "hits": sum(passed),

@@ -15,13 +15,13 @@ _WIKITEXT = Path("wikitext-2") / "test.txt"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lab:
-    """Where everything lies that `make real` made."""
+    """Folder of everything that `make real` made."""
 
     folder: Path = FOLDER
     data: Path = ROOT.parent / "shared" / "data"  # of texts that the lab does not bring
 
     def model(self, name: str) -> Path | str:
-        """What `kvq.load` takes for a model.
+        """Return the argument of `kvq.load` for a model.
 
         Raises:
             ConfigError: a name that is unknown, or a model that is not there yet.

@@ -10,7 +10,7 @@ _ADDED = 0.5  # to each kind of pair
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Of shares of successes, this format's less the baseline's."""
+    """Difference of the success rates of this format and the baseline."""
 
     difference: float
     interval: Interval  # 95%

@@ -1,4 +1,4 @@
-"""What is measured: the parts, and with which settings."""
+"""Parts of the measurements, and their settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Measure = Callable[[Bench, str, Settings, Progress], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     tokens: int = 16_000  # of WikiText-2; twice as many of the essays
     problems: int = 164

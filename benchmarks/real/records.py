@@ -1,4 +1,4 @@
-"""What was measured, a row a line, so that a run that ended early goes on where it was."""
+"""Records of measurements, a row a line, so that an interrupted run continues where it was."""
 
 import datetime
 import hashlib
@@ -18,7 +18,7 @@ STORED = "stored"  # among the settings: what the format's name meant
 
 
 def key_of(model: str, part: str, kv: str, settings: Settings) -> str:
-    """What tells one measurement from all others, whatever the commit."""
+    """Return what identifies a measurement, whatever the commit."""
     named = json.dumps([model, part, kv, dict(settings)], sort_keys=True)
     return hashlib.sha256(named.encode()).hexdigest()[:16]
 
@@ -108,7 +108,7 @@ class Records:
         return row
 
     def seconds_of(self, model: str, part: str) -> list[float]:
-        """How long measurements of a part took on a model, or on any where none was made on this one."""
+        """Return the seconds of a part's measurements on a model, or on any model if this one has none."""
         of_part = [row for row in self._rows.values() if row["part"] == part and "seconds" in row]
         own = [row for row in of_part if row["model"] == model]
         return [row["seconds"] for row in own or of_part]

@@ -46,7 +46,7 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """What is asked."""
+        """Question at the end of the prompt."""
         return f"What is the access code of the {self.thing}?"
 
 

@@ -103,7 +103,7 @@ def _there(folder: Path, package: str) -> Path:
 def _answer(
     command: list[str], asked: dict[str, Any], environment: dict[str, str], progress: Progress
 ) -> Any:
-    """What a process makes of JSON; lines of two numbers on its stderr are how far it is."""
+    """Send JSON to a process and return its answer; lines of two numbers on its stderr are progress."""
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

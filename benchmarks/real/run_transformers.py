@@ -77,7 +77,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _tensors(held: Any) -> Any:
-    """Those that a quantized tensor keeps: quanto in attributes, HQQ in a pair of codes and the rest."""
+    """Yield the tensors of a quantized tensor: quanto keeps attributes, HQQ a pair of codes and the rest."""
     if hasattr(held, "_data"):
         yield from (held._data._data, held._scale, held._shift)
         return

@@ -15,7 +15,7 @@ _TOLD = 300  # characters of an error
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     cpu_s: int = 5
     wall_s: float = 15.0
@@ -24,7 +24,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Whether a program came to its end, and what kept it from there."""
+    """Outcome of a program: success, or what prevented it."""
 
     passed: bool
     reason: str = ""

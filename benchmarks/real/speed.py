@@ -93,7 +93,7 @@ class Runner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """What is timed, and how often."""
+    """Sizes and repeats of the timing."""
 
     depth: int  # tokens
     rounds: int  # turns of every format

@@ -113,7 +113,7 @@ def table(rows: Sequence[Row], columns: dict[str, Cell]) -> Iterator[str]:
 
 
 def _told(settings: dict[str, Any]) -> str:
-    """What all formats have in common."""
+    """Return what all formats have in common."""
     return ", ".join(
         f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
         for name, value in settings.items()

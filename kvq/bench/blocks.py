@@ -2,13 +2,16 @@
 
 import random
 from array import array
+from collections.abc import Callable
 from functools import partial
 from statistics import fmean
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, TypeVar
 
-from kvq.bench.timing import Progress, Timings, percentile, unwatched
+from kvq.bench.timing import Progress, percentile, unwatched
 from kvq.blockmgr import BlockManager, BlockPool, Match, PrefixQuery, Sequence
 
+T = TypeVar("T")
 _TOKENS = 50_000  # token ids are drawn below this
 _LONG = 100_000  # tokens of the long prompt
 _MORE = 6  # blocks that a sequence may add to those of its prompt
@@ -44,10 +47,43 @@ def bench_blocks(
     return rows
 
 
+class _Timings:
+    """Times of operations at one scale in microseconds, each the mean of a batch."""
+
+    def __init__(self, scale: str) -> None:
+        self._scale = scale
+        self._us: dict[tuple[str, str], list[float]] = {}
+
+    def call(
+        self, operation: str, work: Callable[..., T], *given: Any, count: int = 1, per: str = "sequence"
+    ) -> T:
+        """Do the work, which is `count` operations, or one on `count` blocks; add its time."""
+        start_ns = perf_counter_ns()
+        found = work(*given)
+        end_ns = perf_counter_ns()
+        self._us.setdefault((operation, per), []).append((end_ns - start_ns) / 1000 / count)
+        return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return median and 10th to 90th percentile of each operation, as rows of `kvq bench` results."""
+        return [
+            {
+                "operation": operation,
+                "scale": self._scale,
+                "us_median": round(percentile(us, 50), 4),
+                "us_p10": round(percentile(us, 10), 4),
+                "us_p90": round(percentile(us, 90), 4),
+                "samples": len(us),
+                "per": per,
+            }
+            for (operation, per), us in self._us.items()
+        ]
+
+
 def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
     """Time the bare pool."""
     pool = BlockPool(num_blocks)
-    timed = Timings(f"pool of {num_blocks:,} blocks, {batch} at a time")
+    timed = _Timings(f"pool of {num_blocks:,} blocks, {batch} at a time")
     each = partial(timed.call, count=batch, per="block")
     for _ in range(3):
         taken = [each("pool_allocate", pool.allocate, batch) for _ in range(num_blocks // batch)]
@@ -67,7 +103,7 @@ class _Load:
         self._count = num_sequences
         room = num_sequences * (blocks_each + _MORE)
         self._manager = BlockManager(num_blocks=[room], block_size=block_size)
-        self.timed = Timings(f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}")
+        self.timed = _Timings(f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}")
         self._prompts: list[array[int]] = [
             array("I", rng.choices(range(_TOKENS), k=blocks_each * block_size)) for _ in range(num_sequences)
         ]
@@ -163,7 +199,7 @@ def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dic
     _compute(manager, tokens)
     while manager.usage()[0].free > 4096:
         _compute(manager, rng.choices(range(_TOKENS), k=4096 * block_size))
-    timed = Timings(f"{len(tokens):,} tokens in {num_blocks:,} blocks")
+    timed = _Timings(f"{len(tokens):,} tokens in {num_blocks:,} blocks")
     whole = partial(timed.call, per="prompt")
     for _ in range(20):
         prompt, match = whole("lookup_long", _lookup, manager, tokens)

@@ -1,7 +1,6 @@
 """Timing helpers of benchmarks: percentiles, turns of contenders, and progress of repeated work."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from time import perf_counter_ns
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,39 +19,6 @@ def unkept(make: Callable[[], object]) -> None:
 def part_of(progress: Progress, index: int, count: int) -> Progress:
     """Return the progress function of part `index` of `count` equally long parts."""
     return lambda done, total: progress(index * total + done, count * total)
-
-
-class Timings:
-    """Times of operations at one scale in microseconds, each the mean of a batch."""
-
-    def __init__(self, scale: str) -> None:
-        self._scale = scale
-        self._us: dict[tuple[str, str], list[float]] = {}
-
-    def call(
-        self, operation: str, work: Callable[..., T], *given: Any, count: int = 1, per: str = "sequence"
-    ) -> T:
-        """Do the work, which is `count` operations, or one on `count` blocks; add its time."""
-        start_ns = perf_counter_ns()
-        found = work(*given)
-        end_ns = perf_counter_ns()
-        self._us.setdefault((operation, per), []).append((end_ns - start_ns) / 1000 / count)
-        return found
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return median and 10th to 90th percentile of each operation, as rows of `kvq bench` results."""
-        return [
-            {
-                "operation": operation,
-                "scale": self._scale,
-                "us_median": round(percentile(us, 50), 4),
-                "us_p10": round(percentile(us, 10), 4),
-                "us_p90": round(percentile(us, 90), 4),
-                "samples": len(us),
-                "per": per,
-            }
-            for (operation, per), us in self._us.items()
-        ]
 
 
 def in_turn(contenders: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:

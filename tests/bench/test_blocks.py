@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvq import cli
-from kvq.bench.blocks import measure_utilization
-from kvq.bench.timing import Timings, percentile
+from kvq.bench.blocks import _Timings, measure_utilization
+from kvq.bench.timing import percentile
 
 SMALL = ["--sequences", "20", "--blocks-per-sequence", "4", "--blocks", "256", "--block-size", "3"]
 OPERATIONS = {
@@ -66,7 +66,7 @@ def test_percentiles_are_interpolated():
 
 
 def test_samples_are_per_operation():
-    timed = Timings("small")
+    timed = _Timings("small")
     timed._us["append", "sequence"] = [1.0, 2.0, 9.0]
     (row,) = timed.rows()
     assert (row["us_median"], row["samples"], row["operation"]) == (2.0, 3, "append")
