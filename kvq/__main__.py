@@ -6,12 +6,11 @@ import signal
 import sys
 from types import FrameType
 
-_status: list[int] = []  # exit status of the command, once it has one
-
 
 def main() -> None:
     """Run the command. Signals during its imports end it as later ones do: with one line and status 130."""
-    atexit.register(_leave)  # registered first, so that it runs last
+    status: list[int] = []  # exit status of the command, once it has one
+    atexit.register(_leave, status)  # registered first, so that it runs last
     handled = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _end) for number in handled}
     from kvq.cli import main as run
@@ -22,22 +21,22 @@ def main() -> None:
         run()
     except SystemExit as end:
         if isinstance(end.code, int | None):
-            _status.append(end.code or 0)
+            status.append(end.code or 0)
             if sys.argv[1:2] == ["serve"]:  # it has cleaned up; its threads may still wait for something
-                _leave()
+                _leave(status)
         raise
 
 
-def _leave() -> None:
+def _leave(status: list[int]) -> None:
     """End the process now: unloading torch's modules takes a second of processor time."""
-    if not _status:
+    if not status:
         return
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except (AttributeError, OSError, ValueError):  # a closed pipe or a full disk, which Python reports
         return
-    os._exit(_status[0])
+    os._exit(status[0])
 
 
 def _end(number: int, frame: FrameType | None) -> None:

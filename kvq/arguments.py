@@ -4,7 +4,7 @@ import functools
 import inspect
 import numbers
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvq.errors import ConfigError
@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 _SHOWN = 60  # characters of a value
-_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # including numpy's
+_NUMBERS: Mapping[Any, Any] = types.MappingProxyType({int: numbers.Integral, float: numbers.Real})
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -71,7 +71,7 @@ def fits(value: object, hint: Any) -> bool:
         return True
     if isinstance(value, bool):
         return hint in (bool, object)
-    return isinstance(value, _NUMBERS.get(hint, hint))
+    return isinstance(value, _NUMBERS.get(hint, hint))  # numpy's numbers pass, too
 
 
 def _spelled(hint: Any) -> str:

@@ -2,7 +2,7 @@
 
 import re
 
-_USUAL = re.compile(r"kvq: (model .*, digest [0-9a-f]{12}|.* (so far|left|long yet)|.*: done in .*)")
+_USUAL = re.compile(r"kvq: (model .*, digest [0-9a-f]{12}|.* (so far|left|known yet)|.*: done in .*)")
 
 
 def remarks(err: str) -> list[str]:

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -170,7 +169,6 @@ def _read(path: Path) -> dict[Any, Any]:
     return given
 
 
-@cache
 def _loader() -> Any:
     """Return YAML's safe loader changed so that only plain digits are numbers."""
     import yaml

@@ -5,10 +5,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import NoReturn
 
-_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_USUAL = MappingProxyType({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL})
 _RETRY_S = 0.05  # until an interrupt is raised again that came during an import
 
 
