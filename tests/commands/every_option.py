@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from kvq.commands.shared.config_file import config_option
-from kvq.commands.shared.options import TextOrMapping
+from kvq.commands.shared.param_types import TextOrMapping
 
 
 @click.command()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvq.commands.shared.options import Several, TokenCount
+from kvq.commands.shared.param_types import Several, TokenCount
 from kvq.commands.use.demo import MARK, mark_difference
 from kvq.commands.use.generate import command as generate
 from kvq.errors import ConfigError

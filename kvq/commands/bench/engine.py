@@ -8,13 +8,8 @@ import click
 
 from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
 from kvq.commands.shared.options import (
-    AT_LEAST_1,
-    POSITIVE,
-    TO_WRITE,
     ModelOptions,
     SectionedCommand,
-    Size,
-    TokenCount,
     gathered,
     json_option,
     kv_option,
@@ -22,6 +17,7 @@ from kvq.commands.shared.options import (
     option,
     picked,
 )
+from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, SIZE, TO_WRITE, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.tables import print_columns, print_origin
 from kvq.commands.shared.terminal import echo
@@ -48,7 +44,7 @@ class _EngineOptions:
         type=click.Choice(["interactive", "batch"]),
     )
     kv_memory: str | None = option(
-        None, "Size of the KV pool, such as 512MiB.  [default: all that the load needs]", type=Size()
+        None, "Size of the KV pool, such as 512MiB.  [default: all that the load needs]", type=SIZE
     )
     blocks: int | None = option(None, "Size of the KV pool in blocks per layer group.", type=AT_LEAST_1)
     max_num_seqs: int = option(128, type=click.IntRange(1, 65_536))

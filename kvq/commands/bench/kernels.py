@@ -11,16 +11,8 @@ import click
 
 from kvq.commands.bench.options import TIMES, KernelOptions, split_list
 from kvq.commands.shared.names import FORMATS
-from kvq.commands.shared.options import (
-    BLOCK_SIZES,
-    TO_WRITE,
-    TOKENS,
-    gathered,
-    json_option,
-    option,
-    path_option,
-    picked,
-)
+from kvq.commands.shared.options import gathered, json_option, option, path_option, picked
+from kvq.commands.shared.param_types import BLOCK_SIZES, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of, write_rows
 from kvq.commands.shared.tables import print_columns

@@ -10,12 +10,8 @@ import click
 
 from kvq.commands.bench.options import RATES
 from kvq.commands.shared.options import (
-    FILE,
     SPECULATION,
-    TO_WRITE,
-    Finite,
     ModelOptions,
-    TokenCount,
     gathered,
     json_option,
     kv_option,
@@ -23,6 +19,7 @@ from kvq.commands.shared.options import (
     option,
     picked,
 )
+from kvq.commands.shared.param_types import FILE, TO_WRITE, Finite, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.tables import print_columns, print_origin
 from kvq.commands.shared.terminal import echo

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvq.commands.capacity.sizing import gpu_file_option, gpus_of
-from kvq.commands.shared.options import TO_WRITE
+from kvq.commands.shared.param_types import TO_WRITE
 from kvq.commands.shared.tables import print_columns
 
 _COLUMNS = {

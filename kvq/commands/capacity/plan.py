@@ -11,11 +11,7 @@ from kvq.commands.capacity.plan_options import PlanOptions
 from kvq.commands.capacity.plan_serve import serve_command, users_at_context
 from kvq.commands.capacity.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
 from kvq.commands.capacity.sizing import SizingOptions, sizing_options, target_options
-from kvq.commands.shared.options import (
-    gathered,
-    kv_option,
-    picked,
-)
+from kvq.commands.shared.options import gathered, kv_option, picked
 from kvq.commands.shared.results import result_of, write_rows
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from kvq.commands.shared.options import AT_LEAST_1, FILE, SHARE, TOKENS, Finite, Size, option
+from kvq.commands.shared.options import option
+from kvq.commands.shared.param_types import AT_LEAST_1, FILE, SHARE, SIZE, TOKENS, Finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ class PlanOptions:
         None,
         "With --verify: size of the pools, such as 512MiB; with --engine vllm: its "
         "--kv-cache-memory-bytes.  [default: the engine's]",
-        type=Size(),
+        type=SIZE,
     )
     weights_gb: float | None = option(None, "GB of all weights, instead of counting them.", type=Finite())
     step_tokens: int = option(

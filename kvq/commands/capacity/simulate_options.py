@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from kvq.commands.shared.options import (
+from kvq.commands.shared.options import option
+from kvq.commands.shared.param_types import (
     AT_LEAST_1,
     FILE,
     NATURAL,
@@ -14,7 +15,6 @@ from kvq.commands.shared.options import (
     TOKENS,
     Finite,
     Several,
-    option,
 )
 
 _ROUTINGS = ("round-robin", "two-choices", "least-loaded", "session", "prefix", "affinity")

@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.shared.names import GPUS, PLANNED_MODEL
-from kvq.commands.shared.options import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    BLOCK_SIZES,
-    FILE,
-    SHARE,
-    TokenCount,
-    gathered,
-    model_argument,
-    option,
-    path_option,
-    picked,
-)
+from kvq.commands.shared.options import gathered, model_argument, option, path_option, picked
+from kvq.commands.shared.param_types import AT_LEAST_0, AT_LEAST_1, BLOCK_SIZES, FILE, SHARE, TokenCount
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION

@@ -15,7 +15,6 @@ from kvq.commands.shared.options import (
     GENERATION_CONFIG,
     ModelOptions,
     SectionedCommand,
-    Size,
     gathered,
     given_options,
     kv_option,
@@ -23,6 +22,7 @@ from kvq.commands.shared.options import (
     option,
     picked,
 )
+from kvq.commands.shared.param_types import SIZE
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.printable import one_line
@@ -38,7 +38,7 @@ class _ChatOptions:
     """Partner of the conversation, and its system message."""
 
     kv_memory: str | None = option(
-        None, "Size of the block pool, such as 2GiB; default: all free memory.", type=Size()
+        None, "Size of the block pool, such as 2GiB; default: all free memory.", type=SIZE
     )
     url: str | None = option(None, "Chat with a running server, such as http://127.0.0.1:8000.")
     api_key_env: str | None = option(None, "With --url: the environment variable that holds the key.")

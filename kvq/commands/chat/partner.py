@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from kvq.commands.shared.options import TOKENS, option
+from kvq.commands.shared.options import option
+from kvq.commands.shared.param_types import TOKENS
 from kvq.errors import KVQError
 
 Message = dict[str, str]  # role, content

@@ -10,10 +10,7 @@ import click
 
 from kvq.commands.shared.options import (
     REVISION,
-    TO_READ,
-    TO_WRITE,
     TOKEN,
-    TOKENS,
     gathered,
     kv_option,
     model_argument,
@@ -22,6 +19,7 @@ from kvq.commands.shared.options import (
     picked,
     text_options,
 )
+from kvq.commands.shared.param_types import TO_READ, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows
 from kvq.commands.shared.terminal import echo, warn

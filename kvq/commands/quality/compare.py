@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.shared.options import TO_READ, TO_WRITE
+from kvq.commands.shared.param_types import TO_READ, TO_WRITE
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.tables import console, text_table
 from kvq.commands.shared.terminal import warn

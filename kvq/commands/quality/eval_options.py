@@ -5,17 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.shared.options import (
-    AT_LEAST_1,
-    NATURAL,
-    TO_READ,
-    TOKENS,
-    Finite,
-    Several,
-    Size,
-    option,
-    path_option,
-)
+from kvq.commands.shared.options import option, path_option
+from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, TOKENS, Finite, Several
 
 if TYPE_CHECKING:
     from kvq.evals.generation import GenerationPlan
@@ -88,7 +79,7 @@ class TaskOptions:
     kv_memory: str | None = option(
         None,
         "KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
-        type=Size(),
+        type=SIZE,
     )
 
     def generation_plan(self) -> "GenerationPlan":

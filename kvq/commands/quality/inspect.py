@@ -6,7 +6,8 @@ import click
 
 from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, layer_kinds, print_kinds
 from kvq.commands.shared.names import RENAMED
-from kvq.commands.shared.options import BLOCK_SIZES, REVISION, TO_WRITE, TOKEN, kv_option, model_argument
+from kvq.commands.shared.options import REVISION, TOKEN, kv_option, model_argument
+from kvq.commands.shared.param_types import BLOCK_SIZES, TO_WRITE
 from kvq.commands.shared.results import write_rows
 from kvq.commands.shared.tables import console, print_columns
 from kvq.commands.shared.terminal import warn

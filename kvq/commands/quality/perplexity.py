@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.shared.options import (
-    TOKENS,
     ModelOptions,
     WindowOptions,
     gathered,
@@ -18,6 +17,7 @@ from kvq.commands.shared.options import (
     path_option,
     text_options,
 )
+from kvq.commands.shared.param_types import TOKENS
 from kvq.commands.shared.results import FinishedRows, begin
 from kvq.commands.shared.tables import print_check, print_eval
 from kvq.commands.shared.terminal import warn

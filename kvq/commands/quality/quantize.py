@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.shared.options import (
-    AT_LEAST_1,
     REVISION,
     TOKEN,
-    TOKENS,
-    Finite,
     gathered,
     given_options,
     model_argument,
@@ -23,6 +20,7 @@ from kvq.commands.shared.options import (
     picked,
     text_options,
 )
+from kvq.commands.shared.param_types import AT_LEAST_1, TOKENS, Finite
 from kvq.commands.shared.progress import named_progress, progress_bar, status
 from kvq.commands.shared.results import begin, write_rows
 from kvq.commands.shared.terminal import echo, say_model

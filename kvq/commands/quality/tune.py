@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.shared.options import (
-    AT_LEAST_1,
-    POSITIVE,
-    TO_READ,
-    TO_WRITE,
-    TOKENS,
     ModelOptions,
-    TokenCount,
     gathered,
     model_options,
     option,
@@ -22,6 +16,7 @@ from kvq.commands.shared.options import (
     picked,
     text_options,
 )
+from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, TO_READ, TO_WRITE, TOKENS, TokenCount
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
 from kvq.commands.shared.tables import console, print_cautions, print_columns, text_table

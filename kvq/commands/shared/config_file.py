@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from kvq.commands.shared.foreign import translated
-from kvq.commands.shared.options import TextOrMapping, TokenCount
+from kvq.commands.shared.param_types import TextOrMapping, TokenCount
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
 from kvq.strict_json import check_value

@@ -12,14 +12,8 @@ from kvq.blockmgr.states import SNAPSHOT_EVERY
 from kvq.commands.shared.options import (
     ACCEPT,
     GENERATION_CONFIG,
-    POSITIVE,
-    SHARE,
     SPECULATION,
-    TO_READ,
     ModelOptions,
-    Size,
-    TextOrMapping,
-    TokenCount,
     adapted,
     gathered,
     kv_option,
@@ -27,6 +21,7 @@ from kvq.commands.shared.options import (
     option,
     path_option,
 )
+from kvq.commands.shared.param_types import POSITIVE, SHARE, SIZE, TO_READ, TextOrMapping, TokenCount
 from kvq.errors import ConfigError
 from kvq.formats.own import Own
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
@@ -44,7 +39,7 @@ class EngineOptions:
         MAX_NUM_BATCHED_TOKENS, "Most new tokens of a step.", type=TokenCount(1, 1 << 24)
     )
     kv_memory: str | None = option(
-        None, "Size of the block pool, such as 2GiB; default: all free memory.", type=Size()
+        None, "Size of the block pool, such as 2GiB; default: all free memory.", type=SIZE
     )
     memory_fraction: float | None = option(
         None,
@@ -56,7 +51,7 @@ class EngineOptions:
     num_blocks: int | None = option(
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
-    swap_memory: str = option("0", "Host memory for preempted requests.", type=Size())
+    swap_memory: str = option("0", "Host memory for preempted requests.", type=SIZE)
     speculation: str | None = option(None, SPECULATION, type=TextOrMapping())
     snapshot_every: int = option(
         SNAPSHOT_EVERY,

@@ -10,16 +10,15 @@ from kvq.commands.shared.options import (
     ACCEPT,
     GENERATION_CONFIG,
     SPECULATION,
-    TO_READ,
     ModelOptions,
     SectionedCommand,
-    TokenCount,
     gathered,
     kv_option,
     model_options,
     option,
     path_option,
 )
+from kvq.commands.shared.param_types import TO_READ, TokenCount
 from kvq.commands.shared.terminal import echo, say_defaults, stream
 from kvq.errors import ConfigError
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.shared.options import FILE, PATH, SectionedCommand, gathered, option
+from kvq.commands.shared.options import SectionedCommand, gathered, option
+from kvq.commands.shared.param_types import FILE, PATH
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.terminal import echo, say_defaults, say_model
 from kvq.commands.use.engine_options import ServiceOptions, service_options
