@@ -81,7 +81,6 @@ class _Timings:
 
 
 def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
-    """Time the bare pool."""
     pool = BlockPool(num_blocks)
     timed = _Timings(f"pool of {num_blocks:,} blocks, {batch} at a time")
     each = partial(timed.call, count=batch, per="block")

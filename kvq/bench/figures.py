@@ -94,7 +94,6 @@ def speculation_figure(result: dict[str, Any]) -> Any:
 
 
 def _draw(axes: Any, rows: list[dict[str, Any]], name: str, color: str) -> None:
-    """Draw one server's line over its concurrencies."""
     if not rows:
         return
     first = rows[0]

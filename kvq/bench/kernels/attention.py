@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvq.bench.kernels.expanded import against_heads
 from kvq.bench.kernels.latent import latent_contenders
-from kvq.bench.kernels.measure import (
-    Contender,
-    Rows,
-    Run,
-    compete,
-    copies_for,
-    exact_attention,
-    relative_error,
-    type_name,
-)
+from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, exact_attention, relative_error
 from kvq.bench.kernels.staged import filled_staged, read_bytes, steps_of_staged, visible_kv
 from kvq.bench.kernels.workload import Workload, dense_kv, filled_cache, layout_of, queries
 from kvq.bench.timing import Progress, unwatched
@@ -197,7 +189,7 @@ def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
         yield Contender(
             name=f"SDPA, {form}",
             backend="torch",
-            over={"kv": type_name(dtype)},
+            over={"kv": str(dtype).removeprefix("torch.")},
             run=attend,
             nbytes=2 * k.nbytes,
             copies=copies,
@@ -230,7 +222,7 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
             name=name,
             backend="third party",
             over={"kv": kv},
-            run=_flat(run),
+            run=partial(_flat, run),
             nbytes=nbytes,
             copies=1,
             truth=truth,
@@ -238,8 +230,8 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
         )
 
 
-def _flat(run: Callable[[], Tensor]) -> Run:
-    return lambda _: run().flatten(0, 1)
+def _flat(run: Callable[[], Tensor], _: int) -> Tensor:
+    return run().flatten(0, 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Tensor:

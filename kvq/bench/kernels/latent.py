@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.bench.kernels.measure import Contender, copies_for, exact_attention, type_name
+from kvq.bench.kernels.measure import Contender, copies_for, exact_attention
 from kvq.bench.kernels.workload import Workload, blocks_of, filled, layout_of, queries
 from kvq.cache.pool import PoolBytes
 from kvq.errors import ConfigError
@@ -91,7 +91,7 @@ def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor
     return Contender(
         name="SDPA, absorbed",
         backend="torch",
-        over={"kv": type_name(workload.dtype)},
+        over={"kv": str(workload.dtype).removeprefix("torch.")},
         run=attend,
         nbytes=nbytes,
         copies=copies,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, matrix_rate, type_name
+from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, matrix_rate
 from kvq.bench.timing import Progress, unwatched
 from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, parse_weight_format
@@ -140,7 +140,7 @@ def _unquantized(
     return Contender(
         name=name,
         backend=backend,
-        over={"weights": type_name(dtype)},
+        over={"weights": str(dtype).removeprefix("torch.")},
         run=lambda copy: layers[copy](x),
         nbytes=weight.nbytes,
         copies=copies,

@@ -184,8 +184,3 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Return max|got - want| / max|want|."""
     return float((got.double() - want).abs().max() / want.abs().max())
-
-
-def type_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without `torch.`, as rows have it."""
-    return str(dtype).removeprefix("torch.")

@@ -104,7 +104,6 @@ def engine(
 
 
 def _plan(model: "PreparedModel", traffic: TrafficOptions, options: _EngineOptions) -> "EnginePlan":
-    """Check the options and return their plan."""
     from kvq.bench.engine.engine import EnginePlan
     from kvq.bench.engine.server import EngineLimits
     from kvq.engine.build import check_cache

@@ -99,7 +99,6 @@ def speculation(
 
 
 def _plan(model: "PreparedModel", options: _SpeculationOptions) -> "SpeculationPlan":
-    """Check the options and return their plan."""
     from kvq.bench.speculation import SpeculationPlan, check_depths
     from kvq.engine.build import check_cache
     from kvq.engine.speculation.make import check_speculation

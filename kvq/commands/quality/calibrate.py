@@ -85,6 +85,7 @@ def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
     from kvq.commands.shared.loading import load_checked
     from kvq.evals import calibration_text, read_text
     from kvq.models.loading.prepared import prepare
+    from kvq.weights.manifest import relist
 
     source = calibration_text() if options.text is None else read_text(options.text, options.text_field)
     other = None if options.check is None else read_text(options.check, options.text_field)
@@ -99,7 +100,14 @@ def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
     windows = picked(options, "context", "max_windows")
     with progress_bar("calibrating") as progress:
         seen = observe(loaded, source, **windows, progress=progress)
-    recipe = _write_recipe(loaded, recipe, seen, options)
+    recipe = dataclasses.replace(
+        recipe,
+        centers=seen.centers().some(_is_grouped(recipe)) if options.centered else recipe.centers,
+        static_scales=seen.scales(),
+        model_digest=loaded.weights.digest,
+    )
+    recipe.save(options.out)
+    relist(options.out)
     heads = summarize(seen)
     check = None if other is None else _check(loaded, recipe, seen, other, options.context)
     if options.fp8_out is not None:
@@ -139,23 +147,6 @@ def _check_options(
     spread_windows(prepared, source.text, context=options.context, max_windows=options.max_windows)
     if other is not None:
         check_length(prepared, other, options.context)
-
-
-def _write_recipe(
-    model: "Model", recipe: "KVRecipe", seen: "Observations", options: _CalibrateOptions
-) -> "KVRecipe":
-    """Save the recipe with its scales and centers; returns it."""
-    from kvq.weights.manifest import relist
-
-    recipe = dataclasses.replace(
-        recipe,
-        centers=seen.centers().some(_is_grouped(recipe)) if options.centered else recipe.centers,
-        static_scales=seen.scales(),
-        model_digest=model.weights.digest,
-    )
-    recipe.save(options.out)
-    relist(options.out)
-    return recipe
 
 
 def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.shared.options import option, path_option
+from kvq.commands.shared.options import option, path_option, picked
 from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, TOKENS, Finite, Several
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ class TaskOptions:
         """Return the plan of the task generation."""
         from kvq.evals.generation import GenerationPlan
 
-        return GenerationPlan(
-            prompts=self.prompts, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
-        )
+        return GenerationPlan(**picked(self, "prompts", "prompt_tokens", "new_tokens"))
 
     def needle_plan(self, seed: int, chunk: int | None) -> "NeedlePlan":
         """Return the plan of the task needle; `chunk`: None for the task's default."""
@@ -109,5 +107,4 @@ class TaskOptions:
         """Return the plan of lm-eval's tasks."""
         from kvq.evals.lm_eval.loading import LMEvalPlan
 
-        names = ("include_path", "limit", "num_fewshot", "apply_chat_template")
-        return LMEvalPlan(**{name: getattr(self, name) for name in names})
+        return LMEvalPlan(**picked(self, "include_path", "limit", "num_fewshot", "apply_chat_template"))

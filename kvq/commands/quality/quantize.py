@@ -243,7 +243,6 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
 
 
 def _by_package(model: str, method: str, options: _QuantizeOptions) -> None:
-    """Quantize to a format of bitsandbytes."""
     from kvq.calib.quantize.bnb import write_bitsandbytes
 
     require(f"--method {method}", BITSANDBYTES)

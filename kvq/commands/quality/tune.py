@@ -150,7 +150,6 @@ def _tune(
     options: _TuneOptions,
     json_path: str | None,
 ) -> "tuple[Tuned, dict[str, Any]]":
-    """Search, then write the recipe and the JSON."""
     from kvq.calib.search import tune
     from kvq.calib.tune_report import point_rows, read_trials, sensitivity_rows, tuned_facts
     from kvq.weights.manifest import relist

@@ -64,7 +64,6 @@ def _is_memory_error(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """Return an error and its causes."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
