@@ -161,7 +161,6 @@ def _notes(row: dict[str, Any]) -> str:
 
 
 def _check_line(rows: list[dict[str, Any]]) -> str:
-    """Return the result of the check before timing, in one line."""
     checked = {(row["name"], row["kv"]): row for row in rows if "check_requests" in row}.values()
     total, equal = (sum(row[key] for row in checked) for key in ("check_requests", "check_equal"))
     line = f"checked {equal} of {total} requests give the tokens that kvq gives one by one"

@@ -139,7 +139,6 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a label for each row from the fields in which rows differ."""
     keys: list[tuple[str, Callable[[Any], str]]] = [
         ("kv", str),
         ("gpus", lambda n: f"{n} GPU" + "s" * (n > 1)),

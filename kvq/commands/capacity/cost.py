@@ -99,7 +99,6 @@ def _own(options: _CostOptions, gpu_file: Path | None) -> dict[str, Any]:
 def _lines(
     row: dict[str, Any], options: _CostOptions, api: "Prices | None"
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield name, value and formula of each figure."""
     if "usd_per_hour" in row:
         speed = f"{options.tokens_per_s:,.0f} tokens/s x {options.utilization:.0%} x 3,600 s"
         million, operated = row["usd_per_million_tokens"], row["usd_per_million_tokens_with_operations"]

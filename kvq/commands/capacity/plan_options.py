@@ -31,9 +31,7 @@ class PlanOptions:
     )
     users: int | None = option(None, "Number of users, to find how many GPUs they need.", type=AT_LEAST_1)
     active: float = option(1.0, "Share of --users with a request at any time.", type=SHARE)
-    rate: float | None = option(
-        None, "Requests a second, to find utilization and concurrency.", type=Finite()
-    )
+    rate: float | None = option(None, "Requests a second, for utilization and concurrency.", type=Finite())
     engine: str = option(
         "kvq",
         "Engine: kvq, or vllm with kvq's plug-in; bf16, fp16 and fp32 are then vLLM's own cache. vllm has "

@@ -25,11 +25,9 @@ class SimulateOptions:
     """Load, the fleet that serves it, goals, and faults."""
 
     rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
-    trace: Path | None = option(
-        None, "Requests as JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=FILE
-    )
+    trace: Path | None = option(None, "Requests as JSON lines (kvq's, Mooncake's) or Azure's CSV.", type=FILE)
     requests: int | None = option(
-        None, "Number of requests.  [default: 2000, or all of --trace]", type=AT_LEAST_1
+        None, "Number of requests.  [default: 2000, or the trace's]", type=AT_LEAST_1
     )
     input_len: str = option("lognormal:256:0.7", "Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.")
     output_len: str = option("lognormal:128:0.7", "Tokens of answers, in the same notation.")
@@ -46,16 +44,10 @@ class SimulateOptions:
     )
     prefill_replicas: int = option(0, "Further engines for prompts only.", type=NATURAL)
     transfer_gb_s: float = option(50.0, "GB/s of KV from the prefill replicas.", type=POSITIVE)
-    overflow_waiting: int | None = option(
-        None, "Waiting requests above which an API gets further ones.", type=NATURAL
-    )
+    overflow_waiting: int | None = option(None, "Waiting requests before an API gets more.", type=NATURAL)
     slo_ttft_ms: float | None = option(None, "Goal for the first token.", type=POSITIVE)
     slo_itl_ms: float | None = option(None, "Goal for a request's mean gap.", type=POSITIVE)
-    meet: float | None = option(
-        None,
-        "Find the replicas with which this share of requests meets the goals.",
-        type=SHARE,
-    )
+    meet: float | None = option(None, "Find the replicas that meet goals for this share.", type=SHARE)
     max_num_batched_tokens: tuple[int, ...] = option(
         "2048", "Most new tokens of a step; several to compare.", type=Several(TOKENS)
     )

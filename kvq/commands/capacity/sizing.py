@@ -57,9 +57,7 @@ class SizingOptions:
     )
     block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
     gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=FILE)
-    calibrate: Path | None = option(
-        None, "Results of kvq bench engine on this GPU, for efficiency.", type=FILE
-    )
+    calibrate: Path | None = option(None, "Results of kvq bench engine, for efficiency.", type=FILE)
     json_path: str | None = path_option("--json", "Write the rows as JSON.")
     html_path: str | None = path_option("--html", "Write a report with plots.")
     model: str

@@ -48,9 +48,7 @@ class _CalibrateOptions:
         False,
         "Store formats in groups, such as V in int4, without the means of their rows; that takes no bytes.",
     )
-    context: int | None = option(
-        None, "Tokens per window.  [default: 1024, or the model's context]", type=TOKENS
-    )
+    context: int | None = option(None, "Tokens per window.  [default: 1024 or the context]", type=TOKENS)
     max_windows: int = option(32, "Windows to observe, spread over the text.")
     check: str | None = path_option(
         "--check", "Another text, to check the scales on; exit code 1 if they don't fit it.", type=TO_READ

@@ -69,7 +69,7 @@ class TaskOptions:
     )
     needle_distractors: int = option(0, "Further needles with other keys.", type=NATURAL)
     include_path: str | None = path_option(
-        "--include-path", "Folder of further tasks for lm_eval.", type=TO_READ
+        "--include-path", "Folder of more tasks for lm_eval.", type=TO_READ
     )
     limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=AT_LEAST_1)
     num_fewshot: int | None = option(

@@ -66,9 +66,7 @@ class _MethodOptions:
         type=Finite(0, 1),
     )
     samples: int = option(128, "Samples to calibrate on.", type=click.IntRange(8, 1024))
-    context: int | None = option(
-        None, "Tokens of a sample.  [default: 2048, or the model's context]", type=TOKENS
-    )
+    context: int | None = option(None, "Tokens of a sample.  [default: 2048 or the context]", type=TOKENS)
     seed: int = option(0, "Seed of the choice of samples.")
 
     def settings(self) -> "QuantizeSettings":

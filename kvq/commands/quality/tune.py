@@ -71,14 +71,10 @@ class _TuneOptions:
     )
     sinks: int = option(0, "First tokens of a sequence to keep in bf16.", type=TokenCount())
     out: str = option("kvq.json", "Recipe to write.", type=TO_WRITE)
-    context: int | None = option(
-        None, "Tokens per window.  [default: 512, or the model's context]", type=TOKENS
-    )
+    context: int | None = option(None, "Tokens per window.  [default: 512 or the context]", type=TOKENS)
     max_windows: int = option(3, "Windows to search on.", type=AT_LEAST_1)
     verify_windows: int = option(8, "Windows to measure on.", type=AT_LEAST_1)
-    costs: str | None = path_option(
-        "--costs", "--json of an earlier search, to reuse its trials.", type=TO_READ
-    )
+    costs: str | None = path_option("--costs", "--json of an earlier search, to reuse trials.", type=TO_READ)
     json_path: str | None = path_option("--json", "Write all measurements as JSON.")
     plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
     html_path: str | None = path_option("--html", "Write a self-contained page, and JSON beside it.")

@@ -159,9 +159,7 @@ class ModelOptions:
         names="--weights --quantization",
     )
     block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
-    backend: str = option(
-        "auto", "Kernels: auto, triton, triton-8bit, cpu, cpu-fp32, reference; see kvq doctor."
-    )
+    backend: str = option("auto", "auto, triton, triton-8bit, cpu, cpu-fp32, reference; see kvq doctor.")
     cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
     revision: str | None = option(None, REVISION)
     token: str | None = option(None, TOKEN)

@@ -84,19 +84,13 @@ class ServeOptions:
     )
     max_queue: int = option(1024, "Most requests that wait.", type=AT_LEAST_1)
     max_queued_tokens: int = option(1 << 20, "Most prompt tokens that wait.", type=TOKENS)
-    max_wait: float = option(
-        30.0, "Expected seconds to the first token above which requests are refused.", type=POSITIVE
-    )
-    max_kv_pressure: float = option(
-        0.95, "Share of live blocks above which requests are refused.", type=SHARE
-    )
+    max_wait: float = option(30.0, "Refuse requests that would wait longer (seconds).", type=POSITIVE)
+    max_kv_pressure: float = option(0.95, "Refuse requests above this share of live blocks.", type=SHARE)
     max_concurrency_per_key: int | None = option(
         None, "Most sequences of one API key: prompts times results.", type=AT_LEAST_1
     )
     requests_per_minute: int | None = option(None, "Most requests of one API key.", type=AT_LEAST_1)
-    tokens_per_minute: int | None = option(
-        None, "Most tokens of one API key; cached ones are free.", type=TOKENS
-    )
+    tokens_per_minute: int | None = option(None, "Most tokens of a key; cached ones are free.", type=TOKENS)
 
 
 @click.command(name="serve", cls=SectionedCommand)
