@@ -48,7 +48,7 @@ class DomainCheck:
             if self.kl_difference is None
             else f", a difference of {self.kl_difference[0]:+.6f} to {self.kl_difference[1]:+.6f} at 95%"
         )
-        return "".join(f"mind: {line}\n" for line in self.cautions) + (
+        return "".join(f"caution: {line}\n" for line in self.cautions) + (
             f"{self.kv} calibrated on {self.calibrated_on} {words[self.is_fit]} for {self.checked_on}: "
             f"{self.heads_exceeded} of {self.heads} heads go beyond their maximum (most: "
             f"{self.largest_excess:.2f}x, {self.worst_head}); mean KL {self.kl_mean:.6f}, calibrated on that "

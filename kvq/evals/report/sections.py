@@ -59,7 +59,7 @@ def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         yield check["passed"], describe_check(check)
     for row in result["rows"]:
         if row.get("exact_keys", 0) > MOST:
-            yield False, f"mind: {exactness_warning(row['kv'], row['exact_keys'], result['context'])}"
+            yield False, f"caution: {exactness_warning(row['kv'], row['exact_keys'], result['context'])}"
     for gate in result.get("gates", []):
         if gate["passed"]:
             yield True, f"gate {gate['gate']}: passed"
