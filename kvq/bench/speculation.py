@@ -161,7 +161,7 @@ def _run(llm: LLM, contender: _Contender, plan: SpeculationPlan) -> list[list[in
     speculator, counters = llm.core.speculator, llm.core.scheduler.counters
     assert speculator is not None, "the engine was built with one"
     speculator.use(k=contender.k, adapts=contender.adapts)
-    speculator.proposer.begin_anew()  # else n-grams would find the answers of the run before
+    speculator.proposer.reset()  # else n-grams would find the answers of the run before
     before = counters.drafts, counters.drafted_tokens, speculator.right, speculator.looked_at
     began = perf_counter()
     outputs = llm.generate(plan.prompts, plan.params)

@@ -12,7 +12,7 @@ from kvq.engine.loop import Command, LoopedEngine
 from kvq.engine.params import Params, as_params
 from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.requests.prompts import Prompt
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepStats, StepSubscriber
 from kvq.errors import EngineError, KVQError
@@ -34,8 +34,8 @@ class AsyncLLM(LoopedEngine):
     """
 
     def _start(self) -> None:
-        self._error: KVQError | None = None  # why no command is taken any more
-        self._lock = threading.Lock()  # held to set it, and to send unless it is set
+        self._error: KVQError | None = None  # why no command is accepted any more
+        self._lock = threading.Lock()  # held to set the error, and to send unless it is set
         self._thread = threading.Thread(target=self._run, name=Home.ENGINE_THREAD, daemon=True)
         end_team()  # this thread's, with which the model was loaded
         self._thread.start()
@@ -52,8 +52,9 @@ class AsyncLLM(LoopedEngine):
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[Piece]:
-        """Pieces of one prompt's results as they come; the last one has the whole `output`. `cache_salt`:
-        cached prefixes are shared only with requests of the tenant that name the same.
+        """Yield pieces of one prompt's results as they come; the last one has the whole `output`.
+
+        `cache_salt`: cached prefixes are shared only with requests of the tenant that name the same salt.
 
         Raises:
             RequestError: the request can't be served, or failed while it ran.
@@ -65,12 +66,17 @@ class AsyncLLM(LoopedEngine):
         def tell(event: Event) -> None:
             try:
                 loop.call_soon_threadsafe(events.put_nowait, event)
-            except RuntimeError:  # the event loop was closed, so nobody listens any more
+            except RuntimeError:  # the event loop was closed, so there is no listener any more
                 self._ask(partial(self.core.cancel, job), quiet=True)
 
-        origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt, request_id=request_id)
-        terms = Terms(params=as_params(params), origin=origin)
-        job = self.core.intake.new_job(prompt, terms, listener=tell)
+        options = RequestOptions(
+            params=as_params(params),
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            request_id=request_id,
+        )
+        job = self.core.intake.new_job(prompt, options, listener=tell)
         self._ask(partial(self._submit, job))
         try:
             while True:
@@ -91,7 +97,7 @@ class AsyncLLM(LoopedEngine):
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> RequestOutput:
-        """One prompt's results when they are complete; all as in `stream`.
+        """Return one prompt's results when they are complete; arguments as in `stream`.
 
         Raises:
             RequestError: the request can't be served, or failed while it ran.
@@ -123,7 +129,7 @@ class AsyncLLM(LoopedEngine):
         return is_on.clear
 
     def close(self) -> None:
-        """Cancel what runs, end the thread, give back the memory. May be called again."""
+        """Cancel all requests, end the thread and release the memory. May be called again."""
         atexit.unregister(self._leave)
         if self._thread.is_alive():
             self._loop.ask(None)
@@ -137,7 +143,7 @@ class AsyncLLM(LoopedEngine):
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _leave(self) -> None:
-        """End the thread at the end of the program, and say nothing to who still waits then."""
+        """End the thread at the end of the program, without errors for waiting callers."""
         self._is_leaving = True
         self.close()
 
@@ -156,7 +162,7 @@ class AsyncLLM(LoopedEngine):
                     self._loop.step()
             if not self._is_leaving:
                 self._end(EngineError("the engine was closed"))
-        except BaseException as error:  # whatever ends this thread, nobody may wait for it for ever
+        except BaseException as error:  # whatever ends this thread, no caller may wait for ever
             self._end(EngineError(f"the engine broke down: {type(error).__name__}: {error}"))
             raise
 
@@ -166,11 +172,11 @@ class AsyncLLM(LoopedEngine):
         except KVQError as error:
             self.core.refuse(job, self._error or error)
         except Exception as error:  # noqa: BLE001 - this request's alone, whatever is wrong with it
-            _log.exception("request %s could not be queued", job.request.id)
+            _log.exception("request %s could not be queued", job.id)
             self.core.refuse(job, EngineError(f"it could not be queued: {type(error).__name__}: {error}"))
 
     def _end(self, error: KVQError) -> None:
-        """Take no more commands and answer everybody who still waits: no submission gets in any more."""
+        """Accept no more commands, and end all requests that still wait with an error."""
         with self._lock:
             self._error = error
         self.core.close(error)

@@ -1,4 +1,4 @@
-"""From a model and options to what an engine is made of, sized for its model and its device."""
+"""Engine construction: from a model and options to the parts of an engine, sized for its device."""
 
 import logging
 from dataclasses import dataclass, fields
@@ -9,8 +9,8 @@ from kvq.blockmgr import BlockManager
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
-from kvq.engine.device.memory import planned_pools, swap_slots, told
-from kvq.engine.device.runner import Runner
+from kvq.engine.device.memory import describe_pools, planned_pools, swap_slots
+from kvq.engine.device.runner import Runner, RunnerSizes
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation
 from kvq.engine.speculation_config import parse_speculation
@@ -35,7 +35,7 @@ _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedEngine:
-    """An engine that can be built, but for its weights. Made by `check_engine`."""
+    """An engine that was checked and whose weights are not loaded yet. Made by `check_engine`."""
 
     model: PreparedModel
     recipe: KVRecipe
@@ -44,11 +44,11 @@ class CheckedEngine:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the recipe's blocks."""
+        """Layout of the recipe's blocks."""
         return self.model.layout(self.recipe)
 
     def pools(self, free_bytes: int | None, activation_bytes: int) -> PoolPlan:
-        """How large the pools will be; arguments and errors are those of `planned_pools`."""
+        """Return the sizes of the pools; arguments and errors are those of `planned_pools`."""
         return planned_pools(
             self.layout,
             self.config,
@@ -68,7 +68,7 @@ class CheckedEngine:
 
 
 def check_cache(model: PreparedModel) -> None:
-    """Raise ConfigError if a model is to run over another cache than an engine can."""
+    """Raise ConfigError if a model is to run over a cache that an engine can't use."""
     if model.cache != "kvq":
         raise ConfigError(f"the engine runs over kvq's own cache, not {model.cache!r}; leave cache out")
 
@@ -76,7 +76,7 @@ def check_cache(model: PreparedModel) -> None:
 def check_engine(
     model: str | Path | ModelSource, kv: str | KVRecipe, options: dict[str, Any]
 ) -> CheckedEngine:
-    """Check what an engine would be built from; options are those of `EngineConfig` and of `kvq.load`.
+    """Check the model and options of an engine: those of `EngineConfig` and of `kvq.load`.
 
     Raises:
         ModelError: missing, damaged or refused model.
@@ -132,9 +132,9 @@ def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
 def build_parts(
     model: Model, config: EngineConfig, max_context: int, helper: Helper
 ) -> tuple[Scheduler, Runner]:
-    """Size everything: a step of full size over a small pool first, then the real pools.
+    """Measure a step of full size over a small pool, then make the real pools, scheduler and runner.
 
-    What drafts gets a pool for as many tokens out of the same free memory.
+    A drafting helper gets a pool for equally many tokens out of the same free memory.
     """
     layout, device = model.layout, model.weights.device
     costs, activation_bytes = MeasuredCosts(), 0
@@ -153,25 +153,17 @@ def build_parts(
         free_bytes=free,
         activation_bytes=activation_bytes,
     )
-    num_blocks, step_tokens = pools.num_blocks, pools.step_tokens
-    if step_tokens < config.max_num_batched_tokens:
-        _log.info("steps take %d tokens at most, since they wait in the staging area", step_tokens)
-    if pools.sequences < config.max_num_seqs:
-        _log.info("%d sequences run at once at most, since a step has a token for each", pools.sequences)
+    num_blocks = pools.num_blocks
     host_slots = swap_slots(layout, config, num_blocks)
-    _log.info("making the KV pool, %s", decimal(bytes_of(layout, num_blocks)))
-    _log.info(
-        "requests that fit at once, and what they run out of first: %s", told(layout, pools, max_context)
-    )
-    runner = Runner(
-        model,
+    _log_pools(pools, config, layout, max_context)
+    sizes = RunnerSizes(
         num_blocks=num_blocks,
-        host_slots=host_slots,
-        swap_folder=config.swap_folder,
         max_num_seqs=pools.sequences,
         max_context=max_context,
-        keeps_hidden=helper.head is not None,
+        host_slots=host_slots,
+        swap_folder=config.swap_folder,
     )
+    runner = Runner(model, sizes, keeps_hidden=helper.head is not None)
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
@@ -191,3 +183,13 @@ def build_parts(
         costs,
     )
     return scheduler, runner
+
+
+def _log_pools(pools: PoolPlan, config: EngineConfig, layout: KVLayout, max_context: int) -> None:
+    if pools.step_tokens < config.max_num_batched_tokens:
+        _log.info("steps take %d tokens at most, since they wait in the staging area", pools.step_tokens)
+    if pools.sequences < config.max_num_seqs:
+        _log.info("%d sequences run at once at most, since a step has a token for each", pools.sequences)
+    _log.info("making the KV pool, %s", decimal(bytes_of(layout, pools.num_blocks)))
+    fitting = describe_pools(layout, pools, max_context)
+    _log.info("requests that fit at once, and what they run out of first: %s", fitting)

@@ -1,4 +1,4 @@
-"""What an engine is built with."""
+"""Engine configuration: limits and goals, decided when an engine is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class EngineConfig:
     swap_memory: int | str = 0
     swap_folder: str | Path | None = None
     prefix_caching: bool = True
-    snapshot_every: int = SNAPSHOT_EVERY  # tokens from which recurrent states are kept for prefix caching
+    snapshot_every: int = SNAPSHOT_EVERY  # tokens between recurrent states that are kept for prefix caching
     reserve_fraction: float = RESERVE_FRACTION
     aging_s: float = 10.0
     itl_slo_s: float | None = None
@@ -46,8 +46,8 @@ class EngineConfig:
     max_step_stretch: float = 1.7
     async_scheduling: bool | None = None
     step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
-    speculation: Speculation | Mapping[str, Any] | str | None = None  # how tokens are drafted, if they are
-    accept_divergence: bool = False  # use a KV format though the load check finds that it breaks the model
+    speculation: Speculation | Mapping[str, Any] | str | None = None  # None: no drafts
+    accept_divergence: bool = False  # use a KV format although the load check finds that it breaks the model
     watermark: str = "off"
     watermark_key_file: str | Path | None = None
     watermark_scheme: str = "green"  # as `parse_scheme` reads it: "green,delta=3"

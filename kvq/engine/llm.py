@@ -1,4 +1,4 @@
-"""`kvq.LLM`: prompts in, results out, as many at a time as the pool holds."""
+"""`kvq.LLM`: offline engine that runs as many prompts at a time as the pool holds."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from kvq.engine.loop import LoopedEngine
 from kvq.engine.params import Params, as_params, each_params
 from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.requests.prompts import Prompt, as_prompts
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepSubscriber
 from kvq.scheduler import Priority
@@ -21,8 +21,8 @@ class LLM(LoopedEngine):
         for output in llm.generate(["Once upon"], kvq.SamplingParams(max_tokens=64)):
             print(output.outputs[0].text, output.receipt)
 
-    Requests are batched continuously: each step computes the next token of everybody who runs, and a
-    part of the prompts of those who start.
+    Requests are batched continuously: each step computes the next token of every running request, and a
+    part of the prompts of new ones.
     """
 
     def generate(
@@ -35,24 +35,24 @@ class LLM(LoopedEngine):
         cache_salt: str | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Results of all prompts, in their order. `params`: one for all, or one each. `cache_salt`: cached
-        prefixes are shared only with requests of the tenant that name the same.
+        """Generate results of all prompts, in their order. `params`: one for all, or one each.
 
-        All requests are checked before any is run. One that fails while it runs has an `error`; the
-        others go on. `progress` is called with (ended, total).
+        All requests are checked before any is run. A request that fails while it runs has an `error`; the
+        others go on. `cache_salt`: cached prefixes are shared only with requests of the tenant that name the
+        same salt. `progress` is called with (ended, total).
 
         Raises:
             RequestError: a prompt or parameters that can't be served; nothing was run.
         """
         many = as_prompts(prompts)
-        each = each_params(params, len(many))
-        origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt)
+        given = [
+            RequestOptions(params=one, priority=priority, tenant=tenant, cache_salt=cache_salt)
+            for one in each_params(params, len(many))
+        ]
         outputs: list[RequestOutput | None] = [None] * len(many)
         jobs = [
-            self.core.intake.new_job(
-                prompt, Terms(params=chosen, origin=origin), listener=partial(_keep, outputs, i, progress)
-            )
-            for i, (prompt, chosen) in enumerate(zip(many, each, strict=True))
+            self.core.intake.new_job(prompt, options, listener=partial(_keep, outputs, i, progress))
+            for i, (prompt, options) in enumerate(zip(many, given, strict=True))
         ]
         self._run(jobs)
         return [cast(RequestOutput, output) for output in outputs]
@@ -60,7 +60,7 @@ class LLM(LoopedEngine):
     def stream(
         self, prompt: Prompt, params: Params | None = None, *, tenant: str = "", cache_salt: str | None = None
     ) -> Iterator[Piece]:
-        """Pieces of one prompt's results as they come; the request is checked at once.
+        """Yield pieces of one prompt's results as they come. The request is checked at once.
 
         Leaving the loop early cancels the request.
 
@@ -68,8 +68,8 @@ class LLM(LoopedEngine):
             RequestError: the request can't be served, or failed while it ran.
         """
         events: list[Event] = []
-        terms = Terms(params=as_params(params), origin=Origin(tenant=tenant, cache_salt=cache_salt))
-        job = self.core.intake.new_job(prompt, terms, listener=events.append)
+        options = RequestOptions(params=as_params(params), tenant=tenant, cache_salt=cache_salt)
+        job = self.core.intake.new_job(prompt, options, listener=events.append)
         return self._stream(job, events)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -77,11 +77,11 @@ class LLM(LoopedEngine):
         return self.core.on_step(subscriber)
 
     def step(self) -> None:
-        """Run one step, for those who drive the engine themselves."""
+        """Run one step, for callers who drive the engine themselves."""
         self._loop.step()
 
     def close(self) -> None:
-        """End what runs and give back the memory."""
+        """End all requests and release the memory."""
         if not self._is_ending():
             self.core.close()
             self._loop.watchdog.close()
@@ -127,7 +127,7 @@ def _keep(
     progress: Callable[[int, int], object] | None,
     event: Event,
 ) -> None:
-    """Keep a request's output at its place."""
+    """Store the output of a request at its index."""
     if isinstance(event, RequestOutput):
         outputs[index] = event
         if progress is not None:

@@ -1,4 +1,4 @@
-"""The loop that every engine runs in: do what was asked for, then take a step, under a watchdog."""
+"""Engine loop: runs commands of other threads, then a step, under a watchdog."""
 
 import logging
 import queue
@@ -23,8 +23,8 @@ from kvq.models.parts.fork_guard import NotCopyable
 _log = logging.getLogger("kvq")
 
 
-class Watchdog:
-    """A thread that reports, once per step, a step that exceeds its deadline: the step's own thread can't."""
+class _Watchdog:
+    """A thread that reports a step beyond its deadline, once, since the step's own thread is busy."""
 
     def __init__(self, deadline_s: float, on_stuck: Callable[[float], object] | None = None) -> None:
         """`on_stuck` is called from the watchdog's thread with the seconds the step has taken so far."""
@@ -37,7 +37,7 @@ class Watchdog:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The time inside is watched."""
+        """Watch the time inside the context."""
         self._began = monotonic()
         try:
             yield
@@ -50,7 +50,7 @@ class Watchdog:
         self._thread.join()
 
     def stop(self) -> None:
-        """Let the thread end soon."""
+        """Let the thread end soon, without waiting for it."""
         self._wake.set()
 
     def _watch(self) -> None:
@@ -65,7 +65,7 @@ class Watchdog:
             try:
                 if self._on_stuck is not None:
                     self._on_stuck(taken)
-            except Exception:  # noqa: BLE001 - somebody else's code must not end the watch
+            except Exception:  # noqa: BLE001 - a callback must not end the watch
                 _log.exception("who was told of a stuck step failed")
 
 
@@ -74,20 +74,20 @@ Command = Callable[[], object]
 
 
 class EngineLoop:
-    """Steps one engine under a watchdog, and does between steps what other threads ask for."""
+    """Steps one engine under a watchdog, and runs commands of other threads between steps."""
 
     def __init__(self, core: EngineCore, on_stuck: Callable[[float], object] | None = None) -> None:
-        """`on_stuck` is told, in the watchdog's thread, of a step beyond its deadline."""
+        """`on_stuck`: called in the watchdog's thread for a step beyond its deadline."""
         self.core = core
-        self.watchdog = Watchdog(core.config.step_deadline_s, on_stuck)
+        self.watchdog = _Watchdog(core.config.step_deadline_s, on_stuck)
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def ask(self, command: Command | None) -> None:
-        """Let the loop's thread do something soon; None: let it end. May be called from any thread."""
+        """Queue a command for the loop's thread; None ends the loop. May be called from any thread."""
         self._commands.put(command)
 
     def step(self) -> bool:
-        """Run one step; False if there was nothing to run. Waits a little where work waits for grammars."""
+        """Run one step; False if there was nothing to run. Sleeps briefly if all work waits for grammars."""
         with self.watchdog.step():
             ran = self.core.step()
         if not ran and self.core.has_work:
@@ -95,7 +95,7 @@ class EngineLoop:
         return ran
 
     def obey(self, *, timeout_s: float | None = None) -> bool:
-        """Do what was asked for; while there is no work, wait for something, or so long. False: end."""
+        """Run the queued commands; without work, wait for one, at most `timeout_s`. Returns False to end."""
         block = not self.core.has_work
         while True:
             try:
@@ -108,7 +108,7 @@ class EngineLoop:
             command()
 
     def left(self) -> list[Command]:
-        """What was asked for and will not be done by `obey` any more."""
+        """Take out the commands that `obey` has not run."""
         commands = []
         while not self._commands.empty():
             command = self._commands.get()
@@ -118,7 +118,7 @@ class EngineLoop:
 
 
 class LoopedEngine(NotCopyable):
-    """An engine and its loop: what `LLM` and `AsyncLLM` are."""
+    """An engine and its loop; base of `LLM` and `AsyncLLM`."""
 
     def __init__(
         self,
@@ -128,9 +128,10 @@ class LoopedEngine(NotCopyable):
         on_stuck: Callable[[float], object] | None = None,
         **options: Any,
     ) -> None:
-        """`model`: a folder, a name, or what `kvq.load` returned. Options are those of `EngineConfig`
-        and, unless the model is loaded already, of `kvq.load`. `on_stuck` is told, in the watchdog's thread,
-        of a step beyond its deadline.
+        """Load `model`, a folder or a name, unless it is a model of `kvq.load`, and build the engine.
+
+        Options are those of `EngineConfig` and, if the model is not loaded yet, of `kvq.load`.
+        `on_stuck`: called in the watchdog's thread for a step beyond its deadline.
 
         Raises:
             ModelError: missing, damaged or refused model.
@@ -140,20 +141,22 @@ class LoopedEngine(NotCopyable):
         loaded, config = build(model, kv, options)
         self.core = EngineCore(loaded, config)
         self._loop = EngineLoop(self.core, on_stuck)
-        weakref.finalize(self, self._loop.watchdog.stop)  # for those who forget to close
-        self._is_ending = sys.is_finalizing  # at the end of a program modules go before what they made
+        weakref.finalize(self, self._loop.watchdog.stop)  # in case `close` is not called
+        self._is_ending = sys.is_finalizing  # modules are gone then before their objects
         self._start()
 
     @property
     def model(self) -> Model:
-        """The model that runs."""
+        """The model of the engine."""
         return self.core.model
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends, to hand to `generate` or to change; nothing
-        takes it by itself. Greedy, of 64 tokens, where that says nothing.
+        """Return the parameters that the model's generation_config.json recommends.
+
+        They are not applied by themselves. Fields that the file leaves out have their defaults: greedy, 64
+        tokens.
         """
         return SamplingParams(**read_defaults(self.model.prepared.folder).fill({}, ()))
 
     def _start(self) -> None:
-        """Begin what runs beside it."""
+        """Start threads of a subclass."""

@@ -1,4 +1,4 @@
-"""What a request asks for: how tokens are chosen, when to stop, what to return."""
+"""Sampling parameters: how tokens are chosen, when a request ends, and what it returns."""
 
 import math
 import operator
@@ -23,12 +23,15 @@ Check = Callable[[Any, str], None]  # of an object and a field's name; raises Re
 
 
 def param(default: Any, check: Check, *, with_beams: bool = True) -> Any:
-    """A sampling parameter and what holds for all but its default; `with_beams`: beam search can have it."""
+    """Declare a sampling parameter; `check` holds for all values but the default.
+
+    `with_beams`: it can be combined with beam search.
+    """
     return field(default=default, metadata={"check": check, "with_beams": with_beams})
 
 
 def whole(low: int | str, high: int | str) -> Check:
-    """A whole number of `low` to `high`; a text names the parameter that is the bound."""
+    """Check for a whole number from `low` to `high`; a string names the parameter that is the bound."""
 
     def check(params: object, name: str) -> None:
         value = getattr(params, name)
@@ -42,7 +45,7 @@ def whole(low: int | str, high: int | str) -> Check:
 
 
 def real(low: float, high: float, *, above: bool = False) -> Check:
-    """A finite number of `low` to `high`, or above `low`."""
+    """Check for a finite number from `low` to `high`; with `above`, `low` itself is excluded."""
 
     def check(params: object, name: str) -> None:
         value = getattr(params, name)
@@ -56,18 +59,18 @@ def real(low: float, high: float, *, above: bool = False) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """The same, or None."""
+    """Check unless the value is None."""
     return lambda params, name: None if getattr(params, name) is None else check(params, name)
 
 
 def flag(params: object, name: str) -> None:
-    """True or False."""
+    """Check for True or False."""
     if not isinstance(getattr(params, name), bool):
         raise RequestError(f"{name} must be True or False, got {getattr(params, name)!r}")
 
 
 def _list_of(what: str, is_one: Callable[[Any], bool], noun: str = "") -> Check:
-    """A list, of so many at most; of texts, one will do as well."""
+    """Check for a list of at most MAX_STOPS items; a single string counts as a list of one."""
 
     def check(params: object, name: str) -> None:
         given = getattr(params, name)
@@ -109,11 +112,11 @@ def _structured(params: object, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutput:
-    """What the generated text must be; exactly one of the four.
+    """Constraint on the generated text; exactly one of the first four fields.
 
     `json_schema`: a schema as a dict or JSON text. `regex`: a regular expression, matched in full.
     `choice`: one of these strings. `lark`: a grammar in llguidance's Lark dialect, or in llama.cpp's GBNF.
-    `before`: Lark with a rule `before` for what comes first, such as a model's thoughts.
+    `before`: Lark with a rule `before` for the text that comes first, such as a model's thoughts.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -139,19 +142,19 @@ class StructuredOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a request ends. Temperature 0 takes the likeliest token.
+    """Choice of tokens and end of a request. Temperature 0 takes the likeliest token.
 
-    `n`: results returned; `best_of`: results generated, the likeliest n of them returned.
-    `beam_width`: beam search with that many beams, the best n of them returned; deterministic.
-    `max_tokens`: None goes on as far as the model's context and the block pool reach, but for `most_tokens`.
-    `top_k`: None keeps all. `seed`: the same tokens in whatever batch the request runs.
-    `stop`: strings that end the text, left out of it unless `include_stop`. `logprobs`: how many of
-    the likeliest tokens' log-probabilities to return beside the chosen one's; `prompt_logprobs` the
-    same for every prompt token from `prompt_logprobs_start` on; what lies before may come from the
-    prefix cache. They are of the model's distribution, before temperature, penalties and filters.
-    `echo`: the text starts with the prompt. `kept_special_ids`: special tokens that have text though
-    `skip_special_tokens` leaves out the others. `watermark`: mark the text, or don't, where the engine
-    leaves that to requests; None as the engine does unless asked.
+    `n`: results returned; `best_of`: results generated, of which the likeliest n are returned.
+    `beam_width`: beam search with that many beams, of which the best n are returned; deterministic.
+    `max_tokens`: None generates as far as the model's context and the block pool reach, or `most_tokens`.
+    `top_k`: None keeps all. `seed`: makes tokens independent of the batch in which the request runs.
+    `stop`: strings that end the text and are left out of it unless `include_stop`.
+    `logprobs`: how many of the likeliest tokens' log-probabilities to return besides the chosen one's.
+    `prompt_logprobs`: the same number for every prompt token from `prompt_logprobs_start` on; tokens before
+    may come from the prefix cache. Log-probabilities are of the model's distribution, before temperature,
+    penalties and filters. `echo`: the text starts with the prompt. `kept_special_ids`: special tokens that
+    are shown although `skip_special_tokens` hides the others. `watermark`: whether to mark the text, if the
+    engine leaves that to requests; None for the engine's default.
     """
 
     n: int = param(1, whole(1, MAX_SAMPLES))
@@ -205,7 +208,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run side by side."""
+        """Number of sequences that run side by side."""
         return self.beam_width or self.best_of or self.n
 
     @property
@@ -215,16 +218,16 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if tokens that were there before count."""
+        """True if earlier tokens are penalized."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixPin:
-    """Keep the first `length` tokens of a prompt in the prefix index, in whole blocks, for so long."""
+    """Pin of a prompt's first `length` tokens in the prefix index, in whole blocks."""
 
     length: int  # tokens
-    seconds: float  # from when they are computed or found; asking again begins anew
+    seconds: float  # from the time they are computed or found; another request restarts it
 
     def __post_init__(self) -> None:
         whole(0, MAX_COUNT)(self, "length")
@@ -235,7 +238,7 @@ Params = SamplingParams | Mapping[str, Any]  # or its fields
 
 
 def as_params(params: Params | None) -> SamplingParams:
-    """Sampling parameters from an object, a dict of its fields, or None for the defaults.
+    """Return sampling parameters from an object, a dict of its fields, or None for the defaults.
 
     Raises:
         RequestError: an unknown field, one out of range, or something else.
@@ -254,7 +257,7 @@ def as_params(params: Params | None) -> SamplingParams:
 
 
 def each_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    """One for each of `count` prompts, from one for all or a list; see `as_params`."""
+    """Return the parameters of each of `count` prompts, from one for all or a list; see `as_params`."""
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [as_params(params)] * count
     if not isinstance(params, Sequence):
@@ -282,7 +285,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    if hasattr(value, "shape") and value.shape:  # an array, whose index is that of its only element
+    if hasattr(value, "shape") and value.shape:  # an array: `index` would take its only element
         return False
     try:
         operator.index(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What an engine is told about drafting."""
+"""Speculation configuration: how tokens are drafted."""
 
 import json
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ _SPELLING = "off, ngram, self, heads, or draft,model=FOLDER, each with ,k=4 if t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """How tokens are drafted.
+    """Drafting method and its limits.
 
-    `method`: "ngram" finds what followed the last tokens before, in the request's own text and in what the
-    tenant was answered lately; "draft" asks a smaller model of the same vocabulary; "self" the model itself
-    with rounded weights, over the blocks of its own cache; "heads" the multi-token-prediction layers of its
-    checkpoint. `k`: most drafts of a sequence in a step; fewer are made where more would not pay.
+    `method`: "ngram" proposes the tokens that followed the last ones earlier, in the request's own text or in
+    recent answers to its tenant; "draft" runs a smaller model of the same vocabulary; "self" runs the model
+    itself with rounded weights, over the blocks of its own cache; "heads" runs the multi-token-prediction
+    layers of its checkpoint. `k`: most drafts of a sequence in a step; fewer are made if more don't pay.
     """
 
     method: Method
@@ -30,7 +30,7 @@ class Speculation:
     model: str | Path | None = None  # of "draft": a folder or a name, as an engine's
     kv: str | None = None  # of "draft": the format of its own cache; default: its own type
     weights: str | None = None  # of "draft" and "self": what its Linear layers are rounded to; "self": int4
-    adapts: bool = True  # False: k drafts always, whatever they cost
+    adapts: bool = True  # False: always k drafts, whatever they cost
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

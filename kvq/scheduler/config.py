@@ -1,4 +1,4 @@
-"""What the scheduler may do in a step, and what it aims at."""
+"""Scheduler configuration: limits of a step and goals of scheduling."""
 
 from dataclasses import dataclass
 

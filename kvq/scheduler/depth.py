@@ -1,4 +1,4 @@
-"""How many drafts pay: by how often they were right, and by what steps and drafting were seen to cost.
+"""Draft depth: chooses how many drafts pay, by how often they were right and what steps and drafting cost.
 
 A step over B sequences that drafts n tokens in all, in d passes of the draft, takes verify(B, n) + d *
 draft(B). The j-th draft of a sequence whose drafts are right with probability a adds a^j tokens. So drafts
@@ -11,75 +11,75 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvq.scheduler.costs import BySize, CostModel
-from kvq.scheduler.holders import held
 from kvq.scheduler.request import Branch
+from kvq.scheduler.running import held
 from kvq.scheduler.scheduler import Scheduler
 
 MOST_DRAFTS = 16  # of a sequence in a step
-_HOPED = 0.7  # share of right drafts before any was seen
-_HOPE = 4.0  # drafts that it counts as
-_SHARED = 8.0  # drafts that the share of all requests counts as in that of one
-_MEMORY = 0.98  # of what was seen, a step
-_GAIN = 1.02  # at least so much must be won
-_TRIALS = 2  # times that a draft is asked for by so many sequences before it is known what that costs
-_REST = 16  # steps of the same branches after one that was worth no draft, until the next is weighed
+_HOPED = 0.7  # share of right drafts before any was checked
+_HOPE = 4.0  # drafts that this prior counts as
+_SHARED = 8.0  # drafts that the share of all requests counts as, as the prior of one request
+_MEMORY = 0.98  # weight of older counts, per step
+_GAIN = 1.02  # least gain in tokens per second
+_TRIALS = 2  # draft passes of a number of sequences before their cost is known
+_REST = 16  # steps of the same branches without a choice after one for which no draft paid
 
 
 def drafts_allowed(scheduler: Scheduler, k: int) -> dict[Branch, int]:
-    """Who goes on by a token in the next step, and how many drafts each may have behind it, k at most.
+    """Return the branches that decode in the next step, and how many drafts each may have, at most `k`.
 
-    None while prompts wait for a part of a step: what drafts take, those would have to do without.
+    No drafts are allowed while prompts wait for prefill tokens, which drafts would take from them.
     """
     manager, allowed = scheduler.manager, {}
     k = 0 if scheduler.prompts_lack_time else k
-    for branch in scheduler.holders.active:
+    for branch in scheduler.running.active:
         if branch.goal - held(branch).length == 1 + branch.rewound:
             most = min(k, branch.most_drafts)
-            if manager.blocks.states is not None:  # drafts may not leave the block in which the state lies
+            if manager.blocks.states is not None:  # drafts must stay in the block that holds the state
                 most = min(most, manager.block_size - 1 - (len(branch.tokens) - 1) % manager.block_size)
             allowed[branch] = max(0, most)
     return allowed
 
 
 @dataclass(slots=True)
-class Seen:
-    """Drafts that were looked at, and those of them that were right; older ones count less."""
+class _Seen:
+    """Counts of checked drafts and of right ones among them; older ones weigh less."""
 
     looked_at: float = 0.0
     right: float = 0.0
 
     def add(self, looked_at: int, right: int) -> None:
-        """Count a step's."""
+        """Count the drafts of one step."""
         self.looked_at = self.looked_at * _MEMORY + looked_at
         self.right = self.right * _MEMORY + right
 
     def fade(self) -> None:
-        """Let a step pass without any: what was seen long ago may have changed."""
+        """Age the counts by a step without drafts."""
         self.looked_at *= _MEMORY
         self.right *= _MEMORY
 
     def share(self, prior: float, weight: float) -> float:
-        """The share of right ones, with a prior that counts as so many drafts."""
+        """Return the share of right drafts, with a prior that counts as `weight` drafts."""
         return (self.right + prior * weight) / (self.looked_at + weight)
 
 
 @dataclass(slots=True)
 class Depth:
-    """Decides how many drafts every sequence of a step gets."""
+    """Chooses how many drafts every sequence of a step gets."""
 
     costs: CostModel
     takes_passes: bool  # drafting takes a pass of a model for each further token
-    adapts: bool = True  # False: as many as there may be, whatever they cost
+    adapts: bool = True  # False: as many as allowed, whatever they cost
     draft_s: BySize = field(default_factory=BySize)  # of one pass, by the number of sequences
-    seen: Seen = field(default_factory=Seen)  # of all requests
-    rests: int = 0  # further steps that need not be asked about while the branches stay the same
-    _by_branch: dict[Branch, Seen] = field(default_factory=dict)
+    seen: _Seen = field(default_factory=_Seen)  # of all requests
+    rests: int = 0  # steps to come that need no choice while the branches stay the same
+    _by_branch: dict[Branch, _Seen] = field(default_factory=dict)
 
     def choose(self, most: Mapping[Branch, int], num_decodes: int) -> dict[Branch, int]:
-        """How many drafts to make, for those of the branches that shall have some; `most`: 1 or more.
+        """Return how many drafts to make per branch; `most`: at most so many, 1 or more each.
 
-        None, whatever they might bring, while decodes of that number have to be measured alone: neither what
-        drafts add nor what prefill adds were known, and prefill waits for that.
+        No drafts are made while decodes of this number have to be measured alone: otherwise the cost of
+        neither drafts nor prefill would be known, and prefill waits for that.
         """
         self.rests = 0
         costs, usual = self.costs, self.costs.decode_s(num_decodes)
@@ -95,7 +95,7 @@ class Depth:
         return chosen
 
     def rest(self, steps: int = 1) -> None:
-        """So many steps pass without being asked about, `rests` at most."""
+        """Let `steps` steps pass without a choice, at most `rests`."""
         self.rests -= steps
         for _ in range(steps):
             self.seen.fade()
@@ -124,13 +124,13 @@ class Depth:
         return chosen
 
     def learn(self, branch: Branch, drafted: int, right: int) -> None:
-        """So many drafts of a branch were right before the first that was wrong."""
+        """Learn that the first `right` of a branch's `drafted` drafts were right."""
         looked_at = min(drafted, right + 1)
         self.seen.add(looked_at, right)
-        self._by_branch.setdefault(branch, Seen()).add(looked_at, right)
+        self._by_branch.setdefault(branch, _Seen()).add(looked_at, right)
 
     def forget(self, branch: Branch) -> None:
-        """A branch ended."""
+        """Drop what is known of a branch that ended."""
         self._by_branch.pop(branch, None)
 
     def _seconds(self, num_decodes: int, num_drafts: int, passes: int, drafting: int) -> float:

@@ -1,4 +1,4 @@
-"""Whether a request can ever fit: its worst case beside an empty pool."""
+"""Fit check: whether the worst case of a request fits an empty pool."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from kvq.errors import RequestError
 from kvq.scheduler.config import SchedulerConfig
-from kvq.scheduler.request import Request
 
 
 class Reach(NamedTuple):
-    """Which tokens a layer group keeps; None for all."""
+    """Tokens that a layer group keeps; None for all."""
 
     window: int | None
     limit: int | None
@@ -20,7 +19,7 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShape:
-    """What the pools could hold if nobody used them."""
+    """Sizes of the empty pools."""
 
     num_blocks: list[int]  # per layer group
     windows: list[int | None]  # per layer group
@@ -30,21 +29,18 @@ class PoolShape:
 
     @property
     def reaches(self) -> list[Reach]:
-        """Per layer group."""
+        """Reach per layer group."""
         limits = [None] * len(self.windows) if self.limits is None else self.limits
         pairs = enumerate(zip(self.windows, limits, strict=True))
         return [Reach(window, limit, group == self.state_group) for group, (window, limit) in pairs]
 
 
-def worst_case(request: Request, max_tokens: int, shape: PoolShape, chunk: int) -> list[int]:
-    """Blocks per layer group that a request holds at most; `chunk`: the most tokens of one step."""
+def worst_case(
+    prompt_tokens: int, max_tokens: int, shape: PoolShape, chunk: int, num_branches: int = 1
+) -> list[int]:
+    """Return the most blocks per layer group that a request holds; `chunk`: the most tokens of one step."""
     return most_blocks(
-        request.prompt_length,
-        max_tokens,
-        shape.reaches,
-        shape.block_size,
-        chunk,
-        num_branches=request.num_branches,
+        prompt_tokens, max_tokens, shape.reaches, shape.block_size, chunk, num_branches=num_branches
     )
 
 
@@ -57,9 +53,9 @@ def most_blocks(
     *,
     num_branches: int = 1,
 ) -> list[int]:
-    """Blocks per layer group, each with its window and limit: the prompt once, the rest per branch.
+    """Return the most blocks per layer group that a request holds: its prompt once, the rest per branch.
 
-    A sliding window leaves the prompt behind, so in the end its blocks may all be the branches' own.
+    A sliding window leaves the prompt behind, so in the end each branch may own all of its blocks.
     The last generated token needs no slot. `chunk`: the most tokens of one step.
     """
     size, length = block_size, prompt_tokens + max(max_tokens, 1) - 1
@@ -77,7 +73,7 @@ def most_blocks(
 
 
 def check_room(prompt_length: int, max_tokens: int | None, max_context: int) -> int:
-    """How many tokens a context leaves after a prompt.
+    """Return how many tokens a context leaves after a prompt.
 
     Raises:
         RequestError: fewer than are asked for, or none.
@@ -91,43 +87,45 @@ def check_room(prompt_length: int, max_tokens: int | None, max_context: int) -> 
     return room
 
 
-def resolve_max_tokens(request: Request, shape: PoolShape, config: SchedulerConfig) -> int:
-    """How many tokens a request may generate; for None as many as context and pool allow.
+def resolve_max_tokens(
+    prompt_tokens: int,
+    max_tokens: int | None,
+    shape: PoolShape,
+    config: SchedulerConfig,
+    *,
+    most_tokens: int | None = None,
+    num_branches: int = 1,
+) -> int:
+    """Return how many tokens a request may generate; for None as many as fit, but for `most_tokens`.
 
     Raises:
         RequestError: it can never fit, with the numbers.
     """
-    asked = request.max_tokens
-    room = check_room(request.prompt_length, asked, config.max_context)
-    if request.num_branches > config.max_num_seqs:
+    room = check_room(prompt_tokens, max_tokens, config.max_context)
+    if num_branches > config.max_num_seqs:
         raise RequestError(
-            f"the request asks for {request.num_branches} sequences side by side, the engine runs at most "
+            f"the request asks for {num_branches} sequences side by side, the engine runs at most "
             f"{config.max_num_seqs}; ask for fewer, or raise max_num_seqs (or kv_memory, if that allows no "
             f"more)"
         )
-    chunk = config.max_num_batched_tokens
-    _check(request, 1 if asked is None else asked, shape, chunk)
-    if asked is not None:
-        return asked
 
-    def is_beyond(tokens: int) -> bool:
-        return not _fits(worst_case(request, tokens, shape, chunk), shape)
+    def need(tokens: int) -> list[int]:
+        return worst_case(prompt_tokens, tokens, shape, config.max_num_batched_tokens, num_branches)
 
-    room = room if request.most_tokens is None else min(room, request.most_tokens)
-    return bisect_left(range(1, room + 1), True, key=is_beyond)  # the worst case grows with max_tokens
+    least = 1 if max_tokens is None else max_tokens
+    if not _fits(need(least), shape):
+        many = f"{num_branches} times " if num_branches > 1 else ""
+        raise RequestError(
+            f"the request can never fit: {prompt_tokens} prompt tokens and {many}max_tokens={least} need "
+            f"{' and '.join(map(str, need(least)))} blocks of {shape.block_size} tokens, the pool has "
+            f"{' and '.join(map(str, shape.num_blocks))}; ask for fewer tokens, or give the pool more memory"
+        )
+    if max_tokens is not None:
+        return max_tokens
+    room = room if most_tokens is None else min(room, most_tokens)
+    # The worst case grows with the tokens to generate.
+    return bisect_left(range(1, room + 1), True, key=lambda tokens: not _fits(need(tokens), shape))
 
 
 def _fits(need: list[int], shape: PoolShape) -> bool:
     return all(blocks <= total for blocks, total in zip(need, shape.num_blocks, strict=True))
-
-
-def _check(request: Request, max_tokens: int, shape: PoolShape, chunk: int) -> None:
-    need = worst_case(request, max_tokens, shape, chunk)
-    if _fits(need, shape):
-        return
-    many = f"{request.num_branches} times " if request.num_branches > 1 else ""
-    raise RequestError(
-        f"the request can never fit: {request.prompt_length} prompt tokens and {many}max_tokens={max_tokens} "
-        f"need {' and '.join(map(str, need))} blocks of {shape.block_size} tokens, the pool has "
-        f"{' and '.join(map(str, shape.num_blocks))}; ask for fewer tokens, or give the pool more memory"
-    )

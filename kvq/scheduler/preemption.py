@@ -1,14 +1,15 @@
-"""Who gives up blocks when they run out, and how."""
+"""Preemption: which request gives up its blocks when they run out, and whether by swapping."""
 
 from collections.abc import Iterable
 
 from kvq.blockmgr import BlockManager
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.request import Branch, Request
+from kvq.scheduler.running import Running
 
 
 def recompute_s(request: Request, costs: CostModel) -> float:
-    """Time to compute again what a request would lose; what branches share counts once."""
+    """Return the time to compute a request's tokens again; those that branches share count once."""
     branches = [branch.sequence for branch in request.live if branch.sequence is not None]
     own = sum(max(0, sequence.length - request.prompt_length) for sequence in branches)
     depth = max((sequence.length for sequence in branches), default=0)
@@ -16,9 +17,9 @@ def recompute_s(request: Request, costs: CostModel) -> float:
 
 
 def swappable(request: Request, manager: BlockManager) -> Branch | None:
-    """The only branch of a request that could be swapped out now.
+    """Return the only branch of a request if it can be swapped out now.
 
-    Forks are computed again instead: swapped one by one they would come back unshared.
+    Forks are computed again instead: swapped one by one, they would come back without shared blocks.
     """
     live = request.live
     if len(live) != 1 or live[0].sequence is None or not live[0].sequence.ready:
@@ -27,7 +28,7 @@ def swappable(request: Request, manager: BlockManager) -> Branch | None:
 
 
 def swap_s(branch: Branch, costs: CostModel) -> float:
-    """Time to move a branch's blocks out and in again."""
+    """Return the time to move the blocks of a branch out and in again."""
     assert branch.sequence is not None, "only a branch with blocks can be swapped"
     return costs.swap_s(branch.sequence.num_held)
 
@@ -37,10 +38,17 @@ def prefers_swap(branch: Branch, costs: CostModel) -> bool:
     return swap_s(branch, costs) < recompute_s(branch.request, costs)
 
 
-def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
-    """The request that loses least: of the lowest priority, cheapest to bring back.
+def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Request]:
+    """Return the requests that a branch may preempt; none whose blocks are being swapped in."""
+    requests, active = running.requests, running.active
+    after = min(request.place for request in requests) if is_decode else branch.request.place
+    return [r for r in requests if r.place > after and any(other in active for other in r.live)]
 
-    What a request was preempted before counts double each time, so that it is not always the same.
+
+def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
+    """Return the request that loses least: of the lowest priority, the cheapest to bring back.
+
+    Each earlier preemption doubles a request's cost, so that it is not always the same one.
     """
 
     def loss(request: Request) -> tuple[int, float, int]:

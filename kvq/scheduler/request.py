@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: a prompt, and the branches that go on from it."""
+"""Scheduler request: a prompt, and the branches that continue it."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from kvq.errors import KVQError
 
 
 class Priority(IntEnum):
-    """Who goes first."""
+    """Urgency class of a request."""
 
-    INTERACTIVE = 0  # somebody is waiting for every token
-    BATCH = 1  # somebody wants the whole result some time
+    INTERACTIVE = 0  # a user waits for every token
+    BATCH = 1  # only the whole result counts
 
 
 class RequestState(Enum):
-    """Where a request is in its life."""
+    """State of a request in its life cycle."""
 
     WAITING = "waiting"  # holds nothing
     RUNNING = "running"  # at least one of its branches has blocks
@@ -26,10 +26,10 @@ class RequestState(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Branch:
-    """One result in the making: the prompt's tokens and those generated after them.
+    """One result in the making: the tokens of the prompt and those generated after them.
 
-    `sequence` is None while the branch has no blocks. Tokens beyond `sequence.length` still have to
-    be computed: many in a prefill, one in a decode.
+    `sequence` is None while the branch has no blocks. Tokens beyond `sequence.length` are still to be
+    computed: many in a prefill, one in a decode.
     """
 
     request: "Request"
@@ -39,39 +39,39 @@ class Branch:
     is_done: bool = False  # True once it ended
     lost_tokens: int = 0  # computed before a preemption that kept none of them
     num_drafts: int = 0  # tokens to guess behind those known, in the next step
-    rewound: int = 0  # tokens that were guessed right, and whose recurrent states were not kept
+    rewound: int = 0  # accepted drafts whose recurrent states were not kept
 
     @property
     def num_generated(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.tokens) - len(self.request.tokens)
 
     @property
     def is_last(self) -> bool:
-        """True if its next token is the last one that it may generate."""
+        """True if the next token is the last one that it may generate."""
         assert self.request.max_tokens is not None, "set when the request was added"
         return self.num_generated + 1 >= self.request.max_tokens
 
     @property
     def most_drafts(self) -> int:
-        """Tokens that may be guessed: the step gives one more, and that may be the last."""
+        """Drafts that it may have: the step adds one more token, which may be the last."""
         assert self.request.max_tokens is not None, "set when the request was added"
         return self.request.max_tokens - self.num_generated - 1 if self.request.is_forked else 0
 
     @property
     def goal(self) -> int:
-        """Tokens to compute before the next one can be chosen, or before its request can fork."""
+        """Tokens to compute before the next one can be chosen, or before the request can fork."""
         return len(self.tokens) if self.request.is_forked else len(self.request.tokens)
 
     @property
     def is_sampled(self) -> bool:
-        """True if a token follows when the goal is reached; not so for a fork that comes back."""
+        """True if a token is sampled when the goal is reached; False for a fork that resumes."""
         return self.request.is_forked or len(self.tokens) == len(self.request.tokens)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Request:
-    """Made by whoever adds it to the scheduler, changed by the scheduler only."""
+    """A request and its state, which only the scheduler changes."""
 
     id: str
     tokens: "array[int]"  # of the prompt
@@ -87,18 +87,18 @@ class Request:
     arrival_s: float = 0.0
     state: RequestState = RequestState.WAITING
     branches: list[Branch] = field(default_factory=list)
-    prompt: PrefixQuery | None = None  # what its first branch has to compute, while it waits
-    is_forked: bool = False  # True once every branch is there; before, the first computes the prompt
-    place: int = -1  # order of first admission; decides who keeps blocks and who returns first
+    query: PrefixQuery | None = None  # of the tokens that its first branch has to compute
+    is_forked: bool = False  # True once every branch exists; before, the first one computes the prompt
+    place: int = -1  # order of first admission; the oldest keep their blocks and return first
     preempted_s: float = 0.0  # when it was preempted last
     admitted_s: float | None = None
     usage: BlockUse = field(default_factory=BlockUse)  # of all its branches
-    cached_tokens: int = 0  # prompt tokens that did not have to be computed
+    cached_tokens: int = 0  # prompt tokens found in the prefix index
     preemptions: int = 0
     error: KVQError | None = None  # why it was given up, if it was
 
-    def begin(self, *, max_tokens: int, now: float) -> None:
-        """Make its branches; from now on it waits."""
+    def make_branches(self, *, max_tokens: int, now: float) -> None:
+        """Make the branches of a request that begins to wait now, each to generate `max_tokens` at most."""
         self.max_tokens = max_tokens
         self.is_forked = self.num_branches == 1
         self.branches = [Branch(request=self, tokens=self.tokens[:]) for _ in range(self.num_branches)]
@@ -106,21 +106,21 @@ class Request:
 
     @property
     def is_preempted(self) -> bool:
-        """True while it waits to come back."""
+        """True while it waits to resume."""
         return self.state is RequestState.PREEMPTED
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.tokens)
 
     @property
     def live(self) -> list[Branch]:
-        """The branches that did not end."""
+        """Branches that have not ended."""
         return [branch for branch in self.branches if not branch.is_done]
 
     @property
     def limit(self) -> int:
-        """Tokens that a branch may have in the end, the prompt's included."""
+        """Tokens that a branch may have in the end, prompt included."""
         assert self.max_tokens is not None, "set when the request was added"
         return len(self.tokens) + self.max_tokens

@@ -1,26 +1,25 @@
-"""The scheduler: fills every step with running decodes first, then with prefill."""
+"""Scheduler: fills every step with decodes of running requests first, then with prefill."""
 
 from collections.abc import Collection, Iterable, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
-from kvq.blockmgr.sequence import Work
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape, resolve_max_tokens
-from kvq.scheduler.holders import Holders, held
-from kvq.scheduler.lines import Lines
-from kvq.scheduler.preemption import choose_victim, prefers_swap, swappable
+from kvq.scheduler.preemption import choose_victim, may_preempt, prefers_swap, swappable
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
-from kvq.scheduler.snapshot import Counters, Snapshot
-from kvq.scheduler.step import Step, StepPlan, pack, prefill_budget
+from kvq.scheduler.running import Running, held
+from kvq.scheduler.snapshot import Counters, Snapshot, take_snapshot
+from kvq.scheduler.step import Step, StepPlan, extend_with_drafts, pack, prefill_budget
+from kvq.scheduler.waiting_queue import WaitingQueue
 
 _FIRST_CHUNK = 16  # prefill tokens beside streams, before anything is known of their cost
 
 
 class Scheduler:
-    """Decides who computes what in every step. All calls come from one thread.
+    """Decides what every step computes. All calls come from one thread.
 
     scheduler.add(request, now)                   # refused at once if it can never fit
     plan = scheduler.schedule(now)                # carry out its orders, run it, choose tokens
@@ -32,8 +31,8 @@ class Scheduler:
         self.config = config
         self.costs = costs
         self.counters = Counters()
-        self.lines = Lines(config)
-        self.holders = Holders(manager, config)
+        self.waiting = WaitingQueue(config)
+        self.running = Running(manager, config)
         self.shape = PoolShape(
             num_blocks=[pool.num_blocks for pool in manager.pools],
             windows=manager.blocks.windows,
@@ -41,57 +40,49 @@ class Scheduler:
             state_group=manager.blocks.state_group,
             block_size=manager.block_size,
         )
-        self._admission = Admission(manager, config, costs, self.holders, self.shape)
+        self._admission = Admission(manager, config, costs, self.running, self.shape)
         self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that had decodes beside them
         self._failed: list[Request] = []
-        self.prompts_lack_time = False  # somebody waits, and the last step's part for prompts was used up
-        self.nobody_fits = False  # of those that wait, unless somebody ends
-        self._holds_up = False  # whoever comes next, though there are rows: it did so the last time
+        self.prompts_lack_time = False  # requests wait, and the last step had no prefill tokens left
+        self.nobody_fits = False  # no waiting request can start before a running one ends
+        self._holds_up = False  # the first waiting request could not start although there were rows
 
     @property
     def has_work(self) -> bool:
         """True while any request has not ended."""
-        return bool(self.holders.running) or len(self.lines) > 0
+        return bool(self.running.requests) or len(self.waiting) > 0
 
     @property
     def num_held_up(self) -> int:
-        """Requests that wait though there are rows: those preempted, and all others too while the first
-        of them can't begin for want of blocks, or would slow down those that run beyond their goal.
+        """Number of requests that wait although there are rows: the preempted ones.
 
-        Who only waits for its part of a step, or for another's prefix, is not among them.
+        All others count too while the first of them lacks blocks or would slow running requests down beyond
+        their goal, but not while it waits for prefill tokens or for a prefix that another request computes.
         """
-        return len(self.lines if self._holds_up else self.lines.preempted)
+        return len(self.waiting if self._holds_up else self.waiting.preempted)
 
     def requests(self) -> list[Request]:
-        """Every request that has not ended."""
-        return [*self.holders.running, *self.lines.requests()]
+        """Return every request that has not ended."""
+        return [*self.running.requests, *self.waiting.requests()]
 
     def snapshot(self) -> Snapshot:
-        """Where everything stands."""
-        counters, holders, lines = self.counters, self.holders, self.lines
-        return Snapshot(
-            running=len(holders.running),
-            sequences=holders.num_sequences,
-            waiting=lines.num_waiting,
-            preempted=len(lines.preempted),
-            held_up=self.num_held_up,
-            queued_tokens=sum(request.prompt_length for request in lines.queue),
-            preemptions=counters.swaps + counters.recomputes,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            drafts=counters.drafts,
-            drafted_tokens=counters.drafted_tokens,
-            accepted_tokens=counters.accepted_tokens,
-            pools=self.manager.usage(),
-        )
+        """Return counts of requests, tokens and blocks."""
+        return take_snapshot(self.counters, self.running, self.waiting, held_up=self.num_held_up)
 
     def check(self, request: Request) -> int:
-        """How many tokens a request may generate. Changes nothing.
+        """Return how many tokens a request may generate. Changes nothing.
 
         Raises:
             RequestError: it can never fit, with the numbers.
         """
-        return resolve_max_tokens(request, self.shape, self.config)
+        return resolve_max_tokens(
+            request.prompt_length,
+            request.max_tokens,
+            self.shape,
+            self.config,
+            most_tokens=request.most_tokens,
+            num_branches=request.num_branches,
+        )
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
@@ -104,44 +95,45 @@ class Scheduler:
             raise ConfigError(f"request {request.id!r} was added before; make a new one")
         if not request.tokens:
             raise ConfigError(f"request {request.id!r} has no prompt tokens; give at least one")
-        request.begin(max_tokens=self.check(request), now=now)
-        self.lines.queue.age(now)  # who waited long enough by now goes before who comes now
-        self.lines.queue.append(request)
+        request.make_branches(max_tokens=self.check(request), now=now)
+        self.waiting.queue.age(now)  # requests that waited long enough go before this one
+        self.waiting.queue.append(request)
         self.counters.added += 1
         self.nobody_fits = False
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run.
+        """Plan the next step; None if nothing can run.
 
-        Tokens get their slots here, so every plan must be committed before the next one is made, but
-        for those of `schedule_ahead`.
+        Tokens get their slots here, so every plan must be committed before the next call. Only plans of
+        `schedule_ahead` may be made earlier.
         """
         self.nobody_fits = False
         step = Step(now)
         self._decode(step)
-        if len(self.lines) or step.unfinished:
-            step.unfinished = [branch for branch in step.unfinished if branch in self.holders.active]
+        some_wait = len(self.waiting) > 0
+        if some_wait or step.unfinished:
+            step.unfinished = [branch for branch in step.unfinished if branch in self.running.active]
             step.unfinished.sort(key=lambda branch: branch.request.place)
             step.budget = self._prefill_budget(step)
             for branch in step.unfinished:
                 if branch.sequence is not None and step.budget:
                     self._prefill(step, branch)
-            self.lines.queue.age(now)
-            self.lines.wake()
+            self.waiting.queue.age(now)
+            self.waiting.wake()
             self._admit(step)
-        self.prompts_lack_time = len(self.lines) > 0 and step.budget <= 0
+        self.prompts_lack_time = some_wait and step.budget <= 0 and len(self.waiting) > 0
         return self._plan(step)
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step after `plan`, whose tokens are not known yet; None if it depends on them.
+        """Plan the step after `plan`, whose tokens are not known yet; None if it depends on them.
 
-        It does not if all there is to do is one more token for each of the branches. Who ends with
-        `plan` by the number of its tokens is left out; who ends otherwise has computed one in vain.
-        Commit `plan` first, then what this returned.
+        It does not depend on them if every branch goes on by one token. Branches that reach their last
+        token in `plan` are left out; a branch that ends otherwise computes one token in vain.
+        Commit `plan` first, then the plan returned here.
         """
-        waits = (len(self.lines) > 0 and not self.nobody_fits) or plan.num_drafts > 0
+        waits = (len(self.waiting) > 0 and not self.nobody_fits) or plan.num_drafts > 0
         running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
-        if waits or plan.restored or not all(plan.samples) or len(running) != len(self.holders.active):
+        if waits or plan.restored or not all(plan.samples) or len(running) != len(self.running.active):
             return None
         if not all(plan.branches[i].request.is_forked for i in running):
             return None
@@ -165,11 +157,11 @@ class Scheduler:
         bad: Collection[int] = (),
         failed_swaps: Iterable[SwapIn] = (),
     ) -> None:
-        """Say what came of a plan: for each branch that wanted one the next token, behind accepted drafts.
+        """Record the result of a plan: per branch its accepted drafts and the next token.
 
-        Where there is none the branch is in the middle of a prefill, or `branch_out` follows.
-        `bad`: indices whose KV or logits are not finite; `fail` follows. `failed_swaps`: of the
-        orders to swap in, those whose bytes were damaged; their tokens are computed again.
+        A branch without tokens is in the middle of a prefill, or `branch_out` follows.
+        `bad`: indices of branches whose K, V or logits are not finite; `fail` follows.
+        `failed_swaps`: orders to swap in whose bytes were damaged; their tokens are computed again.
         """
         manager, ends, work = self.manager, plan.ends, []
         for i, (branch, new) in enumerate(zip(plan.branches, tokens, strict=True)):
@@ -180,79 +172,71 @@ class Scheduler:
                 branch.tokens.extend(new)
                 branch.rewound = 0
                 if plan.drafts[i]:
-                    self._keep(branch, ends[i] - plan.drafts[i], new)
+                    self.running.keep_drafts(branch, ends[i] - plan.drafts[i], new)
                 else:
                     work.append((sequence, new[0], ends[i]))
                 continue
             manager.commit(sequence)
             if sequence.length == branch.goal and not branch.is_sampled:
-                self.holders.fork_again(branch)
+                self.running.fork_again(branch)
         manager.commit_each(work, known=self.config.prefix_caching)
         failed = list(failed_swaps)
         for branch in plan.restored:
             if branch.sequence is not None:
                 manager.recover(branch.sequence, failed)
-                self.holders.active[branch] = None
-
-    def _keep(self, branch: Branch, known: int, new: Sequence[int]) -> None:
-        """Drop the drafts behind the first `known` tokens but for those that are among the `new` ones."""
-        sequence, accepted = held(branch), len(new) - 1
-        if self.manager.blocks.states is not None and known + accepted < sequence.length:
-            branch.rewound, accepted = accepted, 0  # the state after all of the drafts is nobody's
-        self.manager.truncate(sequence, known + accepted, state_is_due=True)
-        self.manager.commit(sequence, new if self.config.prefix_caching else None)
+                self.running.active[branch] = None
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
-        """Go on with other branches: (index of the branch it continues, next token) for each.
+        """Continue branches by `picks`: per new branch, the index of its parent and the next token.
 
-        After a prompt all continue branch 0; in beam search any may be continued several times or
-        not at all. Blocks are shared until one of them writes. With fewer picks than branches the last
-        branches end.
+        After a prompt all continue branch 0; in beam search a branch may be continued several times or
+        not at all. Blocks are shared until one of the branches writes. With fewer picks than branches,
+        the last branches end.
         """
-        self.holders.branch_out(request, picks)
+        self.running.branch_out(request, picks)
 
     def finish(self, branch: Branch) -> None:
-        """End one branch; its request ends with its last one."""
+        """End one branch. A request ends with its last branch."""
         request = branch.request
         if branch.is_done:
             return
         if request.state in (RequestState.WAITING, RequestState.PREEMPTED) and len(request.live) == 1:
-            self.lines.remove(request)
-        self.lines.queue.tenants.charge(request.tenant, branch.num_generated)
+            self.waiting.remove(request)
+        self.waiting.queue.tenants.charge(request.tenant, branch.num_generated)
         if branch.sequence is not None and branch.sequence.ready:
             self.manager.scrub_uncommitted(branch.sequence)
-        self.holders.close(branch)
+        self.running.close(branch)
         self.nobody_fits = False
         self.counters.ended += request.state is RequestState.ENDED
 
     def end(self, request: Request) -> None:
-        """End a request wherever it is: cancelled, or finished as a whole."""
+        """End a request in any state, because it was cancelled or is complete."""
         for branch in request.live:
             self.finish(branch)
 
     def fail(self, request: Request, error: KVQError) -> None:
-        """End a request whose values can't be trusted: its blocks are zeroed and leave the index."""
+        """End a request whose values can't be trusted. Its blocks are zeroed and leave the prefix index."""
         request.error = error
         for branch in request.live:
             if branch.sequence is not None and branch.sequence.ready:
                 self.manager.scrub(branch.sequence)
-            self.finish(branch)  # one by one: what its branches shared is the last one's alone
+            self.finish(branch)  # one by one: shared blocks belong to the last branch alone
 
     def take_failed(self) -> list[Request]:
-        """Requests that the scheduler itself gave up since the last call, with their errors."""
+        """Return the requests that the scheduler gave up since the last call; each has its error."""
         failed, self._failed = self._failed, []
         return failed
 
     def preempt(self, request: Request, now: float, *, swap: bool) -> None:
-        """Take a running request's blocks; it keeps its place and goes on later.
+        """Take the blocks of a running request, which keeps its place and goes on later.
 
-        With `swap` its blocks move to host memory, without they are computed again.
+        With `swap` its blocks move to host memory; without, they are computed again.
 
         Raises:
             OutOfBlocks: no host slots for it, or it has several branches; nothing changed.
             ConfigError: the request is not running.
         """
-        if request not in self.holders.running:
+        if request not in self.running.requests:
             raise ConfigError(f"request {request.id!r} is {request.state.value}, not running")
         if swap:
             branch = swappable(request, self.manager)
@@ -260,22 +244,22 @@ class Scheduler:
                 raise OutOfBlocks(
                     f"request {request.id!r} can't be swapped out: too few host slots, or several branches"
                 )
-            self.holders.swap_out(branch)
+            self.running.swap_out(branch)
             self.counters.swaps += 1
         else:
-            self.holders.drop(request)
+            self.running.drop(request)
             self.counters.recomputes += 1
         request.preempted_s = now
         request.preemptions += 1
-        self.lines.put_back(request)
+        self.waiting.put_back(request)
 
     def _decode(self, step: Step) -> None:
-        """Find the branches that compute one token, with room for it, and those with more to compute.
+        """Collect the branches that compute one token, and those with more to compute.
 
-        Some may be preempted on the way.
+        Branches may be preempted to make room.
         """
         decodes, work, most = step.decodes, [], self.config.max_num_batched_tokens
-        for branch in self.holders.active:
+        for branch in self.running.active:
             sequence = held(branch)
             left = branch.goal - sequence.length
             if left == 1 or (left == 1 + branch.rewound and step.decode_tokens + left <= most):
@@ -284,7 +268,7 @@ class Scheduler:
                 step.decode_tokens += left
             elif left:
                 step.unfinished.append(branch)
-        if self._extend_with_drafts(step, work):
+        if extend_with_drafts(step, work, self.manager, most):
             return
         try:
             self.manager.extend(work)
@@ -292,45 +276,24 @@ class Scheduler:
             counts = {branch: count for branch, (_, count) in zip(decodes, work, strict=True)}
             decodes.sort(key=lambda branch: branch.request.place)
             done = [b for b in decodes if self._make_room(b, counts[b], step.now, is_decode=True)]
-            step.decodes = [branch for branch in done if branch in self.holders.active]
-
-    def _extend_with_drafts(self, step: Step, work: Work) -> bool:
-        """Make room for decodes and their drafts; False, and nothing changed, if there are none that fit."""
-        longer, left = [], self.config.max_num_batched_tokens - step.decode_tokens
-        for branch, (sequence, count) in zip(step.decodes, work, strict=True):
-            if branch.num_drafts:
-                branch.num_drafts = min(branch.num_drafts, branch.most_drafts, left)
-                left -= branch.num_drafts
-            longer.append((sequence, count + branch.num_drafts))
-        drafts = self.config.max_num_batched_tokens - step.decode_tokens - left
-        if drafts:
-            try:
-                self.manager.extend(longer)
-            except OutOfBlocks:  # nobody gives way to a guess
-                for branch in step.decodes:
-                    branch.num_drafts = 0
-            else:
-                step.decode_tokens += drafts
-                return True
-        return False
+            step.decodes = [branch for branch in done if branch in self.running.active]
 
     def _make_room(self, branch: Branch, count: int, now: float, *, is_decode: bool = False) -> bool:
-        """Append to a branch, preempting others if need be; False if it waits or lost its blocks.
+        """Append to a branch, preempting others if needed; False if it waits or lost its blocks.
 
-        The oldest request never gives way, so at least one always gets on. A prefill only displaces
-        younger requests, a decode displaces whoever loses least, maybe itself.
+        The oldest request is never preempted, so at least one makes progress. A prefill preempts only
+        younger requests; a decode preempts the request that loses least, possibly its own.
         """
-        running = self.holders.running
-        while branch in self.holders.active:
+        while branch in self.running.active:
             try:
                 self.manager.extend([(held(branch), count)])
             except OutOfBlocks as error:
-                below = self._below(branch, is_decode=is_decode)
+                below = may_preempt(branch, self.running, is_decode=is_decode)
                 victim = choose_victim(below, self.manager, self.costs)
                 if victim is not None:
                     only = swappable(victim, self.manager)
                     self.preempt(victim, now, swap=only is not None and prefers_swap(only, self.costs))
-                elif len(running) == 1:
+                elif len(self.running.requests) == 1:
                     if not self.manager.release_pin():
                         self._give_up(branch.request, error)
                 else:
@@ -339,21 +302,15 @@ class Scheduler:
                 return True
         return False
 
-    def _below(self, branch: Branch, *, is_decode: bool) -> list[Request]:
-        """Who may give way to a branch that appends; not those whose blocks are on their way in."""
-        running, active = self.holders.running, self.holders.active
-        after = min(request.place for request in running) if is_decode else branch.request.place
-        return [r for r in running if r.place > after and any(other in active for other in r.live)]
-
     def _give_up(self, request: Request, error: KVQError) -> None:
-        """End a request that can't go on although it is alone and no pin is left to give way."""
+        """End a request that can't go on although it runs alone and no pin is left to release."""
         request.error = error
         self._failed.append(request)
         self.end(request)
 
     def _prefill_budget(self, step: Step) -> int:
-        oldest = step.unfinished[0].request if step.unfinished else self.lines.first(step.now, None)
-        has_streams = self.holders.num_interactive > 0 and any(
+        oldest = step.unfinished[0].request if step.unfinished else self.waiting.first(step.now, None)
+        has_streams = self.running.num_interactive > 0 and any(
             branch.request.priority is Priority.INTERACTIVE for branch in step.decodes
         )
         return prefill_budget(
@@ -368,56 +325,55 @@ class Scheduler:
             step.budget -= count
 
     def _admit(self, step: Step) -> None:
-        """Let requests without blocks start or come back, in turn, while there is room."""
+        """Start or resume requests without blocks, in their order, while there is room."""
         below: Priority | None = None
         step.promised = self._admission.promised(step)
-        while step.budget > 0 and (request := self.lines.first(step.now, below)) is not None:
+        while step.budget > 0 and (request := self.waiting.first(step.now, below)) is not None:
             if self._start(step, request):
                 self._holds_up = False
                 continue
-            self._holds_up = self.holders.has_rows(request) and not self.lines.num_parked
-            if not self.holders.running and not self.lines.num_parked:
+            self._holds_up = self.running.has_rows(request) and not self.waiting.num_parked
+            if not self.running.requests and not self.waiting.num_parked:
                 if self.manager.release_pin():
                     continue
-                error = OutOfBlocks(
-                    f"request {request.id!r} does not fit although nothing else runs: sequences beside the "
-                    f"scheduler's hold blocks; free them"
+                what = f"request {request.id!r} does not fit although nothing else runs"
+                self._give_up(
+                    request, OutOfBlocks(f"{what}: sequences beside the scheduler's hold blocks; free them")
                 )
-                self._give_up(request, error)
-            elif request.is_preempted and self.lines.rank(request, step.now) is Priority.BATCH:
-                below = Priority.BATCH  # somebody more urgent may still fit
+            elif request.is_preempted and self.waiting.rank(request, step.now) is Priority.BATCH:
+                below = Priority.BATCH  # a more urgent request may still fit
             else:
-                self.nobody_fits = not self.lines.num_parked
+                self.nobody_fits = not self.waiting.num_parked
                 break
 
     def _start(self, step: Step, request: Request) -> bool:
-        """Start, resume or park a request; False if it has to wait where it stands."""
+        """Start, resume or park a request; False if it has to wait where it is."""
         admission, is_back = self._admission, request.is_preempted
-        if not admission.has_seats(request):
+        if not admission.has_rows(request):
             return False
         if request.live[0].sequence is not None:
             if not admission.can_swap_in(step, request):
                 return False
-            self.lines.remove(request)
-            step.restored.append(self.holders.swap_in(request))
+            self.waiting.remove(request)
+            step.restored.append(self.running.swap_in(request))
             return True
-        prompt = self.holders.prompt(request)
+        prompt = self.running.prompt(request)
         match = self.manager.lookup(prompt) if self.config.prefix_caching else Match(0, None)
         if match.waits_for is not None:
-            if is_back or self.lines.num_parked >= self.config.max_num_seqs:
+            if is_back or self.waiting.num_parked >= self.config.max_num_seqs:
                 return False
-            self.lines.park(request, match.waits_for)
+            self.waiting.park(request, match.waits_for)
             return True
         if not admission.can_start(step, request, prompt, match.length):
             return False
-        self.lines.remove(request)
+        self.waiting.remove(request)
         if is_back:
             step.forget(request)
-        branch = self.holders.start(request, prompt)
+        branch = self.running.start(request, prompt)
         if request.admitted_s is None:
             self._count_admission(request, held(branch).length, step.now)
         self._prefill(step, branch)
-        if branch.sequence is not None:  # else it was given up
+        if branch.sequence is not None:  # otherwise it was given up
             left = admission.taken(branch.sequence.length, len(prompt.tokens))
             step.promised = added(step.promised, left)
         return True
@@ -427,11 +383,11 @@ class Scheduler:
         request.cached_tokens = reused
         self.counters.prompt_tokens += request.prompt_length
         self.counters.cached_tokens += reused
-        self.lines.queue.tenants.charge(request.tenant, request.prompt_length - reused)
+        self.waiting.queue.tenants.charge(request.tenant, request.prompt_length - reused)
 
     def _plan(self, step: Step) -> StepPlan | None:
-        """Pack what was decided. A branch that was preempted later in the step is left out."""
-        active = self.holders.active
+        """Pack the chosen branches; those preempted later in the step are left out."""
+        active = self.running.active
         decodes = [branch for branch in step.decodes if branch in active]
         chosen = [(branch, held(branch).length - held(branch).committed) for branch in decodes]
         num_decodes = len(chosen)

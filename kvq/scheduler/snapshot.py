@@ -1,9 +1,11 @@
-"""Where the scheduler stands between two steps, as plain data."""
+"""Scheduler snapshot: counts of requests, tokens and blocks between two steps, as plain data."""
 
 from dataclasses import dataclass, fields
 from typing import Any
 
 from kvq.blockmgr import PoolUsage
+from kvq.scheduler.running import Running
+from kvq.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,9 +19,9 @@ class Counters:
     recomputes: int = 0  # preemptions whose tokens are computed again
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of these, found in the prefix index
-    drafts: int = 0  # steps of sequences that had drafts
+    drafts: int = 0  # steps of a sequence with drafts
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # of these, what the model would have said
+    accepted_tokens: int = 0  # of these, those that the model confirmed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +32,35 @@ class Snapshot:
     sequences: int = 0  # their branches
     waiting: int
     preempted: int
-    held_up: int = 0  # of those that wait or were preempted: for something else than a seat or their turn
+    held_up: int = 0  # waiting or preempted for another reason than rows or their turn
     queued_tokens: int  # prompt tokens of requests that wait
     preemptions: int  # total
     prompt_tokens: int  # total
     cached_tokens: int  # of these, found in the prefix index
-    drafts: int = 0  # steps of sequences that had drafts, total
+    drafts: int = 0  # steps of a sequence with drafts, total
     drafted_tokens: int = 0  # total
-    accepted_tokens: int = 0  # of these, what the model would have said
+    accepted_tokens: int = 0  # of these, those that the model confirmed
     pools: list[PoolUsage]  # per layer group
 
     def known(self) -> dict[str, Any]:
-        """What it knows, for one that knows more."""
+        """Return the fields by name, to build an extended snapshot."""
         return {field.name: getattr(self, field.name) for field in fields(Snapshot)}
+
+
+def take_snapshot(counters: Counters, running: Running, waiting: WaitingQueue, *, held_up: int) -> Snapshot:
+    """Return the state of a scheduler's parts."""
+    return Snapshot(
+        running=len(running.requests),
+        sequences=running.num_sequences,
+        waiting=waiting.num_waiting,
+        preempted=len(waiting.preempted),
+        held_up=held_up,
+        queued_tokens=sum(request.prompt_length for request in waiting.queue),
+        preemptions=counters.swaps + counters.recomputes,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        drafts=counters.drafts,
+        drafted_tokens=counters.drafted_tokens,
+        accepted_tokens=counters.accepted_tokens,
+        pools=running.manager.usage(),
+    )

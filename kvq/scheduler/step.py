@@ -1,52 +1,52 @@
-"""A step in the making: how many prefill tokens it may take, and the plan that it becomes."""
+"""Step plan: what one step computes, and the prefill tokens that it may take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
 from kvq.blockmgr import BlockId, BlockManager, Order, StateMove
+from kvq.blockmgr.sequence import Work
+from kvq.errors import OutOfBlocks
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
-from kvq.scheduler.holders import held
 from kvq.scheduler.request import Branch, Request
+from kvq.scheduler.running import held
 from kvq.scheduler.snapshot import Counters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepPlan:
-    """One step. Lists run over the branches in the order their tokens are packed, decodes first.
+    """One step. Lists run over the branches in the order in which their tokens are packed, decodes first.
 
-    `ends[i]` is branch i's length with the step's tokens, so they take the positions from
-    `ends[i] - counts[i]` on. Only branches with `samples[i]` need a token: the others are in the
-    middle of a prefill. A step may be planned while the one before it runs: `token_ids` are zeros then,
-    and branch i's token is the one that comes of branch `follows[i]` of the step before.
+    `ends[i]` is the length of branch i including the step's tokens, which take the positions from
+    `ends[i] - counts[i]` on. Only branches with `samples[i]` need a token; the others are in the middle
+    of a prefill. A step may be planned while the one before it runs: `token_ids` are zeros then, and the
+    token of branch i is drawn for branch `follows[i]` of the step before.
     """
 
     number: int
     branches: list[Branch]
-    num_decodes: int  # leading branches that go on by a token, and their drafts
-    counts: list[int]
-    drafts: list[int] = field(
-        default_factory=list
-    )  # of these, the last ones are guesses: zeros until `guess`
+    num_decodes: int  # leading branches that go on by one token and their drafts
+    counts: list[int]  # new tokens
+    drafts: list[int] = field(default_factory=list)  # how many of them are guesses: zeros until `guess`
     ends: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # all new tokens
     moves: list[StateMove | None] = field(default_factory=list)  # of recurrent states
-    orders: list[Order]  # to be carried out before the forward pass, in order
+    orders: list[Order]  # carried out before the forward pass, in this order
     # (row, layer group, first index, entries)
     table_changes: list[tuple[int, int, int, list[BlockId]]] = field(default_factory=list)
-    restored: list[Branch]  # swapped in by the orders; run from the next step on
-    follows: list[int] | None = None  # of a step planned ahead: whose tokens of the step before its are
+    restored: list[Branch]  # swapped in by the orders; they run from the next step on
+    follows: list[int] | None = None  # of a step planned ahead: indices in the step before
 
     def part(self, index: int) -> "StepPlan":
-        """The same step for one of its branches alone, its orders and changes carried out already."""
+        """Return the step of one branch alone, with orders and table changes carried out already."""
         count, before = self.counts[index], sum(self.counts[:index])
         tokens = self.token_ids[before : before + count]
         return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes), restored=[])
 
     def after_all(self) -> "StepPlan":
-        """A step that was planned ahead, its orders carried out, now that its tokens are known."""
+        """Return a step that was planned ahead as one with known tokens, its orders carried out already."""
         left = [i for i, branch in enumerate(self.branches) if not branch.is_done]
         tokens = [self.branches[i].tokens[-1] for i in left]
         return replace(self._only(left, tokens), num_decodes=len(left), follows=None)
@@ -67,7 +67,7 @@ class StepPlan:
 
     @property
     def prefill_context(self) -> int:
-        """Pairs of a prefill token and a token up to it, itself included; windows aside."""
+        """Pairs of a prefill token and a token that it attends to, ignoring windows."""
         chunks = zip(self.counts[self.num_decodes :], self.ends[self.num_decodes :], strict=True)
         return sum([count * (2 * end - count + 1) // 2 for count, end in chunks])
 
@@ -78,16 +78,16 @@ class StepPlan:
 
     @property
     def num_drafts(self) -> int:
-        """Guessed tokens of the step."""
+        """Draft tokens of the step."""
         return sum(self.drafts)
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of the step's chunks of prompts."""
+        """Prompt tokens of the step."""
         return sum(self.counts[self.num_decodes :])
 
     def guess(self, index: int, tokens: Sequence[int]) -> None:
-        """Fill in a branch's drafts."""
+        """Fill in the drafts of a branch."""
         assert len(tokens) == self.drafts[index], "there is room for exactly those"
         end = sum(self.counts[: index + 1])
         self.token_ids[end - len(tokens) : end] = tokens
@@ -95,7 +95,7 @@ class StepPlan:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """What was decided so far."""
+    """A step in the making."""
 
     now: float
     decodes: list[Branch] = field(default_factory=list)
@@ -107,9 +107,33 @@ class Step:
     restored: list[Branch] = field(default_factory=list)
 
     def forget(self, request: Request) -> None:
-        """Drop what was planned for a request that was preempted since, and starts anew."""
+        """Drop the branches of a request that was preempted meanwhile and starts again."""
         self.decodes = [branch for branch in self.decodes if branch.request is not request]
         self.prefills = [(branch, count) for branch, count in self.prefills if branch.request is not request]
+
+
+def extend_with_drafts(step: Step, work: Work, manager: BlockManager, most_tokens: int) -> bool:
+    """Append the decodes of a step and their drafts to their sequences.
+
+    Returns False, with nothing appended, if there are no drafts or they don't fit.
+    """
+    longer, left = [], most_tokens - step.decode_tokens
+    for branch, (sequence, count) in zip(step.decodes, work, strict=True):
+        if branch.num_drafts:
+            branch.num_drafts = min(branch.num_drafts, branch.most_drafts, left)
+            left -= branch.num_drafts
+        longer.append((sequence, count + branch.num_drafts))
+    drafts = most_tokens - step.decode_tokens - left
+    if not drafts:
+        return False
+    try:
+        manager.extend(longer)
+    except OutOfBlocks:  # no request is preempted for a draft
+        for branch in step.decodes:
+            branch.num_drafts = 0
+        return False
+    step.decode_tokens += drafts
+    return True
 
 
 def pack(
@@ -121,7 +145,7 @@ def pack(
     restored: Sequence[Branch] = (),
     follows: list[int] | None = None,
 ) -> StepPlan:
-    """The next step: branches and how many tokens each computes, which have their slots already."""
+    """Return the plan of branches and the tokens that each computes, whose slots are taken already."""
     plan = StepPlan(
         number=counters.steps,
         branches=[branch for branch, _ in chosen],
@@ -167,16 +191,16 @@ def prefill_budget(
     oldest: Request | None,
     last: int,
 ) -> int:
-    """Prefill tokens for this step.
+    """Return how many prefill tokens this step takes.
 
     Without interactive streams beside it, as many as a step may hold. With streams, as many as the
-    inter-token goal leaves time for: the SLO, else the usual step stretched by `max_step_stretch`. Where
-    prefill of any size costs nearly that much, its tokens may take as long again: in smaller chunks the
-    streams would be held up more often, for next to nothing.
+    inter-token goal leaves time for: the SLO, or the usual step stretched by `max_step_stretch`. If prefill
+    of any size costs nearly that much, its tokens may take that time once more: smaller chunks would delay
+    the streams more often for little progress.
 
-    `oldest`: the request that has waited longest for its first token; when its TTFT goal is in danger it
-    gets a larger share. `last`: prefill tokens of the last step beside streams; a step takes twice as many
-    at most, since what more would cost is unknown.
+    `oldest`: the request that has waited longest for its first token; it gets a larger share if its TTFT
+    goal is in danger. `last`: prefill tokens of the last step beside streams; a step takes at most twice as
+    many, since the cost of more is unknown.
     """
     num_decodes, unfinished = len(step.decodes), step.unfinished
     most = config.max_num_batched_tokens - step.decode_tokens

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.device.memory import LENGTHS, told
+from kvq.engine.device.memory import LENGTHS, describe_pools
 from kvq.engine.requests.defaults import read_defaults
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.check.load_check import is_to_check, recalled
@@ -163,7 +163,7 @@ def _memory(checked: CheckedEngine) -> Iterator[_Finding]:
             f"context: {at_once(layout, pools, context).count} requests of {context} tokens fit at once"
         )
     short = at_once(layout, pools, min(LENGTHS[0], longest))
-    requests = f"requests: at once fit, and run out of first: {told(layout, pools, context)}"
+    requests = f"requests: at once fit, and run out of first: {describe_pools(layout, pools, context)}"
     if short.limit is None or not short.limit.is_staging:
         yield _ok(requests)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvq.engine import SamplingParams
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import EngineError
 from kvq.server.admission.prompts import PROBE
 from kvq.server.admission.service import Service
@@ -57,7 +57,7 @@ class _DeepCheck:
                 tokens = await self._service.prompts.tokenize("ping", tenant=PROBE)
         except TimeoutError as error:
             raise unavailable(f"no text was tokenized within {_DEADLINE_S:g} s") from error
-        messages = remote.stream(tokens[:1] or [0], Terms(params=params), timeout_s=_DEADLINE_S)
+        messages = remote.stream(tokens[:1] or [0], RequestOptions(params=params), timeout_s=_DEADLINE_S)
         try:
             async for message in messages:
                 if isinstance(message, Ended) and message.error is not None:

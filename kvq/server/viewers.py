@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvq.errors import EngineError
 from kvq.server.admission.service import Service
-from kvq.server.engine.messages import LiveRequest, PastRequest, Picture
+from kvq.server.engine.messages import EngineSnapshot, LiveRequest, PastRequest
 from kvq.server.http.guard import DOCS
 from kvq.server.http.problems import Problem
 from kvq.server.openai.respond import tenant_of
@@ -39,7 +39,7 @@ class _Viewers:
         self._service = service
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._snapshot: Picture | None = None
+        self._snapshot: EngineSnapshot | None = None
         self._pools: list[dict[str, Any]] = []  # of the snapshot, as in JSON
         self._taken_s = 0.0
 
@@ -82,7 +82,7 @@ class _Viewers:
             self._pools = msgspec.to_builtins(snapshot.pools)  # cells become base64
         self._taken_s = self._clock()
 
-    def _of(self, snapshot: Picture, tenant: str) -> dict[str, Any]:
+    def _of(self, snapshot: EngineSnapshot, tenant: str) -> dict[str, Any]:
         tenants = [
             msgspec.to_builtins(one)
             | {"name": _name(one.name)}

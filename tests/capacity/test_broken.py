@@ -10,8 +10,8 @@ from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.sequence import Sequence
 from kvq.blockmgr.swap import SwapSpace
 from kvq.scheduler import Priority, Request, Scheduler, fit
-from kvq.scheduler.holders import Holders
-from kvq.scheduler.lines import Lines, WaitingQueue
+from kvq.scheduler.running import Running
+from kvq.scheduler.waiting_queue import WaitingQueue, _FairQueue
 from tests.capacity.harness import fuzz
 from tests.capacity.harness.fake_model import FakeModel
 
@@ -27,19 +27,19 @@ def without(kind: type) -> Defect:
     return lambda real, manager: [order for order in real(manager) if not isinstance(order, kind)]
 
 
-def last_first(real: Defect, queue: WaitingQueue, *, below: Priority | None = None) -> Request | None:
+def last_first(real: Defect, queue: _FairQueue, *, below: Priority | None = None) -> Request | None:
     """The youngest goes first."""
     waiting = [request for request in queue if below is None or request.priority < below]
     return waiting[-1] if waiting else None
 
 
-def keep_blocks(real: Defect, self: Holders, branch: Any) -> None:
+def keep_blocks(real: Defect, self: Running, branch: Any) -> None:
     """A branch forgets its sequence and frees nothing."""
     self.active.pop(branch, None)
     branch.sequence = None
 
 
-def forget_row(real: Defect, self: Holders, branch: Any) -> None:
+def forget_row(real: Defect, self: Running, branch: Any) -> None:
     """A branch forgets its row and does not give it back."""
     branch.row = None
 
@@ -77,14 +77,14 @@ DEFECTS: dict[str, tuple[object, str, Defect]] = {
     "windows are one token short": (Blocks, "first_seen", lambda real, self, group, length: real(
         self, group, length + 1
     )),
-    "blocks leak": (Holders, "_free", keep_blocks),
-    "rows leak": (Holders, "_give_row_back", forget_row),
+    "blocks leak": (Running, "_free", keep_blocks),
+    "rows leak": (Running, "_give_row_back", forget_row),
     "host slots leak": (SwapSpace, "discard", forget_slots),
     "the worst case is one block short": (fit, "worst_case", lambda real, *arguments: [
         max(1, blocks - 1) for blocks in real(*arguments)
     ]),
-    "who waits for a prefix is not woken": (Lines, "wake", nothing),
-    "the last goes first": (WaitingQueue, "first", last_first),
+    "who waits for a prefix is not woken": (WaitingQueue, "wake", nothing),
+    "the last goes first": (_FairQueue, "first", last_first),
     "a cancelled request goes on": (Scheduler, "end", end_without_record),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.scheduler.holders import Holders
+from kvq.scheduler.running import Running
 from tests.capacity.harness.__main__ import main
 
 
@@ -48,7 +48,7 @@ def test_many_seeds_make_one_row_each(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_a_broken_invariant_is_named_with_its_seed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Holders, "_give_row_back", lambda self, branch: setattr(branch, "row", None))
+    monkeypatch.setattr(Running, "_give_row_back", lambda self, branch: setattr(branch, "row", None))
     code, _, err = run(capsys, "--seeds", 9)
     assert code == 1
     assert re.search(r"an invariant broke: seed \d, step \d+: ", err)

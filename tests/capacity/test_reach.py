@@ -8,9 +8,9 @@ import pytest
 
 from kvq.blockmgr import BlockManager
 from kvq.scheduler import Request, Scheduler
-from kvq.scheduler.holders import Holders
-from kvq.scheduler.lines import Lines
 from kvq.scheduler.request import RequestState
+from kvq.scheduler.running import Running
+from kvq.scheduler.waiting_queue import WaitingQueue
 from tests.capacity.harness import fuzz
 from tests.capacity.harness.fake_engine import FakeEngine
 
@@ -24,7 +24,7 @@ PATHS = [
 def stage(engine: FakeEngine, request: Request) -> str:
     """Where in its life a request is."""
     if request.state is RequestState.WAITING:
-        lines = engine.scheduler.lines
+        lines = engine.scheduler.waiting
         return "queued" if request in lines.queue else "parked"
     if request.state is RequestState.PREEMPTED:
         return "dropped" if request.live[0].sequence is None else "swapped"
@@ -51,11 +51,11 @@ def seen() -> Iterator[Counter[str]]:
             patch.setattr(owner, method, call)
 
         count(FakeEngine, "cancel", lambda self, request, now: f"cancelled while {stage(self, request)}")
-        count(Lines, "park", lambda *_: "parked")
+        count(WaitingQueue, "park", lambda *_: "parked")
         count(BlockManager, "fork", lambda *_: "forked")
-        count(Holders, "fork_again", lambda *_: "forked again")
-        count(Holders, "swap_out", lambda *_: "swapped out")
-        count(Holders, "swap_in", lambda *_: "swapped in")
+        count(Running, "fork_again", lambda *_: "forked again")
+        count(Running, "swap_out", lambda *_: "swapped out")
+        count(Running, "swap_in", lambda *_: "swapped in")
         count(BlockManager, "recover", lambda _, __, failed: "damaged" if failed else "whole")
         count(Scheduler, "fail", lambda *_: "failed")
         count(BlockManager, "pin", lambda *_: "pinned")

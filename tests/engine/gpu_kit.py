@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kvq.engine.device.runner import Runner
+from kvq.engine.device.runner import Runner, RunnerSizes
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models import Model
 from kvq.models.describe.modules import load_module
@@ -58,8 +58,10 @@ def _taken_as_is(norm: Any) -> NormWeight:
     return NormWeight(weight=norm.weight.detach(), eps=getattr(norm, "variance_epsilon", 1e-5))
 
 
-def runner_on(gpu: ImaginaryGPU, family: str, kv: str = "int4", **options: Any) -> Runner:
+def runner_on(
+    gpu: ImaginaryGPU, family: str, kv: str = "int4", *, max_num_seqs: int = 5, **options: Any
+) -> Runner:
     """A runner over such a model."""
     model = model_on(gpu, family, kv)
-    sizes = {"num_blocks": [9] * len(model.layout.groups), "max_num_seqs": 5, "max_context": 100}
-    return Runner(model, **({"host_slots": None} | sizes | options))
+    sizes = RunnerSizes(num_blocks=[9] * len(model.layout.groups), max_num_seqs=max_num_seqs, max_context=100)
+    return Runner(model, sizes, **options)

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from kvq.engine.device import transfers
 from kvq.kernels import uploads
 from kvq.kernels.gpu.launch import Bound
 from tests.engine.imaginary_cuda import ImaginaryGPU, Launch, cuda_of, whole
@@ -38,7 +37,6 @@ def imaginary_gpu(index: int = 1) -> Iterator[ImaginaryGPU]:
     with ExitStack() as stack:
         for name, value in cuda_of(gpu).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.object(transfers, "_free", {}))
         uploads.ring.cache_clear()
         stack.callback(uploads.ring.cache_clear)
         for kind in (InterpretedFunction, JITFunction):

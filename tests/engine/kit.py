@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvq.engine import LLM, Piece, RequestOutput, SamplingParams, TokenLogprobs
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.models import Model
 from kvq.scheduler import FixedCosts
 from tests.helpers_models import VOCAB, eager_logits, load_eager, load_fp32, random_tokens, save_model
@@ -110,8 +110,8 @@ class Collector:
 def submit(llm: LLM, prompt: Any, params: SamplingParams, **options: Any) -> tuple[Any, Collector]:
     """Queue one request; return its job and what collects its pieces."""
     collector = Collector()
-    terms = Terms(params=params, pins=options.pop("pins", ()), origin=Origin(**options))
-    job = llm.core.intake.new_job(prompt, terms, listener=collector)
+    given = RequestOptions(params=params, **options)
+    job = llm.core.intake.new_job(prompt, given, listener=collector)
     llm.core.submit(job)
     return job, collector
 
@@ -179,7 +179,7 @@ def assert_balanced(llm: LLM) -> None:
     core = llm.core
     assert not core.has_work
     assert not core.scheduler.has_work
-    assert core.scheduler.holders.num_sequences == 0, "rows leaked"
+    assert core.scheduler.running.num_sequences == 0, "rows leaked"
     assert not core.scheduler.manager.sequences(), "sequences leaked"
     for pool in core.scheduler.manager.usage():
         assert pool.live == 0, "blocks leaked"

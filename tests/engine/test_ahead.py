@@ -98,8 +98,8 @@ def test_requests_of_all_kinds_get_the_same(family, kv, options, num_threads, be
     together = family == "gpt_oss" and not has_own_products(torch.float32, "auto")
     assert logprobs(got) == pytest.approx(logprobs(wanted), abs=1e-3 if together else 0)
     assert llm.num_ahead > 10
-    runs_aside = family == "llama" and num_threads > 1 and not isinstance(load(), str)
-    assert (len(begun) > 10) == runs_aside
+    runs_concurrently = family == "llama" and num_threads > 1 and not isinstance(load(), str)
+    assert (len(begun) > 10) == runs_concurrently
     assert_balanced(llm)
 
 
@@ -116,7 +116,7 @@ def test_a_full_engine_runs_ahead_while_others_wait():
         before = llm.num_ahead
         llm.step()
         if llm.num_ahead > before:
-            waiting.append(llm.core.scheduler.lines.num_waiting)
+            waiting.append(llm.core.scheduler.waiting.num_waiting)
     assert len(waiting) > 40
     assert max(waiting) == 8
     assert_balanced(llm)
@@ -186,7 +186,7 @@ def test_a_step_that_fails_aside_is_run_again_with_its_tokens(num_threads, begun
     wait, failed = StepOutput.wait, []
 
     def failing(self):
-        fails = self.aside is not None and len(begun) % 3 == 0
+        fails = self.concurrent is not None and len(begun) % 3 == 0
         wait(self)
         if fails:
             failed.append(1)
@@ -328,9 +328,9 @@ def test_costs_are_those_of_the_step_itself(ahead, monkeypatch):
         return forward(plan, failed, **options)
 
     def later(self):
-        now[0] += slow * len(self.bad_tokens) * (self.aside is not None)
+        now[0] += slow * len(self.bad_tokens) * (self.concurrent is not None)
         wait(self)
-        self.aside_s = 0.0
+        self.concurrent_s = 0.0
 
     wait = StepOutput.wait
     monkeypatch.setattr(StepOutput, "wait", later)

@@ -11,8 +11,8 @@ import pytest
 
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine import loop as loop_module
-from kvq.engine.loop import Watchdog
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.loop import _Watchdog
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.engine.requests.request_state import Job
 from kvq.errors import EngineError, RequestError
 from tests.engine.kit import assert_balanced, mixed_prompts, pair, tokens_of
@@ -305,7 +305,7 @@ def test_a_refusal_that_cannot_be_told_and_a_failing_tokenizer_stop_nobody_else(
     def broken(*_args):
         raise RequestError("too many") if refused else KeyError("no such piece")
 
-    job = engine.core.intake.new_job([5], Terms(params=GREEDY), listener=deaf)
+    job = engine.core.intake.new_job([5], RequestOptions(params=GREEDY), listener=deaf)
     if refused:
         submit = engine.core.submit
         engine.core.submit = lambda one: broken() if one is job else submit(one)
@@ -413,7 +413,7 @@ def test_a_watchdog_goes_on_when_whom_it_tells_fails(caplog):
         told.append(seconds)
         raise OSError("no mail today")
 
-    watchdog = Watchdog(0.02, fail)
+    watchdog = _Watchdog(0.02, fail)
     with caplog.at_level(logging.ERROR, "kvq"):
         for number in (1, 2):
             with watchdog.step():

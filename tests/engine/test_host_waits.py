@@ -8,7 +8,7 @@ import torch
 import kvq
 from kvq.cache import KVCache
 from kvq.engine.device.graphs import DecodeGraphs, Tables
-from kvq.engine.device.transfers import Readback
+from kvq.engine.device.transfers import Readback, Readbacks
 from kvq.kernels.attend import gathered
 from kvq.models.parts.device import pick_device
 from kvq.scheduler import Branch, Request, StepPlan
@@ -32,7 +32,7 @@ def test_the_work_of_graphs_is_all_on_the_device_and_leaves_only_logits(gpu, fam
     groups = model.layout.groups
     cache = KVCache(model.layout, num_blocks=[5] * len(groups), device=gpu.device)
     there = [torch.zeros(3, 4, dtype=torch.int32, device=gpu.device) for _ in groups]
-    tables = Tables(there, [table.cpu().numpy() for table in there])
+    tables = Tables(there, [table.cpu().numpy() for table in there], 100)
     kept = []
 
     def capture(work):
@@ -44,7 +44,7 @@ def test_the_work_of_graphs_is_all_on_the_device_and_leaves_only_logits(gpu, fam
             kept.append(made)
         return work
 
-    graphs = DecodeGraphs(model, cache, tables, max_num_seqs=2, max_context=100, capture=capture)
+    graphs = DecodeGraphs(model, cache, tables, max_num_seqs=2, capture=capture)
     layers = len(model.geometry.layers)
     assert [launch.kernel for launch in gpu.launches].count("rope_write_kernel") == layers
     assert kept[0].left(besides=[graphs._logits]) == []
@@ -203,6 +203,6 @@ def test_a_gpu_is_named_with_its_index(gpu):
 
 
 def test_reading_is_behind_the_stream_of_the_values_device(gpu):
-    read = Readback(torch.zeros(3, 2, device=gpu.device))
+    read = Readbacks(gpu.device).begin(torch.zeros(3, 2, device=gpu.device))
     assert gpu.made == [("event", SECOND)]
     assert read.wait() == [[0, 0]] * 3

@@ -87,9 +87,9 @@ def test_preemption_between_any_two_steps_changes_no_token(family, swap):
         if not llm.core.has_work:
             break
         llm.step()
-        if now < 40 and scheduler.holders.running:
-            request = rng.choice(list(scheduler.holders.running))
-            if any(branch in scheduler.holders.active for branch in request.live):
+        if now < 40 and scheduler.running.requests:
+            request = rng.choice(list(scheduler.running.requests))
+            if any(branch in scheduler.running.active for branch in request.live):
                 scheduler.preempt(request, float(now), swap=swap)
     assert (scheduler.counters.swaps if swap else scheduler.counters.recomputes) > 10
     got = tokens_of([collector.output for collector in collectors])
@@ -253,7 +253,7 @@ def test_states_damaged_in_host_memory_are_computed_again():
     collectors = [submit(llm, prompt, GREEDY)[1] for prompt in prompts]
     for _ in range(5):
         llm.step()
-    for request in list(llm.core.scheduler.holders.running):
+    for request in list(llm.core.scheduler.running.requests):
         llm.core.scheduler.preempt(request, 0.0, swap=True)
     drive(llm, collectors)
     assert count_near_ties(reference, prompts, wanted, tokens_of([c.output for c in collectors])) == 0

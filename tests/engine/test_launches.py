@@ -38,8 +38,8 @@ def launched(gpu: ImaginaryGPU, family: str, layers: int) -> tuple[list[str], li
         torchs[:] = found.kernels
         return work
 
-    known = Tables(there=tables, here=[np.zeros((3, 4), np.int32) for _ in groups])
-    DecodeGraphs(model, cache, known, max_num_seqs=1, max_context=131_072, capture=capture)
+    known = Tables(there=tables, here=[np.zeros((3, 4), np.int32) for _ in groups], max_context=131_072)
+    DecodeGraphs(model, cache, known, max_num_seqs=1, capture=capture)
     return [launch.kernel for launch in gpu.launches], torchs
 
 

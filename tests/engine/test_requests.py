@@ -11,7 +11,7 @@ import torch
 
 from kvq.engine import LLM, Priority, SamplingParams
 from kvq.engine.params import as_params, param, real
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from tests.engine.kit import (
     BLOCK,
@@ -200,7 +200,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prefill(model
         job, collector = submit(llm, prompt, params)
         for _ in range(steps):
             llm.step()
-        llm.core.scheduler.preempt(job.request, 0.0, swap=False)
+        llm.core.scheduler.preempt(job, 0.0, swap=False)
         drive(llm, [job])
         truth = reference_logprobs(reference, prompt)
         found = [entry.logprob for entry in collector.output.prompt_logprobs[1:]]
@@ -256,8 +256,8 @@ def test_a_start_of_prompt_logprobs_survives_a_preemption(model, reference):
         job, collector = submit(llm, prompt, params)
         for _ in range(steps):
             llm.step()
-        if not job.request.live[0].is_done:
-            llm.core.scheduler.preempt(job.request, 0.0, swap=False)
+        if not job.live[0].is_done:
+            llm.core.scheduler.preempt(job, 0.0, swap=False)
         drive(llm, [job])
         found = [entry.logprob for entry in collector.output.prompt_logprobs[40:]]
         assert found == pytest.approx(wanted, abs=2e-4)
@@ -334,7 +334,7 @@ def test_penalties_count_right_after_moves_between_rows(model, reference, swap):
         if not llm.core.has_work:
             break
         llm.step()
-        settled = [r for r in scheduler.holders.running if r.branches[0] in scheduler.holders.active]
+        settled = [r for r in scheduler.running.requests if r.branches[0] in scheduler.running.active]
         if now % 3 == 1:
             for request in rng.sample(settled, min(len(settled), 2)):
                 scheduler.preempt(request, float(now), swap=swap)
@@ -351,10 +351,10 @@ def test_penalties_count_right_when_a_request_comes_back_to_a_row_it_left(model,
     rows = [_row_after_steps(llm, job, 4)]
     other, _ = submit(llm, [3, 4], SamplingParams(max_tokens=100, ignore_eos=True))
     llm.step()
-    scheduler.preempt(job.request, 0.0, swap=False)
+    scheduler.preempt(job, 0.0, swap=False)
     llm.core.cancel(other)
     rows.append(_row_after_steps(llm, job, 12))
-    scheduler.preempt(job.request, llm.core._clock(), swap=False)
+    scheduler.preempt(job, llm.core._clock(), swap=False)
     submit(llm, [3, 4], SamplingParams(max_tokens=100, ignore_eos=True))
     rows.append(_row_after_steps(llm, job, 4))
     assert rows == [0, 1, 0], "it came back to the row it had first"
@@ -365,7 +365,7 @@ def test_penalties_count_right_when_a_request_comes_back_to_a_row_it_left(model,
 def _row_after_steps(llm, job, steps):
     for _ in range(steps):
         llm.step()
-    return job.request.branches[0].row
+    return job.branches[0].row
 
 
 def test_logit_bias_decides_what_may_come(llm):
@@ -409,8 +409,8 @@ def test_each_of_several_results_follows_from_its_own_tokens(model, reference, l
         if not llm.core.has_work:
             break
         llm.step()
-        if preempt and step in (4, 9, 30) and job.request in llm.core.scheduler.holders.running:
-            llm.core.scheduler.preempt(job.request, 0.0, swap=False)
+        if preempt and step in (4, 9, 30) and job in llm.core.scheduler.running.requests:
+            llm.core.scheduler.preempt(job, 0.0, swap=False)
     output = collector.output
     assert len(output.outputs) == 5
     for result in output.outputs:
@@ -430,7 +430,7 @@ def test_preempted_results_of_one_prompt_draw_the_same_tokens(model):
     job, collector = submit(llm, PROMPT, params)
     for _ in range(12):
         llm.step()
-    llm.core.scheduler.preempt(job.request, 0.0, swap=False)
+    llm.core.scheduler.preempt(job, 0.0, swap=False)
     drive(llm, [job])
     assert [result.token_ids for result in collector.output.outputs] == wanted
     assert collector.output.receipt.recomputed_tokens > 0
@@ -500,8 +500,8 @@ def test_beam_search_returns_the_beams_of_generate_however_often_it_is_preempted
         if not llm.core.has_work:
             break
         llm.step()
-        if now < 120 and now % 2 and scheduler.holders.running:
-            scheduler.preempt(rng.choice(list(scheduler.holders.running)), float(now), swap=False)
+        if now < 120 and now % 2 and scheduler.running.requests:
+            scheduler.preempt(rng.choice(list(scheduler.running.requests)), float(now), swap=False)
     assert [beams_of(collector.output) for collector in collectors] == wanted
     assert scheduler.counters.recomputes > 30
     assert_balanced(llm)
@@ -684,7 +684,7 @@ def test_sampling_parameters_of_wrong_types_are_refused(options, names):
 def test_names_that_are_no_text_are_refused_before_anything_is_queued(model, options):
     llm = engine(model)
     with pytest.raises(RequestError, match="must be a text"):
-        llm.core.intake.new_job(PROMPT, Terms(origin=Origin(**options)))
+        llm.core.intake.new_job(PROMPT, RequestOptions(**options))
     assert not llm.core.has_work
 
 

@@ -125,7 +125,7 @@ def test_as_many_requests_run_side_by_side_as_are_told_to_fit_at_once(kv, memory
     )
     told = at_once(model.layout, pools, 100).count
     ran = []
-    llm.on_step(lambda _: ran.append(llm.core.scheduler.holders.num_sequences))
+    llm.on_step(lambda _: ran.append(llm.core.scheduler.running.num_sequences))
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     llm.generate([random_tokens(71, seed=20 + i) for i in range(told + 5)], params)
     assert max(ran) >= told > 1
@@ -146,7 +146,7 @@ def test_prompts_of_several_chunks_run_side_by_side_where_sinks_are_few(kv, memo
     )
     told = at_once(model.layout, pools, 301).count
     ran = []
-    llm.on_step(lambda _: ran.append(llm.core.scheduler.holders.num_sequences))
+    llm.on_step(lambda _: ran.append(llm.core.scheduler.running.num_sequences))
     params = SamplingParams(max_tokens=151, ignore_eos=True)
     llm.generate([random_tokens(150, seed=20 + i) for i in range(told)], params)
     assert max(ran) == told > 1

@@ -86,8 +86,8 @@ def test_a_preempted_request_goes_on_where_its_grammar_stood(llm):
         if not llm.core.has_work:
             break
         llm.step()
-        if step % 9 == 0 and job.request in llm.core.scheduler.holders.running:
-            llm.core.scheduler.preempt(job.request, 0.0, swap=False)
+        if step % 9 == 0 and job in llm.core.scheduler.running.requests:
+            llm.core.scheduler.preempt(job, 0.0, swap=False)
     assert collector.output.receipt.preemptions > 1
     assert collector.output.outputs[0].text == wanted.outputs[0].text
 
@@ -130,7 +130,7 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_own_request_alone(
     spec = StructuredOutput(regex=r"\d{20}")
     jobs = [submit(llm, PROMPT, SamplingParams(structured=spec, max_tokens=12)) for _ in range(3)]
     wait(
-        list(llm.core._compiling.values())
+        list(llm.core._grammars._futures.values())
     )  # one that is ready much earlier would end before the others begin
     llm.step()
     assert len(llm.core._jobs) == 3
@@ -143,7 +143,7 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_own_request_alone(
 
         monkeypatch.setattr(Matcher, "fork", fail)
         failing = submit(llm, PROMPT, SamplingParams(structured=spec, max_tokens=12))[1]
-        while llm.core._compiling:
+        while len(llm.core._grammars):
             llm.step()
         monkeypatch.undo()
     else:

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from kvq.scheduler import Branch, FixedCosts, MeasuredCosts, Priority, Request
-from kvq.scheduler.depth import Depth, Seen, drafts_allowed
+from kvq.scheduler.depth import Depth, _Seen, drafts_allowed
 from tests.scheduler.helpers import add, ask, make, step
 
 
@@ -37,7 +37,7 @@ def test_free_drafts_are_all_made_and_dear_ones_none():
 def test_the_depth_is_the_one_with_most_tokens_a_second(share, row_s, pass_s):
     [branch] = branches(1)
     one = depth(1.0, row_s, pass_s=pass_s)
-    one.seen = Seen(looked_at=1e9, right=share * 1e9)
+    one.seen = _Seen(looked_at=1e9, right=share * 1e9)
     rates = {k: sum(share**j for j in range(k + 1)) / (1 + row_s * (1 + k) + pass_s * k) for k in range(7)}
     best = max(rates, key=lambda k: rates[k])
     chosen = one.choose({branch: 6}, 1).get(branch, 0)
@@ -74,7 +74,7 @@ def test_a_large_batch_is_not_slowed_down_to_find_out():
         costs.observe(num_decodes=32, prefill_tokens=64, depth=0, seconds=0.060)
         costs.observe(num_decodes=1, prefill_tokens=0, depth=0, seconds=0.015)
     one, many = Depth(costs, takes_passes=False), branches(32)
-    one.seen = Seen(looked_at=1e9, right=0.5e9)
+    one.seen = _Seen(looked_at=1e9, right=0.5e9)
     assert one.choose(dict.fromkeys(many, 4), 32) == {}
     assert one.choose({many[0]: 4}, 1)[many[0]] >= 3
 
@@ -127,7 +127,7 @@ def test_none_are_allowed_while_a_prompt_waits_for_nothing_but_a_part_of_a_step(
     assert drafts_allowed(scheduler, 4) == {streaming.branches[0]: 4}
     add(scheduler, ask(12, 2, priority=Priority.BATCH), ask(8, 2, priority=Priority.BATCH))
     seen = []
-    while len(scheduler.lines) or not seen:
+    while len(scheduler.waiting) or not seen:
         step(scheduler)
         seen.append(drafts_allowed(scheduler, 4)[streaming.branches[0]])
     assert 0 in seen[:-1]
@@ -141,5 +141,5 @@ def test_who_waits_for_a_seat_or_for_blocks_keeps_nobody_from_drafts():
         step(scheduler)
         add(scheduler, ask(27, 4))
         step(scheduler)
-        assert len(scheduler.lines) == 1
+        assert len(scheduler.waiting) == 1
         assert drafts_allowed(scheduler, 4) == {streaming.branches[0]: 4}

@@ -137,11 +137,11 @@ def test_batch_requests_that_waited_for_a_prefix_still_go_after_interactive_ones
     add(scheduler, *shared)
     step(scheduler, 0.01)
     interactive = ask()
-    scheduler.lines.wake()
+    scheduler.waiting.wake()
     for request in shared[1:]:  # as if each had been parked and woken
-        if request in scheduler.lines.queue:
-            scheduler.lines.queue.remove(request)
-            scheduler.lines._ready[BATCH].append(request)
+        if request in scheduler.waiting.queue:
+            scheduler.waiting.queue.remove(request)
+            scheduler.waiting._ready[BATCH].append(request)
     add(scheduler, interactive, now=0.01)
     assert admitted(scheduler, [interactive, *shared[1:]])[0] == 0
 
@@ -150,18 +150,18 @@ def test_those_held_up_are_told_from_those_without_a_row_or_their_turn() -> None
     scheduler = make(24, max_num_seqs=4, max_num_batched_tokens=16)
     add(scheduler, ask(16, 1), ask(16, 1))
     step(scheduler)
-    assert (scheduler.lines.num_waiting, scheduler.num_held_up) == (1, 0)  # the step was full
+    assert (scheduler.waiting.num_waiting, scheduler.num_held_up) == (1, 0)  # the step was full
     drain(scheduler)
     add(scheduler, *[ask(8, 9) for _ in range(6)])
-    while scheduler.holders.num_sequences < 4:
+    while scheduler.running.num_sequences < 4:
         step(scheduler)
-    assert (scheduler.lines.num_waiting, scheduler.num_held_up) == (2, 0)  # there is no row
+    assert (scheduler.waiting.num_waiting, scheduler.num_held_up) == (2, 0)  # there is no row
     drain(scheduler)
     add(scheduler, ask(8, 9), ask(92, 1), ask(8, 1))
     for _ in range(3):
         step(scheduler)
-    assert scheduler.holders.num_sequences == 1
-    assert (scheduler.lines.num_waiting, scheduler.num_held_up) == (2, 2)  # of 24 blocks the first needs 23
+    assert scheduler.running.num_sequences == 1
+    assert (scheduler.waiting.num_waiting, scheduler.num_held_up) == (2, 2)  # of 24 blocks the first needs 23
     drain(scheduler)
     assert scheduler.num_held_up == 0
 
@@ -169,7 +169,7 @@ def test_those_held_up_are_told_from_those_without_a_row_or_their_turn() -> None
 def test_preempted_requests_are_held_up() -> None:
     scheduler = make(24, max_num_seqs=8)
     add(scheduler, *[ask(8, 33) for _ in range(6)])
-    while not scheduler.lines.preempted:
+    while not scheduler.waiting.preempted:
         step(scheduler)
-    assert scheduler.num_held_up >= len(scheduler.lines.preempted)
+    assert scheduler.num_held_up >= len(scheduler.waiting.preempted)
     drain(scheduler)

@@ -185,6 +185,6 @@ def test_a_batch_grows_no_larger_than_its_inter_token_goal_allows(
     most = 0
     for number in range(20):
         step(scheduler, number * 0.01)
-        most = max(most, scheduler.holders.num_sequences)
+        most = max(most, scheduler.running.num_sequences)
     assert most == expected
     drain(scheduler)

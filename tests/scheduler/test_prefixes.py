@@ -12,7 +12,7 @@ def test_requests_wait_for_the_prefix_that_another_computes() -> None:
     add(scheduler, first, *others)
     step(scheduler)
     step(scheduler)
-    assert scheduler.lines.num_parked == 3
+    assert scheduler.waiting.num_parked == 3
     drain(scheduler)
     assert first.cached_tokens == 0
     assert [other.cached_tokens for other in others] == [40] * 3
@@ -36,7 +36,7 @@ def test_who_waits_goes_on_when_the_other_never_gets_there(ends: str) -> None:
     add(scheduler, first, other)
     step(scheduler)
     step(scheduler)
-    assert scheduler.lines.num_parked == 1
+    assert scheduler.waiting.num_parked == 1
     if ends == "cancel":
         scheduler.end(first)
     elif ends == "preempt":
@@ -54,5 +54,5 @@ def test_one_that_waits_can_be_cancelled() -> None:
     step(scheduler)
     step(scheduler)
     scheduler.end(other)
-    assert scheduler.lines.num_parked == 0
+    assert scheduler.waiting.num_parked == 0
     drain(scheduler)

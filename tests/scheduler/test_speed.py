@@ -16,7 +16,7 @@ def loaded(running: int, waiting: int) -> Scheduler:
     """A scheduler whose rows all decode, while others wait."""
     scheduler = make(running * 12, block_size=16, max_num_seqs=running, max_num_batched_tokens=2048)
     add(scheduler, *[ask(40, 120, priority=Priority.BATCH) for _ in range(running)])
-    while scheduler.lines.num_waiting or any(not b.num_generated for b in scheduler.holders.active):
+    while scheduler.waiting.num_waiting or any(not b.num_generated for b in scheduler.running.active):
         plan = scheduler.schedule(0.0)
         assert plan is not None
         commit(scheduler, plan)

@@ -96,7 +96,7 @@ def test_decodes_are_measured_alone_first_and_again_before_long() -> None:
         costs.observe(num_decodes=1, prefill_tokens=prefill, depth=plan.ends[-1], seconds=seconds)
         if not prefill:
             alone.append(number)
-        if not scheduler.lines.num_waiting:
+        if not scheduler.waiting.num_waiting:
             add(scheduler, ask(300, 1))
     assert alone == [0, 1, 2, 67, 132, 197]
     assert costs.decode_s(1) == pytest.approx(5e-3)

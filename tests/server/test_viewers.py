@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.errors import EngineError
-from kvq.server.engine.messages import Picture
+from kvq.server.engine.messages import EngineSnapshot
 from kvq.server.engine.remote import State
 from kvq.server.http.guard import basic_password
 from kvq.server.viewers import _Viewers
@@ -22,12 +22,14 @@ class Engine:
         self.num_looks = 0
         self.is_gone = False
 
-    async def look(self) -> Picture:
+    async def look(self) -> EngineSnapshot:
         self.num_looks += 1
         await asyncio.sleep(0)
         if self.is_gone:
             raise EngineError("gone")
-        return Picture(cost_s=self.cost_s, kv="int4", block_size=16, pools=[], tenants=[], live=[], past=[])
+        return EngineSnapshot(
+            cost_s=self.cost_s, kv="int4", block_size=16, pools=[], tenants=[], live=[], past=[]
+        )
 
 
 class Clock:

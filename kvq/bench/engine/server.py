@@ -14,7 +14,7 @@ from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
 from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats
 from kvq.engine.requests.outputs import Event
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.models import Model
 from kvq.models.loading.fused_layers import is_fused
 from kvq.scheduler import Priority
@@ -141,8 +141,8 @@ class KvqServer:
                 ended.append((request, due_s, event))
 
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-        terms = Terms(params=params, origin=Origin(priority=request.priority))
-        core.submit(core.intake.new_job(request.prompt, terms, listener=listen))
+        options = RequestOptions(params=params, priority=request.priority)
+        core.submit(core.intake.new_job(request.prompt, options, listener=listen))
 
 
 class _GraphsRefused(logging.Handler):

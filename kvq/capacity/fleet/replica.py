@@ -23,7 +23,7 @@ from kvq.scheduler import (
     SchedulerConfig,
     StepPlan,
 )
-from kvq.scheduler.steady import is_settled, repeat
+from kvq.scheduler.closed_form import is_settled, repeat
 from kvq.sizing.pools import reserve_blocks
 
 _IDLE_S = 1e-3  # until the next attempt when nothing can run
@@ -149,7 +149,7 @@ class Replica:
     @property
     def num_waiting(self) -> int:
         """Number of requests without blocks."""
-        return len(self.scheduler.lines)
+        return len(self.scheduler.waiting)
 
     def cached(self, call: Call) -> int:
         """Return the tokens of a prompt that need not be computed here."""
@@ -224,7 +224,7 @@ class Replica:
         )
         for i in ended:
             self._finish(plan.branches[i], end)
-        is_quiet = plan.num_decodes == len(plan.branches) == len(scheduler.holders.active)
+        is_quiet = plan.num_decodes == len(plan.branches) == len(scheduler.running.active)
         is_quiet = is_quiet and not plan.num_drafts
         if is_quiet and not ended and not plan.restored and not plan.orders and is_settled(scheduler):
             self._steady = plan.branches
@@ -311,8 +311,8 @@ class Replica:
         if most < 2:
             return False
         bound = min(until, self._trouble.death_s)
-        if len(scheduler.lines):
-            bound = min(bound, scheduler.lines.next_aging_s())
+        if len(scheduler.waiting):
+            bound = min(bound, scheduler.waiting.next_aging_s())
         number, time, costs, gauges = len(branches), self._spec.time, self._costs, self.gauges
         linear_s, sequences_s = time.linear_s(number), time.sequence_s * number
         seen, size, now, count = sum(lengths), self._spec.block_size, self.now, 0

@@ -1,4 +1,4 @@
-"""What a step of full size needs beside weights and pools: tried once, before the pools are sized."""
+"""Dry run: measures the memory and time of a step of full size, before the pools are sized."""
 
 import gc
 from array import array
@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from kvq.blockmgr import HOLE, BlockId, StateMove
-from kvq.engine.device.runner import Runner
+from kvq.engine.device.runner import Runner, RunnerSizes
 from kvq.models import Model
 from kvq.scheduler import Branch, Request, StepPlan
 
@@ -17,14 +17,14 @@ _CPU_TOKENS = 256  # on a CPU a full step of a large model takes long; memory gr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DryRun:
-    """What was measured."""
+    """Measurements of the dry run."""
 
     activation_bytes: int  # of a step with all its tokens
     token_s: float  # seconds per prefill token
 
 
 def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _DryRun:
-    """Run a prefill step over a small pool of its own, and look at the most memory it takes.
+    """Run a prefill step over a small pool of its own, and measure its peak memory and time.
 
     Raises:
         OutOfMemory: not even this step fits.
@@ -34,24 +34,18 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _
     plan, blocks = _plan(tokens, min(tokens, max_context), model.layout.block_size)
     layout = model.layout
     num_blocks = [blocks] * len(layout.attended) + ([len(plan.branches)] if layout.states else [])
-    runner = Runner(
-        model,
-        num_blocks=num_blocks,
-        host_slots=None,
-        max_num_seqs=len(plan.branches),
-        max_context=max_context,
-        uses_graphs=False,
-    )
+    sizes = RunnerSizes(num_blocks=num_blocks, max_num_seqs=len(plan.branches), max_context=max_context)
+    runner = Runner(model, sizes, uses_graphs=False)
     failed = runner.prepare(plan)
     before = _reset_peak(device)
-    runner.forward(plan, failed)  # with what is loaded, compiled or cached once
+    runner.forward(plan, failed)  # loads, compiles and caches once
     began = perf_counter()
     output = runner.forward(plan, failed)
     output.logits.cpu()
     seconds = perf_counter() - began
     peak = _peak_bytes(device) - before
     runner.close()
-    # Memory that the process had at hand already does not show: eight fp32 rows per token at least.
+    # Memory that the process already held does not show, so eight fp32 rows per token at least.
     least = 32 * model.geometry.hidden_size * tokens
     activation_bytes = max(least, peak) * max_num_batched_tokens // tokens
     return _DryRun(activation_bytes=activation_bytes, token_s=seconds / tokens)

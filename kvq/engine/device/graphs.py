@@ -1,4 +1,4 @@
-"""Pure-decode steps on a GPU as CUDA graphs: one replay instead of a thousand launches."""
+"""Decode graphs: steps of decodes alone as CUDA graphs, one replay instead of a thousand launches."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,23 +19,24 @@ from kvq.models.parts.step import PackedStep
 from kvq.scheduler import StepPlan
 
 _log = logging.getLogger("kvq")
-Capture = Callable[[Callable[[], None]], Callable[[], None]]  # work -> what repeats it
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # records work; returns its replay
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Block ids per layer group, [rows, blocks] each: on the device, and the same for the host."""
+    """Block tables per layer group, [rows, blocks] each, on the device and on the host."""
 
-    there: list[Tensor]  # int32
-    here: list[npt.NDArray[np.int32]]
+    there: list[Tensor]  # int32, on the device
+    here: list[npt.NDArray[np.int32]]  # equal, on the host
+    max_context: int  # tokens of the longest sequence
 
 
 class DecodeGraphs:
     """One graph per batch size: 1, 2, 4, 8, and every 16 up to the largest.
 
-    A graph repeats the same launches on the same memory, so all that changes from step to step lies in
-    one small buffer, and the grids are those of the longest context. Rows that a batch leaves empty
-    compute a token in a block that belongs to nobody.
+    A graph repeats the same launches on the same memory. So everything that changes from step to step lies
+    in one small buffer, and grids are sized for the longest context. Rows that a batch leaves empty compute
+    a token in a spare block.
     """
 
     def __init__(
@@ -45,7 +46,6 @@ class DecodeGraphs:
         tables: Tables,
         *,
         max_num_seqs: int,
-        max_context: int,
         keeps_hidden: bool = False,
         capture: Capture | None = None,
     ) -> None:
@@ -59,17 +59,16 @@ class DecodeGraphs:
         self._cache = cache
         self._tables = tables
         self._spare_row = max_num_seqs
-        self._max_context = max_context
         sizes = {n for n in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if n < max_num_seqs} | {max_num_seqs}
         self._size_of = [min(n for n in sizes if n >= count) for count in range(max_num_seqs + 1)]
         self._device = model.weights.device
         self._block_size = model.layout.block_size
-        self._rows = 3 + len(tables.there)  # token ids, positions, rows of the tables; slots by layer group
-        # These, int64 [rows, size], then `lens` of a batch, from the start: what graphs read.
+        self._rows = 3 + len(tables.there)  # token ids, positions, table rows; slots per layer group
+        # Read by graphs: those rows, int64 [rows, size], then `lens` of the batch.
         self._inputs = torch.zeros(self._words(max_num_seqs), dtype=torch.int64, device=self._device)
         self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=self._device)
-        self._keep = torch.arange(max_num_seqs, device=self._device)  # a graph reads it where it lies
-        # Of all sizes: a graph that kept its own could not share that memory with the others.
+        self._keep = torch.arange(max_num_seqs, device=self._device)  # graphs read it in place
+        # Shared by all sizes: logits of one graph's own would not be in the memory that graphs share.
         self._logits = torch.empty(
             max_num_seqs, model.geometry.vocab_size, dtype=model.prepared.dtype, device=self._device
         )
@@ -84,17 +83,17 @@ class DecodeGraphs:
             self._replay[size] = record(self._work(size))
 
     def takes(self, plan: StepPlan) -> bool:
-        """True for steps in which every branch computes one token and wants the next."""
+        """True for steps in which every branch computes one token and samples the next."""
         if plan.num_tokens != len(plan.branches):  # drafts, too
             return False
         return 0 < plan.num_decodes == len(plan.branches) < len(self._size_of) and all(plan.samples)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [branches, vocab] and bool [branches], True where K or V was not finite.
+        """Return logits [branches, vocab] and bool [branches], True where K or V was not finite.
 
-        `tokens`: int64 [branches] on the device, in place of the plan's.
-        Valid until the next run. Nothing here waits for the device.
+        Both are valid until the next run. Nothing here waits for the device.
+        `tokens`: int64 [branches] on the device, which replace those of the plan.
         """
         count = len(plan.branches)
         size = self._size_of[count]
@@ -106,7 +105,7 @@ class DecodeGraphs:
         return self._logits[:count], self._bad[:count]
 
     def _fill(self, ids: Sequence[int], ends: Sequence[int], rows: Sequence[int], size: int) -> None:
-        """Copy a step's inputs to the device; what is not given is padding, of one token each."""
+        """Copy the inputs of a step to the device; missing branches are padding, of one token each."""
         words, block_size = np.zeros(self._words(size), np.int64), self._block_size
         lens = words[self._rows * size :].view(np.int32)[: 3 * size].reshape(3, size)
         lens[0], lens[1:] = np.arange(size), 1
@@ -122,13 +121,14 @@ class DecodeGraphs:
         send(words, self._inputs[: len(words)])
 
     def _words(self, size: int) -> int:
-        """Of the inputs of a step: `lens` are three half words a branch."""
+        """Return the 8-byte words of a step's inputs; `lens` take three half words per branch."""
         return self._rows * size + -(-3 * size // 2)
 
     def _work(self, size: int) -> Callable[[], None]:
-        """A decode step of that size, from the input buffer to logits and flags.
+        """Return a decode step of that size, from the input buffer to logits and flags.
 
-        What it reads and doesn't make is this object's, the model's or the cache's: it is captured and gone.
+        It reads only memory that it makes or that outlives the capture: of this object, the model or the
+        cache.
         """
         inputs = self._inputs[: self._words(size)]
         lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
@@ -143,7 +143,7 @@ class DecodeGraphs:
                 batches=tuple(
                     SequenceBatch(
                         query_lens=(1,) * size,
-                        context_lens=(self._max_context,) * size,
+                        context_lens=(self._tables.max_context,) * size,
                         tables=table[rows],
                         slots=own,
                         lens=lens,
@@ -170,9 +170,9 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Record work as CUDA graphs of that device; all share their memory.
+    """Return a function that records work as CUDA graphs of that device, which share their memory.
 
-    Where a capture fails, the streams are what they were before.
+    If a capture fails, the streams are restored.
     """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)
@@ -181,7 +181,7 @@ def cuda_capture(device: torch.device) -> Capture:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         try:
-            # The stream is entered here too: torch.cuda.graph stays on it if a capture can't be ended.
+            # Entered here as well: torch.cuda.graph does not leave the stream if a capture can't be ended.
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 work()  # compiles kernels and fills allocators' caches
                 work()
@@ -195,11 +195,11 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def decode_graphs(device: torch.device, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
-    """Graphs on a CUDA device; None elsewhere, or, with a warning, where a model can't be captured."""
+    """Return graphs on a CUDA device; None elsewhere, or with a warning if the model can't be captured."""
     if device.type != "cuda":
         return None
     try:
         return make()
-    except Exception as error:  # noqa: BLE001 - whatever a model's code does that a graph can't hold
+    except Exception as error:  # noqa: BLE001 - a model's code may do anything that graphs can't hold
         _log.warning("decode steps run without CUDA graphs: %s", first_lines(error))
         return None

@@ -1,4 +1,4 @@
-"""How large the pools are: decided once, before the first request."""
+"""Pool sizes, decided once before the first request."""
 
 import math
 
@@ -9,7 +9,7 @@ from kvq.sizes import binary, parse_bytes
 from kvq.sizing.needs import STATES_EACH
 from kvq.sizing.pools import PoolPlan, at_once, longest_context, plan_pools, pool_budget
 
-LENGTHS = (100, 1000)  # tokens of requests that are told of, beside the longest
+LENGTHS = (100, 1000)  # tokens of requests in the log, beside the longest
 
 
 def planned_pools(
@@ -21,10 +21,10 @@ def planned_pools(
     free_bytes: int | None,
     activation_bytes: int,
 ) -> PoolPlan:
-    """Blocks as configured, or as many as free memory holds and could ever be used.
+    """Return the blocks as configured, or as many as free memory holds and requests could use.
 
-    `free_bytes`: once the weights are loaded; None: nobody knows. `activation_bytes`: what the largest step
-    needs beside weights and pools.
+    `free_bytes`: after the weights were loaded; None: unknown. `activation_bytes`: what the largest step
+    needs besides weights and pools.
 
     Raises:
         ConfigError: kv_memory is not a size.
@@ -61,8 +61,8 @@ def planned_pools(
     return pools
 
 
-def told(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
-    """How many requests of which length fit at once, and what they run out of first."""
+def describe_pools(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
+    """Return a text with the number of requests that fit at once by length, and what limits it."""
     longest = longest_context(layout, pools, max_context)
     parts = []
     for tokens in (*(tokens for tokens in LENGTHS if tokens < longest), longest):
@@ -73,7 +73,7 @@ def told(layout: KVLayout, pools: PoolPlan, max_context: int) -> str:
 
 
 def swap_slots(layout: KVLayout, config: EngineConfig, num_blocks: list[int]) -> list[int] | None:
-    """Host slots per layer group for `swap_memory`, shared out as the pools are; None for no swapping."""
+    """Return host slots per layer group, in proportion to the pools; None without `swap_memory`."""
     budget = parse_bytes(config.swap_memory, "swap_memory")
     if not budget:
         return None

@@ -1,4 +1,4 @@
-"""The runner: carries out a step's plan with one packed forward pass."""
+"""Runner: carries out a step plan with one packed forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
 from kvq.cache.memory import check_room
 from kvq.engine.device.graphs import DecodeGraphs, Tables, decode_graphs
-from kvq.engine.device.transfers import prepare_transfers, upload_all
+from kvq.engine.device.transfers import upload_all
 from kvq.kernels import SequenceBatch
 from kvq.kernels.decoder.whole import ReadyPass
+from kvq.kernels.uploads import ring
 from kvq.layout import KVLayout
 from kvq.models import Model
 from kvq.models.loading.weights import LoadedWeights
@@ -31,97 +32,95 @@ _NONE: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StepOutput:
-    """What came of a step's forward pass; of one that runs aside, what comes of it."""
+    """Output of a forward pass; while the pass runs concurrently, its tensors are not filled yet."""
 
     logits: Tensor  # [wanted rows, vocab] of the model's dtype, packed in the plan's order
-    starts: list[int]  # per branch, its first row of the logits
+    starts: list[int]  # per branch, the index of its first row of logits
     bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
     failed_swaps: list[SwapIn]
-    attention_s: float  # time in write and attend; on a GPU the time to launch them
-    states: tuple[StepStates | None, ...] = ()  # of all branches, or of each, in a model that keeps states
-    hidden: Tensor | None = None  # [new tokens, hidden_size], behind the last norm; if the runner keeps it
-    aside: ReadyPass | None = None  # until it was waited for
-    aside_s: float = 0.0  # that it took
+    attention_s: float  # in write and attend; on a GPU the time to launch them
+    states: tuple[StepStates | None, ...] = ()  # recurrent states, of all branches together or of each
+    hidden: Tensor | None = None  # [new tokens, hidden_size], after the last norm; if the runner keeps it
+    concurrent: ReadyPass | None = None  # the pass that runs in threads, until it was waited for
+    concurrent_s: float = 0.0  # duration of a pass that ran in threads
 
     @torch.inference_mode()
     def begin(self, tokens: Tensor) -> bool:
-        """Let a pass that was made ready run aside, with its token ids, int64 [new tokens].
+        """Begin a ready pass with its token ids, int64 [new tokens].
 
-        False if there are no threads for it, and it has ended.
+        Returns True if it runs concurrently, False if there were no free threads and it has ended.
         """
-        assert self.aside is not None, "made ready"
-        self.aside.tokens.copy_(tokens)
-        return self.aside.begin()
+        assert self.concurrent is not None, "made ready"
+        self.concurrent.tokens.copy_(tokens)
+        return self.concurrent.begin()
 
     def wait(self) -> None:
-        """Return when all of it is there.
+        """Wait until all tensors are filled.
 
         Raises:
-            Exception: the pass raised it; it may be run again.
+            Exception: raised by the pass, which may be run again.
         """
-        if self.aside is not None:
-            self.aside.wait()
-            self.attention_s += self.aside.seconds
-            self.aside_s = self.aside.took_s
-            self.aside = None
+        if self.concurrent is not None:
+            self.concurrent.wait()
+            self.attention_s += self.concurrent.seconds
+            self.concurrent_s = self.concurrent.took_s
+            self.concurrent = None
 
     def keep_states(self, index: int) -> None:
-        """Store the state behind a branch's drafts, all of which were right."""
+        """Store the recurrent state after the drafts of a branch, all of which were right."""
         states = self.states[index if len(self.states) > 1 else 0] if self.states else None
         if states is not None:
             states.keep(index if len(self.states) == 1 else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """What a forward pass takes, on a GPU all of it there."""
+# Token ids, positions, wanted rows, and a batch per layer group; on a GPU all of them are on the device.
+_Inputs = tuple[Sequence[int] | Tensor, Integers | Tensor, Sequence[int] | Tensor, tuple[SequenceBatch, ...]]
 
-    tokens: Sequence[int] | Tensor
-    positions: Integers | Tensor
-    wanted: Sequence[int] | Tensor
-    batches: tuple[SequenceBatch, ...]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSizes:
+    """Sizes of everything that a runner allocates."""
+
+    num_blocks: list[int]  # per layer group
+    max_num_seqs: int
+    max_context: int  # tokens
+    host_slots: list[int] | None = None  # per layer group; None: nothing is swapped
+    swap_folder: str | Path | None = None  # of host slots on disk
 
 
 class Runner:
     """A model over its own block pools. Everything it needs between steps is allocated at the start."""
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        num_blocks: list[int],
-        host_slots: list[int] | None,
-        swap_folder: str | Path | None = None,
-        max_num_seqs: int,
-        max_context: int,
-        uses_graphs: bool = True,
-        keeps_hidden: bool = False,
+        self, model: Model, sizes: RunnerSizes, *, uses_graphs: bool = True, keeps_hidden: bool = False
     ) -> None:
-        """Allocate pools of `num_blocks` blocks, and `host_slots`, per layer group.
+        """Allocate pools, host slots and block tables.
 
-        `uses_graphs`: on a GPU, capture decode steps as graphs.
-        `keeps_hidden`: outputs bring hidden states, valid until the next step.
+        `uses_graphs`: capture decode steps as graphs on a GPU.
+        `keeps_hidden`: outputs contain hidden states, valid until the next step.
 
         Raises:
             OutOfMemory: the pools or the host slots don't fit.
         """
         weights, layout = model.weights, model.layout
-        spare = int(weights.device.type == "cuda")  # a block and a table row for the padding of graphs
+        num_blocks, max_num_seqs = sizes.num_blocks, sizes.max_num_seqs
+        spare = int(weights.device.type == "cuda")  # a block and a table row that pad graphs
         self.model = model
         self.cache = KVCache(
             layout,
             num_blocks=[count + spare for count in num_blocks],
             device=weights.device,
             backend=model.prepared.backend,
-            host_slots=host_slots,
-            swap_folder=swap_folder,
+            host_slots=sizes.host_slots,
+            swap_folder=sizes.swap_folder,
         )
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
         self.keeps_hidden = keeps_hidden
         self._device = weights.device
-        prepare_transfers(self._device)
+        if self._device.type == "cuda":
+            ring(self._device)  # made now, since pinning memory is slow
         self._block_size = layout.block_size
-        longest = longest_context(layout, num_blocks, max_context)
+        longest = longest_context(layout, num_blocks, sizes.max_context)
         self._width = -(-longest // layout.block_size)
         shape = (max_num_seqs + spare, self._width)
         groups = layout.attended
@@ -129,20 +128,19 @@ class Runner:
         tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in groups]
         for table, count in zip(tables, num_blocks, strict=False):
             table[max_num_seqs:] = count
-        # What the host finds in its own, no kernels have to be launched for; on a CPU both are one.
-        self._tables = Tables(tables, [table.cpu().numpy() for table in tables])
+        # The host's copy saves kernel launches; on a CPU both share memory.
+        self._tables = Tables(tables, [table.cpu().numpy() for table in tables], longest)
         capture = partial(
             DecodeGraphs,
             *(model, self.cache, self._tables),
             max_num_seqs=max_num_seqs,
-            max_context=longest,
             keeps_hidden=keeps_hidden,
         )
         self._graphs = decode_graphs(self._device, capture) if uses_graphs else None
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> list[SwapIn]:
-        """Carry out a plan's orders and bring the tables up to date; once, before `forward`.
+        """Carry out a plan's orders and update the block tables; once, before `forward`.
 
         Returns the orders to swap in whose bytes were damaged.
         """
@@ -160,11 +158,11 @@ class Runner:
         tokens: Tensor | None = None,
         weights: LoadedWeights | None = None,
     ) -> StepOutput:
-        """Layer by layer write, then attend; then the logits that are wanted.
+        """Run the layers, which write K and V before they attend, and compute the wanted logits.
 
-        `weights`: of the same model in another form, which drafts with them.
-        `tokens`: int64 [new tokens] on the device, in place of the plan's, where only the device knows them.
-        Wanted are the last row of branches that sample, and more of the last rows of those in `last_rows`.
+        Wanted are the last row of branches that sample, and `last_rows[i]` last rows of branch i.
+        `tokens`: int64 [new tokens] on the device, which replace those of the plan.
+        `weights`: of the same model in another form, to draft with.
         Nothing is committed: a plan that raised may be run again, whole or in parts.
         """
         if not plan.branches:
@@ -183,9 +181,9 @@ class Runner:
             )
         starts, wanted = _wanted(plan, last_rows)
         find = self._inputs_on_cpu if self._device.type == "cpu" else self._inputs_on_gpu
-        found = find(plan, wanted, tokens)
-        step = self._packed(plan, found)
-        logits = run_packed(weights or self.model.weights, step, found.tokens, found.positions, found.wanted)
+        ids, positions, rows, batches = find(plan, wanted, tokens)
+        step = self._packed(plan, batches)
+        logits = run_packed(weights or self.model.weights, step, ids, positions, rows)
         return StepOutput(
             logits=logits,
             starts=starts,
@@ -197,8 +195,8 @@ class Runner:
         )
 
     @property
-    def runs_aside(self) -> bool:
-        """True if passes may run while Python goes on: on a GPU, or in kernels' threads of a CPU."""
+    def runs_concurrently(self) -> bool:
+        """True if passes can run while Python goes on: on a GPU, or in the threads of CPU kernels."""
         if self._graphs is not None or self._device.type != "cpu":
             return True
         short = self.model.weights.fused_pass
@@ -207,33 +205,33 @@ class Runner:
 
     @torch.inference_mode()
     def get_ready(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput | None:
-        """All of a decode's forward pass on a CPU but for its tokens, to `begin` with those; None elsewhere.
+        """Lay out a decode pass on a CPU, to `begin` once its tokens are known; None elsewhere.
 
-        Another one may run meanwhile; it has to end before this one begins.
+        Another pass may run meanwhile; it has to end before this one begins.
         """
-        if self._graphs is not None or self._device.type != "cpu" or not self.runs_aside:
+        if self._graphs is not None or self._device.type != "cpu" or not self.runs_concurrently:
             return None
         starts, wanted = _wanted(plan, _NONE)
-        found = self._inputs_on_cpu(plan, wanted, None)
-        step = self._packed(plan, found)
-        aside = ready_pass(self.model.weights, step, plan.token_ids, found.positions, wanted)
-        if aside is None:
+        ids, positions, _, batches = self._inputs_on_cpu(plan, wanted, None)
+        step = self._packed(plan, batches)
+        ready = ready_pass(self.model.weights, step, ids, positions, wanted)
+        if ready is None:
             return None
         return StepOutput(
-            logits=aside.logits[: len(wanted)],
+            logits=ready.logits[: len(wanted)],
             starts=starts,
             bad_tokens=step.bad_tokens,
             failed_swaps=failed,
             attention_s=0.0,
-            aside=aside,
+            concurrent=ready,
         )
 
-    def _packed(self, plan: StepPlan, found: _Inputs) -> PackedStep:
+    def _packed(self, plan: StepPlan, batches: tuple[SequenceBatch, ...]) -> PackedStep:
         slots = self.cache.states
         return PackedStep(
             cache=self.cache,
             geometry=self.model.geometry,
-            batches=found.batches,
+            batches=batches,
             bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
             observer=self.observer,
             states=None if slots is None else StepStates.of(slots, plan.moves, self._device, plan.drafts),
@@ -241,51 +239,51 @@ class Runner:
         )
 
     def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:
-        """The output of a plan that computed nothing."""
+        """Return the output of a plan that computed nothing."""
         logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
         return StepOutput(logits=logits, starts=starts, bad_tokens=fine, failed_swaps=failed, attention_s=0.0)
 
     def close(self) -> None:
-        """Give back what lies outside the device."""
+        """Release what lies outside the device."""
         self.cache.close()
 
     def _inputs_on_gpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
-        """All whole numbers of the step in one copy, but for the tables, which are there."""
+        """Upload all integers of the step in one copy; the block tables are on the device already."""
         counts, rows = np.array(plan.counts), _rows(plan)
         positions = positions_of(plan.counts, plan.ends)
-        told = () if tokens is not None else plan.token_ids
-        numbers = (told, positions, wanted, rows, *self._slots(plan, rows, positions))
+        known = () if tokens is not None else plan.token_ids
+        numbers = (known, positions, wanted, rows, *self._slots(plan, rows, positions))
         arrays = [np.asarray(values, np.int64) for values in numbers]
         arrays.append(np.array((np.cumsum(counts) - counts, counts, plan.ends), np.int32))
         ids, where, keep, sequences, *slots, lens = upload_all(arrays, self._device)
         width = self._blocks_of(plan)
         tables = [table[sequences, :width] for table in self._tables.there]
-        return _Inputs(ids if tokens is None else tokens, where, keep, _batches(plan, tables, slots, lens))
+        return ids if tokens is None else tokens, where, keep, _batches(plan, tables, slots, lens)
 
     def _inputs_on_cpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
-        """The same by numpy, which takes a tenth of torch's time for so few numbers."""
+        """Return the inputs made by numpy, which takes a tenth of torch's time for so few numbers."""
         rows, positions = _rows(plan), positions_of(plan.counts, plan.ends)
         width = self._blocks_of(plan)
         slots = [torch.from_numpy(own) for own in self._slots(plan, rows, positions)]
         tables = [torch.from_numpy(own[rows, :width]) for own in self._tables.here]
         ids = plan.token_ids if tokens is None else tokens
-        return _Inputs(ids, positions, wanted, _batches(plan, tables, slots, None))
+        return ids, positions, wanted, _batches(plan, tables, slots, None)
 
     def _slots(self, plan: StepPlan, rows: list[int], positions: Integers) -> list[Integers]:
-        """Per layer group, int64 [new tokens]: block * block_size + offset."""
+        """Return int64 [new tokens] per layer group: block * block_size + offset."""
         size = self._block_size
         owners = rows if are_decodes(plan.counts) else np.repeat(rows, plan.counts)
         index, offset = np.divmod(positions, size)
         return [own[owners, index].astype(np.int64) * size + offset for own in self._tables.here]
 
     def _blocks_of(self, plan: StepPlan) -> int:
-        """Blocks of the step's longest sequence."""
+        """Return the blocks of the step's longest sequence."""
         return -(-max(plan.ends) // self._block_size)
 
     def _update_tables(self, plan: StepPlan) -> None:
-        """Write what changed into the persistent rows, in one copy."""
+        """Write the plan's changes into the block tables, in one copy."""
         places: list[list[int]] = [[] for _ in self._tables.here]
         blocks: list[list[int]] = [[] for _ in self._tables.here]
         for row, group, first, entries in plan.table_changes:
@@ -308,14 +306,14 @@ class Runner:
 
 
 def _rows(plan: StepPlan) -> list[int]:
-    """Of the tables; those that a branch without one has are nobody's."""
+    """Return the table row of every branch; the last row for branches without one."""
     return [-1 if branch.row is None else branch.row for branch in plan.branches]
 
 
 def _batches(
     plan: StepPlan, tables: Sequence[Tensor], slots: Sequence[Tensor], lens: Tensor | None
 ) -> tuple[SequenceBatch, ...]:
-    """Per layer group the sequences, with their tables and slots."""
+    """Return the sequences per layer group, with their tables and slots."""
     counts, ends = tuple(plan.counts), tuple(plan.ends)
     return tuple(
         SequenceBatch(query_lens=counts, context_lens=ends, tables=table, slots=own, lens=lens)
@@ -324,7 +322,10 @@ def _batches(
 
 
 def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:
-    """Tokens of the longest sequence that its pools can hold: windows and staging areas keep only some."""
+    """Return the tokens of the longest sequence that the pools can hold.
+
+    Groups with windows and staging areas keep only some tokens and set no limit.
+    """
     full = [
         count * layout.block_size
         for count, group in zip(num_blocks, layout.groups, strict=True)
@@ -334,7 +335,7 @@ def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: in
 
 
 def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
-    """The output of a step whose branches were run one by one."""
+    """Return the output of a step whose branches were run one by one."""
     starts, at = [], 0
     for part in parts:
         starts.append(at)

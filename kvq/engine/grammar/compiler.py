@@ -1,4 +1,4 @@
-"""Grammars compiled off the step loop, each tried in a child process first."""
+"""Grammar compiler: compiles outside the step loop, each grammar in a child process first."""
 
 import os
 import sys
@@ -50,8 +50,8 @@ class GrammarCompiler:
         self._children = [CompileProcess(self._vocabulary, self.limits) for _ in range(workers)]
         self._threads: list[threading.Thread] = []  # one for each, as they are needed
         self._line: FairQueue[Future[Matcher]] = FairQueue()
-        # What each is of. Not beside it in one object that its callback knows: such a circle would keep a
-        # grammar, of some megabytes, until somebody looks for garbage.
+        # Specs by future. An object with both that its callback knows would be a cycle, and keep a grammar
+        # of some megabytes until garbage is collected.
         self._specs: dict[Future[Matcher], StructuredOutput] = {}
         self._num: Counter[str] = Counter()  # of each tenant's grammars that are not done
         self._changed = threading.Condition(threading.RLock())  # a future's end may be told within
@@ -61,7 +61,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def has_room(self, tenant: str = "") -> bool:
-        """False while so many grammars wait, in all or of this tenant, that `submit` would refuse another."""
+        """False while so many grammars wait, in total or of this tenant, that `submit` would refuse one."""
         with self._changed:
             return self._has_room(tenant)
 
@@ -125,7 +125,7 @@ class GrammarCompiler:
                 del self._num[tenant]
 
     def _take(self, *, wait: bool = True) -> tuple[str, Future[Matcher]] | None:
-        """Whose turn it is; None: the compiler is closed, or nothing is there."""
+        """Take the next job; None if the compiler is closed or, without waiting, if there is none."""
         with self._changed:
             while wait and not self._line and not self._is_closed:
                 self._changed.wait()
@@ -143,9 +143,9 @@ class GrammarCompiler:
             began = monotonic()
             try:
                 future.set_result(self._compile(spec, child))
-            except BaseException as error:  # noqa: BLE001 - for who waits
+            except BaseException as error:  # noqa: BLE001 - for the future
                 future.set_exception(error)
-            del taken, future, spec  # else they live until the next one comes
+            del taken, future, spec  # otherwise they would live until the next one comes
             with self._changed:
                 self._line.charge(tenant, monotonic() - began)
 

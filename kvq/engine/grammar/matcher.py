@@ -1,4 +1,4 @@
-"""A compiled grammar, and where one branch of a request stands in it."""
+"""Grammar matcher: the state of one branch of a request in its compiled grammar."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from kvq.errors import RequestError
 
 
 class Matcher:
-    """Where one branch of a request stands in its grammar: what may come next.
+    """State of one branch in its grammar, and the tokens allowed next.
 
     Branches share what llguidance learns while they run, requests don't: its limit on lexer states counts for
     a grammar and all its copies, so one request that reaches it would end every other.
@@ -43,7 +43,7 @@ class Matcher:
         return mask
 
     def _spell(self, mask: Tensor) -> None:
-        """Let a plain token come where llguidance forces a special one, which it would refuse.
+        """Allow a plain token where llguidance forces a special one, which it would refuse.
 
         It reads forced text as the tokenizer does, which takes the text of a special token for that token.
         """
@@ -57,7 +57,7 @@ class Matcher:
             mask.numpy().view("<u4")[plain[0] >> 5] = 1 << (plain[0] & 31)
 
     def accept(self, token: int) -> None:
-        """Move on by one token. An end token where all has been said is accepted, and changes nothing.
+        """Advance by one token. An end token after a complete text is accepted and changes nothing.
 
         Raises:
             RequestError: the token isn't allowed here, and nothing moved; or a limit was reached.
@@ -74,7 +74,7 @@ class Matcher:
             raise RequestError(f"structured output: token {token} isn't allowed here")
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens may come next, one after the other, before an end token; nothing moves."""
+        """Return how many of the tokens are allowed in sequence, before an end token. Changes nothing."""
         ends = (
             i
             for i, t in enumerate(tokens)
@@ -89,7 +89,7 @@ class Matcher:
         return self._state.is_stopped() and not self._state.is_error()
 
     def fork(self) -> "Matcher":
-        """Return a matcher that stands where this one does and moves on by itself."""
+        """Return an independent copy."""
         return Matcher(self._vocabulary, self._state.deep_copy())
 
     def _check(self) -> None:

@@ -14,7 +14,7 @@ from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.grammar.vocabulary import Vocabulary
 from kvq.errors import RequestError
 
-NICENESS = 5  # of whatever compiles: the steps go before it
+NICENESS = 5  # of compilation: steps have priority
 START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
 STUCK_S = 120  # for a child that neither answers nor takes processor time
 MAX_REPLY_BYTES = 8 << 20  # a grammar may be written six times as long as JSON
@@ -45,7 +45,7 @@ class CompileProcess:
         return str(reply["grammar"])
 
     def close(self) -> None:
-        """End the child, whatever it does; `check` then raises."""
+        """End the child even while it works; `check` then raises."""
         self._closed = True
         self._stop()
 
@@ -69,7 +69,7 @@ class CompileProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a crash would quote the request
             env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # arenas reserve address space, which is limited
-            process_group=0,  # an interrupt at the terminal is the engine's to handle
+            process_group=0,  # an interrupt at the terminal is for the engine alone
         )
         os.setpriority(os.PRIO_PROCESS, child.pid, NICENESS)
         return child
@@ -118,7 +118,7 @@ class CompileProcess:
             child.kill()
             child.wait()
             for pipe in filter(None, (child.stdin, child.stdout)):
-                with contextlib.suppress(OSError):  # what was still to be written has no reader
+                with contextlib.suppress(OSError):  # unwritten bytes have no reader
                     pipe.close()
 
 

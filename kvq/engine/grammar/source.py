@@ -1,4 +1,4 @@
-"""What a request asks for, written as llguidance reads it, once it is in bounds; and these bounds."""
+"""Grammar source: a request's constraint as a grammar for llguidance, and bounds on it."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrammarLimits:
-    """Bounds on what a request's grammar may take.
+    """Bounds on a request's grammar.
 
     `max_bytes`: the schema, regex, Lark text or choices, as UTF-8. `max_depth`: brackets within
     brackets, in a JSON schema as in a regex. `compile_timeout_s` and `compile_memory_bytes`: one
@@ -54,7 +54,7 @@ class GrammarLimits:
 
     @property
     def parser(self) -> dict[str, int]:
-        """The bounds that llguidance keeps, under its own names."""
+        """Bounds that llguidance enforces, by its own names."""
         return {
             "max_lexer_states": self.max_lexer_states,
             "step_lexer_fuel": self.step_lexer_fuel,
@@ -120,7 +120,7 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
 
 
 def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without formats that nothing here holds texts to: annotations, by JSON Schema 2020-12."""
+    """Return a schema without formats that are not enforced: annotations, by JSON Schema 2020-12."""
     if isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS:
         del schema["format"]
     for _, inner in places(schema):
@@ -164,7 +164,7 @@ def _depth(text: str) -> int:
 
 
 def _check_tree(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
-    """Refuse a tree that is too deep (or holds itself) or too large to be written as JSON."""
+    """Raise RequestError for a tree that is too deep (or contains itself) or too large for JSON."""
     nodes = 0
     open_nodes: list[tuple[Any, int]] = [(schema, 1)]
     while open_nodes:

@@ -1,4 +1,4 @@
-"""A model's tokens as llguidance sees them, and which ids are tokens at all."""
+"""Grammar vocabulary: a model's tokens for llguidance, and the ids that are tokens."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,14 +15,14 @@ from kvq.models.describe.ends import GENERATION_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The ids of a model's logits: which are tokens, which of them end a text."""
+    """Ids of a model's logits: those that are tokens, and those that end a text."""
 
     tokenizer_json: str  # without padding or truncation
     tokenizer: LLTokenizer
     vocab_size: int  # width of the logits, the tokenizer's ids and what pads them
     eos_ids: tuple[int, ...]
     known: Tensor  # int32 [ceil(vocab_size / 32)], a bit for each id that is a token
-    inner: Tensor  # the same without the end tokens
+    inner: Tensor  # `known` without the end tokens
 
     def is_known(self, token: int) -> bool:
         """True if `token` is an id that the tokenizer knows."""

@@ -1,4 +1,4 @@
-"""Trying tokens on a grammar: what may come behind drafts."""
+"""Grammar walk: tries tokens on a grammar, to find the tokens allowed after drafts."""
 
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ class Walk:
         self.is_over = False
 
     def mask(self) -> Tensor | None:
-        """What may come next, as `Matcher.mask`; None behind the end."""
+        """Return the allowed next tokens as `Matcher.mask` does; None after the end."""
         if self.is_over:
             return None
         try:
@@ -32,7 +32,7 @@ class Walk:
             return None
 
     def accept(self, token: int) -> None:
-        """Go on by a token; where it isn't allowed, or is the last one, this is over."""
+        """Advance by a token; the walk ends at one that isn't allowed or is the last."""
         if self.is_over:
             return
         if self._moved is None:

@@ -28,7 +28,7 @@ STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SHORT = re.compile(r"(?<!\\)\\u(0[0-9a-fA-F]{3})")  # whose 0 the conversion loses
 _WAY = " while processing "  # what llguidance says of a reference
-_LOOKS_S = 0.5  # for the place of what is wrong in a schema
+_LOOKS_S = 0.5  # to find the place of an error in a schema
 _SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # by name
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
@@ -41,7 +41,7 @@ _REMEDIES = {  # by what llguidance's reasons hold
 
 
 def as_lark(text: str) -> str:
-    """A grammar whose parts in GBNF, llama.cpp's language, are Lark.
+    """Return a grammar whose parts in GBNF, llama.cpp's language, are Lark.
 
     Raises:
         ValueError: one is no GBNF.
@@ -59,7 +59,7 @@ def as_lark(text: str) -> str:
 
 
 def parts(text: str) -> list[dict[str, Any]]:
-    """Of a grammar that is written as JSON; none of another."""
+    """Return the parts of a grammar that is written as JSON; none of another."""
     try:
         found = json.loads(text)["grammars"] if text.startswith('{"grammars"') else []
         return [part for part in found if isinstance(part, dict)]
@@ -68,7 +68,7 @@ def parts(text: str) -> list[dict[str, Any]]:
 
 
 def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas right within one, each with its way there."""
+    """Yield the direct subschemas of a schema, each with its path."""
     for key, inner in schema.items():
         if key in _SINGLE and isinstance(inner, dict):
             yield f"/{key}", inner
@@ -79,7 +79,7 @@ def places(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def explained(tokenizer: LLTokenizer, text: str, why: str) -> str:
-    """A refusal with its place in a JSON schema, and what to do; or with the languages that are read."""
+    """Return a refusal with its place in a JSON schema and a remedy, or with the known languages."""
     grammars = parts(text)
     schema = next(
         (part["json_schema"] for part in grammars if isinstance(part.get("json_schema"), dict)), None
@@ -131,7 +131,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"])
     _reply(sink, "")
     while line := source.readline(setup["max_line_bytes"]):
-        # Of processor time, on which it dies: what a busy machine does meanwhile is no fault of the grammar.
+        # A limit of processor time, at which it dies: a busy machine is no fault of the grammar.
         signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
         limit_memory(setup["memory_bytes"])
         _reply(sink, *_tried(tokenizer, json.loads(line)["grammar"], setup["parser"]))
@@ -139,7 +139,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _tried(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> tuple[str, str]:
-    """Why a grammar is refused, and how llguidance reads it."""
+    """Return why a grammar is refused, and the grammar as llguidance reads it."""
     try:
         text = as_lark(text)
         compile_grammar(tokenizer, text, limits)

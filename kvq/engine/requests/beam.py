@@ -1,4 +1,4 @@
-"""Beam search for one request: which branches go on, which are finished, which are returned."""
+"""Beam search of one request: chooses the beams that continue, finish and are returned."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ BeamEnd = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hypothesis:
-    """A finished branch. `tokens` are the generated ones, with the end token if one ended it."""
+    """A finished beam. `tokens`: the generated ones, including the end token if one ended it."""
 
     tokens: tuple[int, ...]
     score: float  # log-probability / len(tokens) ** length_penalty
@@ -28,13 +28,13 @@ class _Beam:
 
 
 class BeamSearch:
-    """The decisions of beam search, without a model; the tokens are those of Transformers' `generate`.
+    """Decisions of beam search, without a model. Results equal those of Transformers' `generate`.
 
-    Each step orders the continuations of all running beams by log-probability. A continuation that ends
-    is kept as a hypothesis if it is among the first `width`; the first `width` that do not end run on.
-    The best `width` hypotheses by score are kept. The search is over when no running beam can do better
-    than the worst of them, judged at its present length (or, with `early_stopping`, as soon as there
-    are `width`), when `max_tokens` are reached, or when nothing can go on.
+    Each step orders the continuations of all running beams by log-probability. A continuation that ends is
+    kept as a hypothesis if it is among the first `width`; the first `width` that do not end run on. The
+    best `width` hypotheses by score are kept. The search ends when no running beam can beat the worst of
+    them at its present length (with `early_stopping`, as soon as there are `width`), when `max_tokens` are
+    reached, or when no beam can continue.
 
     Source: Wu et al. 2016, Google's Neural Machine Translation System, section 7.
     """
@@ -45,18 +45,18 @@ class BeamSearch:
         self._params = params
         self._max_tokens = max_tokens
         self._end_ids = frozenset(end_ids)
-        self._running = [_Beam(0, (), 0.0)]  # best first; the prompt alone at first
+        self._running = [_Beam(0, (), 0.0)]  # best first; before the first step the prompt alone
         self._finished: list[Hypothesis] = []  # best first
         self.is_done = False
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest tokens that a step needs of each beam: `width` are left without the end tokens."""
+        """Number of likeliest tokens that a step needs per beam, so that `width` are no end tokens."""
         return self.width * (1 + max(1, len(self._end_ids)))
 
     @property
     def num_running(self) -> int:
-        """Beams that the next step needs candidates of; the first step has one."""
+        """Number of beams that the next step needs candidates of; one before the first step."""
         return len(self._running)
 
     def step(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[int, int]]:
@@ -82,11 +82,11 @@ class BeamSearch:
         return [] if self.is_done else [(beam.parent, beam.tokens[-1]) for beam in self._running]
 
     def results(self) -> list[Hypothesis]:
-        """The hypotheses to return, best first; fewer than asked for if too few could be finished."""
+        """Return the hypotheses, best first; fewer than `n` if too few could be finished."""
         return self._finished[: self._params.n]
 
     def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[_Beam]:
-        """The likeliest continuations of all beams together, best first."""
+        """Return the likeliest continuations of all beams, best first."""
         length = len(self._running[0].tokens) + 1
         barred = self._end_ids if length <= self._params.min_tokens else frozenset[int]()
         scored = [
@@ -95,7 +95,7 @@ class BeamSearch:
             for logprob, token in tokens
             if logprob > -math.inf and token not in barred
         ]
-        scored.sort(key=lambda entry: -entry[0])  # stable: of equals the earlier beam's goes first
+        scored.sort(key=lambda entry: -entry[0])  # stable: among equals the earlier beam goes first
         best = []
         for logprob, parent, token in scored[: self.num_candidates]:
             ends = token in self._end_ids

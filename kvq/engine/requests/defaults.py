@@ -1,4 +1,4 @@
-"""Sampling that a model's generation_config.json recommends, for what a request leaves out."""
+"""Sampling defaults: values of a model's generation_config.json for fields that a request leaves out."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,36 +11,36 @@ from kvq.errors import ConfigError, RequestError
 from kvq.models.describe.checkpoint import read_json
 from kvq.models.describe.ends import GENERATION_FILE
 
-DECLINED = ("none", "kvq", "vllm")  # vLLM's word for its own defaults, which are kvq's, too
-_OWN = {  # its names that are ours, or have others here
+DECLINED = ("none", "kvq", "vllm")  # vLLM calls its own defaults, which equal kvq's, by its name
+_OWN = {  # fields of the file -> fields here
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "max_new_tokens": "most_tokens",
 }
-_OTHERS = (  # of transformers' that change what is generated, and kvq does not have
+_OTHERS = (  # transformers' fields that change the result and that kvq does not have
     *("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "bad_words_ids"),
     *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "stop_strings"),
     *("min_new_tokens", "min_length", "num_beams", "guidance_scale", "encoder_repetition_penalty"),
     *("exponential_decay_length_penalty", "penalty_alpha", "diversity_penalty"),
 )
-_NOTHING: tuple[Any, ...] = (None, False, 0, 1, [], {})  # what these say where they ask for nothing
+_NOTHING: tuple[Any, ...] = (None, False, 0, 1, [], {})  # values that change nothing
 _BANNED = -100.0  # as OpenAI's clients ban a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingDefaults:
-    """Fields of `SamplingParams` for requests that leave them out, and what of a file is passed over.
+    """Fields of `SamplingParams` for requests that leave them out, and ignored fields of the file.
 
-    `suppress_tokens` become a `logit_bias` of -100, which a request's own biases add to; `max_new_tokens`
-    ends a request that has no `max_tokens`, however much room there is.
+    `suppress_tokens` become a `logit_bias` of -100, to which a request's own biases are added.
+    `max_new_tokens` limits a request without `max_tokens`, however much room there is.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    passed_over: tuple[str, ...] = ()  # each with its reason
+    passed_over: tuple[str, ...] = ()  # ignored fields, each with the reason
     source: str = GENERATION_FILE
 
     def fill(self, given: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
-        """Sampling parameters, with the defaults of those that nobody named. Beams take the likeliest."""
+        """Return sampling parameters with defaults for fields not in `named`. Beam search takes few."""
         filled, free = dict(given), given.get("beam_width") is None
         for name, value in self.fields.items():
             if name == "most_tokens":
@@ -55,9 +55,9 @@ class SamplingDefaults:
         return filled
 
     def __str__(self) -> str:
-        """One line for a log; empty: the file says nothing."""
+        """Return a line for the log; empty if the file sets nothing."""
         names = {ours: theirs for theirs, ours in _OWN.items()}  # as the file has them
-        told = [f"{names.get(name, name)} {_told(value)}" for name, value in self.fields.items()]
+        told = [f"{names.get(name, name)} {_shown(value)}" for name, value in self.fields.items()]
         used = f"{', '.join(told)} (what a request says counts; --generation-config none declines)"
         lines = [f"sampling defaults of {self.source}: {used}"] if told else []
         if self.passed_over:
@@ -66,13 +66,13 @@ class SamplingDefaults:
 
 
 def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:
-    """The defaults that a model's folder brings, or another folder ("auto" is the model's).
+    """Read the defaults of a model's folder ("auto"), or of the folder `asked`.
 
-    "none", "kvq" and "vllm" decline them. What is out of range, or of no use here, is passed over.
+    "none", "kvq" and "vllm" decline them. Values out of range or unknown here are ignored.
 
     Raises:
         ConfigError: `asked` names a folder without generation_config.json.
-        ModelError: the file is no JSON object.
+        ModelError: the file holds no JSON object.
     """
     if asked in DECLINED:
         return SamplingDefaults()
@@ -89,8 +89,8 @@ def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:
 
 def _read(file: Mapping[str, Any], vocab_size: int, source: str) -> SamplingDefaults:
     found: dict[str, Any] = {}
-    passed_over = [f"{name} {_told(file[name])}" for name in _OTHERS if file.get(name) not in _NOTHING]
-    if file.get("do_sample") is False:  # then transformers takes the likeliest token, whatever else is said
+    passed_over = [f"{name} {_shown(file[name])}" for name in _OTHERS if file.get(name) not in _NOTHING]
+    if file.get("do_sample") is False:  # then transformers takes the likeliest token, whatever else is set
         file = {**file, "temperature": 0.0}
     for theirs, ours in _OWN.items():
         value = file.get(theirs)
@@ -112,7 +112,7 @@ def _read(file: Mapping[str, Any], vocab_size: int, source: str) -> SamplingDefa
     return SamplingDefaults(fields=found, passed_over=tuple(passed_over), source=source)
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"bans {len(value)} tokens" if isinstance(value, Mapping) else f"{value!r:.60}"
 
 

@@ -1,4 +1,4 @@
-"""Taking a request in: what makes it impossible is found here, once, before it waits for anything."""
+"""Intake: checks a request once, before it waits for anything, and makes its job."""
 
 import itertools
 import random
@@ -11,20 +11,20 @@ from kvq.engine.requests.beam import BeamSearch
 from kvq.engine.requests.marking import Marking, marked
 from kvq.engine.requests.outputs import Timing
 from kvq.engine.requests.prompts import Prompt, prompt_tokens
-from kvq.engine.requests.request_options import Terms, as_priority
+from kvq.engine.requests.request_options import DEFAULT_OPTIONS, RequestOptions, as_priority
 from kvq.engine.requests.request_state import Job, Listener
 from kvq.errors import RequestError
 from kvq.models import Model
 from kvq.models.describe.ends import NO_END
 from kvq.models.parts.fork_guard import Home
 from kvq.models.run.prompts import check_length, longest_token
-from kvq.scheduler import Request, Scheduler
+from kvq.scheduler import Scheduler
 
-_PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
+_PROMPT_LOGPROB_BYTES = 64 << 20  # most logits of one step for prompt log-probabilities
 
 
 class Intake:
-    """Makes jobs for one engine. May be used from any thread."""
+    """Makes the jobs of one engine. May be used from any thread."""
 
     def __init__(
         self,
@@ -43,7 +43,9 @@ class Intake:
         self._ids = itertools.count()
         self._random = random.SystemRandom()
 
-    def new_job(self, prompt: Prompt, terms: Terms = Terms(), *, listener: Listener | None = None) -> Job:
+    def new_job(
+        self, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS, *, listener: Listener | None = None
+    ) -> Job:
         """Check a request and prepare it; `EngineCore.submit` makes it run.
 
         Raises:
@@ -51,35 +53,33 @@ class Intake:
             EngineError: this process was forked from the one that made the engine.
         """
         self._home.check()
-        tokens, params, origin = self._tokens(prompt), terms.params, terms.origin
-        self._check(terms, len(tokens))
-        params = marked(params, self._marking)
-        request = Request(
-            id=origin.request_id or f"request-{next(self._ids)}",
+        tokens = self._tokens(prompt)
+        self._check(options, len(tokens))
+        params = marked(options.params, self._marking)
+        start, eos = params.prompt_logprobs_start, frozenset() if params.ignore_eos else self._model.end_ids
+        job = Job(
+            id=options.request_id or f"request-{next(self._ids)}",
             tokens=tokens,
             max_tokens=params.max_tokens,
             most_tokens=params.most_tokens,
             num_branches=params.num_sequences,
-            priority=as_priority(origin.priority),
-            tenant=origin.tenant,
-            shared_salt=origin.shared_salt,
-            cache_salt=origin.cache_salt,
+            priority=as_priority(options.priority),
+            tenant=options.tenant,
+            shared_salt=options.shared_salt,
+            cache_salt=options.cache_salt,
             **self._prompt_logprob_limits(params, len(tokens)),
-        )
-        max_tokens = self._scheduler.check(request)
-        text, start = prompt if isinstance(prompt, str) else None, params.prompt_logprobs_start
-        eos = frozenset() if params.ignore_eos else self._model.end_ids
-        job = Job(
-            request=request,
             params=params,
-            prompt=self._model.tokenizer.decode(tokens) if text is None and params.echo else text,
+            prompt=prompt if isinstance(prompt, str) else None,
             seed=self._random.getrandbits(63) if params.seed is None else int(params.seed),
             end_ids=eos | frozenset(params.stop_token_ids),
             listener=listener,
             timing=Timing(arrival_s=self._clock()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * max(1, start),
-            pins=sorted(terms.pins, key=lambda pin: pin.length),
+            pins=sorted(options.pins, key=lambda pin: pin.length),
         )
+        max_tokens = self._scheduler.check(job)
+        if params.echo and job.prompt is None:
+            job.prompt = self._model.tokenizer.decode(tokens)
         if params.beam_width is not None:
             job.beams = BeamSearch(params, max_tokens=max_tokens, end_ids=job.end_ids)
         return job
@@ -90,8 +90,8 @@ class Intake:
             check_length(prompt, most, self._longest_token)
         return prompt_tokens(prompt, self._model.tokenizer, self._model.geometry.vocab_size)
 
-    def _check(self, terms: Terms, num_tokens: int) -> None:
-        params, pins = terms.params, terms.pins
+    def _check(self, options: RequestOptions, num_tokens: int) -> None:
+        params, pins = options.params, options.pins
         check_params(params, self._model.geometry.vocab_size)
         start = params.prompt_logprobs_start
         if start and (params.prompt_logprobs is None or start >= num_tokens):
@@ -111,9 +111,11 @@ class Intake:
         return longest_token(self._model.tokenizer)
 
     def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
-        """What a request must compute of its prompt, and in which pieces, for its log-probabilities."""
+        """Return the limits on reuse and chunks of a prompt whose log-probabilities are wanted."""
         if params.prompt_logprobs is None:
             return {}
-        reused = max(0, params.prompt_logprobs_start - 1)  # the token before the first one has its row
+        reused = max(
+            0, params.prompt_logprobs_start - 1
+        )  # the first token needs the row of the one before it
         rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self._model.geometry.vocab_size))
         return {"max_reuse": reused, "max_chunk": rows if num_tokens - reused > rows else None}

@@ -1,4 +1,4 @@
-"""Which texts of an engine get a watermark: what its operator says, and what a request may ask."""
+"""Watermark policy: which texts an engine marks, by its operator's mode and the request's wish."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvq.watermark.schemes import MODES, Scheme, Tournament, parse_scheme
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marking:
-    """Of an engine that marks some texts."""
+    """Watermark of an engine that marks some texts."""
 
     mode: str  # one of MODES, but "off"
     scheme: Scheme
@@ -21,7 +21,7 @@ class Marking:
         """True if a request's text is to be marked.
 
         Raises:
-            RequestError: it declines what is not its to decline, or its text can't be marked.
+            RequestError: it declines a mark that every text gets, or its text can't be marked.
         """
         asks = params.watermark
         if self.mode == "always" and asks is False:
@@ -34,7 +34,7 @@ class Marking:
         return not hindrance
 
     def _hindrance(self, params: SamplingParams) -> str:
-        """Why a text can't be marked."""
+        """Return the reason why a text can't be marked; empty if it can."""
         if params.beam_width is not None:
             return f"beam search can't be watermarked, got beam_width={params.beam_width}; leave it out"
         if isinstance(self.scheme, Tournament) and params.is_greedy:
@@ -46,7 +46,7 @@ class Marking:
 
 
 def check_marking(mode: str, scheme: str, key_file: str | Path | None) -> None:
-    """Raise ConfigError unless an engine can be told this."""
+    """Raise ConfigError unless these options fit each other."""
     if mode not in MODES:
         hint = nearest(str(mode), [*MODES]) or ";"
         raise ConfigError(f"watermark must be one of {', '.join(MODES)}, got {mode!r}{hint}")
@@ -64,7 +64,7 @@ def check_marking(mode: str, scheme: str, key_file: str | Path | None) -> None:
 
 
 def read_marking(mode: str, scheme: str, key_file: str | Path | None) -> Marking | None:
-    """Return the texts that an engine marks, with its key; None for nothing.
+    """Return the watermark of an engine with its key; None if it marks nothing.
 
     Raises:
         ConfigError: the key can't be read, is too short, or others may read it.
@@ -75,10 +75,10 @@ def read_marking(mode: str, scheme: str, key_file: str | Path | None) -> Marking
 
 
 def marked(params: SamplingParams, marking: Marking | None) -> SamplingParams:
-    """Parameters whose `watermark` is True if the text is to be marked; untouched if not.
+    """Return parameters whose `watermark` is True if the text is to be marked; unchanged if not.
 
     Raises:
-        RequestError: it asks for what this engine doesn't do.
+        RequestError: the request asks for a mark that this engine can't make.
     """
     if marking is None:
         if params.watermark:

@@ -1,4 +1,4 @@
-"""What requests return: pieces while they run, results when they end."""
+"""Request outputs: pieces while a request runs, results when it ends."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,10 +10,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely a token was, beside the likeliest ones.
+    """Log-probability of a token, and of the likeliest tokens at its place.
 
     `rank`: 1 is the likeliest; of equally likely tokens the lower id comes first. `top`: the likeliest
-    tokens with their log-probabilities, in that order. -inf is legal, and NaN where the logits were NaN.
+    tokens with their log-probabilities, by rank. Values may be -inf, or NaN if the logits were NaN.
     """
 
     token: int
@@ -24,11 +24,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """What one request used. Blocks are counted over all layer groups."""
+    """Resources that one request used. Blocks are counted over all layer groups."""
 
     prompt_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix index
-    pinned_tokens: int  # of the prompt, kept there for a time as the request asked
+    pinned_tokens: int  # of the prompt, pinned there for a time
     generated_tokens: int  # of all results
     recomputed_tokens: int  # computed again after a preemption
     blocks: int  # taken from the pools
@@ -38,16 +38,16 @@ class Receipt:
     peak_blocks: int  # most that one result held at once
     peak_bytes: int  # most bytes of the KV pools that one result held at once, scales and padding included
     preemptions: int
-    drafted_tokens: int = 0  # guessed by speculation
-    accepted_tokens: int = 0  # of these, what the model would have said
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of these, those that the model confirmed
 
 
 @dataclass(kw_only=True, slots=True)
 class Timing:
-    """When things happened to a request, in seconds. `itl_s`: between neighbouring steps with tokens."""
+    """Times of a request in seconds. `itl_s`: between neighbouring steps with tokens."""
 
     arrival_s: float  # on the engine's clock; all others are durations
-    queue_s: float | None = None  # until it was given blocks
+    queue_s: float | None = None  # from arrival until it got blocks
     prefill_s: float | None = None  # from then to the first token
     ttft_s: float | None = None  # from arrival to the first token
     e2e_s: float | None = None  # from arrival to the end
@@ -63,16 +63,16 @@ class CompletionOutput:
     token_ids: list[int]  # generated, the end token included
     finish_reason: FinishReason
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
-    cumulative_logprob: float | None = None  # where log-probabilities were asked for, and of beams
+    cumulative_logprob: float | None = None  # if log-probabilities were requested, and of beams
     logprobs: list[TokenLogprobs] | None = None  # per token
 
 
 @dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """A request that ended. `error` says why, where `finish_reason` is "error"."""
+    """Result of a request. `error`: the reason for the finish reason "error"."""
 
     request_id: str
-    prompt: str | None  # None where token ids were given
+    prompt: str | None  # None if token ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None before the start
@@ -83,18 +83,18 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptUse:
-    """What a prompt took, in tokens."""
+    """Token counts of a prompt."""
 
     total: int
     cached: int  # of these, found in the prefix index
-    pinned: int  # of these, kept there for a time
+    pinned: int  # of these, pinned there for a time
 
 
 @dataclass(kw_only=True, slots=True)  # one a token: frozen, it would take four times as long to make
 class Piece:
-    """What one step added to one result: tokens, and the text that became complete with them.
+    """Tokens that one step added to one result, and the text that became complete with them.
 
-    The last piece of a result has a `finish_reason`; the last one of `stream` an `output` too.
+    The last piece of a result has a `finish_reason`; the last piece of `stream` also has the `output`.
     """
 
     request_id: str
@@ -104,15 +104,15 @@ class Piece:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    prompt: PromptUse | None = None  # with the first piece of a request that shows its tokens as they come
+    prompt: PromptUse | None = None  # with the first piece of a request that streams
     output: RequestOutput | None = None
 
 
-Event = Piece | RequestOutput  # what a request tells its listener: what was added, and in the end all of it
+Event = Piece | RequestOutput  # what a listener receives: pieces, then the output
 
 
 def as_piece(event: Event) -> Piece:
-    """An event for who reads a stream: the end is a last piece that adds nothing.
+    """Return an event as a piece of a stream; the output becomes a last piece without tokens.
 
     Raises:
         KVQError: the one that ended the request.

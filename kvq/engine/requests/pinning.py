@@ -1,4 +1,4 @@
-"""Pins that requests ask for: prefixes of their prompts that stay cached whoever needs memory."""
+"""Prefix pinning: prefixes of prompts that stay cached for a time although memory is needed."""
 
 from kvq.blockmgr import BlockManager
 from kvq.engine.params import PrefixPin
@@ -10,29 +10,29 @@ from kvq.scheduler.request import RequestState
 class Pinning:
     """Pins prefixes as soon as they are computed.
 
-    A pin that would take more than pins may hold is left out: its request is served all the same.
+    A pin that exceeds the room for pins is refused; its request is served all the same.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
-        self._waiting: list[Job] = []  # with pins to come
+        self._waiting: list[Job] = []  # with prefixes still to be pinned
         self.num_refused = 0  # pins, since the start
 
     def add(self, job: Job) -> None:
-        """Take in a job that was queued."""
+        """Register a job that was queued."""
         if job.pins:
             self._waiting.append(job)
 
     def apply(self, now: float) -> None:
-        """Pin what a step computed of the prefixes."""
+        """Pin the prefixes that are computed by now."""
         for job in tuple(self._waiting):
-            if job.request.state is not RequestState.ENDED:
+            if job.state is not RequestState.ENDED:
                 self._pin_computed(job, now)
-            if not job.pins or job.request.state is RequestState.ENDED:
+            if not job.pins or job.state is RequestState.ENDED:
                 self._waiting.remove(job)
 
     def _pin_computed(self, job: Job, now: float) -> None:
-        sequence = job.request.branches[0].sequence  # the first branch computes the prompt
+        sequence = job.branches[0].sequence  # the first branch computes the prompt
         if sequence is None or not sequence.ready:
             return
         computed = sequence.committed // self._manager.block_size
@@ -40,7 +40,7 @@ class Pinning:
             self._pin(job, job.pins.pop(0), now)
 
     def _pin(self, job: Job, pin: PrefixPin, now: float) -> None:
-        request = job.request
+        request = job
         prompt = self._manager.prompt(
             request.tokens[: pin.length],
             tenant=request.tenant,

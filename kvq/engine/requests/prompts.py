@@ -1,4 +1,4 @@
-"""What may be given as a prompt: text or token ids."""
+"""Prompts: text or token ids, checked and turned into token arrays."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ _PROMPT = "a prompt is a text or a list of token ids"
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts from one or many, as lists, arrays or tensors.
+    """Return the prompts of one or many, given as lists, arrays or tensors.
 
     Raises:
-        RequestError: what holds neither prompts nor token ids.
+        RequestError: it contains neither prompts nor token ids.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -31,12 +31,14 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int]":
-    """The token ids of a prompt that is text or ids.
+    """Return the token ids of a prompt.
 
     Raises:
-        RequestError: it is neither, empty, not Unicode, or beyond the vocabulary.
+        RequestError: it is neither text nor ids, empty, not Unicode, or beyond the vocabulary.
     """
-    if isinstance(prompt, str):
+    if isinstance(prompt, array) and prompt.typecode == "I":  # of the server, which checked every id
+        tokens = prompt
+    elif isinstance(prompt, str):
         check_unicode(prompt, "the prompt")
         tokens = token_array(tokenizer(prompt, return_attention_mask=False)["input_ids"])
     else:
@@ -47,7 +49,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
 
 
 def check_known(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError unless a prompt's tokens are some, and all of the vocabulary."""
+    """Raise RequestError if a prompt has no tokens, or one outside the vocabulary."""
     if not tokens:
         raise RequestError("the prompt is empty; give some text to go on from")
     if max(tokens) >= vocab_size:

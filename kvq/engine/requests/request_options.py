@@ -1,4 +1,4 @@
-"""What a request comes with beside its prompt: parameters, whose it is, what shall stay cached."""
+"""Request options: parameters, owner, priority and pins, from the HTTP body to the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from kvq.scheduler import Priority
 
 
 def as_priority(priority: str | Priority) -> Priority:
-    """A priority from its name.
+    """Return the priority of a name.
 
     Raises:
-        RequestError: no such class.
+        RequestError: an unknown name.
     """
     if isinstance(priority, Priority):
         return priority
@@ -23,16 +23,19 @@ def as_priority(priority: str | Priority) -> Priority:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Whose a request is, and how urgent.
+class RequestOptions:
+    """Everything a request comes with beside its prompt; checked here, once.
 
-    `cache_salt`: it shares cached prefixes only with requests of its tenant that name the same, of 1 to 1,024
-    characters.
+    `pins`: prefixes of the prompt that stay cached, for the request's tenant or salt only.
+    `cache_salt`: 1 to 1,024 characters; the request shares cached prefixes only with requests of its tenant
+    that name the same salt.
 
     Raises:
-        RequestError: one of another type, or a priority that there is none of.
+        RequestError: a value of another type, or an unknown priority.
     """
 
+    params: SamplingParams = field(default_factory=SamplingParams)
+    pins: Sequence[PrefixPin] = ()
     priority: str | Priority = Priority.INTERACTIVE
     tenant: str = ""
     shared_salt: str | None = None
@@ -50,12 +53,4 @@ class Origin:
         object.__setattr__(self, "priority", as_priority(self.priority))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
-    """What a request asks for beside its prompt. `pins`: prefixes of the prompt that shall stay cached, for
-    its tenant or its salt only.
-    """
-
-    params: SamplingParams = field(default_factory=SamplingParams)
-    origin: Origin = Origin()
-    pins: Sequence[PrefixPin] = ()
+DEFAULT_OPTIONS = RequestOptions()

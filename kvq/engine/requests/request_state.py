@@ -1,4 +1,4 @@
-"""A request as the engine sees it: its text, its results so far, and when things happened."""
+"""Request state: everything the engine keeps of a request, on top of what the scheduler keeps."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ Listener = Callable[[Event], object]
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """One branch's output in the making."""
+    """Output of one branch in the making."""
 
     output: CompletionOutput
     stream: TextStream
@@ -39,7 +39,7 @@ class Result:
     is_done: bool = False
 
     def end(self, reason: FinishReason, stop_reason: str | int | None = None) -> str:
-        """Finish the text; return what was held back."""
+        """Finish the text; return the part that was held back."""
         self.is_done = True
         rest = "" if self.stream.stop is not None else self.stream.finish()
         self.output.finish_reason = reason
@@ -48,12 +48,11 @@ class Result:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """Everything the engine keeps of a request until it ends."""
+class Job(Request):
+    """Everything the engine keeps of a request until it ends, on top of the scheduler's fields."""
 
-    request: Request
     params: SamplingParams
-    prompt: str | None
+    prompt: str | None  # None if token ids were given
     seed: int
     end_ids: Collection[int]  # tokens that end a result
     listener: Listener | None = None
@@ -63,53 +62,53 @@ class Job:
     beams: BeamSearch | None = None
     candidates: dict[Branch, list[tuple[float, int]]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    pins: list[PrefixPin] = field(default_factory=list)  # still to be made, the shortest first
+    pins: list[PrefixPin] = field(default_factory=list)  # still to be made, shortest first
     pinned_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of these
 
     def until_end(self, branch: Branch, tokens: Sequence[int]) -> int:
-        """How many of a branch's next tokens are its own: none behind one that ends it."""
+        """Return how many of a branch's next tokens count: those up to the first that ends it."""
         for count, token in enumerate(tokens, 1):
             if token in self.end_ids and branch.num_generated + count >= self.params.min_tokens:
                 return count
         return len(tokens)
 
     def must_go_on(self, count: int, mask: Tensor) -> bool:
-        """True if `min_tokens` asks for more than `count` tokens, and a grammar's mask lets it end alone."""
+        """True if `count` is below `min_tokens` and a grammar's mask allows only end tokens."""
         if count >= self.params.min_tokens:
             return False
         allowed = int.from_bytes(mask.numpy().tobytes(), "little")
         return not allowed & ~sum(1 << token for token in self.end_ids)
 
     def too_short(self, count: int) -> RequestError:
-        """Of a grammar whose text has to end before `min_tokens`."""
+        """Return the error of a grammar whose text has to end before `min_tokens`."""
         return RequestError(
             f"min_tokens {self.params.min_tokens} is more than the structured output lets through: behind "
             f"{count} tokens nothing but its end can follow; lower min_tokens, or let the text go on"
         )
 
     def prompt_rows(self, start: int, end: int) -> int:
-        """How many last rows of a chunk of positions [start, end) log-probabilities of prompt tokens need."""
-        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.request.prompt_length:
+        """Return how many last rows of the positions [start, end) prompt log-probabilities need."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.prompt_length:
             return 0
         return max(0, end - max(start, len(self.prompt_logprobs) - 1))
 
     @property
     def streams(self) -> bool:
-        """True if pieces can be shown before the end: not when the best results are chosen there."""
+        """True if pieces can be shown before the end; False if the best results are chosen at the end."""
         return self.beams is None and self.params.best_of is None
 
     def index_of(self, branch: Branch) -> int:
-        """Which result a branch fills."""
-        return 0 if len(self.results) == 1 else self.request.branches.index(branch)
+        """Return the index of the result that a branch fills."""
+        return 0 if len(self.results) == 1 else self.branches.index(branch)
 
     def mark_token(self, now: float) -> None:
-        """Note when the request got tokens."""
+        """Record the time at which the request got tokens."""
         timing = self.timing
         if timing.ttft_s is None:
             timing.ttft_s = now - timing.arrival_s
-            admitted = self.request.admitted_s
+            admitted = self.admitted_s
             if admitted is not None:
                 timing.queue_s = admitted - timing.arrival_s
                 timing.prefill_s = now - admitted
@@ -118,7 +117,7 @@ class Job:
         self.last_token_s = now
 
     def deliver(self, output: RequestOutput) -> None:
-        """Hand the listener what it has not seen, and the whole output."""
+        """Send the listener the pieces that it has not received, then the output."""
         if self.listener is None:
             return
         if not self.streams:
@@ -127,8 +126,8 @@ class Job:
         self.listener(output)
 
     def begin(self, tokenizer: Any, matcher: "Matcher | None") -> None:
-        """Make the results that the branches will fill."""
-        stream = TextStream(tokenizer, self.request.tokens, self.params)
+        """Make the results that the branches fill."""
+        stream = TextStream(tokenizer, self.tokens, self.params)
         wants = self.params.logprobs is not None or self.params.best_of is not None
         for index in range(self.params.num_sequences):
             output = CompletionOutput(
@@ -169,21 +168,21 @@ class Job:
                 if count < params.min_tokens:
                     raise self.too_short(count)
                 text += result.end("stop")
-            elif count == self.request.max_tokens:
+            elif count == self.max_tokens:
                 text += result.end("length")
         if self.listener is not None and self.streams:
             self._tell(self.listener, result, text)
         return result.is_done
 
     def _tell(self, listener: Listener, result: Result, text: str) -> None:
-        """Tell of a result's last token, and of the text that came with it."""
+        """Send the last token of a result, and the text that became complete with it."""
         output = result.output
         if self.params.echo and len(output.token_ids) == 1:
             text = (self.prompt or "") + text
         logprobs = None if output.logprobs is None else output.logprobs[-1:]
         piece = self._piece(output, text, output.token_ids[-1:], logprobs, ends=result.is_done)
         if output.index == 0 and len(output.token_ids) == 1:
-            cached, total = self.request.cached_tokens, self.request.prompt_length
+            cached, total = self.cached_tokens, self.prompt_length
             piece.prompt = PromptUse(total=total, cached=cached, pinned=self.pinned_tokens)
         listener(piece)
 
@@ -197,7 +196,7 @@ class Job:
         ends: bool,
     ) -> Piece:
         return Piece(
-            request_id=self.request.id,
+            request_id=self.id,
             index=output.index,
             text=text,
             token_ids=tokens,
@@ -207,7 +206,7 @@ class Job:
         )
 
     def complete(self, now: float, error: KVQError | None, reason: FinishReason | None) -> RequestOutput:
-        """The request's output. `reason`: how results ended that had not ended by themselves."""
+        """Return the request's output. `reason`: finish reason of results that have not ended yet."""
         self.timing.e2e_s = now - self.timing.arrival_s
         if self.beams is not None and reason is None:
             outputs = [self._of_beam(i, found) for i, found in enumerate(self.beams.results())]
@@ -217,9 +216,9 @@ class Job:
         for output in outputs:
             output.text = prompt + output.text
         return RequestOutput(
-            request_id=self.request.id,
+            request_id=self.id,
             prompt=self.prompt,
-            prompt_token_ids=self.request.tokens.tolist(),
+            prompt_token_ids=self.tokens.tolist(),
             outputs=outputs,
             prompt_logprobs=self.prompt_logprobs,
             receipt=self._receipt(outputs if self.beams is not None else [r.output for r in self.results]),
@@ -264,10 +263,10 @@ class Job:
         )
 
     def _receipt(self, generated: list[CompletionOutput]) -> Receipt:
-        usage = self.request.usage
+        usage = self.usage
         return Receipt(
-            prompt_tokens=self.request.prompt_length,
-            cached_tokens=self.request.cached_tokens,
+            prompt_tokens=self.prompt_length,
+            cached_tokens=self.cached_tokens,
             pinned_tokens=self.pinned_tokens,
             generated_tokens=sum(len(output.token_ids) for output in generated),
             recomputed_tokens=usage.recomputed,
@@ -277,7 +276,7 @@ class Job:
             swapped_blocks=usage.swapped,
             peak_blocks=usage.peak,
             peak_bytes=usage.peak_bytes,
-            preemptions=self.request.preemptions,
+            preemptions=self.preemptions,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )
@@ -285,3 +284,9 @@ class Job:
 
 def _mean_logprob(output: CompletionOutput) -> float:
     return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))
+
+
+def as_job(request: Request) -> Job:
+    """Return a request of the engine's scheduler as a job; the engine queues nothing else."""
+    assert isinstance(request, Job), "the engine queues jobs"
+    return request

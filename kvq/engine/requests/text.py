@@ -1,4 +1,4 @@
-"""From the tokens of one branch to its text, as they come: whole characters, up to a stop string."""
+"""Text stream: turns the tokens of one branch into text, whole characters up to a stop string."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,13 @@ _MARKS = range(0xD800, 0xE000)  # halves of pairs, which no decoder's text holds
 _KEPT_FIRST, _KEPT_LAST, _MAX_HELD, _STEP = 8, 12, 32, 4
 
 
-class Detokenizer:
+class _Detokenizer:
     """Turns tokens into text as they come, holding back a character until all its bytes are there.
 
-    The pieces and the flush join to what `tokenizer.decode` adds for these tokens behind the prompt. The
-    one exception are decoders that break every character of a stretch of byte tokens once one byte of
-    it is wrong: characters that were complete have been shown and stay.
-    Each token costs two decodes of a few tokens. Spaces are not cleaned up, since that takes back text.
+    The pieces and the flush join to the text that `tokenizer.decode` adds for these tokens after the prompt,
+    with one exception: some decoders break every character of a stretch of byte tokens once one byte is
+    wrong, but characters that were complete have been shown and stay.
+    Each token costs two decodes of a few tokens. Spaces are not cleaned up, since that would remove text.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         kept_ids: Sequence[int] = (),
     ) -> None:
-        """`kept_ids`: special tokens that are shown though others are skipped."""
+        """`kept_ids`: special tokens that are shown although others are skipped."""
         self._decode = _decoder(tokenizer, skip_special_tokens, frozenset(kept_ids))
-        self._anchor = self._tail(prompt_ids)  # the last tokens with visible text: not at the start, then
+        self._anchor = self._tail(prompt_ids)  # with visible text, or new tokens would be decoded as a start
         self._context = self._anchor  # the anchor, and the tokens that were complete last
         self._held: tuple[int, ...] = ()  # tokens since the text was complete
-        self._shown = self._text(self._context)  # how the text of context and held begins
+        self._shown = self._text(self._context)  # prefix of the text of context and held tokens
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is complete now."""
+        """Add a token; return the text that became complete."""
         self._held += (token_id,)
         text = self._text(self._context + self._held)
         if not text.startswith(self._shown):
@@ -66,14 +66,14 @@ class Detokenizer:
         return fresh
 
     def fork(self) -> Self:
-        """A copy that goes on by itself; costs no decode."""
+        """Return an independent copy; costs no decode."""
         return copy.copy(self)
 
     def _text(self, ids: tuple[int, ...]) -> str:
         return self._decode(list(ids))
 
     def _tail(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """The prompt's last tokens with visible text, from where the fewest characters are broken."""
+        """Return the prompt's last tokens with visible text, cut where the fewest characters break."""
         for end in range(len(prompt_ids), max(0, len(prompt_ids) - _PROMPT_SEARCHED), -_PROMPT_TAIL):
             starts = range(max(0, end - _PROMPT_TAIL), max(1, end - _PROMPT_TAIL + 4))
             tails = [tuple(prompt_ids[start:end]) for start in starts]
@@ -83,18 +83,18 @@ class Detokenizer:
         return tuple(prompt_ids[:_PROMPT_TAIL]) + tuple(prompt_ids[_PROMPT_TAIL:][-_PROMPT_TAIL:])
 
     def _begin_again(self, text: str) -> str:
-        """Text to go on from, when the newest token changed what the text began with."""
+        """Return the text to continue from if the newest token changed the start of the text."""
         whole = self._shown.rstrip(_BROKEN)
-        if whole != self._shown and text.startswith(whole):  # a character that the prompt began, say
+        if whole != self._shown and text.startswith(whole):  # such as a character that the prompt began
             pairs = enumerate(zip(self._shown, text, strict=False))
             self._shown = self._shown[: next((at for at, (old, new) in pairs if old != new), len(text))]
             return text
-        # A byte joined complete characters to one broken stretch; apart from them it is open again.
+        # A byte joined complete characters into one broken stretch; without them it is open again.
         self._context, self._shown = (), ""
         return self._text(self._held)
 
     def _settle(self) -> None:
-        """Start anew behind a complete text."""
+        """Start again after a complete text."""
         self._shown = self._text(self._held)
         if self._shown.strip():
             self._anchor = self._context = self._held
@@ -104,7 +104,7 @@ class Detokenizer:
         self._held = ()
 
     def _cut(self, open_text: str) -> str:
-        """Forget tokens in the middle of a long open stretch; return text that no token can change."""
+        """Drop tokens in the middle of a long open stretch; return the text that no token can change."""
         last = self._held[-_KEPT_LAST:]
         in_step = len(self._text(last)) >= len(open_text) + _STEP
         self._held = self._held[:_KEPT_FIRST] + last
@@ -130,9 +130,9 @@ def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callabl
 
 
 def _decodes_by_backend(tokenizer: Any) -> bool:
-    """True of a tokenizer that has no way of its own to decode."""
+    """True if a tokenizer decodes by its backend alone."""
     kind: Any = type(tokenizer)
-    # By name: importing the class would bring torch, which the server's front process does without.
+    # By name: importing the class would import torch, which the HTTP process does without.
     own = next((one for one in kind.__mro__ if one.__name__ in _BACKED), None)
     if own is None or not hasattr(getattr(tokenizer, "_tokenizer", None), "decode"):
         return False
@@ -141,7 +141,7 @@ def _decodes_by_backend(tokenizer: Any) -> bool:
 
 
 def _hidden_in(stops: Sequence[str], tokenizer: Any, kept: Sequence[int]) -> dict[int, str]:
-    """The texts of special tokens that stop strings hold, by the tokens."""
+    """Return the texts of special tokens that occur in stop strings, by token."""
     added = getattr(tokenizer, "added_tokens_decoder", {}) if stops else {}
     special = {i: token.content for i, token in added.items() if token.special and i not in kept}
     return {i: text for i, text in special.items() if text and any(text in stop for stop in stops)}
@@ -150,14 +150,14 @@ def _hidden_in(stops: Sequence[str], tokenizer: Any, kept: Sequence[int]) -> dic
 class _Stops:
     """Stop strings as one automaton (Aho and Corasick 1975): constant work per character.
 
-    A state is the longest end of the text that begins a stop string; state 0 is the empty one.
+    A state is the longest suffix of the text that is a prefix of a stop string; state 0 is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.depth = [0]  # characters of the state
-        self.found: list[str | None] = [None]  # the longest stop string that ends here, as it is spelled
+        self.found: list[str | None] = [None]  # the longest stop string that ends here
         self._edges: dict[tuple[int, str], int] = {}
-        self._fallback = [0]  # the longest end of the state that is a state too
+        self._fallback = [0]  # the longest proper suffix that is a state
         parents: list[tuple[int, str]] = [(0, "")]
         for stop in stops:
             state = 0
@@ -178,27 +178,27 @@ class _Stops:
             self.found[state] = self.found[state] or self.found[self._fallback[state]]
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while (state, char) not in self._edges and state:
             state = self._fallback[state]
         return self._edges.get((state, char), 0)
 
     def unfinished(self, state: int) -> int:
-        """The longest end of the state that a stop string may still grow from."""
+        """Return the longest suffix of the state that a stop string can still continue."""
         while state and state not in self._has_next:
             state = self._fallback[state]
         return state
 
 
-class StopFinder:
-    """Lets text through up to a stop string, holding back what may be the beginning of one.
+class _StopFinder:
+    """Passes text through up to a stop string, and holds back what may be the beginning of one.
 
-    The stop string that is complete first wins, and of those complete at the same character the one
-    that begins first; so how the text is cut into pieces makes no difference. With `include_stop` the
-    text ends behind the stop string, and nothing needs to be held back.
+    The stop string that is complete first wins; of those complete at the same character, the one that
+    begins first. So the result does not depend on how the text is cut into pieces. With `include_stop` the
+    text ends after the stop string, and nothing needs to be held back.
 
-    `marks`: characters that stand for texts which are hidden, unless they belong to a stop string that is
-    shown, by these texts.
+    `marks`: maps hidden texts to characters that stand for them. A hidden text is shown only as part of a
+    stop string that is shown.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class StopFinder:
         self._stop: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; return what is safe to show, and the stop string if one is complete."""
+        """Add text; return the part that is safe to show, and the stop string if one is complete."""
         if self._stop is not None:
             return "", self._stop
         for end, char in enumerate(text, 1):
@@ -230,25 +230,25 @@ class StopFinder:
         return self._release(text), None
 
     def pass_over(self, text: str) -> str:
-        """Add text in which a stop string may begin but none may end; return what is safe to show."""
+        """Add text in which a stop string may begin but not end; return the part that is safe to show."""
         for char in text:
             self._state = self._stops.step(self._state, char)
         self._state = self._stops.unfinished(self._state)
         return self._release(text)
 
     def flush(self) -> str:
-        """Return what was held back, when no more text comes."""
+        """Return the text still held back, at the end of the text."""
         held, self._held, self._state = self._held, "", 0
         return held.translate(self._hide)
 
     def fork(self) -> Self:
-        """A copy that goes on by itself."""
+        """Return an independent copy."""
         return copy.copy(self)
 
     def _release(self, text: str) -> str:
         text = self._held + text
         num_safe = len(text) - self._stops.depth[self._state]
-        if self._include_stop:  # but what is hidden is shown with its stop string only
+        if self._include_stop:  # hidden texts are shown with their stop string only
             num_safe = next(
                 (at for at in range(max(0, num_safe), len(text)) if ord(text[at]) in self._unhide), len(text)
             )
@@ -259,24 +259,24 @@ class StopFinder:
 class TextStream:
     """The text of one branch of a request, token by token, up to its stop string.
 
-    Stop strings are looked for from the token after the first `min_tokens`: one that is complete by then
-    ends nothing, one that begins there and is completed later does. Those that hold a special token's text
-    are found, though that is hidden.
+    The search for stop strings starts after the first `min_tokens` tokens. A stop string that is complete
+    by then does not end the text; one that begins there and is completed later does. Stop strings that
+    contain the text of a special token are found although that text is hidden.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self._shown_ends = tuple(params.stop_token_ids) if params.include_stop else ()
         kept = (*params.kept_special_ids, *self._shown_ends)
-        self._detokenizer = Detokenizer(
+        self._detokenizer = _Detokenizer(
             tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens, kept_ids=kept
         )
         hidden = _hidden_in(params.stop_strings, tokenizer, kept) if params.skip_special_tokens else {}
         marks = {text: chr(mark) for text, mark in zip(hidden.values(), _MARKS, strict=False)}
         self._marks = {token: marks[text] for token, text in hidden.items() if text in marks}
-        self._finder = StopFinder(params.stop_strings, params.include_stop, marks)
-        self._num_unsearched = params.min_tokens  # tokens to come that may not complete a stop string
+        self._finder = _StopFinder(params.stop_strings, params.include_stop, marks)
+        self._num_unsearched = params.min_tokens  # tokens to come that can't complete a stop string
         self._pieces: list[str] = []
-        self.stop: str | None = None  # the stop string that was found; no text comes after it
+        self.stop: str | None = None  # the stop string that was found; no text follows it
 
     @property
     def text(self) -> str:
@@ -286,7 +286,7 @@ class TextStream:
     def push(self, token_id: int, *, ends: bool = False) -> str:
         """Add a token; return the text to show now.
 
-        One that ends the text is hidden, unless it is a stop token and stops are to be shown.
+        A token that ends the text is hidden, unless it is a stop token and stops are shown.
         """
         text = "" if ends and token_id not in self._shown_ends else self._detokenizer.push(token_id)
         piece = self._show(text + self._marks.get(token_id, ""))
@@ -294,14 +294,14 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text still held back, when no more tokens come."""
+        """Return the text still held back, after the last token."""
         piece = self._show(self._detokenizer.flush())
         held = self._finder.flush()
         self._pieces.append(held)
         return piece + held
 
     def fork(self) -> Self:
-        """A copy that goes on by itself."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other._detokenizer = self._detokenizer.fork()
         other._finder = self._finder.fork()

@@ -1,4 +1,4 @@
-"""What changes single logits of a row: penalties, biases and forbidden tokens, masks of a grammar."""
+"""Logit changes: penalties, biases, forbidden tokens and grammar masks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

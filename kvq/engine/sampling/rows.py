@@ -1,4 +1,4 @@
-"""The parameters of the rows in use, kept so that a step only picks what its rows need."""
+"""Row table: parameters of the rows in use, of which a step selects those of its rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ _TOP_K = _COLUMNS.index("top_k")
 
 
 class Draw(Enum):
-    """How a row's token is found. Rows of one kind are worked on together."""
+    """Kind of draw of a row. Rows of one kind are drawn together."""
 
     GREEDY = "the likeliest token"
     WHOLE = "from the whole vocabulary, in token order"
@@ -38,13 +38,13 @@ class Draw(Enum):
 
     @property
     def kind(self) -> Kind:
-        """The same for kernels that sort nothing."""
+        """Kind for the GPU kernels, which sort nothing."""
         return {Draw.GREEDY: Kind.GREEDY, Draw.WHOLE: Kind.WHOLE}.get(self, Kind.RANKED)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is kept of one row in use."""
+    """Parameters of one row in use."""
 
     params: SamplingParams
     draw: Draw
@@ -53,33 +53,33 @@ class Row:
 
     @property
     def repeats(self) -> bool:
-        """True if its tokens shall be those that it gets without drafts: the likeliest, or those of its seed.
+        """True if its tokens must equal those without drafts: it is greedy, or has a seed.
 
-        A draft of such a row is a guess what it will draw, however that was made.
+        A draft of such a row is compared with the token that the row draws anyway.
         """
         return self.draw is Draw.GREEDY or self.params.seed is not None
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if the chosen token's log-probability is needed: by the user, or to rank samples."""
+        """True if the log-probability of the chosen token is needed, by the user or to rank samples."""
         return self.params.logprobs is not None or self.params.best_of is not None
 
     @property
     def changes_logits(self) -> bool:
-        """True if penalties, a bias or a ban change its logits, or did so for its first tokens."""
+        """True if penalties, a bias or a ban change its logits, if only for its first tokens."""
         return self.params.has_penalties or self.bias is not None or self.forbidden is not None
 
     @property
     def is_plain(self) -> bool:
-        """True if its likeliest token is all that anyone needs."""
+        """True if it needs nothing but its likeliest token."""
         return self.draw is Draw.GREEDY and not self.changes_logits and not self.wants_logprobs
 
 
 class RowTable:
-    """The rows in use, and their numbers in a table: [max_rows, columns], fp64, on the host.
+    """Rows in use, and their parameters in a table: [max_rows, columns], fp64, on the host.
 
-    On the host, since a step has to send its random numbers anyway: the parameters of its rows travel in
-    the same copy, which is cheaper than selecting them on the device.
+    A step has to upload its random numbers anyway. The parameters of its rows travel in the same copy, which
+    is cheaper than selecting them on the device.
     """
 
     def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class RowTable:
         self._rows: list[Row | None] = [None] * max_rows
         self._numbers = np.zeros((max_rows, len(_COLUMNS)), dtype=np.float64)
         self._plain = np.array(self._numbers_of(SamplingParams()))  # of rows that filter nothing
-        self._lines = np.zeros((max_rows, COLUMNS), dtype=np.int64)  # the same for kernels on a GPU
+        self._lines = np.zeros((max_rows, COLUMNS), dtype=np.int64)  # parameters of the GPU kernels
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
 
     def __getitem__(self, row: int) -> Row:
@@ -143,17 +143,17 @@ class RowTable:
         )
 
     def keeping(self, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Return what decides whether drafts are kept: fp64 [rows], in [0, 1), on the device."""
+        """Return random numbers to decide whether drafts are kept: fp64 [rows], in [0, 1), on the device."""
         return upload(uniforms(self._seeds[rows], counts, Purpose.KEEPING), self._device, torch.float64)
 
     def parameters(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], Kind]:
-        """Return the same as kernels on a GPU read it, [rows, COLUMNS], and the kind with most work."""
+        """Return the parameters of the GPU kernels, [rows, COLUMNS], and the kind with most work."""
         lines = self._lines[rows]
         lines[:, UNIFORM] = uniforms(self._seeds[rows], counts).view(np.int64)
         return lines, Kind(int(lines[:, KIND].max()))
 
     def width(self, rows: Sequence[int]) -> int:
-        """Return how many of the likeliest tokens hold whatever `rows` may draw."""
+        """Return how many of the likeliest tokens include all that `rows` may draw."""
         return int(self._numbers[rows, _TOP_K].max())
 
     def penalties(self, rows: Sequence[int]) -> Tensor:
@@ -161,7 +161,7 @@ class RowTable:
         return upload(self._numbers[rows, -len(_PENALTIES) :].T, self._device, torch.float32)
 
     def biases(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Bias]]:
-        """Return which of `rows`, by place, have logits to change by how much after `counts` tokens."""
+        """Return the places of `rows` with biases after `counts` tokens, and these biases."""
         places, biases = [], []
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             held = self[row]
@@ -174,7 +174,7 @@ class RowTable:
         return places, biases
 
     def _numbers_of(self, params: SamplingParams) -> list[float]:
-        """A line of the table."""
+        """Return a line of the table."""
         given = {name: getattr(params, name) for name in _COLUMNS}
         given["temperature"] = max(params.temperature, _LOWEST_TEMPERATURE)
         given["top_k"] = self._top_k(params)

@@ -1,16 +1,17 @@
-"""The sampler: one step's logits in, one token a row out."""
+"""Sampler: the logits of one step in, one token per row out."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import and_
 from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvq.engine.device.transfers import Readback, upload
+from kvq.engine.device.transfers import Readback, Readbacks, upload
 from kvq.engine.params import SamplingParams, check_params
 from kvq.engine.requests.outputs import TokenLogprobs
 from kvq.engine.sampling.logprobs import chunks, measure, read_logprobs
@@ -30,13 +31,13 @@ from kvq.watermark.schemes import Scheme
 _NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a step: frozen, it would take four times as long to make
 class Samples:
-    """What one step chose, one entry a row of its logits.
+    """Tokens of one step, one entry per row of its logits.
 
-    `finite`: False where the row's logits hold NaN or +inf, or where nothing finite is left to choose
-    from; its token means nothing then, and its log-probabilities are None. `logprobs`: for rows whose
-    parameters ask for `logprobs` or have a `best_of`, which compares its samples by them.
+    `finite`: False if the row's logits hold NaN or +inf, or if nothing finite is left to choose from; its
+    token has no meaning then, and its log-probabilities are None. `logprobs`: for rows whose parameters ask
+    for `logprobs`, or for `best_of`, which ranks samples by them.
     """
 
     tokens: list[int]
@@ -46,38 +47,46 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A token that a draft proposes, and what it was drawn from.
+    """A draft token, and the distribution it was drawn from.
 
-    `masses`: int64 [vocab], what its distribution is proportional to; None if whatever the row draws shall be
-    compared with it, see `Row.repeats`.
+    `masses`: int64 [vocab], proportional to the distribution; None if the draft is compared with the token
+    that the row draws anyway, see `Row.repeats`.
     """
 
     token: int
     masses: Tensor | None = None
 
 
-_NO_DRAFTS: Mapping[int, Drafted] = MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
+class AfterDrafts:
+    """Drafts that precede a row's token, and the draft that the token may keep or replace."""
+
+    tokens: Sequence[int]
+    kept: Drafted | None = None  # if it was drawn from a distribution
+
+
+_NO_DRAFTS: Mapping[int, AfterDrafts] = MappingProxyType({})
+
+
+@dataclass(slots=True)  # as above
 class PendingSamples:
-    """What a step chose, on its way to the host."""
+    """Samples on their way to the host."""
 
     tokens: Tensor  # int64 [batch], on the device
     _numbers: Readback
     _unpack: Callable[[list[float]], Samples]
 
     def wait(self) -> Samples:
-        """The samples, once they are there."""
+        """Wait for the samples and return them."""
         return self._unpack(self._numbers.wait())
 
 
 class Sampler:
     """Chooses tokens for many rows at once, each as if it were alone.
 
-    A row's token depends, bit for bit, on its own logits, parameters, seed and count, and on the tokens
-    recorded where it has penalties, those before it where it is marked; never on its neighbours, its
-    place or its row number.
+    The token of a row depends, bit for bit, on its own logits, parameters, seed and count; with penalties
+    also on its recorded tokens, and with a watermark on the tokens before it. It never depends on other
+    rows, its place in the batch or its row number.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class Sampler:
     ) -> None:
         assert vocab_size <= MAX_VOCAB, f"masses of {vocab_size} tokens may overflow; {MAX_VOCAB} at most"
         self.vocab_size = vocab_size
+        self.readbacks = Readbacks(device)
         self._device = device
         self._table = RowTable(max_rows=max_rows, vocab_size=vocab_size, device=device)
         self._counts = TokenCounts(device)
@@ -99,12 +109,17 @@ class Sampler:
             else Watermarks(*watermark, max_rows=max_rows, vocab_size=vocab_size, device=device)
         )
         self._kernel = kernel_for(device)
-        self._demanding: set[int] = set()  # rows that need more than their likeliest token
-        self._changing: set[int] = set()  # rows whose logits change
-        self._measured: set[int] = set()  # rows whose tokens' log-probabilities are wanted
+        self._demanding: set[int] = set()  # rows that need more than the likeliest token
+        self._changing: set[int] = set()  # rows whose logits are changed
+        self._measured: set[int] = set()  # rows whose log-probabilities are wanted
+
+    @property
+    def has_watermarks(self) -> bool:
+        """True if rows may be marked."""
+        return self._watermarks is not None
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Compile what steps launch on a GPU over logits of that dtype, which takes seconds."""
+        """Compile the GPU kernels for logits of that dtype, which takes seconds."""
         if self._kernel is None:
             return
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self._device)
@@ -127,11 +142,11 @@ class Sampler:
         """Begin to use a row.
 
         `prompt`, `generated`: the tokens so far, all within the vocabulary. `seed`: of this branch alone,
-        see `mix_seed`. `stop_ids`: what must not come before `params.min_tokens` tokens. A row whose
+        see `mix_seed`. `stop_ids`: tokens forbidden before `params.min_tokens` tokens. A row whose
         `params.watermark` is True is marked.
 
         Raises:
-            RequestError: the parameters name a token beyond the vocabulary. Nothing was begun.
+            RequestError: the parameters name a token beyond the vocabulary. The row is not in use then.
         """
         check_params(params, self.vocab_size)
         if params.watermark:
@@ -148,7 +163,7 @@ class Sampler:
             self._measured.add(row)
 
     def remove(self, row: int) -> None:
-        """Forget a row in use; the next `add` finds nothing of it."""
+        """End the use of a row."""
         self._table.remove(row)
         if self._watermarks is not None:
             self._watermarks.remove(row)
@@ -158,7 +173,7 @@ class Sampler:
             self._counts.remove(row)
 
     def record(self, row: int, token: int) -> None:
-        """Tell that the row's branch goes on with `token`; penalties count it from now on."""
+        """Record that the row goes on with `token`; penalties count it from now on."""
         if row in self._counts:
             self._counts.record(row, token)
 
@@ -170,27 +185,24 @@ class Sampler:
         counts: list[int],
         *,
         masks: dict[int, Tensor] | None = None,
-        ahead: Mapping[int, Sequence[int]] = _NONE,
-        drafted: Mapping[int, Drafted] = _NO_DRAFTS,
+        drafts: Mapping[int, AfterDrafts] = _NO_DRAFTS,
         contexts: Mapping[int, Sequence[int]] | None = None,
     ) -> PendingSamples:
-        """Choose a token for each row of logits; one transfer to the host. The logits aren't changed.
+        """Choose a token for each row of logits, with one transfer to the host. The logits are not changed.
 
-        `logits`: any float type, [batch, vocab], -inf where a token is impossible; `rows`: which row each
-        belongs to; `counts`: tokens generated so far, [batch]; `masks`: place in the batch ->
-        bitmask of the tokens allowed, int32, [ceil(vocab / 32)], bit j of word w for token 32 * w + j.
-        A mask that allows only stops before min_tokens leaves nothing: none such is given.
-        `contexts`: place in the batch -> all tokens before it, for places whose row is marked.
-
-        A row may come several times, behind drafts: `ahead`, by place, has the drafts before it, which
-        `counts` counts, too. `drafted`, by place: a token drawn from a draft's distribution, which is kept
-        or replaced; another one is what replaces it.
+        `logits`: any float type, [batch, vocab], -inf for impossible tokens. `rows`, `counts`: [batch], the
+        row of each place in the batch, and its tokens so far. `masks`: by place, the allowed tokens as a
+        bitmask, int32 [ceil(vocab / 32)], bit j of word w for token 32 * w + j; a mask must not allow stop
+        tokens alone before `min_tokens`. `contexts`: by place, all tokens before it, if its row is marked.
+        `drafts`: by place, for rows that occur several times: the drafts before it, which `counts` includes.
         """
+        ahead = {place: one.tokens for place, one in drafts.items()} if drafts else _NONE
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
-        raw = None if scores is logits else logits  # a change may hide what isn't finite
+        raw = None if scores is logits else logits  # a change may hide values that are not finite
         tokens, numbers = self._drawn(scores, rows, counts, raw)
-        if drafted:
-            index, chosen = self._kept(scores, rows, counts, drafted)
+        kept = {place: one.kept for place, one in drafts.items() if one.kept is not None} if drafts else None
+        if kept:
+            index, chosen = self._kept(scores, rows, counts, kept)
             tokens[index], numbers[index] = chosen, chosen.double()
         return self._pending(logits, rows, tokens, numbers)
 
@@ -205,9 +217,10 @@ class Sampler:
         ahead: Mapping[int, Sequence[int]] = _NONE,
         contexts: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Drafted]:
-        """Propose a token for each row of a draft's logits, with the row's own parameters; see `sample`.
+        """Propose a token for each row from a draft's logits, with the row's own parameters; see `sample`.
 
-        Where a row's tokens repeat it is what the row would draw from these logits, else a draw of its own.
+        `ahead`: by place, the drafts before it. A row that repeats its tokens gets the token that it would
+        draw from these logits; any other row gets an independent draw.
         """
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
         tokens, _ = self._drawn(scores, rows, counts, None)
@@ -228,7 +241,7 @@ class Sampler:
     def _marked(
         self, scores: Tensor, rows: list[int], contexts: Mapping[int, Sequence[int]] | None
     ) -> Tensor:
-        """Scores with the watermarks of those rows that have one."""
+        """Return scores with the watermarks of marked rows."""
         if not contexts:
             return scores
         assert self._watermarks is not None, "rows are marked only with a key"
@@ -237,7 +250,7 @@ class Sampler:
     def _drawn(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens, and what the host is told."""
+        """Return tokens, and the numbers for the host."""
         if self._kernel is None:
             return self._draw(scores.float(), rows, counts, raw)
         tokens, numbers = self._kernel(scores, *self._parameters(rows, counts), raw)
@@ -246,7 +259,7 @@ class Sampler:
     def _kept(
         self, scores: Tensor, rows: list[int], counts: list[int], drafted: Mapping[int, Drafted]
     ) -> tuple[Tensor, Tensor]:
-        """The places of drafts with a distribution, and what comes there: the draft or what replaces it."""
+        """Return the places of drafts with a distribution, and the token that keeps or replaces each."""
         places = list(drafted)
         index = upload(places, self._device)
         mine, behind = [rows[place] for place in places], [counts[place] for place in places]
@@ -259,7 +272,7 @@ class Sampler:
     def _masses(
         self, scores: Tensor, rows: list[int], counts: list[int], purpose: Purpose
     ) -> tuple[Tensor, Tensor]:
-        """What rows that draw do so from, int64 [rows, vocab], and their random numbers, fp64 [rows]."""
+        """Return the masses that rows draw from, int64 [rows, vocab], and random numbers, fp64 [rows]."""
         peaks, _ = likeliest(scores)
         found = torch.empty(scores.shape, dtype=torch.int64, device=self._device)
         uniform = torch.empty(len(rows), dtype=torch.float64, device=self._device)
@@ -283,7 +296,7 @@ class Sampler:
         masks: dict[int, Tensor],
         ahead: Mapping[int, Sequence[int]] = _NONE,
     ) -> Tensor:
-        """The logits after penalties, biases, forbidden stops and masks; a copy if anything changes."""
+        """Return the logits after penalties, biases, forbidden stops and masks; a copy if any applies."""
         if not masks and self._changing.isdisjoint(rows):
             return logits
         penalized = [place for place, row in enumerate(rows) if row in self._counts]
@@ -305,7 +318,7 @@ class Sampler:
         return scores
 
     def _parameters(self, rows: list[int], counts: list[int]) -> tuple[Tensor | None, Kind]:
-        """What the kernel for GPUs draws with."""
+        """Return the parameters of the GPU kernel."""
         if self._demanding.isdisjoint(rows):
             return None, Kind.GREEDY
         parameters, most = self._table.parameters(rows, counts)
@@ -314,7 +327,7 @@ class Sampler:
     def _draw(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens, and what the host is told, as the kernel for GPUs returns them."""
+        """Return tokens, and the numbers for the host, as the GPU kernel does."""
         peaks, tokens = likeliest(scores)
         for kind, places in self._groups(rows).items():
             mine = [rows[place] for place in places]
@@ -323,7 +336,7 @@ class Sampler:
             index = upload(places, self._device)
             for part in chunks(len(places), self.vocab_size, self._device):
                 chosen = index[part]
-                whole = len(chosen) == len(rows)  # then a selection would be a copy of everything
+                whole = len(chosen) == len(rows)  # selecting all would copy them
                 some, tops = (scores, peaks) if whole else (scores[chosen], peaks[chosen])
                 tokens[chosen] = (
                     draw_whole(some, tops, settings[part])
@@ -334,7 +347,7 @@ class Sampler:
         return tokens, _side_by_side(tokens, raw_peaks, peaks)
 
     def _groups(self, rows: list[int]) -> dict[Draw, list[int]]:
-        """The places of rows that draw, by how they do."""
+        """Return the places of rows that draw at random, by the kind of draw."""
         groups: dict[Draw, list[int]] = {}
         if not self._demanding.isdisjoint(rows):
             for place, row in enumerate(rows):
@@ -343,32 +356,33 @@ class Sampler:
         return groups
 
     def _pending(self, logits: Tensor, rows: list[int], tokens: Tensor, numbers: Tensor) -> PendingSamples:
-        """Bring everything to the host in one transfer. `numbers`: tokens, peaks before and after changes."""
-        wanted = [place for place, row in enumerate(rows) if row in self._measured]
-        tops = [min(self._table[rows[place]].params.logprobs or 0, self.vocab_size) for place in wanted]
-        if wanted:
+        """Begin one transfer to the host. `numbers`: tokens, peaks before and after changes."""
+        wanted: list[int] = []
+        tops: list[int] = []
+        if not self._measured.isdisjoint(rows):
+            wanted = [place for place, row in enumerate(rows) if row in self._measured]
+            tops = [min(self._table[rows[place]].params.logprobs or 0, self.vocab_size) for place in wanted]
             index, pieces = upload(wanted, self._device), [numbers]
             for part in chunks(len(wanted), self.vocab_size, self._device):
                 chosen = index[part]
                 pieces.append(measure(logits[chosen].float(), tokens[chosen], max(tops)).flatten())
             numbers = torch.cat(pieces)
-        return PendingSamples(
-            tokens, Readback(numbers), partial(_unpack, batch=len(rows), wanted=wanted, tops=tops)
-        )
+        unpack = partial(_unpack, batch=len(rows), wanted=wanted, tops=tops)
+        return PendingSamples(tokens, self.readbacks.begin(numbers), unpack)
 
 
 def _side_by_side(*numbers: Tensor) -> Tensor:
-    """int64 and fp32 as fp64, on a CPU by NumPy: a fourth of torch's time for so few."""
+    """Concatenate int64 and fp32 as fp64; NumPy takes a quarter of torch's time for so few numbers."""
     if numbers[0].device.type != "cpu":
         return torch.cat([x.double() for x in numbers])
     return torch.from_numpy(np.concatenate([x.numpy() for x in numbers], dtype=np.float64))
 
 
 def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> Samples:
-    """Read tokens, peaks before and after changes, and log-probabilities of the places that want some."""
-    tokens = [int(token) for token in numbers[:batch]]
-    before, after = numbers[batch : 2 * batch], numbers[2 * batch : 3 * batch]
-    finite = [math.isfinite(a) and math.isfinite(b) for a, b in zip(before, after, strict=True)]
+    """Read tokens, peaks before and after changes, and the wanted log-probabilities."""
+    tokens = list(map(int, numbers[:batch]))
+    before = map(math.isfinite, numbers[batch : 2 * batch])
+    finite = list(map(and_, before, map(math.isfinite, numbers[2 * batch : 3 * batch])))
     logprobs: list[TokenLogprobs | None] = [None] * batch
     stride = 4 + 2 * max(tops, default=0)
     for start, place, top in zip(range(3 * batch, len(numbers), stride), wanted, tops, strict=True):

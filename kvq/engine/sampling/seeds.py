@@ -32,11 +32,11 @@ def seed_words(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 
 class Purpose(IntEnum):
-    """What a random number is for: a position has one of each."""
+    """Purpose of a random number; every position has one of each."""
 
-    TOKEN = 0  # to draw what comes there
-    DRAFT = 1  # to draw what may come there from another model
-    KEEPING = 2  # to decide whether that is kept
+    TOKEN = 0  # to draw the token
+    DRAFT = 1  # to draw a draft from another model
+    KEEPING = 2  # to decide whether the draft is kept
 
 
 def uniforms(

@@ -1,4 +1,4 @@
-"""Which tokens rows have met and how often they generated them, where penalties need it."""
+"""Token counts: tokens of rows with penalties, and how often each was generated."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _SMALLEST_SPAN = 64  # tokens
 
 @dataclass(slots=True)
 class _Span:
-    """One row's part of the arena; `counts` maps its tokens, in the arena's order, to their counts."""
+    """Part of the arena that one row uses; `counts` has its tokens in the arena's order."""
 
     start: int
     capacity: int
@@ -57,7 +57,7 @@ class TokenCounts:
 
     def remove(self, row: int) -> None:
         """Forget a row."""
-        self._flush()  # what is unwritten must not land in the span's next owner
+        self._flush()  # pending writes must not reach the next owner of the span
         span = self._spans.pop(row)
         self._free[span.capacity].append(span.start)
 
@@ -102,7 +102,7 @@ class TokenCounts:
         tokens: Tensor,
         counts: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What was read, with the tokens ahead counted, too."""
+        """Return tokens and counts that include the tokens ahead."""
         first, known, new = 0, [], []
         for place, (row, coming) in enumerate(zip(rows, ahead, strict=True)):
             slots = self._spans[row].slots
@@ -122,7 +122,7 @@ class TokenCounts:
         return places, tokens, counts
 
     def _moved(self, row: int) -> _Span:
-        """The row's span after its move to one twice as long."""
+        """Move a row to a span twice as long, and return it."""
         old = self._spans[row]
         self.remove(row)
         capacity = 2 * old.capacity
@@ -130,7 +130,7 @@ class TokenCounts:
         return self._spans[row]
 
     def _take(self, capacity: int) -> int:
-        """The start of a span that no row holds."""
+        """Return the start of a free span."""
         if self._free[capacity]:
             return self._free[capacity].pop()
         start, self._end = self._end, self._end + capacity

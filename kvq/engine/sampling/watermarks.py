@@ -1,4 +1,4 @@
-"""What a watermark does to the scores of a step: green tokens gain, or a tournament chooses.
+"""Watermarks: change the scores of a step, so that green tokens gain or a tournament chooses.
 
 The random words are those of `kvq/watermark/words.py`, in torch.
 """
@@ -25,7 +25,7 @@ _TOTAL = 2.0**52  # of a row's masses in a tournament: what fp64 adds exactly, w
 
 
 class Watermarks:
-    """The marked rows of a sampler. It keeps no tokens: a place's mark depends on those before it alone."""
+    """Marked rows of a sampler. Keeps no tokens: a mark depends only on the tokens before its place."""
 
     def __init__(
         self, scheme: Scheme, key: Key, *, max_rows: int, vocab_size: int, device: torch.device
@@ -41,7 +41,7 @@ class Watermarks:
         return row in self._starts
 
     def add(self, row: int, params: SamplingParams, *, prompt_length: int) -> SamplingParams:
-        """Begin to mark a row. Returns what is left for the sampler to do.
+        """Begin to mark a row. Returns the parameters that are left for the sampler.
 
         After a tournament that is nothing but to draw: temperature and filters come before it. A greedy
         row has none.
@@ -60,7 +60,7 @@ class Watermarks:
             self._filters.remove(row)
 
     def apply(self, scores: Tensor, rows: Sequence[int], contexts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Scores with the mark, fp32, [batch, vocab]; those given are left as they are.
+        """Return scores with the mark, fp32, [batch, vocab]; the given ones are not changed.
 
         `rows`: which row each belongs to; `contexts`: place in the batch -> all tokens before it, of the
         prompt and behind it, for every place of a marked row. Others are left as they are.
@@ -80,7 +80,7 @@ class Watermarks:
         return marked
 
     def _word(self, tokens: Sequence[int], start: int) -> int | None:
-        """The word of a place's context; None where it has none, or a tournament had it before."""
+        """Return the word of a place's context; None if it has none, or if a tournament used it before."""
         size = self._scheme.context
         if len(tokens) < size:
             return None
@@ -89,7 +89,7 @@ class Watermarks:
         return self._key.word(self._scheme.tag, tokens[len(tokens) - size :])
 
     def _words(self, words: Sequence[int | None], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Random words of tokens, [places, width], and which places have any, [places]."""
+        """Return random words of tokens, [places, width], and whether each place has any, [places]."""
         known = np.array([word is not None for word in words])
         seeds = np.array([word or 0 for word in words], dtype=np.uint64).view(np.int64)
         return (token_words(upload(seeds, self._device), tokens), upload(known, self._device, torch.bool))
@@ -97,7 +97,7 @@ class Watermarks:
     def _drawn(
         self, scores: Tensor, rows: Sequence[int], words: Sequence[int | None], scheme: Tournament
     ) -> Tensor:
-        """Logits, at temperature 1, of what temperature, filters and the tournament leave."""
+        """Return logits at temperature 1 of the distribution after temperature, filters and tournament."""
         peaks, _ = likeliest(scores)
         settings = self._filters.settings(rows, [0] * len(rows))
         tokens, masses = kept_masses(scores, peaks, settings, self._filters.width(rows))
@@ -109,7 +109,7 @@ class Watermarks:
 
 
 def token_words(seeds: Tensor, tokens: Tensor) -> Tensor:
-    """The words of tokens after contexts: int64 [rows, width], the bits of `words.token_words`.
+    """Return the words of tokens after contexts: int64 [rows, width], the bits of `words.token_words`.
 
     `seeds`: int64 [rows], the bits of the contexts' words; `tokens`: int64 [rows or 1, width].
     """
@@ -120,14 +120,14 @@ def token_words(seeds: Tensor, tokens: Tensor) -> Tensor:
 
 
 def add_delta(scores: Tensor, words: tuple[Tensor, Tensor], scheme: Green) -> Tensor:
-    """Scores, fp32 [rows, vocab], with delta added to every green token where a row has words."""
+    """Return scores, fp32 [rows, vocab], with delta added to every green token where a row has words."""
     bits, known = words
     green = (_shifted(bits, 64 - GREEN_BITS) < green_bar(scheme)) & known[:, None]
     return torch.where(green, scores + scheme.delta, scores)
 
 
 def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:
-    """Masses after a tournament of two candidates in each of `layers` rounds: fp64 [rows, width].
+    """Return the masses after a tournament of two candidates in each of `layers` rounds: fp64 [rows, width].
 
         p = p * (1 + g - sum(p * g))    g: a token's bit in the layer
 
@@ -157,7 +157,7 @@ def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """A shift to the right of 64 bits without their sign."""
+    """Return 64-bit words shifted to the right without their sign."""
     return words >> bits & (1 << 64 - bits) - 1 if bits else words
 
 

@@ -1,4 +1,4 @@
-"""A smaller model as the draft, with a cache of its own."""
+"""Draft model: a smaller model with a cache of its own."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvq.blockmgr import Sequence
 from kvq.engine.requests.request_state import Job
-from kvq.engine.sampling.sampler import Sampler
-from kvq.engine.speculation.drafter import Bind, Drafter, Growing
+from kvq.engine.sampling.choose import Chooser
+from kvq.engine.speculation.drafter import Drafter, Growing
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.formats import KVRecipe
 from kvq.models.loading.prepared import PreparedModel
@@ -20,7 +20,7 @@ _CHUNK = 512  # prompt tokens of one branch that the draft computes in a step
 
 
 def check_draft(target: PreparedModel, draft: PreparedModel, recipe: KVRecipe) -> None:
-    """Raise ConfigError if a model, which keeps its K and V by a recipe, can't draft for another."""
+    """Raise ConfigError if a model with this KV recipe can't draft for another."""
     name = draft.source.name
     if draft.geometry.states:
         raise ConfigError(
@@ -47,23 +47,23 @@ def check_draft(target: PreparedModel, draft: PreparedModel, recipe: KVRecipe) -
 
 @dataclass(slots=True, eq=False)
 class _Mirror:
-    """A branch in the draft's cache."""
+    """Copy of a branch in the draft's cache."""
 
     sequence: Sequence
-    fed: "array[int]" = field(default_factory=lambda: array("I"))  # its tokens there
+    fed: "array[int]" = field(default_factory=lambda: array("I"))  # the branch's tokens in it
 
 
 class DraftModel(Drafter):
-    """Keeps a sequence of the draft's own for every branch, and brings it up to where the branch is."""
+    """Keeps a sequence of its own for every branch, and catches up with the branch."""
 
-    def __init__(self, sampler: Sampler, bind: Bind, session: Session) -> None:
-        super().__init__(sampler, bind)
+    def __init__(self, chooser: Chooser, session: Session) -> None:
+        super().__init__(chooser)
         self.session = session
         self._mirrors: dict[Branch, _Mirror] = {}
         self._gone: set[Branch] = set()  # whose K and V were not finite
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """None while the draft is behind by more than a chunk, or has no room."""
+        """Return 0 while the draft is behind by more than a chunk or has no room, else up to `limit`."""
         if branch in self._gone:
             return 0
         session, tokens = self.session, branch.tokens
@@ -84,7 +84,7 @@ class DraftModel(Drafter):
         return limit
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Behind all that each branch has and its drafts so far."""
+        """Return logits after the tokens of each branch and its drafts so far."""
         work = []
         for one in growing:
             known, fed = one.branch.tokens, len(self._mirrors[one.branch].fed)
@@ -94,13 +94,13 @@ class DraftModel(Drafter):
         return self._fed(work)
 
     def forget(self, branch: Branch, job: Job) -> None:
-        """Free its sequence."""
+        """Free the sequence of a branch that ended."""
         self._gone.discard(branch)
         if branch in self._mirrors:
             self._drop(branch)
 
     def _fed(self, work: "list[tuple[Branch, array[int]]]") -> Tensor:
-        """Logits behind tokens; where blocks run out, of those that go without all tokens are alike."""
+        """Return logits after tokens; zeros for branches that get no blocks."""
         try:
             return self._feed(work)
         except OutOfBlocks:
@@ -134,7 +134,7 @@ class DraftModel(Drafter):
 
 
 def _common(fed: "array[int]", tokens: "array[int]") -> int:
-    """How many first tokens are alike, one of `tokens` left out at least, to be computed."""
+    """Return the length of the common prefix; at least one of `tokens` is left to compute."""
     most = min(len(fed), len(tokens) - 1)
     if fed[:most] == tokens[:most]:
         return most

@@ -1,8 +1,8 @@
-"""What a head has read of every branch: K and V in blocks of its own, in the model's own type.
+"""Head contexts: K and V of a draft head for every branch, in blocks of its own, in the model's own type.
 
-It reads the model's hidden states one by one. State number p is what the model made of the token at p and
-all before it; the head reads it together with the token at p + 1. States of tokens that came from the prefix
-cache were never computed, so what a head has read may begin anywhere: that only makes it guess worse.
+The head reads the model's hidden states one by one. State number p belongs to the token at p and all before
+it; the head reads it together with the token at p + 1. States of tokens from the prefix cache were never
+computed, so a context may begin anywhere, which only makes its drafts worse.
 """
 
 from dataclasses import dataclass, field
@@ -23,33 +23,33 @@ from kvq.models.run.packing import padded, positions_of
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """Of one branch: states from `start` on were read, those that follow wait."""
+    """Context of one branch: states from `start` on were read, later ones wait."""
 
     sequence: Sequence
     start: int
     waiting: list[Tensor] = field(default_factory=list)  # states [rows, hidden_size]
-    newest: Tensor | None = None  # [hidden_size]: what the head made of the last state that it read
+    newest: Tensor | None = None  # [hidden_size]: the head's own state after the last one that it read
 
     @property
     def read(self) -> int:
-        """The number of the first state that was not read."""
+        """Number of the first state that was not read."""
         return self.start + self.sequence.length
 
     @property
     def end(self) -> int:
-        """The number of the first state that is not here."""
+        """Number of the first state that is missing."""
         return self.read + sum(map(len, self.waiting))
 
     def add(self, states: Tensor, first: int) -> None:
-        """Let states wait, from number `first` on, none of which are beyond the next: they replace others."""
+        """Let states wait from number `first` on, in place of others; `first` is `end` at most."""
         states = states[max(0, self.read - first) :]
         if not len(states):
             return
         kept = self._first(max(0, first - self.read))
-        self.waiting = [*kept, states.clone()]  # the step's own memory is another's soon
+        self.waiting = [*kept, states.clone()]  # the next step overwrites its memory
 
     def take(self, count: int) -> Tensor:
-        """The first states that wait, [count, hidden_size], which is some; they wait no longer."""
+        """Take out the first `count` waiting states, at least one: [count, hidden_size]."""
         joined = torch.cat(self.waiting)
         self.waiting = [joined[count:]] if count < len(joined) else []
         return joined[:count]
@@ -66,7 +66,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """States that the head reads next, and the tokens behind those that they were made of."""
+    """States that the head reads next, and the token after each of them."""
 
     context: Context
     states: Tensor  # [rows, hidden_size]
@@ -74,10 +74,10 @@ class Reading:
 
 
 class HeadCache:
-    """The head over pools of a fixed size."""
+    """The draft head over pools of a fixed size."""
 
     def __init__(self, head: MtpHead, tokens: int) -> None:
-        """With room for so many tokens, however they are shared out among branches.
+        """Make room for `tokens` tokens of all branches together.
 
         Raises:
             OutOfMemory: they don't fit.
@@ -89,27 +89,27 @@ class HeadCache:
         self._head = head
 
     def begin(self, start: int) -> Context:
-        """A context that will read from a state on."""
+        """Return a context that reads from state `start` on."""
         return Context(self.manager.new_sequence(), start)
 
     def fork(self, context: Context) -> Context:
-        """One more of the same."""
+        """Return a copy that shares the blocks."""
         twin = self.manager.fork(context.sequence)
         return Context(twin, context.start, list(context.waiting), context.newest)
 
     def restart(self, context: Context) -> None:
-        """Forget what was read, but for the states that wait."""
+        """Drop the states that were read; waiting ones stay."""
         context.start = context.read
         self.manager.free(context.sequence)
         context.sequence = self.manager.new_sequence()
 
     def have_room(self, work: list[tuple[Context, int]]) -> bool:
-        """True if that many states can be read by each. Changes nothing."""
+        """True if each context can read its number of states. Changes nothing."""
         return self.manager.can_append([(context.sequence, rows) for context, rows in work])
 
     @torch.inference_mode()
     def read(self, work: list[Reading]) -> list[Tensor | None]:
-        """What the head makes of each one's last state, [hidden_size]; None where K or V is not finite.
+        """Return the head's state after each reading, [hidden_size]; None if K or V is not finite.
 
         There has to be room.
         """
@@ -138,7 +138,7 @@ class HeadCache:
         return [None if broken else row for row, broken in zip(last, bad, strict=True)]
 
     def drop(self, context: Context) -> None:
-        """End a context. Its blocks are zeroed: some may hold what is not finite."""
+        """End a context and zero its blocks, which may hold values that are not finite."""
         self.manager.scrub(context.sequence)
         self.free(context)
 
@@ -148,5 +148,5 @@ class HeadCache:
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        """[rows, vocab], by the model's head."""
+        """Return logits [rows, vocab] by the model's head."""
         return self._head.logits(states)

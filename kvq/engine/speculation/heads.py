@@ -1,36 +1,36 @@
-"""Drafts by the multi-token-prediction layer that a checkpoint brings.
+"""Draft heads: drafts by the multi-token-prediction layer of a checkpoint.
 
-The layer reads what the model makes of every token, and says what follows the token behind it. Further drafts
-come of what it made itself, as in vLLM and in DeepSeek-V3's own serving.
+The layer reads the model's hidden state of a token together with the next token, and predicts the token after
+that. Further drafts use its own state, as in vLLM and in DeepSeek-V3's own serving.
 """
 
 import torch
 from torch import Tensor
 
 from kvq.engine.device.runner import StepOutput
-from kvq.engine.requests.request_state import Job
-from kvq.engine.sampling.sampler import Drafted, Sampler
-from kvq.engine.speculation.drafter import Bind, Drafter, Growing
+from kvq.engine.requests.request_state import Job, as_job
+from kvq.engine.sampling.choose import Chooser
+from kvq.engine.sampling.sampler import Drafted
+from kvq.engine.speculation.drafter import Drafter, Growing
 from kvq.engine.speculation.head_contexts import Context, HeadCache, Reading
-from kvq.engine.speculation.proposer import Jobs
 from kvq.errors import ConfigError, ModelError
 from kvq.models.mtp import MtpHead
 from kvq.scheduler import Branch, StepPlan
 
-_WAITING = 256  # states of a branch that may wait for the next draft; more are read at once
+_WAITING = 256  # states of a branch that wait for the next draft at most; more are read at once
 
 
 class Heads(Drafter):
-    """Follows every branch with a context of the head's own."""
+    """Follows every branch with a context of its own in the head's cache."""
 
-    def __init__(self, sampler: Sampler, bind: Bind, head: MtpHead, *, tokens: int) -> None:
-        """`tokens`: those of all branches that the head may have read.
+    def __init__(self, chooser: Chooser, head: MtpHead, *, tokens: int) -> None:
+        """`tokens`: room of the head's cache, for all branches together.
 
         Raises:
             ConfigError: attention of the head that kvq doesn't run.
             OutOfMemory: its K and V don't fit.
         """
-        super().__init__(sampler, bind)
+        super().__init__(chooser)
         self._hidden_size = head.geometry.hidden_size
         self._dtype, self._device = head.prepared.dtype, head.prepared.device
         self._cache = HeadCache(head, tokens)
@@ -38,15 +38,14 @@ class Heads(Drafter):
         self._newest: dict[Branch, Tensor] = {}  # [hidden_size], of the drafts in the making
         self._try()
 
-    def observe(self, plan: StepPlan, output: StepOutput, jobs: Jobs) -> None:
-        """Take every branch's states; of prompts they are read here, so that few wait."""
+    def observe(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take the states of every branch. Those of prompts are read here, so that few wait."""
         if output.hidden is None:
             return
         crowded, forking = [], []
         parts = output.hidden.split(plan.counts)
         for branch, states, end, samples in zip(plan.branches, parts, plan.ends, plan.samples, strict=True):
-            job = jobs.get(branch.request)
-            if branch.is_done or job is None or job.beams is not None:
+            if branch.is_done or as_job(branch.request).beams is not None:
                 continue
             context = self._context(branch, end - len(states))
             context.add(states, end - len(states))
@@ -60,7 +59,7 @@ class Heads(Drafter):
             self._fork(branch)
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """None of a branch whose last state is not here, or where there is no room."""
+        """Return 0 for a branch whose last state is missing, or without room; else `limit`."""
         context = self._contexts.get(branch)
         if context is None or context.end < len(branch.tokens) - 1:
             return 0
@@ -69,22 +68,22 @@ class Heads(Drafter):
             self._cache.restart(context)
         return limit if self._cache.have_room([(context, rows)]) else 0
 
-    def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
-        """Draft; what was read of drafts is forgotten again."""
+    def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
+        """Draft, then drop the states of drafts from the head's cache."""
         self._newest = {}
         drafting = [branch for branch, count in zip(plan.branches, plan.drafts, strict=True) if count]
         self._read(drafting)
         contexts = {branch: self._contexts[branch] for branch in drafting if branch in self._contexts}
         lengths = {branch: context.sequence.length for branch, context in contexts.items()}
         try:
-            return super().propose(plan, jobs)
+            return super().propose(plan)
         finally:
             for branch, context in contexts.items():
                 if branch in self._contexts:
                     self._cache.manager.truncate(context.sequence, lengths[branch])
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Of the model's state, then of what the head made of that and of the drafts so far."""
+        """Return logits of the head: from the model's state first, then from its own state and the drafts."""
         drafts = [one for one in growing if one.drafts]
         if drafts:
             self._read_drafts(drafts)
@@ -98,12 +97,12 @@ class Heads(Drafter):
         return self._cache.logits(torch.stack([self._newest.get(one.branch, nothing) for one in growing]))
 
     def forget(self, branch: Branch, job: Job) -> None:
-        """Free its blocks."""
+        """Free the blocks of a branch that ended."""
         if (context := self._contexts.pop(branch, None)) is not None:
             self._cache.free(context)
 
     def _context(self, branch: Branch, first: int) -> Context:
-        """A branch's, which has read or got all states before `first`, or begins there."""
+        """Return a branch's context, which has all states before `first`, or a new one that begins there."""
         context = self._contexts.get(branch)
         if context is not None and context.end < first:
             self._cache.free(context)
@@ -113,14 +112,14 @@ class Heads(Drafter):
         return context
 
     def _fork(self, branch: Branch) -> None:
-        """Its request's other branches begin where it is."""
+        """Start the contexts of the request's other branches from this one."""
         context = self._contexts.get(branch)
         for other in branch.request.branches:
             if context is not None and other not in self._contexts:
                 self._contexts[other] = self._cache.fork(context)
 
     def _read(self, branches: list[Branch]) -> None:
-        """Read all states whose following tokens are known."""
+        """Read all states whose next tokens are known."""
         rows = {
             branch: count
             for branch in branches
@@ -137,7 +136,7 @@ class Heads(Drafter):
             self._cache.manager.commit(context.sequence)
 
     def _read_drafts(self, growing: list[Growing]) -> None:
-        """Read what was made last, with the newest draft, of each that has both."""
+        """Read the head's last state with the newest draft, of each branch that has both."""
         rows = {one.branch: 1 for one in growing if one.branch in self._contexts & self._newest.keys()}
         tokens = {one.branch: one.drafts[-1].token for one in growing}
         work = {
@@ -147,7 +146,7 @@ class Heads(Drafter):
         self._newest |= self._run(work)
 
     def _make_room(self, rows: dict[Branch, int]) -> list[Branch]:
-        """Those that can read so many states each; without blocks for all, contexts of others end."""
+        """Return the branches that can read their states; contexts that get no blocks end."""
         if self._cache.have_room([(self._contexts[branch], count) for branch, count in rows.items()]):
             return list(rows)
         fitting: list[tuple[Context, int]] = []
@@ -162,7 +161,7 @@ class Heads(Drafter):
         return kept
 
     def _run(self, work: dict[Branch, Reading]) -> dict[Branch, Tensor]:
-        """What the head makes of each one's last state; the contexts of all others end."""
+        """Return the head's state after each branch; contexts with values that are not finite end."""
         if not work:
             return {}
         try:
@@ -192,5 +191,5 @@ class Heads(Drafter):
 
 
 def _readable(context: Context, branch: Branch) -> int:
-    """How many states wait whose following tokens are known: drafts that were wrong have none."""
+    """Return how many waiting states have a known next token; those of wrong drafts have none."""
     return max(0, min(context.end, len(branch.tokens) - 1) - context.read)

@@ -1,4 +1,4 @@
-"""The speculator that an engine was asked for."""
+"""Speculator construction: checks the configuration, and loads what drafts."""
 
 import logging
 import re
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from kvq.engine.device.runner import Runner
 from kvq.engine.sampling.choose import Chooser
-from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.draft_model import DraftModel, check_draft
 from kvq.engine.speculation.heads import Heads
 from kvq.engine.speculation.ngram import Lookup
-from kvq.engine.speculation.proposer import Jobs, Proposer
+from kvq.engine.speculation.proposer import Proposer
 from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
 from kvq.engine.speculation.speculator import Speculator
 from kvq.engine.speculation_config import Speculation
@@ -32,7 +31,7 @@ _log = logging.getLogger("kvq")
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """What drafts, loaded before the pools are sized: another model, or this one's other form or head."""
+    """Drafting weights, loaded before the pools are sized: a model, this model rounded, or a head."""
 
     model: Model | None = None
     weights: LoadedWeights | None = None
@@ -40,7 +39,7 @@ class Helper:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of a cache of its own."""
+        """Bytes per token of a cache of its own."""
         if self.model is not None:
             return self.model.kv_bytes_per_token
         return 0.0 if self.head is None else self.head.layout.kv_bytes_per_token
@@ -49,7 +48,7 @@ class Helper:
 def check_speculation(
     config: Speculation | None, model: PreparedModel
 ) -> tuple[PreparedModel, KVRecipe] | None:
-    """Check what can be without weights; returns the draft model, if there is one, and its recipe.
+    """Check all that can be checked without weights; return the draft model, if any, and its recipe.
 
     Raises:
         ModelError: a missing, damaged or refused draft model.
@@ -73,7 +72,7 @@ def check_speculation(
 
 
 def load_helper(config: Speculation | None, model: Model) -> Helper:
-    """Load what drafts for a model, if anything does; raises as `check_speculation`."""
+    """Load the helper that drafts for a model, if any; raises as `check_speculation`."""
     found = check_speculation(config, model.prepared)
     if config is not None and config.method == "self":
         _log.info("loading the model once more, rounded, to draft")
@@ -96,29 +95,26 @@ def load_helper(config: Speculation | None, model: Model) -> Helper:
 def make_speculator(
     config: Speculation | None,
     helper: Helper,
-    model: Model,
     scheduler: Scheduler,
     runner: Runner,
-    sampler: Sampler,
     chooser: Chooser,
-    jobs: Jobs,
     clock: Callable[[], float],
 ) -> Speculator | None:
-    """None if none was asked for."""
+    """Return the speculator of an engine, or None without a configuration."""
     if config is None:
         return None
     proposer: Proposer = Lookup()
-    tokens = max(pool.num_blocks for pool in scheduler.manager.pools) * model.layout.block_size
+    tokens = max(pool.num_blocks for pool in scheduler.manager.pools) * scheduler.manager.block_size
     if helper.weights is not None:
-        proposer = SelfDraft(sampler, chooser.bind, runner, helper.weights)
+        proposer = SelfDraft(chooser, runner, helper.weights)
     elif helper.head is not None:
-        proposer = Heads(sampler, chooser.bind, helper.head, tokens=tokens)
+        proposer = Heads(chooser, helper.head, tokens=tokens)
     elif helper.model is not None:
         weights, layout = helper.model.weights, helper.model.layout
         session = Session(weights, layout, max_tokens=weights.max_context, pool_tokens=tokens)
-        proposer = DraftModel(sampler, chooser.bind, session)
+        proposer = DraftModel(chooser, session)
     _log.info("tokens are drafted by %s, %d of a sequence in a step at most", config.method, config.k)
-    return Speculator(config, proposer, scheduler, jobs, clock)
+    return Speculator(config, proposer, scheduler, clock)
 
 
 _HEAD = re.compile(r"eagle|medusa", re.IGNORECASE)  # in names of classes and kinds
@@ -126,10 +122,10 @@ _NAMING = ("model_type", "speculators_model_type")
 
 
 def check_is_model(source: ModelSource) -> None:
-    """Raise ConfigError if what is given as a draft model is a head, such as EAGLE, by its config.json.
+    """Raise ConfigError if a draft model is only a head, such as EAGLE, by its config.json.
 
     Raises:
-        ModelError: it has none that can be read.
+        ModelError: config.json is missing or can't be read.
     """
     config = read_json(source.folder / "config.json")
     classes = config.get("architectures")

@@ -1,4 +1,4 @@
-"""Drafts by n-grams: what followed the last tokens when they came before.
+"""N-gram drafting: proposes the tokens that followed the last ones when they occurred before.
 
 Sources: Saxena 2023, "Prompt Lookup Decoding"; Oliaro et al. 2024, "SuffixDecoding", for outputs of other
 requests.
@@ -10,31 +10,31 @@ from collections.abc import Sequence
 
 from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
-from kvq.engine.speculation.proposer import Jobs, Proposer
+from kvq.engine.speculation.proposer import Proposer
 from kvq.scheduler import Branch, StepPlan
 
 _LENGTHS = (8, 4, 3, 2)  # of n-grams, the longest first
-_AT_ONCE = 4096  # tokens that are indexed in a step: a long prompt holds up nobody
-_MOST_TOKENS = 1 << 14  # of one tenant's outputs; at twice as many the older half goes
+_AT_ONCE = 4096  # tokens that are indexed in a step, so that a long prompt delays no other request
+_MOST_TOKENS = 1 << 14  # of one tenant's outputs; at twice as many the older half is dropped
 _MOST_IN_ALL = 1 << 17  # of all tenants; a token takes some 600 bytes, most of them in the dictionary
 
 
 class NGrams:
-    """A text, and where each n-gram of it came last. Costs a few dictionary entries a token."""
+    """A text, and the last place of each of its n-grams. Costs a few dictionary entries a token."""
 
     def __init__(self) -> None:
         self.tokens = array("I")
-        self._last: dict[bytes, int] = {}  # n-gram -> index behind its last coming but the newest tokens'
+        self._last: dict[bytes, int] = {}  # n-gram -> index after it, where it last occurred before the end
         self._indexed = 0  # tokens whose n-grams are known
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Go on with tokens."""
+        """Append tokens."""
         self.tokens.extend(tokens)
 
     def following(self, context: "array[int]", count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest known end of `context`; [] where none is known.
+        """Return up to `count` tokens that followed the longest known suffix of `context`; [] for none.
 
-        Where they run into the end of the text it is taken to begin anew there, as of what repeats itself.
+        A text that ends within them is continued periodically, as if it repeated itself.
         """
         self._index()
         for length in _LENGTHS if count else ():
@@ -46,7 +46,7 @@ class NGrams:
         return []
 
     def _index(self) -> None:
-        """Know more n-grams that end before the last token, whose following one is there."""
+        """Index more n-grams that end before the last token, so that the next token is known."""
         tokens, last, first = self.tokens, self._last, max(self._indexed, 1)
         until = min(len(tokens), first + _AT_ONCE)
         for end in range(first, until):
@@ -64,7 +64,7 @@ class NGrams:
 
 
 class Recent:
-    """Outputs of requests that ended, by who may know of them: timing would tell others what was said."""
+    """Outputs of ended requests by owner. Others must not use them: timing would reveal their content."""
 
     def __init__(self, most_tokens: int = _MOST_TOKENS, most_in_all: int = _MOST_IN_ALL) -> None:
         self._most = most_tokens
@@ -73,7 +73,7 @@ class Recent:
         self._texts: OrderedDict[tuple[str, str | None], NGrams] = OrderedDict()
 
     def add(self, owner: tuple[str, str | None], tokens: Sequence[int]) -> None:
-        """Keep an output of a tenant's request; the tenants heard of least recently are forgotten."""
+        """Keep an output of a tenant's request; the least recently active tenants are forgotten."""
         if not tokens:
             return
         text = self._texts.setdefault(owner, NGrams())
@@ -90,12 +90,12 @@ class Recent:
             self._total -= len(oldest.tokens)
 
     def of(self, owner: tuple[str, str | None]) -> NGrams | None:
-        """What may be told to a request of that tenant."""
+        """Return the outputs that a request of this owner may use."""
         return self._texts.get(owner)
 
 
 class Lookup(Proposer):
-    """Guesses what followed before: in the request's own text, else in late answers to its tenant."""
+    """Proposes tokens that followed before: in the request's own text, or in recent answers to its tenant."""
 
     takes_passes = False
 
@@ -105,7 +105,7 @@ class Lookup(Proposer):
         self._found: dict[Branch, list[int]] = {}
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
-        """As many as are found and, under a grammar, allowed."""
+        """Return how many drafts are found and, under a grammar, allowed."""
         text = self._texts.setdefault(branch, NGrams())
         text.extend(branch.tokens[len(text.tokens) :])
         found = text.following(branch.tokens, limit)
@@ -117,24 +117,24 @@ class Lookup(Proposer):
         self._found[branch] = found
         return len(found)
 
-    def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
-        """What `most` found."""
+    def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
+        """Return the drafts that `most` found."""
         return {
             i: [Drafted(token) for token in self._found[plan.branches[i]][:count]]
             for i, count in enumerate(plan.drafts)
             if count
         }
 
-    def begin_anew(self) -> None:
-        """Forget all answers."""
+    def reset(self) -> None:
+        """Forget all answers of ended requests."""
         self._recent = Recent()
 
     def forget(self, branch: Branch, job: Job) -> None:
-        """Keep what was answered for later requests."""
+        """Keep the answer for later requests."""
         self._texts.pop(branch, None)
         self._found.pop(branch, None)
-        self._recent.add(_owner(job), branch.tokens[job.request.prompt_length :])
+        self._recent.add(_owner(job), branch.tokens[job.prompt_length :])
 
 
 def _owner(job: Job) -> tuple[str, str | None]:
-    return job.request.tenant, job.request.cache_salt
+    return job.tenant, job.cache_salt

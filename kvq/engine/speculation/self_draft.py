@@ -1,9 +1,9 @@
-"""The model as its own draft: with rounded weights, over the blocks of its own cache.
+"""Self-drafting: the model with rounded weights drafts over the blocks of its own cache.
 
-What the draft reads of the text so far is what the model itself wrote; what it writes for its drafts goes to
-the slots that the step has for them, and the step writes them again. So it needs no cache, and no prompt is
-computed twice. Source: Zhang et al. 2024, "Draft & Verify", for a draft that is the model itself; Tiwari et
-al. 2025, "QuantSpec", for one whose weights are rounded.
+It reads the K and V that the model itself wrote. Its drafts are written to the slots that the step has for
+them, and the step overwrites them. So it needs no cache, and no prompt is computed twice.
+Source: Zhang et al. 2024, "Draft & Verify", for a draft that is the model itself; Tiwari et al. 2025,
+"QuantSpec", for one whose weights are rounded.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kvq.engine.device.runner import Runner
-from kvq.engine.sampling.sampler import Sampler
-from kvq.engine.speculation.drafter import Bind, Drafter, Growing
+from kvq.engine.sampling.choose import Chooser
+from kvq.engine.speculation.drafter import Drafter, Growing
 from kvq.errors import ConfigError
 from kvq.formats.weights import parse_weight_format
 from kvq.models import Model
@@ -44,14 +44,14 @@ def check_self(prepared: PreparedModel, weights: str | None) -> None:
 
 
 def _default_weights(prepared: PreparedModel) -> str:
-    """INT4 in the largest groups, 128 at most, that divide the inputs of every matrix."""
+    """Return INT4 in the largest groups, 128 at most, that divide the inputs of every matrix."""
     widths = [entry.shape[1] for entry in prepared.entries if len(entry.shape) == 2]
     group = gcd(_LARGEST_GROUP, *widths)
     return "int4" if group == _LARGEST_GROUP else f"int4_g{group}"
 
 
 def load_self(model: Model, weights: str | None) -> LoadedWeights:
-    """The model's weights rounded further; what is not rounded is shared with it."""
+    """Return the model's weights rounded further; weights that are not rounded are shared with it."""
     rounded = replace(
         model.prepared, rounded_to=parse_weight_format(weights or _default_weights(model.prepared))
     )
@@ -62,7 +62,7 @@ def load_self(model: Model, weights: str | None) -> LoadedWeights:
 
 @torch.no_grad()
 def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
-    """Let one model's parameters be another's where they are equal, such as embeddings."""
+    """Share parameters that two models have in common, such as embeddings."""
     known = dict(target.model.named_parameters())
     for name, parameter in draft.model.named_parameters():
         other = known.get(name)
@@ -78,20 +78,20 @@ def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
 
 
 class SelfDraft(Drafter):
-    """Runs the plan's branches token by token with other weights, before the step does."""
+    """Runs a plan's branches token by token with other weights, before the step runs."""
 
-    def __init__(self, sampler: Sampler, bind: Bind, runner: Runner, weights: LoadedWeights) -> None:
-        super().__init__(sampler, bind)
+    def __init__(self, chooser: Chooser, runner: Runner, weights: LoadedWeights) -> None:
+        super().__init__(chooser)
         self._runner = runner
         self.weights = weights
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
-        """Of the newest token of each branch, written where the step will write it."""
+        """Return logits after the newest token of each branch, whose K and V go to the step's slots."""
         return self._runner.forward(_single(plan, growing), [], weights=self.weights).logits
 
 
 def _single(plan: StepPlan, growing: list[Growing]) -> StepPlan:
-    """A step of the newest known or drafted token of some of a plan's branches."""
+    """Return a step of the newest known or drafted token of some branches of a plan."""
     ends, tokens = [], []
     for one in growing:
         drafts = one.drafts

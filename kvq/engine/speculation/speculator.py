@@ -1,12 +1,12 @@
-"""Drafts of an engine's steps: how many, which, and what became of them."""
+"""Speculator: plans the drafts of an engine's steps, and learns from their results."""
 
 import logging
 from collections.abc import Callable
 
 from kvq.engine.device.runner import StepOutput
-from kvq.engine.requests.request_state import Job
+from kvq.engine.requests.request_state import Job, as_job
 from kvq.engine.sampling.sampler import Drafted
-from kvq.engine.speculation.proposer import Jobs, Proposer
+from kvq.engine.speculation.proposer import Proposer
 from kvq.engine.speculation_config import Speculation
 from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import Depth, drafts_allowed
@@ -18,35 +18,33 @@ Drafts = dict[int, list[Drafted]]  # by the plan's indices
 
 
 class Speculator:
-    """Has drafts proposed for the branches that go on by a token, where they pay."""
+    """Has drafts proposed for decoding branches as far as they pay."""
 
     def __init__(
         self,
         config: Speculation,
         proposer: Proposer,
         scheduler: Scheduler,
-        jobs: Jobs,
         clock: Callable[[], float],
     ) -> None:
         self._k = config.k
-        self.looked_at = 0  # drafts whose forerunners were right
+        self.looked_at = 0  # drafts after right ones only
         self.right = 0  # of these
         self.depth = Depth(scheduler.costs, proposer.takes_passes, adapts=config.adapts)
         self.proposer = proposer  # what makes the drafts
         self._scheduler = scheduler
-        self._jobs = jobs
         self._clock = clock
         self._failures = 0
 
     def use(self, *, k: int, adapts: bool) -> None:
-        """From now on make so many drafts at most; 0 for none at all."""
+        """Make at most `k` drafts from now on; 0 for none."""
         self._k, self.depth.adapts = k, adapts
 
     def plan(self) -> int:
-        """Say how many drafts each branch shall have in the step that is planned next; how many in all."""
+        """Set the number of drafts of each branch in the next step; return their total."""
         if not self._k or self._failures >= _MOST_FAILURES:
             return 0
-        if self.proposer.takes_passes and self.depth.rests:  # what followed before may come any time
+        if self.proposer.takes_passes and self.depth.rests:  # an n-gram may be found at any time
             self.depth.rest()
             return 0
         allowed = drafts_allowed(self._scheduler, self._k)
@@ -62,24 +60,21 @@ class Speculator:
 
     @property
     def may_draft(self) -> bool:
-        """True unless a step was not worth a draft just now, so that the next hardly is."""
+        """False if drafts did not pay in a recent step, so that they hardly pay in the next."""
         return self._k > 0 and self._failures < _MOST_FAILURES and not self.depth.rests
 
     def skip(self) -> None:
-        """A step was planned without asking."""
+        """Note a step that was planned without drafts."""
         if self.depth.rests:
             self.depth.rest()
 
     def draft(self, plan: StepPlan) -> Drafts:
-        """Fill in the drafts of a plan whose orders were carried out.
-
-        Where that fails they are just wrong.
-        """
+        """Fill in the drafts of a plan whose orders were carried out; if that fails, with wrong ones."""
         if not plan.num_drafts:
             return {}
         began = self._clock()
         try:
-            drafts = self.proposer.propose(plan, self._jobs)
+            drafts = self.proposer.propose(plan)
         except Exception:  # noqa: BLE001 - as above
             self._fail("drafting failed")
             return {i: [Drafted(0)] * count for i, count in enumerate(plan.drafts) if count}
@@ -91,36 +86,36 @@ class Speculator:
         return drafts
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        """A step ran, whose tokens but drafts are known."""
+        """Follow a step that ran, before its next tokens are known."""
         if self._failures >= _MOST_FAILURES:
             return
         try:
-            self.proposer.observe(plan, output, self._jobs)
+            self.proposer.observe(plan, output)
         except Exception:  # noqa: BLE001 - as above
             self._fail("what drafts could not follow a step")
 
     def _most(self, allowed: dict[Branch, int]) -> dict[Branch, int]:
-        """How many drafts there may be, for branches that may have some."""
+        """Return the most drafts of each branch that can have some."""
         most: dict[Branch, int] = {}
         for branch, limit in allowed.items():
-            job = self._jobs[branch.request]
+            job = as_job(branch.request)
             if job.beams is None and limit and (count := self.proposer.most(branch, job, limit)) > 0:
                 most[branch] = count
         return most
 
     def _fail(self, what: str) -> None:
-        """Report an exception; after some no more drafts are made."""
+        """Report an exception; after several in a row no more drafts are made."""
         self._failures += 1
         _log.exception("%s%s", what, "; no more are tried" * (self._failures == _MOST_FAILURES))
 
     def learn(self, branch: Branch, drafted: int, right: int) -> None:
-        """So many of a branch's drafts were right."""
+        """Learn that the first `right` of a branch's drafts were right."""
         self.looked_at += min(drafted, right + 1)
         self.right += right
         self.depth.learn(branch, drafted, right)
 
     def count(self, job: Job, drafted: int, accepted: int) -> None:
-        """A result was told tokens, `accepted` of `drafted` ones among them, up to the one that ended it."""
+        """Count the drafts of a job, and those among its tokens, up to the one that ended a result."""
         counters = self._scheduler.counters
         counters.drafts += 1
         counters.drafted_tokens += drafted
@@ -129,11 +124,11 @@ class Speculator:
         job.accepted_tokens += accepted
 
     def forget(self, job: Job) -> None:
-        """A request ended."""
-        for branch in job.request.branches:
+        """Drop what is kept of a job that ended."""
+        for branch in job.branches:
             self.depth.forget(branch)
             self.proposer.forget(branch, job)
 
     def close(self) -> None:
-        """Give back what lies outside the device."""
+        """Release what lies outside the device."""
         self.proposer.close()

@@ -1,8 +1,7 @@
-"""The engine's core: one step is schedule, run, sample, commit, and telling everybody."""
+"""Engine core: requests in, tokens out; one step is plan, run, choose, settle."""
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -10,16 +9,17 @@ from typing import TYPE_CHECKING
 from kvq.cache.memory import held_bytes
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.config import EngineConfig
-from kvq.engine.device.runner import StepOutput
 from kvq.engine.requests.intake import Intake
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.requests.outputs import FinishReason
 from kvq.engine.requests.pinning import Pinning
-from kvq.engine.requests.request_state import Job
-from kvq.engine.sampling.choose import Choices, Chooser, Token, as_known
+from kvq.engine.requests.request_state import Job, as_job
+from kvq.engine.sampling.choose import Choices, Chooser, PendingChoices, Token, Wanted, as_known
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.make import load_helper, make_speculator
 from kvq.engine.speculation_config import parse_speculation
+from kvq.engine.steps.flight import Flight, Phase, Stopwatch
+from kvq.engine.steps.grammars import PendingGrammars
 from kvq.engine.steps.launch import Launcher
 from kvq.engine.steps.publisher import Publisher, StepSubscriber
 from kvq.engine.steps.reconcile import reconcile
@@ -28,10 +28,9 @@ from kvq.kernels.gpu.current import current
 from kvq.models import Model
 from kvq.models.describe.ends import NO_END
 from kvq.models.parts.fork_guard import Home, NotCopyable
-from kvq.scheduler import Branch, Request, StepPlan
+from kvq.scheduler import Branch
 
-if TYPE_CHECKING:  # imported with the first grammar: llguidance is not needed without one
-    from kvq.engine.grammar.compiler import GrammarCompiler
+if TYPE_CHECKING:  # llguidance is not needed without a grammar
     from kvq.engine.grammar.matcher import Matcher
 
 _log = logging.getLogger("kvq")
@@ -72,35 +71,31 @@ class EngineCore(NotCopyable):
         )
         sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
-        self._jobs: dict[Request, Job] = {}
+        self._jobs: dict[Job, None] = {}  # begun and not ended, oldest first
         self.intake = Intake(model, self.scheduler, marking=marking, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
         self.speculator = make_speculator(
-            speculation, helper, model, self.scheduler, self.runner, sampler, self._chooser, self._jobs, clock
+            speculation, helper, self.scheduler, self.runner, self._chooser, clock
         )
-        asks = config.async_scheduling
+        ahead = config.async_scheduling
         self._launcher = Launcher(
             self.scheduler,
             self.runner,
-            self._jobs,
             clock,
-            runs_ahead=True if asks is None and weights.device.type == "cuda" else asks,
+            runs_ahead=True if ahead is None and weights.device.type == "cuda" else ahead,
             speculator=self.speculator,
         )
-        num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
-        self.memory = reconcile(model, self.runner.cache, num_blocks, before)
+        self.memory = reconcile(model, self.runner.cache, self.scheduler.shape.num_blocks, before)
         self.memory.report()
-        self._compiling: dict[Job, Future[Matcher]] = {}
-        self._grammars: GrammarCompiler | None = None
+        self._grammars = PendingGrammars(model)
         self._publisher = Publisher(model, self.scheduler)
         self._is_stepping = False
+        self._flight: Flight | None = None  # the step that runs, and between steps the one launched ahead
         self._finished = 0  # requests, in this step
         self._closed = False
 
-    # What goes in
-
     def submit(self, job: Job, *, arrival_s: float | None = None) -> None:
-        """Queue a job; one with a grammar once that is compiled, aside from the steps.
+        """Queue a job; one with a grammar waits until that is compiled, while steps run.
 
         `arrival_s`: on the engine's clock, if it came while a step ran; TTFT counts from there.
 
@@ -113,25 +108,18 @@ class EngineCore(NotCopyable):
         job.timing.arrival_s = self._clock() if arrival_s is None else arrival_s
         if job.params.structured is None:
             self._begin(job, None)
-            return
-        if self._grammars is None:
-            from kvq.engine.grammar.compiler import GrammarCompiler
-
-            self._grammars = GrammarCompiler(
-                self.model.tokenizer, self.model.geometry.vocab_size, eos_ids=sorted(self.model.end_ids)
-            )
-        self._compiling[job] = self._grammars.submit(job.params.structured, tenant=job.request.tenant)
+        else:
+            self._grammars.add(job)
 
     def refuse(self, job: Job, error: KVQError) -> None:
-        """End a job that was never submitted: its listener is told why."""
+        """End a job that was never submitted, and tell its listener why."""
         self._complete(job, error, "error")
 
     def cancel(self, job: Job) -> None:
         """End a job now; nothing happens if it has ended."""
-        if (future := self._compiling.pop(job, None)) is not None:
-            future.cancel()
+        if self._grammars.remove(job):
             self._complete(job, None, "cancelled")
-        elif job.request in self._jobs:
+        elif job in self._jobs:
             self._end(job, None, "cancelled")
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -141,15 +129,11 @@ class EngineCore(NotCopyable):
     @property
     def has_work(self) -> bool:
         """True while any job has not ended."""
-        return bool(self._jobs) or bool(self._compiling)
+        return bool(self._jobs) or len(self._grammars) > 0
 
     def can_submit(self, job: Job) -> bool:
         """False while so many grammars wait to be compiled that `submit` might refuse a job for it."""
-        if job.params.structured is None or self._grammars is None:
-            return True
-        return self._grammars.has_room(job.request.tenant)
-
-    # One step
+        return self._grammars.has_room(job)
 
     def step(self) -> bool:
         """Run one step; False if there was nothing to run.
@@ -159,7 +143,7 @@ class EngineCore(NotCopyable):
         """
         self._home.check()
         if self._is_stepping:
-            raise EngineError("the engine is inside a step: whoever listens to it can't step it")
+            raise EngineError("the engine is inside a step: a listener can't step it")
         self._is_stepping = True
         try:
             with current(self.model.weights.device):
@@ -172,59 +156,75 @@ class EngineCore(NotCopyable):
         self._finished = 0
         self.scheduler.manager.expire(began)
         self._begin_compiled()
-        ahead = self._launcher.take_ahead()
-        drafting_s = 0.0
-        if ahead is None and self.speculator is not None:
-            asked = self._clock()
-            self.speculator.plan()  # a draft may read what it missed
-            drafting_s = self._clock() - asked
-        plan = self._plan(began) if ahead is None else ahead.plan
-        if plan is None:
+        flight = None if self._flight is None else self._resume(self._flight, began)
+        flight = self._flight = flight or self._plan(began)
+        if flight is None:
             return False
-        planned = self._clock()
         try:
-            wanted = None
-            if ahead is None:
-                running = self._launcher.launch(plan, planned - began)
-            else:
-                if ahead.output is not None:  # and may run aside
-                    self._launcher.get_ready(ahead)
-                    wanted = self._chooser.prepare(plan, ahead.output, self._jobs, {})
-                running = self._launcher.resume(ahead)
-            plan, output = running.plan, running.output
-            if self.speculator is not None:
-                self.speculator.observe(plan, output)
-            ran = self._clock()
-            if wanted is None or wanted.plan is not plan:
-                wanted = self._chooser.prepare(plan, output, self._jobs, running.errors, running.drafts)
-            pending = self._chooser.choose(wanted, output, self._jobs)
-            launched = self._clock()
-            self._launcher.launch_ahead(plan, pending)
-            waited = self._clock()
-            choices = pending.wait()
-            chosen = self._clock()
-            self._settle(plan, output, choices, chosen)
+            self._run(flight)
+            pending = self._choose(flight)
+            self._launcher.launch_ahead(flight, pending)
+            self._settle(flight, pending)
         except BaseException:  # an interruption too: the plan's tokens have slots and were never committed
             self._abandon()
             raise
-        began += waited - launched  # launching the next step is that one's time
-        if ahead is not None:  # the step may have run while nobody called for the next one
-            began = min(began, ran + waited - launched - output.aside_s) - ahead.launched_s
+        self._flight = flight.following
+        self._account(flight)
+        return True
+
+    def _resume(self, flight: Flight, began: float) -> Flight | None:
+        """Go on with a step that was launched ahead; None if all its branches have ended."""
+        if not flight.has_branches_left:
+            self._forget()
+            return None
+        flight.watch.start("forward", since=began)
+        return flight
+
+    def _plan(self, began: float) -> Flight | None:
+        """Plan a step; None if there is nothing to run."""
+        watch = Stopwatch(self._clock)
+        watch.start("scheduling", since=began)
+        if self.speculator is not None:
+            watch.start("drafting")
+            self.speculator.plan()  # a draft may read what it missed
+            watch.start("scheduling")
+        plan = self.scheduler.schedule(began)
+        for request in self.scheduler.take_failed():
+            self._complete(as_job(request), request.error, "error")
+        return None if plan is None else Flight(plan, watch)
+
+    def _run(self, flight: Flight) -> None:
+        """Carry a step to its output; what doesn't depend on that is done while it runs."""
+        if flight.phase is Phase.RUNNING:
+            self._launcher.plan_next(flight)
+            self._prepare_choices(flight)
+        self._launcher.run(flight)
+        if self.speculator is not None:
+            flight.watch.start("forward")
+            self.speculator.observe(flight.plan, flight.result())
+            flight.watch.stop()
+
+    def _prepare_choices(self, flight: Flight) -> Wanted:
+        flight.wanted = self._chooser.prepare(flight.plan, flight.result(), flight.errors, flight.drafts)
+        return flight.wanted
+
+    def _choose(self, flight: Flight) -> PendingChoices:
+        """Begin to draw the next tokens from a step's output."""
+        flight.watch.start("sampling")
+        return self._chooser.choose(flight.wanted or self._prepare_choices(flight), flight.result())
+
+    def _account(self, flight: Flight) -> None:
+        """Learn what a step cost, and publish its statistics."""
+        plan, watch = flight.plan, flight.watch
         if plan.branches:
             self.scheduler.costs.observe(
                 num_decodes=plan.num_decodes,
                 num_drafts=plan.num_drafts,
                 prefill_tokens=plan.prefill_tokens,
                 depth=plan.ends[-1],
-                seconds=chosen - began - running.drafting_s - drafting_s,
+                seconds=watch.seconds - watch["drafting"] - watch["settling"],
             )
-        self._publisher.publish(
-            running,
-            seconds=self._clock() - began,
-            sampling_s=launched - ran + chosen - waited,
-            finished=self._finished,
-        )
-        return True
+        self._publisher.publish(flight, finished=self._finished)
 
     def close(self, error: KVQError | None = None) -> None:
         """End every job, with `error` or as cancelled, and give back what lies outside the device."""
@@ -232,19 +232,15 @@ class EngineCore(NotCopyable):
         self._closed = True
         if not self._home.is_here:  # in a forked child, what lies outside is still its parent's
             return
-        self._launcher.forget()
-        for job, future in self._compiling.items():
-            future.cancel()
+        self._forget()
+        for job in self._grammars.close():
             self._complete(job, error, reason)
-        self._compiling.clear()
-        for job in list(self._jobs.values()):
+        for job in list(self._jobs):
             try:
                 self._end(job, error, reason)
             except Exception:  # noqa: BLE001 - after a breakdown; whoever waits is answered all the same
-                _log.exception("request %s could not be ended in order", job.request.id)
-                self._complete(self._jobs.pop(job.request), error, reason)
-        if self._grammars is not None:
-            self._grammars.close()
+                _log.exception("request %s could not be ended in order", job.id)
+                self._complete(job, error, reason)
         self._publisher.close()
         if self.speculator is not None:
             self.speculator.close()
@@ -252,78 +248,81 @@ class EngineCore(NotCopyable):
 
     def _abandon(self) -> None:
         """End everything that runs, after a step broke off: orders may be lost, so blocks say nothing."""
-        self._launcher.forget()
-        for job in list(self._jobs.values()):
+        self._forget()
+        for job in list(self._jobs):
             self._end(job, EngineError("a step broke off; send the request again"), "error")
         self.scheduler.manager.expire(inf)
         self.scheduler.manager.drop_cached()
 
+    def _forget(self) -> None:
+        """Drop the steps in flight, and wait for one that runs."""
+        if self._flight is not None:
+            self._launcher.forget(self._flight)
+        self._flight = None
+
     def _begin_compiled(self) -> None:
         """Queue the jobs whose grammars are ready, end those whose grammars are refused."""
-        for job in [job for job, future in self._compiling.items() if future.done()]:
-            future = self._compiling.pop(job)
-            error = future.exception()
-            if error is None:
-                self._begin(job, future.result())
+        for job, found in self._grammars.take_done():
+            if isinstance(found, BaseException):
+                self._complete(job, as_known(found), "error")
             else:
-                self._complete(job, as_known(error), "error")
+                self._begin(job, found)
 
     def _begin(self, job: Job, matcher: "Matcher | None") -> None:
         try:
             job.begin(self.model.tokenizer, matcher)
         except Exception as error:  # noqa: BLE001 - a tokenizer or a grammar: this request's alone
-            _log.exception("request %s failed", job.request.id)
+            _log.exception("request %s failed", job.id)
             self._complete(job, as_known(error), "error")
             return
-        self.scheduler.add(job.request, job.timing.arrival_s)
-        self._jobs[job.request] = job
+        self.scheduler.add(job, job.timing.arrival_s)
+        self._jobs[job] = None
         self.pinning.add(job)
 
-    def _plan(self, now: float) -> StepPlan | None:
-        plan = self.scheduler.schedule(now)
-        for request in self.scheduler.take_failed():
-            self._complete(self._jobs.pop(request), request.error, "error")
-        return plan
-
-    def _settle(self, plan: StepPlan, output: StepOutput, choices: Choices, now: float) -> None:
-        """Commit the step, then give everybody their tokens and end who is done."""
-        bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
-        tokens = [[] if i in bad else self._kept(plan, output, choices, i) for i in range(len(plan.branches))]
-        self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=output.failed_swaps)
+    def _settle(self, flight: Flight, pending: PendingChoices) -> None:
+        """Commit a step once its tokens are there, tell all listeners, and end the requests that are done."""
+        choices, plan = pending.wait(), flight.plan
+        now = flight.watch.start("settling")
+        bad: set[int] = set()
+        if choices.errors:
+            bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
+        tokens = [[] if i in bad else self._kept(flight, choices, i) for i in range(len(plan.branches))]
+        self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=flight.failed_swaps)
         self.pinning.apply(now)
-        for request, error in choices.errors.items():
-            if request in self._jobs:
-                self._end(self._jobs[request], error, "error")
-        timed: set[Request] = set()
+        for job, error in choices.errors.items():
+            if job in self._jobs:
+                self._end(job, error, "error")
+        timed: set[Job] = set()
         for i, chosen in choices.tokens.items():
             branch = plan.branches[i]
-            if branch.request in self._jobs:
-                told = chosen[: len(tokens[i])]
+            job = as_job(branch.request)
+            if job in self._jobs:
                 guessed = (plan.drafts[i], len(chosen) - 1)
-                self._take(self._jobs[branch.request], branch, told, timed, now, guessed)
-        for request, picks in choices.forks.items():
-            if request not in self._jobs:  # it failed, or a listener cancelled it
+                self._take(job, branch, chosen[: len(tokens[i])], timed, now, guessed)
+        for job, picks in choices.forks.items():
+            if job not in self._jobs:  # it failed, or a listener cancelled it
                 continue
-            self.scheduler.branch_out(request, [(0, token) for token, _ in picks])
-            for branch, pick in zip(request.branches, picks, strict=True):
-                if request in self._jobs:
-                    self._take(self._jobs[request], branch, [pick], timed, now)
-        for request in choices.beams:
-            if request in self._jobs:
-                self._expand(self._jobs[request], now)
+            self.scheduler.branch_out(job, [(0, token) for token, _ in picks])
+            for branch, pick in zip(job.branches, picks, strict=True):
+                if job in self._jobs:
+                    self._take(job, branch, [pick], timed, now)
+        for job in choices.beams:
+            if job in self._jobs:
+                self._expand(job, now)
+        flight.watch.stop()
 
     def _take(
         self,
         job: Job,
         branch: Branch,
         tokens: Sequence[Token],
-        timed: set[Request],
+        timed: set[Job],
         now: float,
         guessed: tuple[int, int] = (0, 0),
     ) -> None:
         """Give one result its tokens, up to the one that ends it; `guessed`: drafts, and right ones."""
-        if job.request not in timed:
-            timed.add(job.request)
+        if job not in timed:
+            timed.add(job)
             job.mark_token(now)
         used = 0
         try:
@@ -331,12 +330,12 @@ class EngineCore(NotCopyable):
                 self._chooser.record(branch, token)
                 if ended := job.accept(job.index_of(branch), token, logprobs):
                     break
-                if job.request not in self._jobs:  # its listener cancelled it
+                if job not in self._jobs:  # its listener cancelled it
                     return
         except Exception as error:  # noqa: BLE001 - a listener or a tokenizer: this request's alone
             if not isinstance(error, KVQError):
-                _log.exception("request %s failed", job.request.id)
-            if job.request in self._jobs:
+                _log.exception("request %s failed", job.id)
+            if job in self._jobs:
                 self._end(job, as_known(error), "error")
             return
         if guessed[0] and self.speculator is not None:
@@ -344,43 +343,43 @@ class EngineCore(NotCopyable):
         if ended:
             self._release(branch)
             self.scheduler.finish(branch)
-            if not job.request.live and job.request in self._jobs:  # its listener may have cancelled it
-                self._complete(self._jobs.pop(job.request), None, None)
+            if not job.live and job in self._jobs:  # its listener may have cancelled it
+                self._complete(job, None, None)
 
-    def _kept(self, plan: StepPlan, output: StepOutput, choices: Choices, index: int) -> list[int]:
+    def _kept(self, flight: Flight, choices: Choices, index: int) -> list[int]:
         """The tokens that a branch goes on by: none, one, or accepted drafts and one behind them."""
-        chosen, drafts = [token for token, _ in choices.tokens.get(index, ())], plan.drafts[index]
-        branch = plan.branches[index]
+        branch, drafts = flight.plan.branches[index], flight.plan.drafts[index]
+        chosen = [token for token, _ in choices.tokens.get(index, ())]
         if not drafts or branch.is_done or not chosen:
             return chosen
-        job, accepted = self._jobs[branch.request], len(chosen) - 1
+        accepted = len(chosen) - 1
         assert self.speculator is not None, "drafts come from it"
         self.speculator.learn(branch, drafts, accepted)
         if accepted == drafts:
-            output.keep_states(index)
-        return chosen[: job.until_end(branch, chosen)]
+            flight.result().keep_states(index)
+        return chosen[: as_job(branch.request).until_end(branch, chosen)]
 
     def _expand(self, job: Job, now: float) -> None:
         """Let beam search choose which beams go on."""
         assert job.beams is not None, "only beams are expanded"
         job.mark_token(now)
-        running = job.request.branches[: job.beams.num_running]
+        running = job.branches[: job.beams.num_running]
         picks = job.beams.step([job.candidates[branch] for branch in running])
         job.candidates.clear()
         if job.beams.is_done or not picks:
             self._end(job, None, None)
         else:
-            self.scheduler.branch_out(job.request, picks)
+            self.scheduler.branch_out(job, picks)
 
     def _end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """End a job. With an error its values can't be trusted: nothing of it stays cached."""
-        for branch in job.request.live:
+        for branch in job.live:
             self._release(branch)
         if error is None:
-            self.scheduler.end(job.request)
+            self.scheduler.end(job)
         else:
-            self.scheduler.fail(job.request, error)
-        self._complete(self._jobs.pop(job.request), error, reason)
+            self.scheduler.fail(job, error)
+        self._complete(job, error, reason)
 
     def _release(self, branch: Branch) -> None:
         if branch.row is not None:
@@ -389,10 +388,11 @@ class EngineCore(NotCopyable):
     def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
         """Hand the result over. A listener that raises is reported; its request has ended anyway."""
         self._finished += 1
+        self._jobs.pop(job, None)  # a job that never began is not there
         if self.speculator is not None:
             self.speculator.forget(job)
         output = job.complete(self._clock(), error, reason)
         try:
             job.deliver(output)
         except Exception:  # noqa: BLE001 - somebody else's code must not stop the others' steps
-            _log.exception("the listener of request %s failed", job.request.id)
+            _log.exception("the listener of request %s failed", job.id)

@@ -1,4 +1,4 @@
-"""What every step was like, who wants to know it, and telling them."""
+"""Step statistics, and the subscribers that receive them after every step."""
 
 import logging
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from kvq.engine.steps.launch import Launched
+from kvq.engine.steps.flight import Flight
 from kvq.models import Model
 from kvq.scheduler import Scheduler, Snapshot
 from kvq.weights import PackedLinear
@@ -24,19 +24,19 @@ class StepStats(Snapshot):
 
     number: int
     decode_tokens: int
-    draft_tokens: int  # guessed, and checked by the step
+    draft_tokens: int  # drafts that the step checks
     prefill_tokens: int
-    decode_context: int  # tokens that the decodes see together, windows aside
-    prefill_context: int  # pairs of a prefill token and one that it sees, likewise
-    sampled: int  # sequences that get a token
+    decode_context: int  # tokens that the decodes attend to, ignoring windows
+    prefill_context: int  # pairs of a prefill token and one that it attends to, ignoring windows
+    sampled: int  # sequences that sample a token
     finished: int  # in this step
-    utilization: float | None  # filled slots of live blocks; None unless it is asked for
+    utilization: float | None  # filled slots / slots of live blocks, if that is measured
     seconds: float  # the whole step
     scheduling_s: float
     forward_s: float
-    drafting_s: float  # of the forward pass's time
-    attention_s: float | None  # of the forward pass: writing to blocks and attending from them
-    linear_s: float | None  # of the forward pass: Linear layers; None unless somebody subscribed
+    drafting_s: float  # part of forward_s
+    attention_s: float | None  # part of forward_s: writing to blocks and attending to them
+    linear_s: float | None  # part of forward_s: Linear layers; None before the first subscriber
     sampling_s: float
 
 
@@ -44,7 +44,7 @@ _log = logging.getLogger("kvq")
 StepSubscriber = Callable[[StepStats], object]
 
 
-class LinearTime:
+class _LinearTime:
     """Adds up the time in all Linear layers of a model on a CPU."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class LinearTime:
                 self._hooks.append(module.register_forward_hook(self._end))
 
     def take(self) -> float:
-        """The seconds since the last call."""
+        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -77,14 +77,14 @@ class LinearTime:
 
 
 class Publisher:
-    """Subscribers to the stats of one engine's steps; without any, nothing is measured."""
+    """Subscribers to the statistics of an engine's steps; without any, nothing is measured."""
 
     def __init__(self, model: Model, scheduler: Scheduler) -> None:
         self._model = model
         self._scheduler = scheduler
         self._on_cpu = model.weights.device.type == "cpu"
         self._subscribers: list[StepSubscriber] = []
-        self._linear: LinearTime | None = None
+        self._linear: _LinearTime | None = None
         self._is_closed = False
 
     def subscribe(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -93,23 +93,23 @@ class Publisher:
             return lambda: None
         self._subscribers.append(subscriber)
         if self._linear is None and self._on_cpu:
-            self._linear = LinearTime(self._model.weights.model)
+            self._linear = _LinearTime(self._model.weights.model)
         return lambda: self._drop(subscriber)
 
-    def publish(self, running: Launched, *, seconds: float, sampling_s: float, finished: int) -> None:
-        """Tell of a step that took so long. A subscriber that raises is reported and dropped."""
+    def publish(self, flight: Flight, *, finished: int) -> None:
+        """Send the statistics of a step. A subscriber that raises is reported and dropped."""
         if not self._subscribers:
             return
-        stats = self._stats(running, seconds, sampling_s, finished)
+        stats = self._stats(flight, finished)
         for subscriber in tuple(self._subscribers):
             try:
                 subscriber(stats)
-            except Exception:  # noqa: BLE001 - somebody else's code must not stop the steps
+            except Exception:  # noqa: BLE001 - a subscriber must not stop the steps
                 _log.exception("a subscriber to step stats failed and is dropped")
                 self._drop(subscriber)
 
     def close(self) -> None:
-        """Measure nothing any more."""
+        """Stop measuring."""
         self._is_closed = True
         if self._linear is not None:
             self._linear.close()
@@ -121,8 +121,8 @@ class Publisher:
             self._linear.close()
             self._linear = None
 
-    def _stats(self, running: Launched, seconds: float, sampling_s: float, finished: int) -> StepStats:
-        plan = running.plan
+    def _stats(self, flight: Flight, finished: int) -> StepStats:
+        plan, watch = flight.plan, flight.watch
         return StepStats(
             **self._scheduler.snapshot().known(),
             number=plan.number,
@@ -134,11 +134,11 @@ class Publisher:
             sampled=sum(plan.samples),
             finished=finished,
             utilization=self._scheduler.manager.utilization(),
-            seconds=seconds,
-            scheduling_s=running.scheduling_s,
-            forward_s=running.forward_s,
-            drafting_s=running.drafting_s,
-            attention_s=running.output.attention_s if self._on_cpu else None,
+            seconds=watch.seconds,
+            scheduling_s=watch["scheduling"],
+            forward_s=watch["forward"] + watch["drafting"],
+            drafting_s=watch["drafting"],
+            attention_s=flight.result().attention_s if self._on_cpu else None,
             linear_s=None if self._linear is None else self._linear.take(),
-            sampling_s=sampling_s,
+            sampling_s=watch["sampling"],
         )

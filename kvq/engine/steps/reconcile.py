@@ -1,7 +1,7 @@
-"""What was planned to be held against what is held, term by term, each judged by itself.
+"""Memory reconciliation: planned bytes against held bytes, term by term.
 
-Bytes are counted of the tensors that are there, and of what kernels keep in an order of their own. The whole
-process, as the system or the driver counts it, is told beside them: it shows what nobody planned.
+Held bytes are counted from the tensors, and from the layouts that kernels keep. The total of the process, as
+the system or the driver counts it, is reported with them: it shows memory that no plan has.
 """
 
 import logging
@@ -25,8 +25,8 @@ from kvq.weights import ROUTERS, PackedExperts, PackedLinear
 
 _log = logging.getLogger("kvq")
 TOLERANCE = 0.01  # of a term
-SMALL = 1_000_000  # bytes, below which a term is not judged
-WHOLE_TOLERANCE = 0.03  # of the whole process, whose libraries come and go
+SMALL = 1_000_000  # bytes; smaller terms are not judged
+WHOLE_TOLERANCE = 0.03  # of the whole process, whose libraries vary
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +39,29 @@ class Line:
 
     @property
     def off(self) -> float:
-        """By how much more than planned there is, as a share of the plan."""
+        """Excess over the plan, as a share of the plan."""
         return (self.found - self.planned) / self.planned if self.planned else float(bool(self.found))
 
     @property
     def is_wrong(self) -> bool:
-        """True if it is off by more than the tolerance, and not too small to matter."""
+        """True if it is off by more than the tolerance, and not small."""
         return max(self.planned, self.found) > SMALL and abs(self.off) > TOLERANCE
 
 
 @dataclass(frozen=True)
-class Reconciliation:
-    """All terms, and the process around them, or PyTorch's memory on a GPU."""
+class _Reconciliation:
+    """All terms, and the total of the process, or of PyTorch on a GPU."""
 
     lines: tuple[Line, ...]
     whole: Line
 
     @cached_property
     def wrong(self) -> list[Line]:
-        """The terms that are off."""
+        """Terms that are off."""
         return [line for line in self.lines if line.is_wrong]
 
     def report(self) -> None:
-        """Log it: a warning where a term is off."""
+        """Log all terms; a warning if one is off."""
         lines = (*self.lines, self.whole)
         told = ", ".join(f"{one.name} {decimal(one.found)} (planned {decimal(one.planned)})" for one in lines)
         if self.wrong:
@@ -71,8 +71,8 @@ class Reconciliation:
             _log.info("memory: %s", told)
 
 
-def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> Reconciliation:
-    """Look at an engine that was just built; `before`: what was held when that began."""
+def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> _Reconciliation:
+    """Compare the memory of an engine that was just built; `before`: bytes held before."""
     weights, layout = model.weights, model.layout
     spare = [held - planned for held, planned in zip(cache.num_blocks, num_blocks, strict=True)]
     found = found_weights(weights.model)
@@ -83,11 +83,11 @@ def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) 
     pool = Line("KV pool", bytes_of(layout, num_blocks), cache.nbytes - bytes_of(layout, spare))
     rest = before - weights.held_bytes
     whole = rest + sum(planned.values()) + pool.planned
-    return Reconciliation((*lines, pool), Line("in all", whole, held_bytes(weights.device)))
+    return _Reconciliation((*lines, pool), Line("in all", whole, held_bytes(weights.device)))
 
 
 def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:
-    """By the name of a term; of a family that nobody counts, what is there."""
+    """Return planned bytes by term; the found ones for a family without a plan."""
     try:
         return {term.name: term.nbytes for term in planned_weights(model.prepared)}
     except ConfigError:
@@ -95,7 +95,7 @@ def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def found_weights(model: nn.Module) -> dict[str, int]:
-    """Bytes of all weights by the terms of a plan."""
+    """Return the bytes of all weights by the terms of a plan."""
     found = dict.fromkeys((LINEAR_TERM, SCALES_TERM, EXPERTS_TERM, KEPT_TERM), 0)
     head = model.get_output_embeddings()  # type: ignore[operator]
     seen: set[int] = set()  # addresses of tensors that were counted

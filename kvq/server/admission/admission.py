@@ -1,9 +1,8 @@
 """Admission control: limits of pools and queue, checked before any work is done."""
 
 import random
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,7 +11,7 @@ from time import monotonic
 
 from kvq.engine import SamplingParams
 from kvq.errors import RequestError
-from kvq.scheduler import Request, resolve_max_tokens, worst_case
+from kvq.scheduler import resolve_max_tokens, worst_case
 from kvq.server.admission.concurrency import ConcurrencyLimit, FirstTokens, SequenceSlots
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.rate_limits import Tenant, TenantLimits
@@ -154,16 +153,17 @@ class Admission:
 
     @contextmanager
     def queue(
-        self, tokens: list[int], params: SamplingParams, info: Ready, slots: SequenceSlots
+        self, tokens: Sequence[int], params: SamplingParams, info: Ready, slots: SequenceSlots
     ) -> Iterator[Queued]:
         """Count a prompt of a request at the engine, from now to its end.
 
         Raises:
             Problem: 400 if it can never fit, 503 if too much waits already.
         """
+        need = blocks_wanted(params, len(tokens), info)
         entry = Queued(
             prompt_tokens=len(tokens),
-            share=check_fits(tokens, params, info),
+            share=max(blocks / total for blocks, total in zip(need, info.shape.num_blocks, strict=True)),
             slots=slots,
             left=params.num_sequences,
             tells=params.best_of is None,
@@ -248,23 +248,23 @@ class Admission:
         return unavailable(f"the server is overloaded: {message}; try again later", retry_after_s=wait_s)
 
 
-def check_fits(tokens: list[int], params: SamplingParams, info: Ready) -> float:
-    """The worst-case blocks of a prompt / blocks of the pool where they are scarcest.
+def blocks_wanted(params: SamplingParams, num_tokens: int, info: Ready) -> list[int]:
+    """Return the blocks per layer group that a prompt of `num_tokens` and its results hold at most.
 
     Raises:
         Problem: with 400, it can never fit.
     """
-    request = Request(
-        id="",
-        tokens=array("I", tokens),
-        max_tokens=params.max_tokens,
-        most_tokens=params.most_tokens,
-        num_branches=params.num_sequences,
-    )
+    branches, shape, config = params.num_sequences, info.shape, info.scheduler
     try:
-        most = resolve_max_tokens(request, info.shape, info.scheduler)
+        most = resolve_max_tokens(
+            num_tokens,
+            params.max_tokens,
+            shape,
+            config,
+            most_tokens=params.most_tokens,
+            num_branches=branches,
+        )
     except RequestError as error:
-        is_long = len(tokens) + (params.max_tokens or 1) > info.max_context
+        is_long = num_tokens + (params.max_tokens or 1) > info.max_context
         raise Problem(400, str(error), code="context_length_exceeded" if is_long else None) from error
-    need = worst_case(request, most, info.shape, info.scheduler.max_num_batched_tokens)
-    return max(blocks / total for blocks, total in zip(need, info.shape.num_blocks, strict=True))
+    return worst_case(num_tokens, most, shape, config.max_num_batched_tokens, branches)

@@ -12,11 +12,12 @@ from typing import Any
 from kvq.errors import KVQError
 from kvq.models.templates.forms import Forms
 from kvq.server.admission.bodies import ChatMessage
+from kvq.server.engine.messages import pack
 from kvq.server.engine.token_texts import TokenTexts
 from kvq.server.http.json_bounds import MAX_TOKEN_IDS
 from kvq.server.http.problems import Problem, failed, unavailable
 from kvq.server.reading import Lane, Overran, Readers
-from kvq.server.reading.jobs import Chat, Decode, Done, Job, Refusal, Shared, Text, Trial, pack
+from kvq.server.reading.jobs import Chat, Decode, Done, Job, Refusal, Shared, Text, Trial
 
 _log = logging.getLogger("kvq")
 _DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
@@ -120,7 +121,7 @@ class Prompts:
         other._for_texts = other._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_COUNTING)
         return other
 
-    async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
+    async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> Sequence[int]:
         """Return the token ids of a text.
 
         Raises:
@@ -131,7 +132,7 @@ class Prompts:
         )
         return (await self._do(self._for_texts, job, tenant, len(text))).numbers
 
-    async def chat(self, conversation: Conversation, *, tenant: str = "") -> list[int]:
+    async def chat(self, conversation: Conversation, *, tenant: str = "") -> Sequence[int]:
         """Return the token ids of a conversation in the model's own format.
 
         Raises:
@@ -155,8 +156,8 @@ class Prompts:
             raise await self._problem_of(error) from error
 
     async def shared_lengths(
-        self, tokens: list[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
-    ) -> list[int]:
+        self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
+    ) -> Sequence[int]:
         """Return how many first tokens a conversation shares with each other one; 0 with its equals.
 
         `tokens`: the result of `chat` for the whole one.
@@ -169,7 +170,7 @@ class Prompts:
         num_bytes = sum(_num_bytes(turns) for turns, _ in given)
         return (await self._do(self._for_chats, job, tenant, num_bytes)).numbers
 
-    async def detokenize(self, tokens: list[int], *, tenant: str = "") -> str:
+    async def detokenize(self, tokens: Sequence[int], *, tenant: str = "") -> str:
         """Return the text of token ids, with special tokens."""
         return (await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))).text
 

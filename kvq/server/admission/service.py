@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,9 +11,9 @@ from kvq.engine import SamplingParams
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece
 from kvq.engine.requests.prompts import check_known
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import EngineError, RequestError
-from kvq.server.admission.admission import Admission, Queued, check_fits
+from kvq.server.admission.admission import Admission, Queued, blocks_wanted
 from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.metrics import Metrics
@@ -116,7 +116,7 @@ class Service:
             self.check_ready()
             self.admission.check(tenant)
 
-    def check_prompt(self, tokens: list[int], params: SamplingParams, where: str) -> None:
+    def check_prompt(self, tokens: Sequence[int], params: SamplingParams, where: str) -> None:
         """Raise Problem if the engine would refuse a prompt; of several, before any is begun."""
         info = self._info()
         with self._counting_refusals():
@@ -124,10 +124,10 @@ class Service:
                 check_known(tokens, info.vocab_size)
             except RequestError as error:
                 raise Problem(400, str(error), param=where) from error
-            check_fits(tokens, params, info)
+            blocks_wanted(params, len(tokens), info)
 
     def thinks(
-        self, params: SamplingParams, tokens: list[int], begun: str | None = None
+        self, params: SamplingParams, tokens: Sequence[int], begun: str | None = None
     ) -> tuple[bool | None, SamplingParams]:
         """Return whether an answer begins with thoughts (`Thinking.is_open`), and parameters that allow them.
 
@@ -168,7 +168,7 @@ class Service:
             yield
 
     async def stream(
-        self, tokens: list[int], terms: Terms, slots: SequenceSlots
+        self, tokens: Sequence[int], options: RequestOptions, slots: SequenceSlots
     ) -> AsyncGenerator[Piece | Ended]:
         """Yield a prompt's messages up to its `Ended`, which has no error. `slots`: its request's.
 
@@ -178,16 +178,16 @@ class Service:
         info = self._info()
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
-                entry = stack.enter_context(self.admission.queue(tokens, terms.params, info, slots))
+                entry = stack.enter_context(self.admission.queue(tokens, options.params, info, slots))
             messages = self.remote.stream(
-                tokens, terms, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
+                tokens, options, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
             )
             status = "cancelled"  # unless another end comes
             try:
                 async for message in messages:
                     if isinstance(message, Ended):
                         status = ""  # counted by its own status
-                        self._count(message, terms.origin.tenant)
+                        self._count(message, options.tenant)
                         if message.error is not None:
                             raise _PROBLEMS[message.kind](message.error).counted()
                     yield message

@@ -9,7 +9,7 @@ from uuid import uuid4
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece, PromptUse
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
 from kvq.server.anthropic.bodies import MessagesBody
@@ -88,8 +88,10 @@ class MessageCall(Call):
         is_open, params = self._service.thinks(self._params, tokens, begun)
         parser = None if self._offer is None else self._offer.parser()
         self._content = _Content(parser, Thoughts(self._service.tools.thinking, is_open))
-        origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
-        return self._service.stream(tokens, Terms(params=params, origin=origin, pins=pins), self.slots)
+        options = RequestOptions(
+            params=params, pins=pins, tenant=self._tenant, cache_salt=self._body.cache_salt
+        )
+        return self._service.stream(tokens, options, self.slots)
 
     def _ending(self) -> dict[str, Any]:
         last = self._last

@@ -25,7 +25,9 @@ _MAX_BREAKPOINTS = 4
 _OTHER = "\ue000"  # for private use: no user's text continues with it
 
 
-async def prompt_pins(prompts: Prompts, body: PromptBody, tokens: list[int], tenant: str) -> list[PrefixPin]:
+async def prompt_pins(
+    prompts: Prompts, body: PromptBody, tokens: Sequence[int], tenant: str
+) -> list[PrefixPin]:
     """Return the pins that the body's breakpoints ask for.
 
     A prefix consists of the tokens that stay the same if other text follows its last block, whatever the

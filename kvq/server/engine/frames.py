@@ -1,4 +1,4 @@
-"""Messages on a stream of bytes: four bytes of length, little-endian, then MessagePack."""
+"""Message frames: four bytes of length, little-endian, then MessagePack."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message with its length.
+    """Return a message with its length.
 
     Raises:
         EngineError: it is longer than a frame may be.
@@ -28,13 +28,13 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class Decoder(Generic[T]):
-    """Reads messages of one side."""
+    """Reads the messages of one side."""
 
     def __init__(self, kind: type[T]) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
 
     def read(self, sock: socket.socket) -> T | None:
-        """The next message of a blocking socket; None at its end.
+        """Return the next message of a blocking socket; None at its end.
 
         Raises:
             EngineError: not a message of this side, too long, or cut off.
@@ -48,9 +48,9 @@ class Decoder(Generic[T]):
         return self.decode(payload)
 
     async def read_async(self, receive: Callable[[int], Awaitable[bytes]]) -> T | None:
-        """The next message; None at the end of the stream, also within a message.
+        """Return the next message; None at the end of the stream, also within a message.
 
-        `receive`: reads so many bytes, or raises IncompleteReadError, as asyncio's `readexactly` does.
+        `receive`: reads that many bytes, or raises IncompleteReadError, as asyncio's `readexactly` does.
 
         Raises:
             EngineError: not a message of this side, or too long.
@@ -62,7 +62,7 @@ class Decoder(Generic[T]):
         return self.decode(payload)
 
     def decode(self, payload: bytes) -> T:
-        """One message, without its length.
+        """Return the message of a payload without its length.
 
         Raises:
             EngineError: not a message of this side.
@@ -78,7 +78,7 @@ from_engine: Decoder[FromEngine] = Decoder(FromEngine)  # type: ignore[arg-type]
 
 
 async def receive(sock: socket.socket, count: int) -> bytes:
-    """That many bytes of a non-blocking socket.
+    """Return that many bytes of a non-blocking socket.
 
     Raises:
         IncompleteReadError: the stream ends before.
@@ -100,7 +100,7 @@ def _length(head: bytes) -> int:
 
 
 def _receive(sock: socket.socket, count: int) -> bytes | None:
-    """That many bytes; empty at the end of the stream, None if it ends within them."""
+    """Return that many bytes; empty at the end of the stream, None if it ends within them."""
     parts = bytearray()
     while len(parts) < count:
         part = sock.recv(min(count - len(parts), 1 << 20))

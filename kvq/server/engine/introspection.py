@@ -1,4 +1,4 @@
-"""The engine's side of the page: remembers who ended lately, and takes pictures when asked."""
+"""Engine introspection: remembers recent requests, and takes pictures for the web page on demand."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -13,23 +13,23 @@ from kvq.engine.steps.core import EngineCore
 from kvq.layout import GroupLayout
 from kvq.scheduler.request import RequestState
 from kvq.server.engine.messages import (
+    EngineSnapshot,
     Latency,
     LiveRequest,
     Part,
     PastRequest,
-    Picture,
-    PoolPicture,
-    TenantPicture,
+    PoolSnapshot,
+    TenantSnapshot,
 )
 
 _MAX_CELLS = 1 << 17  # blocks of a pool that are looked at
 _MAX_REQUESTS = 32  # of a tenant, living and ended
 _MAX_GAPS = 4096  # between tokens, of a tenant
-_MAX_TENANTS = MAX_OWNERS + 1  # with a memory of their own; the last one's is everybody else's
+_MAX_TENANTS = MAX_OWNERS + 1  # that are remembered; the last one stands for all others
 
 
 class _Memory:
-    """What lately ended of one tenant's requests."""
+    """Recently ended requests of one tenant."""
 
     def __init__(self) -> None:
         self.past: deque[PastRequest] = deque(maxlen=_MAX_REQUESTS)
@@ -37,21 +37,21 @@ class _Memory:
         self.itl_s: deque[float] = deque(maxlen=_MAX_GAPS)
 
     def latency(self) -> Latency:
-        """Percentiles of what is remembered."""
+        """Return percentiles of the remembered requests."""
         ttft, itl = sorted(self.ttft_s), sorted(self.itl_s)
         of_ttft = {f"ttft_p{percent}": _percentile(ttft, percent) for percent in (50, 95)}
         of_itl = {f"itl_p{percent}": _percentile(itl, percent) for percent in (50, 95, 99)}
         return Latency(requests=len(ttft), **of_ttft, **of_itl)
 
 
-class Lookout:
-    """One life of the engine, as people see it."""
+class Introspection:
+    """Recent requests of one engine process, and pictures of its state."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _Memory] = {}
 
     def meet(self, tenant: str) -> None:
-        """A request of this tenant came; its blocks are known from here on."""
+        """Register the tenant of a new request."""
         if tenant not in self._memories and len(self._memories) < _MAX_TENANTS:
             self._memories[tenant] = _Memory()
 
@@ -76,14 +76,14 @@ class Lookout:
             )
         )
 
-    def look(self, core: EngineCore, jobs: dict[int, Job]) -> Picture:
-        """A picture of the engine now. O(blocks), of large pools of some of them."""
+    def look(self, core: EngineCore, jobs: dict[int, Job]) -> EngineSnapshot:
+        """Return a picture of the engine now. O(blocks); of large pools only a sample."""
         began = perf_counter()
         pools = self._pools(core)
         tenants = self._tenants(jobs.values())
         live = [_live(number, job, began) for number, job in self._oldest(jobs)]
         past = [request for memory in self._memories.values() for request in memory.past]
-        return Picture(
+        return EngineSnapshot(
             cost_s=perf_counter() - began,
             kv=core.model.recipe.name,
             block_size=core.model.layout.block_size,
@@ -93,11 +93,11 @@ class Lookout:
             past=past,
         )
 
-    def _pools(self, core: EngineCore) -> list[PoolPicture]:
+    def _pools(self, core: EngineCore) -> list[PoolSnapshot]:
         manager, names = core.scheduler.manager, list(self._memories)
         stride = ceil(max(pool.num_blocks for pool in manager.pools) / _MAX_CELLS)
         return [
-            PoolPicture(
+            PoolSnapshot(
                 cells=cells,
                 stride=stride,
                 usage=pool.usage(),
@@ -113,27 +113,29 @@ class Lookout:
             )
         ]
 
-    def _tenants(self, jobs: Iterable[Job]) -> list[TenantPicture]:
+    def _tenants(self, jobs: Iterable[Job]) -> list[TenantSnapshot]:
         counts = {tenant: [0, 0] for tenant in self._memories}
         for job in jobs:
-            if job.request.tenant in counts:
-                counts[job.request.tenant][job.request.state is not RequestState.RUNNING] += 1
+            if job.tenant in counts:
+                counts[job.tenant][job.state is not RequestState.RUNNING] += 1
         return [
-            TenantPicture(name=name, running=running, waiting=waiting, latency=self._memories[name].latency())
+            TenantSnapshot(
+                name=name, running=running, waiting=waiting, latency=self._memories[name].latency()
+            )
             for name, (running, waiting) in counts.items()
         ]
 
     def _oldest(self, jobs: dict[int, Job]) -> Iterable[tuple[int, Job]]:
         shown = dict.fromkeys(self._memories, 0)
         for number, job in jobs.items():
-            tenant = job.request.tenant
+            tenant = job.tenant
             if shown.get(tenant, _MAX_REQUESTS) < _MAX_REQUESTS:
                 shown[tenant] += 1
                 yield number, job
 
 
 def _live(number: int, job: Job, now: float) -> LiveRequest:
-    request = job.request
+    request = job
     live = request.live
     return LiveRequest(
         number=number,
@@ -151,7 +153,7 @@ def _live(number: int, job: Job, now: float) -> LiveRequest:
 
 
 def _parts(layout: GroupLayout) -> list[Part]:
-    """The formats in a group's blocks, largest first."""
+    """Return the formats in a group's blocks, largest first."""
     found: dict[str, tuple[set[str], set[int], int]] = {}
     for layer in layout.layers:
         k_bytes = layer.k_codes.nbytes + layer.k_scales.nbytes
@@ -172,5 +174,5 @@ def _parts(layout: GroupLayout) -> list[Part]:
 
 
 def _percentile(values: list[float], percent: int) -> float | None:
-    """The nearest-rank percentile of sorted values."""
+    """Return the nearest-rank percentile of sorted values."""
     return values[ceil(percent * len(values) / 100) - 1] if values else None

@@ -1,5 +1,7 @@
-"""What the HTTP process and the engine process say to each other."""
+"""Messages between the HTTP process and the engine process."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -8,7 +10,7 @@ import msgspec
 from kvq.blockmgr import PoolUsage
 from kvq.engine import Piece, Receipt, Timing, TokenLogprobs
 from kvq.engine.requests.outputs import FinishReason
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.scheduler.request import RequestState
@@ -18,14 +20,14 @@ from kvq.server.logs import LogConfig
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Any of them."""
+    """Base of all messages."""
 
 
 # To the engine
 
 
 class Start(Message, frozen=True):
-    """The first message: what to build."""
+    """First message: the engine to build."""
 
     folder: str  # of the model; absolute, and never looked up as a name
     kv: str
@@ -34,24 +36,38 @@ class Start(Message, frozen=True):
     kv_events: EventsConfig | None = None
 
 
+def pack(tokens: Sequence[int]) -> bytes:
+    """Return token ids as bytes, so that a prompt of a million is not visited id by id on its way."""
+    return array("I", tokens).tobytes()
+
+
+def unpack(packed: bytes) -> "array[int]":
+    """Return token ids that were packed."""
+    tokens = array("I")
+    tokens.frombytes(packed)
+    return tokens
+
+
 class Submit(Message, frozen=True):
+    """Request to generate from a prompt."""
+
     number: int
-    prompt: list[int]  # token ids
-    terms: Terms
+    prompt: bytes  # token ids, packed
+    options: RequestOptions
 
 
 class Cancel(Message, frozen=True):
-    """Nobody waits for a request any more. One that ended is passed over."""
+    """Request to cancel a request; ignored if it has ended."""
 
     number: int
 
 
 class Ping(Message, frozen=True):
-    """To be answered at once with another one, whatever the engine is doing."""
+    """Sign of life, answered at once with another one even during a step."""
 
 
 class Look(Message, frozen=True):
-    """Somebody wants to see the engine; one picture, taken between two steps, may serve several of these."""
+    """Request for a picture of the engine. One picture, taken between two steps, may answer several."""
 
 
 # From the engine
@@ -70,33 +86,33 @@ class Ready(Message, frozen=True):
 
     @property
     def max_context(self) -> int:
-        """Tokens of a prompt and its output together."""
+        """Most tokens of a prompt and its output together."""
         return self.scheduler.max_context
 
 
 class Refused(Message, frozen=True):
-    """The engine can't be built; trying again won't help, unless it may pass."""
+    """The engine can't be built. Another try helps only if `may_pass`."""
 
     reason: str
     may_pass: bool = False
     breaks_model: bool = False  # the KV format does
 
 
-ErrorKind = Literal["request", "busy", "engine"]  # whose fault it is: busy is everybody's
+ErrorKind = Literal["request", "busy", "engine"]  # cause: the request, the load, or the engine
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """A request is over. Without an error its results are complete."""
+    """End of a request. Without an error its results are complete."""
 
     number: int
     receipt: Receipt | None = None  # None if it was refused
-    timing: Timing | None = None  # the same; without the times between tokens, which were told in steps
+    timing: Timing | None = None  # None if it was refused; without `itl_s`, which the steps reported
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     kind: ErrorKind | None = None  # of the error
 
     def failed(self, error: KVQError) -> "Ended":
-        """The same of a request that failed."""
+        """Return this message for a failed request, with the kind of its error."""
         kind: ErrorKind = "request" if isinstance(error, RequestError) else "engine"
         kind = "busy" if isinstance(error, Overloaded) else kind
         return msgspec.structs.replace(self, error=str(error), kind=kind)
@@ -104,32 +120,32 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauges(Snapshot):
-    """Where the engine stands after a step; totals are since its start."""
+    """Engine gauges after a step; totals are since its start."""
 
     generated_tokens: int
     evictions: int = 0  # blocks that left the prefix index
     pinned: list[int] = field(default_factory=list)  # blocks under a pin, per layer group
     refused_pins: int = 0
     kv_events: int = 0  # changes of blocks that were published
-    dropped_kv_events: int = 0  # of these, those for which there was no room
+    dropped_kv_events: int = 0  # of these, dropped for lack of room
     memory: dict[str, int] = field(default_factory=dict)  # bytes by device: "host", "cuda:0"
 
 
 class Stepped(Message, frozen=True):
-    """What came of a step."""
+    """Result of a step."""
 
     pieces: list[Piece]
     ended: list[Ended]
     gauges: Gauges
     itl_s: list[float] = []  # between neighbouring tokens of a request, of all requests
-    block_times: BlockTimes | None = None  # since the last time; None: nothing happened
+    block_times: BlockTimes | None = None  # since the last message; None: no event
 
 
-# What the engine shows of itself to people who look: blocks and counts, never a prompt's text
+# The engine as the web page shows it: blocks and counts, never the text of a prompt
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one format takes of a block."""
+    """Share of a block that one format takes."""
 
     kv: str  # the format's name
     side: Literal["K", "V", "K and V"]
@@ -137,7 +153,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int  # scales included
 
 
-class PoolPicture(msgspec.Struct, frozen=True, kw_only=True):
+class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One layer group's blocks."""
 
     cells: bytes  # a byte for every `stride`-th block, see `kvq.blockmgr.snapshot`
@@ -173,12 +189,12 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True):
     receipt: Receipt
     queue_s: float | None
     ttft_s: float | None
-    itl_s: float | None  # median of its own
+    itl_s: float | None  # median of the request
     e2e_s: float | None
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles over the requests that ended last, in seconds; None where nothing was measured."""
+    """Percentiles over the requests that ended last, in seconds; None if none was measured."""
 
     requests: int
     ttft_p50: float | None
@@ -188,7 +204,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     itl_p99: float | None
 
 
-class TenantPicture(msgspec.Struct, frozen=True, kw_only=True):
+class TenantSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One tenant, in the order of the owner codes."""
 
     name: str
@@ -197,17 +213,17 @@ class TenantPicture(msgspec.Struct, frozen=True, kw_only=True):
     latency: Latency
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine between two steps."""
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """State of the engine between two steps."""
 
-    cost_s: float  # what making it took
+    cost_s: float  # time to make this picture
     kv: str  # the recipe's name
     block_size: int  # tokens
-    pools: list[PoolPicture]
-    tenants: list[TenantPicture]
-    live: list[LiveRequest]  # so many of each tenant, oldest first
-    past: list[PastRequest]  # so many of each tenant, latest first
+    pools: list[PoolSnapshot]
+    tenants: list[TenantSnapshot]
+    live: list[LiveRequest]  # a few of each tenant, oldest first
+    past: list[PastRequest]  # a few of each tenant, latest first
 
 
 ToEngine = Start | Submit | Cancel | Ping | Look
-FromEngine = Ready | Refused | Ping | Stepped | Picture
+FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot

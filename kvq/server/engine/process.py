@@ -1,4 +1,4 @@
-"""The engine's process and the socket to it, for one life."""
+"""Engine process: starts and ends it, and writes to its socket."""
 
 import asyncio
 import contextlib
@@ -12,23 +12,23 @@ from typing import Self
 from kvq.server.engine.frames import encode
 from kvq.server.engine.messages import Message
 
-_END_S = 0.4  # for the process to end by itself: all that it holds ends with it
+_END_S = 0.4  # for the process to end by itself; nothing of it has to be saved
 
 
 def start_module(name: str, end: socket.socket, *, is_quiet: bool = False) -> subprocess.Popen[bytes]:
-    """A process of its own for a module of this library, which is told its end of a socket pair.
+    """Start a module of this library in a process that gets one end of a socket pair.
 
     `is_quiet`: it writes nothing; a crash would quote a prompt. Raises OSError: no memory, no descriptors.
     """
     output = subprocess.DEVNULL if is_quiet else None
     return subprocess.Popen(
-        # -P: no module of the working directory, which may be a model's, goes before the library's
+        # -P: no module of the working directory, which may be a model folder, shadows the library
         [sys.executable, "-P", "-m", name, str(end.fileno())],
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        process_group=0,  # an interrupt at the terminal is this process's to handle
+        process_group=0,  # an interrupt at the terminal is for this process alone
     )
 
 
@@ -39,12 +39,12 @@ class EngineProcess:
     popen: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    answered_s: float = field(default_factory=monotonic)  # when it last said anything
-    is_ready: bool = False  # it was, once
+    answered_s: float = field(default_factory=monotonic)  # time of its last message
+    is_ready: bool = False  # it was ready at some time
 
     @classmethod
     async def spawn(cls) -> Self:
-        """Start one.
+        """Start a process.
 
         Raises:
             OSError: no memory, no descriptors.
@@ -54,25 +54,25 @@ class EngineProcess:
             popen = start_module("kvq.server.engine.worker", theirs)
         try:
             reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:  # whoever is to end it doesn't know it yet
+        except BaseException:  # the caller does not know the process yet
             popen.kill()
             popen.wait()
             raise
         return cls(popen, reader, writer)
 
     def say(self, message: Message) -> None:
-        """Write a message; nothing happens once the socket is closed."""
+        """Write a message; ignored once the socket is closed."""
         if not self.writer.is_closing():
             self.writer.write(encode(message))
 
     async def send(self, message: Message) -> None:
-        """Write, and wait while the engine has much to read."""
+        """Write a message, and wait while the engine has much to read."""
         self.say(message)
-        with contextlib.suppress(ConnectionError):  # whoever reads notices the end
+        with contextlib.suppress(ConnectionError):  # the reader notices the end
             await self.writer.drain()
 
     async def end(self) -> None:
-        """Close the socket, on which the process ends; kill it if it does not."""
+        """Close the socket, which ends the process; kill it if it does not end."""
         self.writer.close()
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()

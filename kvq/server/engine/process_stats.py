@@ -1,4 +1,4 @@
-"""What the engine process measures of itself for `/metrics`, and the memory that it gives back."""
+"""Process statistics for `/metrics`: inter-token gaps and memory; also returns freed memory to the system."""
 
 import os
 from collections.abc import Iterable
@@ -15,29 +15,29 @@ _GIVE_BACK_EVERY_S = 30.0
 
 
 class Gaps:
-    """Times between neighbouring tokens, each told once, while requests run."""
+    """Times between neighbouring tokens of running requests, each reported once."""
 
     def __init__(self) -> None:
-        self._told: dict[int, int] = {}  # request number: how many were told
+        self._reported: dict[int, int] = {}  # request number -> gaps that were reported
         self._gaps: list[float] = []
 
     def end(self, number: int, timing: Timing) -> None:
-        """A request ended."""
-        self._gaps += timing.itl_s[self._told.pop(number, 0) :]
+        """Take the last gaps of a request that ended."""
+        self._gaps += timing.itl_s[self._reported.pop(number, 0) :]
 
     def take(self, running: Iterable[tuple[int, Job]]) -> list[float]:
-        """The gaps since the last call."""
+        """Return the gaps since the last call."""
         for number, job in running:
             found = job.timing.itl_s
             if found:
-                self._gaps += found[self._told.get(number, 0) :]
-                self._told[number] = len(found)
+                self._gaps += found[self._reported.get(number, 0) :]
+                self._reported[number] = len(found)
         gaps, self._gaps = self._gaps, []
         return gaps
 
 
 class Memory:
-    """Bytes that this process holds, looked up once a second at most."""
+    """Bytes that this process holds, read at most once a second."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,7 +45,7 @@ class Memory:
         self._looked_s = -_MEMORY_EVERY_S
 
     def look(self) -> dict[str, int]:
-        """By device: resident on the host, reserved by PyTorch on a GPU."""
+        """Return bytes by device: resident on the host, reserved by PyTorch on a GPU."""
         now = monotonic()
         if now - self._looked_s >= _MEMORY_EVERY_S:
             self._looked_s = now
@@ -54,7 +54,7 @@ class Memory:
 
 
 class Heap:
-    """Gives back what the C library keeps of freed memory, now and then.
+    """Returns freed memory of the C library to the system now and then.
 
     A prompt's activations are freed and cut up for smaller things; glibc then keeps most of their pages. On
     the mixed load of benchmarks/reliability.py that was 49 of 75 MB gained in the first minute. Giving them
@@ -68,11 +68,11 @@ class Heap:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until it is time to; None: nothing was done since the last time."""
+        """Seconds until the next time; None if nothing was done since the last one."""
         return max(0.0, self._trimmed_s + self._every_s - monotonic()) if self._is_used else None
 
     def tend(self) -> bool:
-        """Give memory back if it is time to; True if this was done. Called after whatever was done."""
+        """Return memory if it is time; True if it was done. Called after any work."""
         now = monotonic()
         self._is_used = now - self._trimmed_s < self._every_s
         if self._is_used:

@@ -1,31 +1,32 @@
-"""The engine process as the HTTP process sees it: started, watched, ended and started again."""
+"""Remote engine: starts the engine process, watches it, and restarts it when it ends."""
 
 import asyncio
 import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic
 
 from kvq.engine import Piece
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import BrokenFormat, ConfigError, EngineError, KVQError
 from kvq.server.engine.frames import from_engine
 from kvq.server.engine.messages import (
     Cancel,
     Ended,
+    EngineSnapshot,
     Gauges,
     Look,
-    Picture,
     Ping,
     Ready,
     Refused,
     Start,
     Stepped,
     Submit,
+    pack,
 )
 from kvq.server.engine.process import EngineProcess
 
@@ -35,7 +36,7 @@ _FIRST_DELAY_S = 0.5  # before a restart of an engine that never was ready; doub
 
 
 class State(Enum):
-    """What the engine process can do now."""
+    """State of the engine process."""
 
     STARTING = "starting"  # the first time
     READY = "ready"
@@ -46,7 +47,7 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """When the engine process is given up, and how often."""
+    """Timeouts and restarts of the engine process."""
 
     start_s: float = 1800.0  # to load the model and be ready
     ping_s: float = 0.5
@@ -59,7 +60,7 @@ _Heard = Piece | Ended | EngineError
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What comes of a request: for its reader, who may be slow, and at once for whoever counts."""
+    """Messages of a request: queued for its reader, and passed to `on_message` at once."""
 
     on_message: Callable[[_Heard], object]
     queue: asyncio.Queue[_Heard | TimeoutError] = field(default_factory=asyncio.Queue)
@@ -74,11 +75,11 @@ class Remote:
 
         remote = Remote(Start(folder="/models/llama", kv="int4", options={}))
         await remote.start()
-        async for message in remote.stream([1, 2, 3], Terms()): ...
+        async for message in remote.stream([1, 2, 3], RequestOptions()): ...
         await remote.close()
 
-    When the process ends, or stops answering, everybody who waits gets an `EngineError` at once, and it
-    is started again, so many times in ten minutes as `watch` allows. All calls come from one event loop.
+    When the process ends or stops answering, all waiting requests get an `EngineError` at once, and it is
+    started again, as often in ten minutes as `watch` allows. All calls come from one event loop.
     """
 
     def __init__(
@@ -88,18 +89,18 @@ class Remote:
         watch: Watch | None = None,
         on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
-        """`on_failed` is told why there will be no engine any more."""
+        """`on_failed`: called with the reason when there will be no engine any more."""
         self.state = State.STARTING
-        self.info: Ready | None = None  # what the engine said of itself when it was ready
-        self.gauges: Gauges | None = None  # of this life of the process
+        self.info: Ready | None = None  # of the engine, once it was ready
+        self.gauges: Gauges | None = None  # of the process that runs
         self.num_restarts = 0
-        self.on_stepped: Callable[[Stepped], object] | None = None  # told of every step
+        self.on_stepped: Callable[[Stepped], object] | None = None  # called with the result of every step
         self._start = start
         self._watch = watch or Watch()
         self._on_failed = on_failed
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
-        self._looking: asyncio.Future[Picture] | None = None  # of everybody who asked for a picture
+        self._looking: asyncio.Future[EngineSnapshot] | None = None  # of all callers that wait for a picture
         self._process: EngineProcess | None = None
         self._restarts: deque[float] = deque()
         self._delay_s = 0.0  # before the next life begins
@@ -108,12 +109,12 @@ class Remote:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
+        """Process id of the engine, if it runs."""
         return None if self._process is None else self._process.popen.pid
 
     @property
     def num_slots(self) -> int | None:
-        """Sequences that the engine runs side by side, once it said so."""
+        """Most sequences that the engine runs side by side; None before it is ready."""
         return None if self.info is None else self.info.scheduler.max_num_seqs
 
     async def start(self) -> Ready:
@@ -134,15 +135,15 @@ class Remote:
 
     async def stream(
         self,
-        prompt: list[int],
-        terms: Terms,
+        prompt: Sequence[int],
+        options: RequestOptions,
         *,
         timeout_s: float | None = None,
         on_message: Callable[[Piece | Ended | EngineError], object] = lambda message: None,
     ) -> AsyncGenerator[Piece | Ended]:
-        """What comes of a request, up to its `Ended`. Leaving early cancels it.
+        """Yield the messages of a request up to its `Ended`. Leaving early cancels it.
 
-        `on_message` is told of everything when it comes, also while nobody reads on.
+        `on_message`: called with every message when it comes, even if the reader is slower.
 
         Raises:
             EngineError: no engine is ready, or it ended before the request did.
@@ -157,7 +158,7 @@ class Remote:
             timer = loop.call_later(timeout_s, stream.queue.put_nowait, TimeoutError())
         ended = False
         try:
-            await process.send(Submit(number=number, prompt=prompt, terms=terms))
+            await process.send(Submit(number=number, prompt=pack(prompt), options=options))
             while not ended:
                 message = await stream.queue.get()
                 if isinstance(message, EngineError | TimeoutError):
@@ -171,8 +172,8 @@ class Remote:
             if not ended and process is self._process:
                 process.say(Cancel(number=number))
 
-    async def look(self) -> Picture:
-        """A picture of the engine after the step that it is in.
+    async def look(self) -> EngineSnapshot:
+        """Return a picture of the engine after the current step.
 
         Raises:
             EngineError: no engine is ready, or it ended before it answered.
@@ -189,7 +190,7 @@ class Remote:
         return self._process
 
     async def close(self) -> None:
-        """End the process; who still waits gets an `EngineError`."""
+        """End the process; waiting requests get an `EngineError`."""
         self._set(State.CLOSED)
         if self._life is not None:
             self._life.cancel()
@@ -199,14 +200,14 @@ class Remote:
     # The process
 
     async def _live(self) -> None:
-        """One life after the other."""
+        """Run one process after the other."""
         while True:
             await self._live_once()
             self._restart_or_raise()
             await asyncio.sleep(self._delay_s)
 
     async def _live_once(self) -> None:
-        self._delay_s = max(2 * self._delay_s, _FIRST_DELAY_S)  # unless it becomes ready
+        self._delay_s = max(2 * self._delay_s, _FIRST_DELAY_S)  # reset when it becomes ready
         try:
             process = self._process = await EngineProcess.spawn()
         except OSError as error:  # no memory, no descriptors
@@ -227,13 +228,13 @@ class Remote:
                 stream.put(ended)
             self._show(ended)
             if is_closing and not process.is_ready:
-                process.popen.kill()  # it may load for minutes before it looks at its socket
+                process.popen.kill()  # it may load for minutes before it reads its socket
             await process.end()
-            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has said why
+            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has sent the reason
                 _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
 
     async def _serve(self, process: EngineProcess) -> None:
-        """Read what the engine says until it ends."""
+        """Read messages of the engine until it ends."""
         receive = process.reader.readexactly
         await process.send(self._start)
         async with asyncio.timeout(self._watch.start_s):
@@ -264,7 +265,7 @@ class Remote:
                 process.answered_s = monotonic()
                 if isinstance(message, Stepped):
                     self._take(message)
-                elif isinstance(message, Picture):
+                elif isinstance(message, EngineSnapshot):
                     self._show(message)
                 elif not isinstance(message, Ping):
                     raise EngineError(f"the engine sent {type(message).__name__} while it runs")
@@ -274,12 +275,12 @@ class Remote:
                 self._set(State.RESTARTING)
 
     async def _ping(self, process: EngineProcess) -> None:
-        """Kill a process that does not answer: it is stopped, or something holds its interpreter."""
+        """Kill a process that does not answer: it is stopped, or its interpreter is blocked."""
         while True:
             process.say(Ping())
             said = monotonic()
             await asyncio.sleep(self._watch.ping_s)
-            if monotonic() - said > self._watch.ping_s + 1.0:  # it was we who stood still
+            if monotonic() - said > self._watch.ping_s + 1.0:  # this process stood still
                 process.answered_s = monotonic()
             if monotonic() - process.answered_s > self._watch.stall_s:
                 _log.error("the engine has not answered for %.1f s and is killed", self._watch.stall_s)
@@ -290,7 +291,7 @@ class Remote:
         items: list[tuple[int, Piece | Ended]] = [(int(piece.request_id), piece) for piece in message.pieces]
         items += [(ended.number, ended) for ended in message.ended]
         for number, item in items:
-            if number in self._streams:  # else nobody waits for it any more
+            if number in self._streams:  # otherwise no reader waits for it
                 self._streams[number].put(item)
         self.gauges = message.gauges
         if self.on_stepped is not None:
@@ -308,19 +309,19 @@ class Remote:
         self._set(State.RESTARTING)
 
     def _failed(self, error: KVQError) -> KVQError:
-        """There will be no engine any more; returns why."""
+        """Record that there will be no engine any more; return the reason."""
         self._set(State.FAILED)
         if self._on_failed is not None:
             self._on_failed(error)
         return error
 
-    def _show(self, found: Picture | EngineError) -> None:
+    def _show(self, found: EngineSnapshot | EngineError) -> None:
         looking, self._looking = self._looking, None
         if looking is None or looking.done():
             return
         if isinstance(found, EngineError):
             looking.set_exception(found)
-            looking.exception()  # seen, even if nobody waits any more
+            looking.exception()  # retrieved, even if no caller waits any more
         else:
             looking.set_result(found)
 

@@ -1,4 +1,4 @@
-"""How long indexed blocks stay, and how soon they are used again, from the block manager's events."""
+"""Block residency: lifetimes and reuse of indexed blocks, from the block manager's events."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import msgspec
 
 from kvq.blockmgr import BlockId, Event, Evicted, Found, Stored
 
-# vLLM's, so that its dashboards draw the same lines.
+# Bounds of vLLM, so that its dashboards work.
 BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
@@ -16,26 +16,26 @@ BOUNDS_S = (
 
 
 class _Spread(msgspec.Struct, kw_only=True):
-    """Durations, counted by bucket."""
+    """Histogram of durations."""
 
-    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  # last: longer ones
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  # last: longer
     total_s: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count a duration."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 
 
 class BlockTimes(msgspec.Struct, kw_only=True):
-    """What was seen of indexed blocks."""
+    """Histograms of indexed blocks."""
 
     lifetime: _Spread = msgspec.field(default_factory=_Spread)  # from entering the index to leaving it
     idle: _Spread = msgspec.field(default_factory=_Spread)  # from the last use to leaving it
     reuse_gap: _Spread = msgspec.field(default_factory=_Spread)  # from a use to the next
 
     def add(self, other: "BlockTimes") -> None:
-        """Take in what was seen since."""
+        """Add the counts of another one."""
         for name in self.__struct_fields__:
             mine, new = getattr(self, name), getattr(other, name)
             mine.counts = [a + b for a, b in zip(mine.counts, new.counts, strict=True)]
@@ -43,7 +43,7 @@ class BlockTimes(msgspec.Struct, kw_only=True):
 
 
 class Residency:
-    """A subscriber to block events. O(1) an event, two numbers for every indexed block.
+    """Subscriber to block events. O(1) per event, two numbers for every indexed block.
 
     A block is used when it enters the index and whenever a new sequence finds it; reading it in every
     step is not counted.
@@ -58,7 +58,7 @@ class Residency:
         self._is_new = False
 
     def __call__(self, event: Event) -> None:
-        """Follow one event."""
+        """Count one event."""
         if isinstance(event, Stored):
             key = (event.group, event.block)
             self._stored[key] = self._used[key] = self._clock()
@@ -75,7 +75,7 @@ class Residency:
             self._is_new = True
 
     def take(self) -> BlockTimes | None:
-        """What was counted since the last call; None if nothing."""
+        """Return the counts since the last call; None if there are none."""
         if not self._is_new:
             return None
         times, self._times, self._is_new = self._times, BlockTimes(), False

@@ -1,4 +1,4 @@
-"""What single tokens are, as text and as bytes, and their log-probabilities as OpenAI tells them."""
+"""Token texts: single tokens as text and bytes, and their log-probabilities in OpenAI's form."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
 
 
 class TokenTexts:
-    """Of one tokenizer. Looked up once for each token: answers may hold a million."""
+    """Token texts of one tokenizer, cached by token, since answers may hold a million."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -25,17 +25,17 @@ class TokenTexts:
         self._look = cache(self._read)
 
     def text(self, token: int) -> str:
-        r"""Its text; bytes that are no whole character as OpenAI writes them: `bytes:\xf0\x9f`."""
+        r"""Return the text of a token; parts of a character as OpenAI writes them: `bytes:\xf0\x9f`."""
         return self._look(token)[0]
 
     def raw(self, token: int) -> bytes:
-        """Its bytes, which with those of its neighbours are the text's."""
+        """Return the bytes of a token; joined in order they are the bytes of the text."""
         return self._look(token)[1]
 
     def completion_logprobs(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, *, within: str = ""
     ) -> dict[str, Any]:
-        """Of tokens whose text begins at character `start`; the first token of a prompt has none.
+        """Return log-probabilities of tokens from character `start` on; the first of a prompt has none.
 
         `within`: the prompt that they were made of, in which some have no place: what the tokenizer adds.
         """
@@ -54,7 +54,7 @@ class TokenTexts:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Of a message's tokens."""
+        """Return the log-probabilities of a message's tokens."""
         content = [
             self._named(entry.token, entry.logprob)
             | {"top_logprobs": [self._named(*top) for top in entry.top]}
@@ -76,7 +76,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
     def _raw(self, token: int) -> bytes | None:
-        """The bytes, if the way in which this vocabulary writes them is known."""
+        """Return the bytes, if the notation of this vocabulary is known."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(piece, str):
             return None
@@ -89,12 +89,12 @@ class TokenTexts:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI's lowest is -9999."""
+    """Return a value that JSON has; OpenAI's lowest is -9999."""
     return max(value, -9999.0)
 
 
 def _byte_level() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2, Radford et al., 2019):
+    """Return the character of each byte in byte-level vocabularies (GPT-2, Radford et al., 2019):
     printable ones for themselves, the others from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -32,7 +32,7 @@ from kvq.errors import (
 from kvq.layout import GroupLayout
 from kvq.lazy import unseen
 from kvq.server.engine.frames import encode, to_engine
-from kvq.server.engine.introspection import Lookout
+from kvq.server.engine.introspection import Introspection
 from kvq.server.engine.messages import (
     Cancel,
     Ended,
@@ -44,6 +44,7 @@ from kvq.server.engine.messages import (
     Start,
     Stepped,
     Submit,
+    unpack,
 )
 from kvq.server.engine.process_stats import Gaps, Heap, Memory
 from kvq.server.engine.residency import Residency
@@ -52,12 +53,12 @@ from kvq.server.kv_events.stream import EventStream
 from kvq.server.logs import configure
 
 _log = logging.getLogger("kvq")
-_SWITCH_S = 5e-4  # that a step waits at most for Python code of other threads; Python's own is 5 ms
+_SWITCH_S = 5e-4  # longest wait of a step for Python code of other threads; Python's default is 5 ms
 STUCK = 70  # exit status after a step that never ended
 
 
 class Worker:
-    """Steps the engine and passes on what comes of it; ends when the HTTP process does."""
+    """Steps the engine and sends the results; ends when the HTTP process does."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -68,10 +69,10 @@ class Worker:
         self._generated = 0
         self._gaps = Gaps()
         self._residency = Residency()
-        self._lookout = Lookout()
+        self._introspection = Introspection()
         self._heap = Heap()
-        self._is_looked_at = False  # somebody asked for a picture since the last one
-        self._events: EventStream | None = None  # for routers
+        self._is_looked_at = False  # a picture was requested since the last one
+        self._events: EventStream | None = None  # sends KV events to routers
 
     def run(self) -> None:
         """Build the engine, serve, and end."""
@@ -86,11 +87,11 @@ class Worker:
 
     def _run(self, start: Start) -> None:
         try:
-            with unseen("scipy"):  # which transformers would import for losses: half a second and 40 MB
+            with unseen("scipy"):  # transformers imports it for losses: half a second and 40 MB
                 import transformers  # noqa: F401
             model, config = build(Path(start.folder), start.kv, start.options)
             core = EngineCore(model, config)
-        except Exception as error:  # noqa: BLE001 - whatever it is, another try would find the same
+        except Exception as error:  # noqa: BLE001 - another try would fail alike
             if isinstance(error, KVQError):
                 reason = str(error)
             else:
@@ -111,7 +112,7 @@ class Worker:
                 return
         memory = Memory(model.weights.device)
         gc.collect()
-        gc.freeze()  # else what requests leave in circles waits for a look through all the libraries' objects
+        gc.freeze()  # so that collecting the cycles of requests does not scan all objects of the libraries
         threading.Thread(target=self._listen, args=(loop,), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(
@@ -136,7 +137,7 @@ class Worker:
     def _serve(self, loop: EngineLoop, memory: Memory) -> None:
         core = loop.core
         self._tell(core, memory)
-        while loop.obey(timeout_s=self._heap.left_s):  # by then the heap is to be tended
+        while loop.obey(timeout_s=self._heap.left_s):  # until the heap is due
             ran = core.has_work and loop.step()
             if self._events is not None:
                 self._events.flush()
@@ -144,12 +145,12 @@ class Worker:
                 self._tell(core, memory)
             if self._is_looked_at:
                 self._is_looked_at = False
-                self._send(self._lookout.look(core, self._jobs))
+                self._send(self._introspection.look(core, self._jobs))
             self._heap.tend()
 
     def _publish(self, loop: EngineLoop, config: EventsConfig) -> None:
-        """Tell routers of blocks from now on, and of all that are there whenever somebody new listens."""
-        from kvq.server.kv_events.publisher import Publisher  # with pyzmq, which nothing else needs
+        """Publish block events to routers from now on, and all blocks to every new listener."""
+        from kvq.server.kv_events.publisher import Publisher  # imports pyzmq, which only this needs
 
         manager = loop.core.scheduler.manager
 
@@ -162,7 +163,7 @@ class Worker:
         self._events.flush()
 
     def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:
-        """What the HTTP process asked for, between two steps."""
+        """Carry out a message of the HTTP process between two steps."""
         if isinstance(message, Submit):
             self._submit(core, message, came_s)
         elif isinstance(message, Look):
@@ -171,14 +172,13 @@ class Worker:
             core.cancel(self._jobs[message.number])
 
     def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
-        number, terms = command.number, command.terms
+        number, options = command.number, replace(command.options, request_id=str(command.number))
         try:
-            terms = replace(terms, origin=replace(terms.origin, request_id=str(number)))
-            job = core.intake.new_job(command.prompt, terms, listener=partial(self._take, number))
+            job = core.intake.new_job(unpack(command.prompt), options, listener=partial(self._take, number))
             self._jobs[number] = job
-            self._lookout.meet(terms.origin.tenant)
+            self._introspection.meet(options.tenant)
             if self._events is not None:
-                self._events.followed.include(terms.origin.tenant)
+                self._events.followed.include(options.tenant)
             core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)
@@ -192,7 +192,7 @@ class Worker:
         job = self._jobs.pop(number, None)
         self._gaps.end(number, event.timing)
         if job is not None:
-            self._lookout.ended(number, job.request.tenant, event)
+            self._introspection.ended(number, job.tenant, event)
         ended = Ended(
             number=number,
             receipt=event.receipt,
@@ -202,7 +202,7 @@ class Worker:
         self._ended.append(ended if event.error is None else ended.failed(event.error))
 
     def _tell(self, core: EngineCore, memory: Memory) -> None:
-        """Tell what came of a step, in one message."""
+        """Send the results of a step in one message."""
         manager = core.scheduler.manager
         gauges = Gauges(
             **core.scheduler.snapshot().known(),
@@ -224,7 +224,7 @@ class Worker:
         self._pieces, self._ended = [], []
         try:
             self._send(stepped)
-        except EngineError as error:  # a frame too large, which only a long prompt's log-probabilities make
+        except EngineError as error:  # a frame too large: only a long prompt's log-probabilities take so much
             wrong = RequestError(f"the prompt's log-probabilities can't be sent: {error}")
             ended = [
                 one if one.prompt_logprobs is None else Ended(number=one.number).failed(wrong)
@@ -233,7 +233,7 @@ class Worker:
             self._send(msgspec.structs.replace(stepped, ended=ended))
 
     def _listen(self, loop: EngineLoop) -> None:
-        """Read what the HTTP process says, in a thread of its own: pings are answered during steps too."""
+        """Read messages of the HTTP process in a thread, so that pings are answered during steps."""
         try:
             while (message := to_engine.read(self._sock)) is not None:
                 if isinstance(message, Ping):
@@ -252,7 +252,7 @@ class Worker:
 
 
 def _formats(group: GroupLayout) -> str:
-    """The full names of a layer group's formats; several where its layers differ."""
+    """Return the full names of a layer group's formats, joined by + if its layers differ."""
     pairs = [(layer.formats.k.name, layer.formats.v.name) for layer in group.layers]
     return "+".join(dict.fromkeys(k if k == v else f"{k}/{v}" for k, v in pairs))
 
@@ -260,14 +260,14 @@ def _formats(group: GroupLayout) -> str:
 def main() -> None:
     """Serve until the other end of the socket is closed."""
     sys.setswitchinterval(_SWITCH_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its log may go to a terminal that is not its own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the HTTP process handles Ctrl-C and ends this one
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its log may go to a terminal of another process group
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         try:
             Worker(sock).run()
         except BrokenPipeError:
             _log.warning("the HTTP process is gone")
-    os._exit(0)  # its things are put away; taking torch's modules apart takes a second of processor time
+    os._exit(0)  # all is closed; unloading torch would take a second of processor time
 
 
 if __name__ == "__main__":

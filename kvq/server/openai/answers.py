@@ -16,7 +16,7 @@ from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
 from kvq.server.engine.messages import Ended
 from kvq.server.openai.respond import Call
-from kvq.server.openai.sampling import terms_of
+from kvq.server.openai.sampling import options_of
 
 T = TypeVar("T")
 
@@ -33,11 +33,11 @@ class Answer(Call):
     ) -> None:
         self._service = service
         self._n = params.n
-        self._terms = terms_of(body, params, tenant)
+        self._request = options_of(body, params, tenant)
         self._options = body.stream_options
         self._id, self._created = f"{self.ID}-{uuid4().hex}", int(time())
         self._receipts: list[Receipt] = []  # of prompts that ended
-        self._prompts: list[list[int]] = []
+        self._prompts: list[Sequence[int]] = []
         self._scores: dict[int, list[TokenLogprobs | None]] = {}  # of prompts, by their index
         self.is_heavy = params.logprobs is not None
         self.slots = SequenceSlots(prompts=num_prompts, sequences=params.num_sequences)
@@ -60,7 +60,7 @@ class Answer(Call):
             yield self._head(self.CHUNK) | {"choices": [], "usage": self._usage()}
 
     @abstractmethod
-    async def _read(self) -> list[list[int]]:
+    async def _read(self) -> list[Sequence[int]]:
         """Return the prompts' tokens."""
 
     @abstractmethod
@@ -87,9 +87,9 @@ class Answer(Call):
         streams = [self._pieces_of(i, tokens) for i, tokens in enumerate(self._prompts)]
         return streams[0] if len(streams) == 1 else _merge(streams)
 
-    async def _pieces_of(self, i: int, tokens: list[int]) -> AsyncGenerator[tuple[int, Piece]]:
+    async def _pieces_of(self, i: int, tokens: Sequence[int]) -> AsyncGenerator[tuple[int, Piece]]:
         first = i * self._n
-        async with aclosing(self._service.stream(tokens, self._terms, self.slots)) as messages:
+        async with aclosing(self._service.stream(tokens, self._request, self.slots)) as messages:
             async for message in messages:
                 if isinstance(message, Ended):
                     self._scores[i] = message.prompt_logprobs or []

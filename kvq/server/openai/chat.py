@@ -37,7 +37,7 @@ class Chat(Answer):
         self._is_open: bool | None = False  # a thought, where results begin
         super().__init__(service, body, params if self._offer is None else self._offer.params(params), tenant)
 
-    async def _read(self) -> list[list[int]]:
+    async def _read(self) -> list[Sequence[int]]:
         body = self._body
         shown = body.tools if body.tool_choice != "none" else None  # else calls would be text
         tools = [tool.model_dump(exclude_none=True) for tool in shown or ()]
@@ -47,10 +47,10 @@ class Chat(Answer):
         if body.continue_final_message:
             options["continue_final_message"] = True
         conversation = Conversation(messages=body.messages, options=options)
-        tokens = await self._service.prompts.chat(conversation, tenant=self._terms.origin.tenant)
+        tokens = await self._service.prompts.chat(conversation, tenant=self._request.tenant)
         begun = plain_text(body.messages[-1]) if body.continue_final_message else None
-        self._is_open, params = self._service.thinks(self._terms.params, tokens, begun)
-        self._terms = replace(self._terms, params=params)
+        self._is_open, params = self._service.thinks(self._request.params, tokens, begun)
+        self._request = replace(self._request, params=params)
         return [tokens]
 
     def _choice(self, index: int, whole: Piece) -> dict[str, Any]:

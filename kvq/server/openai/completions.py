@@ -1,6 +1,7 @@
 """`POST /v1/completions`."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +38,15 @@ class Completions(Answer):
         self._num_characters = Counter[int]()  # sent so far, by the result's index
         super().__init__(service, body, params, tenant, num_prompts=len(self._given))
 
-    async def _read(self) -> list[list[int]]:
-        reader, tenant = self._service.prompts, self._terms.origin.tenant
+    async def _read(self) -> list[Sequence[int]]:
+        reader, tenant = self._service.prompts, self._request.tenant
         prompts = [
             await reader.tokenize(given, tenant=tenant) if isinstance(given, str) else given
             for given in self._given
         ]
         for i, tokens in enumerate(prompts):
             where = "prompt" if len(prompts) == 1 else f"prompt.{i}"
-            self._service.check_prompt(tokens, self._terms.params, where)
+            self._service.check_prompt(tokens, self._request.params, where)
         if self._body.echo:
             self._echoed = [
                 given if isinstance(given, str) else await reader.detokenize(given, tenant=tenant)

@@ -1,5 +1,6 @@
 """OpenAI routes: completions, chat and models; and `/tokenize` and `/detokenize`, as vLLM has them."""
 
+from collections.abc import Sequence
 from time import time
 from typing import Any
 
@@ -60,7 +61,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             return {"prompt": await prompts.detokenize(body.tokens, tenant=tenant_of(request))}
 
 
-async def _tokens(prompts: Prompts, body: TokenizeBody, tenant: str) -> list[int]:
+async def _tokens(prompts: Prompts, body: TokenizeBody, tenant: str) -> Sequence[int]:
     if body.messages is None:
         return await prompts.tokenize(body.prompt or "", special=body.add_special_tokens, tenant=tenant)
     options = {"add_generation_prompt": body.add_generation_prompt}

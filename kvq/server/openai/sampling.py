@@ -9,7 +9,7 @@ import msgspec
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.requests.defaults import SamplingDefaults
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import RequestError
 from kvq.server.admission.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
 from kvq.server.http.ignored import Body
@@ -54,10 +54,10 @@ def chat_params(body: ChatBody, defaults: SamplingDefaults) -> SamplingParams:
     return params_of(body, _other_fields(body) | others, defaults)
 
 
-def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
+def options_of(body: Common, params: SamplingParams, tenant: str) -> RequestOptions:
     """Return parameters with their tenant and priority; `service_tier` "flex" means batch."""
     priority = body.priority or ("batch" if body.service_tier == "flex" else "interactive")
-    return Terms(params=params, origin=Origin(priority=priority, tenant=tenant, cache_salt=body.cache_salt))
+    return RequestOptions(params=params, priority=priority, tenant=tenant, cache_salt=body.cache_salt)
 
 
 def params_of(body: Body, others: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:

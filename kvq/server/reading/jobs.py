@@ -8,7 +8,7 @@ import msgspec
 
 from kvq.models.run.prompts import PromptEncoder
 from kvq.models.templates.forms import Forms
-from kvq.server.engine.messages import Message
+from kvq.server.engine.messages import Message, pack, unpack
 
 
 class Setup(Message, frozen=True):
@@ -28,7 +28,7 @@ class Done(Message, frozen=True):
     forms: Forms = Forms()
 
     @property
-    def numbers(self) -> list[int]:
+    def numbers(self) -> "array[int]":
         """The token ids or counts."""
         return unpack(self.packed)
 
@@ -127,18 +127,6 @@ class Decode(Job, frozen=True, kw_only=True):
 
 ToReader = Piece | Text | Trial | Chat | Shared | Decode
 FromReader = Done | Refusal
-
-
-def pack(numbers: list[int]) -> bytes:
-    """Pack token ids into bytes: those of a long prompt are not looked at one by one on their way."""
-    return array("I", numbers).tobytes()
-
-
-def unpack(packed: bytes) -> list[int]:
-    """Unpack token ids."""
-    numbers = array("I")
-    numbers.frombytes(packed)
-    return numbers.tolist()
 
 
 PIECE = 1 << 17  # characters

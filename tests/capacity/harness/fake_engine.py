@@ -95,7 +95,7 @@ class FakeEngine:
     def _next(self, now: float) -> Ran | None:
         """Plan a step and run it; None if nothing can run."""
         refusals = self._injector.refusals
-        for branch in self.scheduler.holders.active:
+        for branch in self.scheduler.running.active:
             if branch.request.num_branches == 1 or not self.live[branch.request].job.is_beam_search:
                 branch.num_drafts = self._injector.num_drafts(self._setup.most_drafts)
         plan = self.scheduler.schedule(now)
@@ -251,8 +251,8 @@ class FakeEngine:
         return Gauge(
             now_s=now,
             seconds=seconds,
-            running=len(self.scheduler.holders.running),
-            waiting=len(self.scheduler.lines),
+            running=len(self.scheduler.running.requests),
+            waiting=len(self.scheduler.waiting),
             decodes=num_decodes,
             prefill_tokens=prefill_tokens,
             live=max(pool.num_live / pool.num_blocks for pool in self.manager.pools),

@@ -82,7 +82,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 def check_known(scheduler: Scheduler) -> None:
     """Raise AssertionError if the block manager was told of tokens that a branch does not have."""
-    for branch in scheduler.holders.active:
+    for branch in scheduler.running.active:
         sequence = branch.sequence
         assert sequence is not None, "an active branch has blocks"
         assert sequence.length == sequence.committed <= len(branch.tokens), "drafts were kept"
@@ -96,8 +96,8 @@ def check_empty(scheduler: Scheduler) -> None:
     manager.expire(float("inf"))
     manager.check_integrity()
     assert not scheduler.has_work, "requests are left"
-    assert not scheduler.holders.active, "branches are active after their requests ended"
-    assert scheduler.holders.num_sequences == 0, "rows were lost, or given back twice"
+    assert not scheduler.running.active, "branches are active after their requests ended"
+    assert scheduler.running.num_sequences == 0, "rows were lost, or given back twice"
     assert not manager.sequences(), "sequences were not freed"
     assert not manager.prefixes.computing(), "somebody may wait for what nobody computes"
     live = [usage.live for usage in manager.usage()]

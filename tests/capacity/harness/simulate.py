@@ -111,7 +111,7 @@ class _Simulation:
             if request is not None:
                 engine.cancel(request, self._now)
         if injector.happens(faults.preemption) and engine.ahead is None:
-            self._preempt(injector.one_of(list(engine.scheduler.holders.running)))
+            self._preempt(injector.one_of(list(engine.scheduler.running.requests)))
         if injector.happens(faults.pin):
             self._pin(injector.one_of(list(engine.live)))
 
@@ -137,7 +137,7 @@ class _Simulation:
 
 def _kinds(scheduler: Scheduler) -> list[list[Request]]:
     """The requests by what they wait for, so that rare kinds are hit as often as others."""
-    lines = scheduler.lines
+    lines = scheduler.waiting
     aside = [r for r in lines.requests() if r.state is RequestState.WAITING and r not in lines.queue]
-    kinds = [list(scheduler.holders.running), lines.preempted, aside, list(lines.queue)]
+    kinds = [list(scheduler.running.requests), lines.preempted, aside, list(lines.queue)]
     return [kind for kind in kinds if kind]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import kvq
 from kvq.engine.device.graphs import DecodeGraphs, Tables
 from kvq.engine.device.runner import Runner
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_options import RequestOptions
 
 
 class Watched:
@@ -99,14 +99,13 @@ def graphs_over(runner, *, spare, capture=lambda work: (work(), work)[1], keeps_
     """Decode graphs over a runner's blocks, enlarged by a spare one."""
     runner.cache.grow([spare + 1])
     tables = [torch.cat([t, torch.full_like(t[:1], spare)]) for t in runner._tables.there]
-    runner._tables = Tables(tables, [table.numpy() for table in tables])
+    runner._tables = Tables(tables, [table.numpy() for table in tables], 128)
     cache = Watched(runner.cache)
     graphs = DecodeGraphs(
         runner.model,
         cache,
         runner._tables,
         max_num_seqs=7,
-        max_context=128,
         keeps_hidden=keeps_hidden,
         capture=capture,
     )
@@ -156,8 +155,8 @@ def test_only_steps_of_decodes_that_want_a_token_are_taken(tiny):
     llm = kvq.LLM(tiny, "fp32", num_blocks=24, max_num_seqs=7, max_context=128)
     graphs, _ = graphs_over(llm.core.runner, spare=24)
     core = llm.core
-    terms = Terms(params=kvq.SamplingParams(max_tokens=3, ignore_eos=True))
-    core.submit(core.intake.new_job([1, 2, 3], terms))
+    options = RequestOptions(params=kvq.SamplingParams(max_tokens=3, ignore_eos=True))
+    core.submit(core.intake.new_job([1, 2, 3], options))
     prefill = core.scheduler.schedule(0.0)
     assert not graphs.takes(prefill)
     core.runner.prepare(prefill)

@@ -29,10 +29,11 @@ def test_both_ways_to_make_the_inputs_of_a_step_agree():
             host, device = (
                 find(plan, wanted, None) for find in (runner._inputs_on_cpu, runner._inputs_on_gpu)
             )
-            assert (host.tokens, host.wanted) == (device.tokens.tolist(), device.wanted.tolist())
-            assert host.positions.tolist() == device.positions.tolist()
-            assert len(host.batches) == len(device.batches) == len(runner._tables.here)
-            for one, other in zip(host.batches, device.batches, strict=True):
+            ids, positions, kept, batches = device
+            assert (host[0], host[2]) == (ids.tolist(), kept.tolist())
+            assert host[1].tolist() == positions.tolist()
+            assert len(host[3]) == len(batches) == len(runner._tables.here)
+            for one, other in zip(host[3], batches, strict=True):
                 assert (one.query_lens, one.context_lens) == (other.query_lens, other.context_lens)
                 assert (one.tables.dtype, one.slots.dtype) == (other.tables.dtype, other.slots.dtype)
                 assert torch.equal(one.tables, other.tables)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvq.engine import PrefixPin, SamplingParams
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import RequestError
 from tests.engine.kit import BLOCK, assert_balanced, drive, engine, pair, submit
 from tests.helpers_models import random_tokens
@@ -141,4 +141,4 @@ def test_pins_out_of_range_are_refused(length, seconds):
 def test_pins_beyond_the_prompt_or_too_many_are_refused(llm):
     for pins in ([PrefixPin(length=4, seconds=1)], [PrefixPin(length=1, seconds=1)] * 17):
         with pytest.raises(RequestError, match="may pin 16 prefixes of its 3 prompt tokens"):
-            llm.core.intake.new_job([3, 4, 5], Terms(params=ONE, pins=pins))
+            llm.core.intake.new_job([3, 4, 5], RequestOptions(params=ONE, pins=pins))

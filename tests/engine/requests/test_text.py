@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.requests.text import Detokenizer, StopFinder, TextStream
+from kvq.engine.requests.text import TextStream, _Detokenizer, _StopFinder
 
 BROKEN = "\ufffd"
 MARK = "<mark>"  # put between tokens by the reference, and taken out of its text
@@ -166,7 +166,7 @@ def test_pieces_and_flush_join_to_what_decode_adds_for_any_tokens(tokenizer):
         prompt = _random_ids(tokenizer, rng, rng.choice([0, 1, 3, 40]))
         prompt += _prompt(tokenizer)
         ids = _random_ids(tokenizer, rng, rng.randrange(1, 90))
-        detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+        detokenizer = _Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
         joined = "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
         assert joined == _expected(tokenizer, prompt, ids, skip), (prompt, ids)
 
@@ -176,7 +176,7 @@ def test_each_step_shows_all_but_an_open_character(tokenizer):
     prompt = _prompt(tokenizer)
     for _ in range(20):
         ids = _random_ids(tokenizer, rng, 50)
-        detokenizer, shown = Detokenizer(tokenizer, prompt), ""
+        detokenizer, shown = _Detokenizer(tokenizer, prompt), ""
         for end, token in enumerate(ids, 1):
             shown += detokenizer.push(token)
             whole = _expected(tokenizer, prompt, ids[:end])
@@ -190,7 +190,7 @@ def test_text_comes_out_whole_whatever_the_tokens_it_is_cut_into(tokenizer):
         pytest.skip("this tokenizer can't write the text")
     text = SAMPLE.replace(BROKEN, "") * 3
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    detokenizer = Detokenizer(tokenizer, tokenizer("plain", add_special_tokens=False)["input_ids"])
+    detokenizer = _Detokenizer(tokenizer, tokenizer("plain", add_special_tokens=False)["input_ids"])
     pieces = [detokenizer.push(i) for i in ids]
     assert "".join(pieces).lstrip() == tokenizer.decode(ids).lstrip()
     assert not any(BROKEN in piece for piece in pieces)
@@ -216,7 +216,7 @@ def test_work_per_token_does_not_grow(tokenizer, kind):
         odd = _sources(tokenizer)[1]
         ids = rng.choices(odd, k=600) if kind == "odd" else [odd[0]] * 600
     counting = _Counting(tokenizer)
-    detokenizer = Detokenizer(counting, ids)
+    detokenizer = _Detokenizer(counting, ids)
     for token in ids:
         detokenizer.push(token)
     assert max(counting.sizes) <= 100
@@ -230,14 +230,14 @@ def test_a_character_that_the_prompt_began_belongs_to_the_text(tokenizer):
     if len(face) == 1:
         face = [tokenizer.convert_tokens_to_ids(t) for t in ("ð", "Ł", "Ļ", "Ĥ")]  # its bytes
     first = tokenizer("words a", add_special_tokens=False)["input_ids"]
-    detokenizer = Detokenizer(tokenizer, first + face[:1])
+    detokenizer = _Detokenizer(tokenizer, first + face[:1])
     assert "".join(detokenizer.push(i) for i in face[1:]) == "🙂"
 
 
 def test_an_open_character_is_not_held_for_ever():
     tokenizer = _byte_level()
     lead, end = tokenizer.convert_tokens_to_ids(["ð", "</s>"])
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = _Detokenizer(tokenizer, [])
     assert "".join(detokenizer.push(i) for i in [lead] + [end] * 40) == BROKEN
     literal = tokenizer(BROKEN * 30)["input_ids"]
     shown = "".join(detokenizer.push(i) for i in literal)
@@ -250,7 +250,7 @@ def test_complete_characters_stay_when_a_wrong_byte_follows_them():
     good, wrong = [BYTES[b] for b in "漢🙂".encode()], [BYTES[0x80], BYTES[0xE6]]
     ids = tokenizer.convert_tokens_to_ids(["▁a", *good, *wrong, "▁plain"])
     assert tokenizer.decode(ids) == "a" + BROKEN * 9 + " plain"
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = _Detokenizer(tokenizer, [])
     assert [detokenizer.push(i) for i in ids] == [
         *("a", "", "", "漢", "", "", "", "🙂"),
         *("", "", BROKEN * 2 + " plain"),
@@ -261,7 +261,7 @@ def test_forks_go_on_by_themselves(tokenizer):
     rng = random.Random(3)
     for _ in range(20):
         ids = [_random_ids(tokenizer, rng, 20) for _ in range(3)]
-        parent = Detokenizer(tokenizer, _prompt(tokenizer))
+        parent = _Detokenizer(tokenizer, _prompt(tokenizer))
         shared = "".join(parent.push(i) for i in ids[0])
         child = parent.fork()
         texts = [shared, shared]
@@ -285,7 +285,7 @@ def test_text_ends_at_the_first_stop_string_however_it_is_cut(include_stop):
     for _ in range(1500):
         stops = ["".join(rng.choices("abc", k=rng.randrange(1, 6))) for _ in range(rng.randrange(4))]
         text = "".join(rng.choices("abc" if rng.random() < 0.5 else "abcdefgh", k=rng.randrange(40)))
-        finder, shown, position, stop = StopFinder(stops, include_stop), "", 0, None
+        finder, shown, position, stop = _StopFinder(stops, include_stop), "", 0, None
         found = _first_stop(text, stops)
         while position < len(text) and stop is None:
             size = rng.randrange(5)
@@ -302,12 +302,12 @@ def test_text_ends_at_the_first_stop_string_however_it_is_cut(include_stop):
 
 
 def test_a_stop_string_inside_another_ends_the_text_at_once():
-    assert StopFinder(("abcdX", "bc"), False).push("abcdX") == ("a", "bc")
-    assert StopFinder(("b", "ab"), False).push("xab") == ("x", "ab")  # both end here, "ab" begins first
+    assert _StopFinder(("abcdX", "bc"), False).push("abcdX") == ("a", "bc")
+    assert _StopFinder(("b", "ab"), False).push("xab") == ("x", "ab")  # both end here, "ab" begins first
 
 
 def test_finder_forks_go_on_by_themselves():
-    finder = StopFinder(("END",), False)
+    finder = _StopFinder(("END",), False)
     assert finder.push("so E") == ("so ", None)
     other = finder.fork()
     assert finder.push("ND.") == ("", "END")
@@ -391,9 +391,9 @@ def test_stream_forks_share_their_past_only(tiny):
 
 def test_a_way_of_its_own_to_decode_is_used(tiny):
     tokenizer = copy.copy(tiny.tokenizer)
-    assert Detokenizer(tokenizer, [5]).push(40) == tokenizer.decode([5, 40])[len(tokenizer.decode([5])) :]
+    assert _Detokenizer(tokenizer, [5]).push(40) == tokenizer.decode([5, 40])[len(tokenizer.decode([5])) :]
     tokenizer.decode = lambda ids, **_: "x" * len(ids)
-    assert Detokenizer(tokenizer, [5]).push(40) == "x"
+    assert _Detokenizer(tokenizer, [5]).push(40) == "x"
 
     class Own(type(tiny.tokenizer)):
         def _decode(self, token_ids, **_):
@@ -401,7 +401,7 @@ def test_a_way_of_its_own_to_decode_is_used(tiny):
 
     other = copy.copy(tiny.tokenizer)
     other.__class__ = Own
-    assert Detokenizer(other, [5]).push(40) == "y"
+    assert _Detokenizer(other, [5]).push(40) == "y"
 
 
 def _with_special(tiny, params, *tokens):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvq.engine.device.transfers import prepare_transfers
 from kvq.engine.params import SamplingParams
 from kvq.engine.sampling import sampler
 from kvq.engine.sampling.sampler import Sampler
@@ -51,7 +50,6 @@ def _launched(params: list[SamplingParams], masks: bool = False) -> tuple[int, i
         target = _on(gpu, params, vocab)
         logits = torch.zeros(len(params), vocab, dtype=torch.bfloat16, device=gpu.device)
         allowed = {0: bitmask({1}, vocab), 2: bitmask({9}, vocab)} if masks else None
-        prepare_transfers(gpu.device)
         rows, launches = list(range(len(params))), Launches()
         for row in rows:
             target.record(row, 100)
@@ -119,7 +117,6 @@ def test_marking_rows_makes_nobody_wait(scheme: Green | Tournament) -> None:
         for row, each in enumerate(marked):
             add(target, row, each, prompt=range(50), generated=[row, 7], seed=row)
         logits = torch.zeros(len(marked), 5000, dtype=torch.bfloat16, device=gpu.device)
-        prepare_transfers(gpu.device)
         rows, contexts = list(range(len(marked))), {row: [*range(50), row, 7] for row in range(len(marked))}
         with no_host_waits(gpu):
             target.sample(logits, rows, [2] * len(rows), contexts=contexts)

@@ -7,7 +7,7 @@ from typing import Any
 from kvq.engine import LLM
 from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
-from kvq.engine.speculation.proposer import Jobs, Proposer
+from kvq.engine.speculation.proposer import Proposer
 from kvq.scheduler import Branch, StepPlan
 from tests.engine.kit import engine
 from tests.helpers_models import VOCAB
@@ -30,7 +30,7 @@ class Oracle(Proposer):
         """Any number."""
         return self._rng.randint(0, limit)
 
-    def propose(self, plan: StepPlan, jobs: Jobs) -> dict[int, list[Drafted]]:
+    def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
         """The answer's next tokens, or others."""
         found: dict[int, list[Drafted]] = {}
         for i, (branch, count) in enumerate(zip(plan.branches, plan.drafts, strict=True)):

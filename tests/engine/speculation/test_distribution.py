@@ -24,7 +24,7 @@ from kvq.engine.sampling import sampler as sampler_module
 from kvq.engine.sampling.choose import Chooser
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.drafter import Drafter, Growing
-from kvq.scheduler import Branch, Request, StepPlan
+from kvq.scheduler import Branch, StepPlan
 from tests.engine.sampling.reference import adjusted, distribution
 
 VOCAB, LENGTH, PROMPT = 50, 3, 7  # the prompt is one token
@@ -57,8 +57,8 @@ def logits_of(table: torch.Tensor, contexts: list[list[int]]) -> torch.Tensor:
 class TableDraft(Drafter):
     """Reads the draft's table."""
 
-    def __init__(self, sampler: Sampler, bind: Any, table: torch.Tensor, padding: int = 0) -> None:
-        super().__init__(sampler, bind)
+    def __init__(self, chooser: Chooser, table: torch.Tensor, padding: int = 0) -> None:
+        super().__init__(chooser)
         self._table = table
         self._padding = padding
 
@@ -87,26 +87,28 @@ def _batch(
     padding: int,
 ) -> list[list[int]]:
     sampler = Sampler(max_rows=count, vocab_size=VOCAB, device=torch.device("cpu"))
-    chooser, jobs = Chooser(sampler, count), {}
+    chooser, jobs = Chooser(sampler, count), []
     params = SamplingParams(max_tokens=16, **options)
     for row in range(count):
-        request = Request(id=str(row), tokens=array("I", (PROMPT, PROMPT)), max_tokens=16)
-        request.begin(max_tokens=16, now=0.0)
-        request.branches[0].row = row
-        jobs[request] = Job(
-            request=request,
+        job = Job(
+            id=str(row),
+            tokens=array("I", (PROMPT, PROMPT)),
+            max_tokens=16,
             params=params,
             prompt=None,
             seed=seed + row,
             end_ids=(),
             timing=Timing(arrival_s=0.0),
         )
-        jobs[request].results = [SimpleNamespace(matcher=None)]  # type: ignore[list-item]
-    proposer = TableDraft(sampler, chooser.bind, draft, padding)
-    running = [request.branches[0] for request in jobs]
+        job.make_branches(max_tokens=16, now=0.0)
+        job.branches[0].row = row
+        job.results = [SimpleNamespace(matcher=None)]  # type: ignore[list-item]
+        jobs.append(job)
+    proposer = TableDraft(chooser, draft, padding)
+    running = [job.branches[0] for job in jobs]
     while running:
         plan = _plan(running, k)
-        drafts = proposer.propose(plan, jobs)
+        drafts = proposer.propose(plan)
         contexts = []
         for i, branch in enumerate(running):
             tokens = [one.token for one in drafts.get(i, ())]
@@ -115,15 +117,15 @@ def _batch(
             logits=logits_of(target, contexts), starts=[i * (k + 1) for i in range(len(running))],
             bad_tokens=torch.zeros(len(contexts), dtype=torch.bool), failed_swaps=[], attention_s=0.0,
         )  # fmt: skip
-        wanted = chooser.prepare(plan, output, jobs, {}, drafts)
-        choices = chooser.choose(wanted, output, jobs).wait()
+        wanted = chooser.prepare(plan, output, {}, drafts)
+        choices = chooser.choose(wanted, output).wait()
         assert not choices.errors
         for i, branch in enumerate(running):
             for token, _ in choices.tokens[i]:
                 branch.tokens.append(token)
                 chooser.record(branch, token)
         running = [branch for branch in running if branch.num_generated < LENGTH]
-    return [request.branches[0].tokens[2 : 2 + LENGTH].tolist() for request in jobs]
+    return [job.branches[0].tokens[2 : 2 + LENGTH].tolist() for job in jobs]
 
 
 def _plan(branches: list[Branch], k: int) -> StepPlan:

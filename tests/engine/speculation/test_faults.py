@@ -22,7 +22,7 @@ def test_a_proposer_that_raises_is_left_alone_after_a_while(plain, monkeypatch, 
     llm = with_oracle(speculating(pair("llama")[0]), PROMPTS, plain)
     asked = []
 
-    def fail(plan, jobs):
+    def fail(plan):
         asked.append(plan)
         raise RuntimeError("no drafts today")
 

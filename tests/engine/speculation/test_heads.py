@@ -77,8 +77,8 @@ def recorded(drafter):
     """What is drafted from now on: (tokens of the branch, drafts)."""
     found, propose = [], drafter.propose
 
-    def proposing(plan, jobs):
-        drafts = propose(plan, jobs)
+    def proposing(plan):
+        drafts = propose(plan)
         for i, own in drafts.items():
             found.append((plan.branches[i].tokens.tolist(), [one.token for one in own]))
         return drafts
@@ -171,7 +171,7 @@ def test_steps_without_drafts_are_followed_too(model):
     ahead = 0
     for _ in range(20):
         llm.step()
-        ahead += llm.core._launcher._ahead is not None
+        ahead += llm.core._flight is not None
     assert ahead >= 15
     drive(llm, [first, submit(llm, random_tokens(9, seed=12), PARAMS)])
     assert len({len(ids) for ids, _ in drafts}) > 5

@@ -12,7 +12,7 @@ from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.plan import CapacityPlan
 from kvq.engine import SamplingParams
-from kvq.engine.steps.reconcile import Line, Reconciliation
+from kvq.engine.steps.reconcile import Line, _Reconciliation
 
 CONTEXT, OUTPUT = 160, 64  # tokens
 
@@ -111,9 +111,9 @@ def test_what_is_off_is_a_warning_however_small_a_part_it_is(caplog: pytest.LogC
     whole = Line("in all", 1_000_000_000, 1_004_000_000)
     pool = Line("KV pool", 900_000_000, 900_000_000)
     small = Line("weight scales", 1000, 3000)
-    right = Reconciliation((Line("linear weights", 8_000_000, 8_070_000), small, pool), whole)
-    wrong = Reconciliation((Line("linear weights", 8_000_000, 12_000_000), small, pool), whole)
-    missing = Reconciliation((Line("expert weights", 0, 2_000_000), pool), whole)
+    right = _Reconciliation((Line("linear weights", 8_000_000, 8_070_000), small, pool), whole)
+    wrong = _Reconciliation((Line("linear weights", 8_000_000, 12_000_000), small, pool), whole)
+    missing = _Reconciliation((Line("expert weights", 0, 2_000_000), pool), whole)
     with caplog.at_level(logging.INFO, logger="kvq"):
         right.report()
         assert [record.levelname for record in caplog.records] == ["INFO"]

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import kvq
 from benchmarks.peers.neighbours import neighbours
-from kvq.engine.steps.publisher import LinearTime
+from kvq.engine.steps.publisher import _LinearTime
 from kvq.errors import ConfigError, ModelError
 from kvq.kernels import SequenceBatch
 from kvq.kernels.decoder.cpu import CpuDecoder
@@ -438,7 +438,7 @@ def test_what_is_hooked_runs_as_a_layer_of_its_own(name: str) -> None:
 def test_time_in_linear_layers_is_seen_while_somebody_looks() -> None:
     model = kvq.load("tiny", weights="int8")
     before = model.logits(IDS)
-    watch = LinearTime(model.weights.model)
+    watch = _LinearTime(model.weights.model)
     after = model.logits(IDS)
     assert watch.take() > 0
     watch.close()

@@ -46,7 +46,7 @@ def test_readers_use_the_template_that_was_given():
         prompts = Prompts(Readers(Setup(folder=str(folder), chat_template=TEMPLATE)), tokenizer)
         try:
             await prompts.start()
-            return await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="Lear")]))
+            return list(await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="Lear")])))
         finally:
             prompts.close()
 

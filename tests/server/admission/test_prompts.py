@@ -56,8 +56,8 @@ def tokenizer():
 def test_texts_and_chats_become_the_tokenizers_tokens(run, tokenizer):
     async def work(prompts):
         return (
-            await prompts.tokenize("Once upon"),
-            await prompts.chat(TURN),
+            list(await prompts.tokenize("Once upon")),
+            list(await prompts.chat(TURN)),
             await prompts.detokenize([40, 41]),
         )
 

@@ -17,14 +17,14 @@ import pytest
 import kvq
 from kvq.engine import PrefixPin, SamplingParams
 from kvq.engine.requests.outputs import Piece
-from kvq.engine.requests.request_options import Origin, Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import ConfigError, EngineError, OutOfMemory
 from kvq.models.describe.checkpoint import content_digest
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.server.engine import process as engine_process
 from kvq.server.engine import worker
 from kvq.server.engine.frames import MAX_FRAME, encode, from_engine, to_engine
-from kvq.server.engine.messages import Cancel, Ended, Ping, Refused, Start, Submit
+from kvq.server.engine.messages import Cancel, Ended, Ping, Refused, Start, Submit, pack
 from kvq.server.engine.remote import Remote, State, Watch
 from kvq.server.engine.worker import STUCK, Worker
 from tests.waiting import HANG_S, wait_for_async
@@ -40,7 +40,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 async def collect(remote, prompt, params, **options):
     """Tokens of the first result, and how the request ended."""
     tokens, ended = [], None
-    async for message in remote.stream(prompt, Terms(params=params), **options):
+    async for message in remote.stream(prompt, RequestOptions(params=params), **options):
         if isinstance(message, Piece):
             tokens += message.token_ids if message.index == 0 else []
         else:
@@ -96,14 +96,16 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
         _, unknown = await collect(remote, [10**6], SamplingParams(max_tokens=5))
         assert "outside the vocabulary" in unknown.error
 
-        stream = remote.stream([1, 2, 3], Terms(params=SamplingParams(max_tokens=1900, ignore_eos=True)))
+        stream = remote.stream(
+            [1, 2, 3], RequestOptions(params=SamplingParams(max_tokens=1900, ignore_eos=True))
+        )
         await anext(stream)
         await stream.aclose()  # a client that leaves
         await wait_for_async(lambda: seen[-1].running == 0, "the request to be cancelled")
         assert seen[-1].generated_tokens < sum(map(len, wanted)) + 1900
 
         heard = []
-        stream = remote.stream([1, 2, 3], Terms(params=params[0]), on_message=heard.append)
+        stream = remote.stream([1, 2, 3], RequestOptions(params=params[0]), on_message=heard.append)
         await anext(stream)  # and reads no further
         await wait_for_async(lambda: isinstance(heard[-1], Ended), "the request to end")
         await stream.aclose()
@@ -302,8 +304,8 @@ def test_messages_come_out_as_they_went_in():
         kept_special_ids=[5],
     )
     pins = [PrefixPin(length=2, seconds=1.0)]
-    origin = Origin(priority="batch", tenant="x", cache_salt="y")
-    submit = Submit(number=7, prompt=[1, 2], terms=Terms(params=params, origin=origin, pins=pins))
+    options = RequestOptions(params=params, pins=pins, priority="batch", tenant="x", cache_salt="y")
+    submit = Submit(number=7, prompt=pack([1, 2]), options=options)
     assert roundtrip(to_engine, encode(submit)) == submit
     assert roundtrip(to_engine, b"") is None
 

@@ -7,12 +7,12 @@ import pytest
 
 from kvq.engine import SamplingParams
 from kvq.engine.build import build
-from kvq.engine.requests.request_options import Terms
+from kvq.engine.requests.request_options import RequestOptions
 from kvq.engine.sampling.logprobs import TokenLogprobs
 from kvq.engine.steps.core import EngineCore
 from kvq.server.engine import frames
 from kvq.server.engine.frames import from_engine
-from kvq.server.engine.messages import Ended, Submit
+from kvq.server.engine.messages import Ended, Submit, pack
 from kvq.server.engine.process_stats import Memory
 from kvq.server.engine.worker import Worker
 
@@ -45,7 +45,7 @@ def test_a_request_that_came_while_a_step_ran_has_waited_since_then(core):
     with ours, theirs:
         worker = Worker(theirs)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
-        submit = Submit(number=1, prompt=[5, 6], terms=Terms(params=params))
+        submit = Submit(number=1, prompt=pack([5, 6]), options=RequestOptions(params=params))
         worker._do(core, submit, perf_counter() - 3600.0)
         while core.has_work:
             core.step()

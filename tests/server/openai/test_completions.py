@@ -45,10 +45,10 @@ def served(words, *, prompts=None, tools=None):
     service.tools = tools or service.tools
     service.check_prompt = lambda tokens, params, where: None
 
-    async def stream(tokens, terms, slots):
-        asked.append(terms.params)
+    async def stream(tokens, options, slots):
+        asked.append(options.params)
         for at, word in enumerate(words, 1):
-            for index in range(terms.params.n):
+            for index in range(options.params.n):
                 reason = "stop" if at == len(words) else None
                 ids = [END if word == "</think>" else at + 10]
                 yield Piece(request_id="", index=index, text=word, token_ids=ids, finish_reason=reason)

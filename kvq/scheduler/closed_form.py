@@ -1,29 +1,29 @@
-"""Many equal steps at once, for simulations, which know all tokens beforehand."""
+"""Closed form of many equal decode steps, for simulations, which know all tokens beforehand."""
 
 from array import array
 from collections.abc import Sequence
 
-from kvq.scheduler.holders import held
 from kvq.scheduler.request import Branch
+from kvq.scheduler.running import held
 from kvq.scheduler.scheduler import Scheduler
 
 
 def is_settled(scheduler: Scheduler) -> bool:
-    """True if the next steps will be as the last one was, until somebody comes, ends or has waited long.
+    """True if the next steps equal the last one until a request comes, ends or has waited long.
 
-    Then nobody waits, or nobody who waits can be let in, and no block turns out to be there already.
+    Then no request waits, or none of those that wait can start, and no block turns out to be cached already.
     """
     config = scheduler.config
-    if len(scheduler.lines) and (not scheduler.nobody_fits or config.itl_slo_s is not None):
+    if len(scheduler.waiting) and (not scheduler.nobody_fits or config.itl_slo_s is not None):
         return False
-    leads, active = scheduler.manager.prefixes.leads, scheduler.holders.active
+    leads, active = scheduler.manager.prefixes.leads, scheduler.running.active
     return not config.prefix_caching or all(leads(held(branch)) for branch in active)
 
 
 def repeat(scheduler: Scheduler, branches: Sequence[Branch], tokens: Sequence["array[int]"]) -> None:
-    """Several steps of decodes at once: each branch gets its tokens, all of them equally many.
+    """Plan and commit several decode steps at once; `tokens` holds equally many for each branch.
 
-    As if every step had been planned and committed, where `is_settled` holds throughout.
+    `is_settled` has to hold throughout.
 
     Raises:
         OutOfBlocks: they don't fit; nothing changed.

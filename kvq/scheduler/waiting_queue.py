@@ -1,6 +1,6 @@
-"""Who holds no blocks: new requests, those that wait for somebody's prefix, and preempted ones.
+"""Waiting queues: requests without blocks, whether new, waiting for a shared prefix, or preempted.
 
-Interactive ones go before batch, tenants in turn, nobody waits for ever.
+Interactive requests go before batch ones, tenants take turns, and no request waits for ever.
 """
 
 from bisect import insort
@@ -14,11 +14,11 @@ from kvq.blockmgr import Sequence
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Priority, Request
 
-_MOST_TENANTS = 10_000  # idle tenants whose service is remembered
+_MOST_TENANTS = 10_000  # whose service is remembered
 
 
 class Tenants:
-    """Tokens served per tenant. One that was idle starts level with the least served of those waiting.
+    """Tokens served per tenant. A tenant that was idle starts level with the least served waiting one.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models" (virtual token counters), 2024.
     """
@@ -28,7 +28,7 @@ class Tenants:
         self.last_to_leave = ""  # the tenant whose last waiting request was taken, most recently
 
     def served(self, tenant: str) -> float:
-        """Tokens counted for a tenant."""
+        """Return the tokens counted for a tenant."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, tenant: str, tokens: float) -> None:
@@ -39,13 +39,13 @@ class Tenants:
             self._served.popitem(last=False)
 
     def lift(self, tenant: str, floor: float) -> None:
-        """Let a tenant that comes back begin at `floor`, so that idle time earns no burst."""
+        """Let a returning tenant start at `floor`, so that idle time earns no burst."""
         if self.served(tenant) < floor:
             self._served[tenant] = floor
 
 
 class _Class:
-    """The waiting requests of one priority: a line per tenant, the least served tenant first."""
+    """Waiting requests of one priority: a line per tenant, the least served tenant first."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
@@ -69,7 +69,7 @@ class _Class:
         line.append(request)
 
     def first(self) -> Request | None:
-        """The request whose turn it is."""
+        """Return the request whose turn it is."""
         while self._order:
             served, _, tenant = self._order[0]
             if tenant in self._lines and self._tenants.served(tenant) <= served:
@@ -98,8 +98,8 @@ class _Class:
         heappush(self._order, (self._tenants.served(tenant), self._pushed, tenant))
 
 
-class WaitingQueue:
-    """Every request that holds no blocks yet. All operations but `remove` take O(log tenants)."""
+class _FairQueue:
+    """Requests that never held blocks. All operations but `remove` take O(log tenants)."""
 
     def __init__(self, *, aging_s: float) -> None:
         self.tenants = Tenants()
@@ -124,7 +124,7 @@ class WaitingQueue:
             self._batch.append(request)
 
     def age(self, now: float) -> None:
-        """Let batch requests that waited long enough stand in the interactive line."""
+        """Move batch requests that waited long enough to the interactive line."""
         batch, waiting = self._batch, self._classes[Priority.BATCH]
         while batch:
             request = batch[0]
@@ -136,22 +136,22 @@ class WaitingQueue:
             batch.popleft()
 
     def next_aging_s(self) -> float:
-        """When the next batch request will have waited long enough; infinite if none waits."""
+        """Return when the next batch request will have waited long enough; infinity if none waits."""
         waiting = self._classes[Priority.BATCH]
         since = (request.arrival_s for request in self._batch if self._where.get(request) is waiting)
         return next(since, inf) + self._aging_s
 
     def first(self) -> Request | None:
-        """The request whose turn it is, or None."""
+        """Return the request whose turn it is, or None."""
         return self._classes[Priority.INTERACTIVE].first() or self._classes[Priority.BATCH].first()
 
     def rank(self, request: Request) -> Priority:
-        """The class in whose line a request stands."""
+        """Return the priority in whose line a request stands."""
         aged = self._where[request] is self._classes[Priority.INTERACTIVE]
         return Priority.INTERACTIVE if aged else request.priority
 
     def remove(self, request: Request) -> None:
-        """Let a request go: it was admitted, cancelled or parked."""
+        """Remove a request that was admitted, cancelled or parked."""
         self._where.pop(request).remove(request)
 
     def _enter(self, request: Request, place: _Class) -> None:
@@ -161,20 +161,20 @@ class WaitingQueue:
 
 @dataclass(slots=True, eq=False)
 class _Parked:
-    """Requests whose next prefix blocks a sequence is computing."""
+    """Requests whose next prefix blocks a running sequence computes."""
 
     depth: int  # indexed blocks of the sequence when they were parked
     requests: list[Request] = field(default_factory=list)
 
 
-class Lines:
-    """The order in which requests get blocks, first or again."""
+class WaitingQueue:
+    """All requests without blocks, in the order in which they get some."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.queue = WaitingQueue(aging_s=config.aging_s)
+        self.queue = _FairQueue(aging_s=config.aging_s)
         self.preempted: list[Request] = []  # by place
         self._aging_s = config.aging_s
-        # Were parked, and go before those of their class in the queue.
+        # No longer parked; they go before the queued requests of their priority.
         self._ready: dict[Priority, deque[Request]] = {priority: deque() for priority in Priority}
         self._parked: dict[Sequence, _Parked] = {}
         self._num_parked = 0
@@ -185,32 +185,32 @@ class Lines:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that were never admitted."""
+        """Number of requests that were never admitted."""
         return len(self) - len(self.preempted)
 
     @property
     def num_parked(self) -> int:
-        """Requests that wait for a prefix that is being computed."""
+        """Number of requests that wait for a prefix that another request computes."""
         return self._num_parked
 
     def requests(self) -> list[Request]:
-        """All of them."""
+        """Return all requests."""
         parked = [request for group in self._parked.values() for request in group.requests]
         ready = [request for line in self._ready.values() for request in line]
         return [*self.preempted, *ready, *parked, *self.queue]
 
     def put_back(self, request: Request) -> None:
-        """Take a preempted request in, at its old place."""
+        """Insert a preempted request at its old place."""
         insort(self.preempted, request, key=lambda other: other.place)
 
     def park(self, request: Request, owner: Sequence) -> None:
-        """Let a request wait until a sequence has indexed more, or ended."""
+        """Let a request wait until a sequence has indexed more blocks, or has ended."""
         self.remove(request)
         self._parked.setdefault(owner, _Parked(owner.depth)).requests.append(request)
         self._num_parked += 1
 
     def wake(self) -> None:
-        """Make those ready whose prefix came nearer, or will not come. O(sequences waited for)."""
+        """Release the requests whose prefix grew or will not come. O(sequences waited for)."""
         for owner, group in list(self._parked.items()):
             if owner.depth != group.depth or not owner.announced:
                 del self._parked[owner]
@@ -219,9 +219,9 @@ class Lines:
                     self._ready[request.priority].append(request)
 
     def first(self, now: float, below: Priority | None) -> Request | None:
-        """Whose turn it is; `below`: only among classes that go before that one.
+        """Return the request whose turn it is; `below`: only of more urgent priorities than that one.
 
-        A preempted request goes before waiting ones of its class, so that nobody overtakes it.
+        A preempted request goes before waiting ones of its priority, so that none overtakes it.
         """
         outside = [*self.preempted, *(line[0] for line in self._ready.values() if line)]
         ranked = [(self.rank(request, now), request) for request in outside]
@@ -231,19 +231,19 @@ class Lines:
         return min(ranked, key=lambda entry: entry[0], default=(None, None))[1]
 
     def rank(self, request: Request, now: float) -> Priority:
-        """The class a request counts in that waits outside the queue: it ages as those inside do."""
+        """Return the priority of a request outside the fair queue, which ages as those inside do."""
         since = request.preempted_s if request.is_preempted else request.arrival_s
         return Priority.INTERACTIVE if now - since >= self._aging_s else request.priority
 
     def next_aging_s(self) -> float:
-        """When somebody who waits will count as more urgent than now; infinite if nobody will."""
+        """Return when a waiting request will next become more urgent; infinity if none will."""
         since = [request.preempted_s for request in self.preempted if request.priority is Priority.BATCH]
         since += [request.arrival_s for request in self._ready[Priority.BATCH]]
         times = [begin + self._aging_s for begin in since]
         return min([*times, self.queue.next_aging_s()])
 
     def remove(self, request: Request) -> None:
-        """Let a request go, wherever it stands."""
+        """Remove a request, wherever it waits."""
         if request.is_preempted:
             self.preempted.remove(request)
         elif request in self.queue:

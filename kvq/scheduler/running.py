@@ -1,6 +1,7 @@
-"""The requests that hold blocks: starting, forking, giving up and ending their branches."""
+"""Running requests: those that hold blocks. Starts, forks, preempts and ends their branches."""
 
 from array import array
+from collections.abc import Sequence as Items
 
 from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
 from kvq.errors import OutOfBlocks
@@ -8,12 +9,12 @@ from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 
 
-class Holders:
-    """Carries out what the scheduler decided. A row is a branch's place in persistent tables."""
+class Running:
+    """Carries out what the scheduler decided. A row is the place of a branch in persistent tables."""
 
     def __init__(self, manager: BlockManager, config: SchedulerConfig) -> None:
         self.manager = manager
-        self.running: dict[Request, None] = {}  # requests that hold blocks
+        self.requests: dict[Request, None] = {}  # requests that hold blocks
         self.num_interactive = 0  # of these
         self.active: dict[Branch, None] = {}  # branches whose blocks can be used now
         self._caching = config.prefix_caching
@@ -23,28 +24,28 @@ class Holders:
 
     @property
     def num_sequences(self) -> int:
-        """Branches that run side by side."""
+        """Number of branches that run side by side."""
         return self._num_rows - len(self._free_rows)
 
     def has_rows(self, request: Request) -> bool:
-        """True if all of a request's branches could run beside those that do."""
+        """True if all branches of a request could run beside the running ones."""
         return len(request.live) <= len(self._free_rows)
 
     def prompt(self, request: Request) -> PrefixQuery:
-        """The tokens that a request's first branch has to compute, ready for lookups; hashed only once."""
+        """Return the tokens that a request's first branch has to compute as a query, hashed only once."""
         tokens = request.live[0].tokens if request.is_forked else request.tokens
-        if request.prompt is None or len(request.prompt.tokens) != len(tokens):
-            request.prompt = self.manager.prompt(
+        if request.query is None or len(request.query.tokens) != len(tokens):
+            request.query = self.manager.prompt(
                 tokens,
                 tenant=request.tenant,
                 shared_salt=request.shared_salt,
                 cache_salt=request.cache_salt,
                 max_reuse=request.max_reuse if self._caching else 0,
             )
-        return request.prompt
+        return request.query
 
     def start(self, request: Request, prompt: PrefixQuery) -> Branch:
-        """Give a request's first branch what the prefix index holds of its tokens."""
+        """Start a request's first branch with what the prefix index holds of its tokens."""
         root = request.live[0]
         if self._caching:
             root.sequence = self.manager.start(prompt)
@@ -58,14 +59,18 @@ class Holders:
         return root
 
     def swap_in(self, request: Request) -> Branch:
-        """Order a request's blocks back; its branch becomes active when they are confirmed."""
+        """Order the blocks of a request back in; its branch becomes active when that is confirmed."""
         branch = request.live[0]
         self.manager.swap_in(held(branch))
         self._enter(request)
         return branch
 
     def swap_out(self, branch: Branch) -> None:
-        """Order a request's only branch out; OutOfBlocks, and nothing changed, without host slots."""
+        """Order the only branch of a request out.
+
+        Raises:
+            OutOfBlocks: too few host slots; nothing changed.
+        """
         sequence = held(branch)
         if not self.manager.swap.can_swap_out(sequence):
             raise OutOfBlocks(f"request {branch.request.id!r} has more blocks than host slots are free")
@@ -77,7 +82,7 @@ class Holders:
         self._leave(branch.request)
 
     def drop(self, request: Request) -> None:
-        """Free all blocks of a request that will compute its tokens again."""
+        """Free all blocks of a request, which will compute its tokens again."""
         for branch in request.live:
             if branch.sequence is not None:
                 branch.lost_tokens = branch.sequence.committed
@@ -87,7 +92,7 @@ class Holders:
         self._leave(request)
 
     def close(self, branch: Branch) -> None:
-        """End one branch, whatever it holds."""
+        """End one branch and free what it holds."""
         if branch.sequence is not None:
             self._free(branch)
         self._give_row_back(branch)
@@ -97,7 +102,7 @@ class Holders:
             branch.request.state = RequestState.ENDED
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
-        """Give branches a parent's tokens and blocks, and the next token; see `Scheduler`."""
+        """Give branches the tokens and blocks of their parents, and the next token; see `Scheduler`."""
         before = [(branch.sequence, branch.tokens) for branch in request.branches]
         keeper = {parent: i for i, (parent, _) in reversed(list(enumerate(picks)))}
         keeper |= {parent: i for i, (parent, _) in enumerate(picks) if i == parent}
@@ -121,8 +126,16 @@ class Holders:
             self.active[branch] = None
         request.is_forked = True
 
+    def keep_drafts(self, branch: Branch, known: int, new: Items[int]) -> None:
+        """Drop the drafts after the first `known` tokens, except those accepted into `new`."""
+        sequence, accepted = held(branch), len(new) - 1
+        if self.manager.blocks.states is not None and known + accepted < sequence.length:
+            branch.rewound, accepted = accepted, 0  # only the state after all drafts was kept
+        self.manager.truncate(sequence, known + accepted, state_is_due=True)
+        self.manager.commit(sequence, new if self._caching else None)
+
     def fork_again(self, root: Branch) -> None:
-        """After a preemption: the prompt is there again, every branch goes on from it."""
+        """Continue every branch from the prompt, which was computed again after a preemption."""
         request = root.request
         sequence = held(root)
         for branch in request.live:
@@ -134,7 +147,7 @@ class Holders:
         request.is_forked = True
 
     def _know(self, branch: Branch, length: int) -> None:
-        """Tell the block manager the tokens after the prompt, and count them as computed again."""
+        """Commit the tokens after the prompt, and count them as computed again."""
         branch.request.usage.recomputed += max(0, branch.lost_tokens - length)
         branch.lost_tokens = 0
         if self._caching:
@@ -149,7 +162,7 @@ class Holders:
             self._places += 1
             request.place = self._places
         request.state = RequestState.RUNNING
-        self.running[request] = None
+        self.requests[request] = None
         self.num_interactive += request.priority is Priority.INTERACTIVE
 
     def _leave(self, request: Request) -> None:
@@ -160,8 +173,8 @@ class Holders:
         request.state = RequestState.PREEMPTED
 
     def _stop(self, request: Request) -> None:
-        if request in self.running:
-            del self.running[request]
+        if request in self.requests:
+            del self.requests[request]
             self.num_interactive -= request.priority is Priority.INTERACTIVE
 
     def _free(self, branch: Branch) -> None:
@@ -176,6 +189,6 @@ class Holders:
 
 
 def held(branch: Branch) -> Sequence:
-    """The sequence of a branch that has one."""
+    """Return the sequence of a branch that has one."""
     assert branch.sequence is not None, "the branch has no blocks"
     return branch.sequence
