@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq.evals.report.sections import MOST, told
+from kvq.evals.report.sections import MOST, exactness_warning
 
 SHORT = ("--context", 128, "--max-windows", 2)
 
@@ -19,7 +19,7 @@ def test_what_is_mostly_exact_is_said_before_and_after_and_is_in_the_rows(kvq, c
     assert status == 0
     assert rows["fp32"] == 0
     assert rows["int3+recent=8"] < MOST < rows["int3+recent=80"] < 1
-    words = told("int3+recent=80", rows["int3+recent=80"], 128)
+    words = exactness_warning("int3+recent=80", rows["int3+recent=80"], 128)
     assert err.count(f"kvq: warning: {words}; give a longer --context") == 1
     assert out.count(f"caution: {words}") == 1
     assert "with int3+recent=8," not in out + err

@@ -45,8 +45,8 @@ def process_reader(
     def read(messages: list[Message]) -> list[int]:
         # Not validated here: typed text may be invalid Unicode, which the reader reports
         chat = [ChatMessage.model_construct(**message) for message in messages]  # type: ignore[arg-type]
-        asked = Conversation(messages=chat, options={"add_generation_prompt": True})
-        return list(wait(prompts.chat(asked)))
+        conversation = Conversation(messages=chat, options={"add_generation_prompt": True})
+        return list(wait(prompts.chat(conversation)))
 
     prompts = Prompts(Readers(Setup(folder=str(prepared.folder))), prepared.tokenizer)
     try:

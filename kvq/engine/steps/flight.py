@@ -19,7 +19,7 @@ _NOTHING: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
 
 # D234: two steps are in flight at most, and the second depends on nothing but the tokens of the first.
 class Phase(Enum):
-    """Phase of a step."""
+    """Phase of a step in flight."""
 
     PLANNED = "planned"  # its slots are taken; tokens of the step before it may be missing
     READY = "ready"  # its orders are carried out

@@ -209,7 +209,7 @@ class Admission:
         self._concurrency.end(entry.slots, count, begun=entry.has_started)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Count what a tenant's request used."""
+        """Count the tokens that a tenant's request used."""
         if tenant in self._tenants:
             self._tenants[tenant].charge(tokens)
 

@@ -205,7 +205,7 @@ class Prompts:
         return None
 
     def close(self) -> None:
-        """End the readers, whatever they do."""
+        """End the readers, even while they work."""
         if self._probing is not None:
             self._probing.cancel()
         self._for_texts.close()

@@ -219,7 +219,7 @@ class Service:
             self.admission.ended_one(entry)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new requests; return when the running ones ended, after `grace_s` at the latest."""
+        """Take no new requests; return when the running ones ended, or after `grace_s`."""
         self._draining = True
         self.loop_budget.close()
         with contextlib.suppress(TimeoutError):

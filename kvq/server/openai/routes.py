@@ -1,6 +1,5 @@
 """OpenAI routes: completions, chat and models; and `/tokenize` and `/detokenize`, as vLLM has them."""
 
-from collections.abc import Sequence
 from time import time
 from typing import Any
 
@@ -61,8 +60,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
             return {"prompt": await prompts.detokenize(body.tokens, tenant=tenant_of(request))}
 
 
-async def _tokens(prompts: Prompts, body: TokenizeBody, tenant: str) -> Sequence[int]:
+async def _tokens(prompts: Prompts, body: TokenizeBody, tenant: str) -> list[int]:
     if body.messages is None:
-        return await prompts.tokenize(body.prompt or "", special=body.add_special_tokens, tenant=tenant)
+        special = body.add_special_tokens
+        return list(await prompts.tokenize(body.prompt or "", special=special, tenant=tenant))
     options = {"add_generation_prompt": body.add_generation_prompt}
-    return await prompts.chat(Conversation(messages=body.messages, options=options), tenant=tenant)
+    return list(await prompts.chat(Conversation(messages=body.messages, options=options), tenant=tenant))

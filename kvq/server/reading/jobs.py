@@ -1,6 +1,5 @@
 """Messages between the HTTP process and the prompt readers."""
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ class Done(Message, frozen=True):
     forms: Forms = Forms()
 
     @property
-    def numbers(self) -> "array[int]":
+    def numbers(self) -> Sequence[int]:
         """The token ids or counts."""
         return unpack(self.packed)
 
