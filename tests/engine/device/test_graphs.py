@@ -13,31 +13,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvq
+from kvq.cache.stores.base import LayerStore
 from kvq.engine.device.graphs import DecodeGraphs, Tables
 from kvq.engine.device.runner import Runner
 from kvq.engine.requests.request_options import RequestOptions
 
 
 class Watched:
-    """A cache whose reference kernels read lengths as those of a GPU do: from the device."""
+    """A cache whose stores read lengths as reference kernels of a GPU do: from the device."""
 
     def __init__(self, cache):
         self._cache = cache
         self.written: list[int] = []
+        self.stores = {i: WatchedStore(store, self.written) for i, store in cache.stores.items()}
 
     def __getattr__(self, name):
         return getattr(self._cache, name)
 
-    def write(self, layer, k, v, slots):
-        self.written += slots.tolist()
-        return self._cache.write(layer, k, v, slots)
 
-    def attend(self, layer, q, batch, options):
+class WatchedStore(LayerStore):
+    """Notes the slots that are written, and checks the lengths that attention gets."""
+
+    def __init__(self, store, written):
+        self._store = store
+        self._written = written
+
+    def batch_of(self, batches):
+        return self._store.batch_of(batches)
+
+    def write(self, k, v, slots):
+        self._written += slots.tolist()
+        return self._store.write(k, v, slots)
+
+    def attend(self, q, batch, options):
         first, new, context = batch.lens.tolist()
         assert first == list(range(len(first)))
         assert set(new) == {1}
         assert max(context) <= batch.context_lens[0]
-        return self._cache.attend(layer, q, replace(batch, context_lens=tuple(context)), options)
+        return self._store.attend(q, replace(batch, context_lens=tuple(context)), options)
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int4_g32"])
