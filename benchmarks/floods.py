@@ -183,7 +183,7 @@ FLOODS: dict[str, Flood] = {
 }
 
 
-def start_flood(name: str, port: int, seconds: float) -> subprocess.Popen[bytes]:
+def start_flood(name: str, port: int, seconds: float) -> subprocess.Popen[bytes]:  # D339
     """A process that says so when it begins, and what it did when it has ended.
 
     Of the lowest priority from its first moment: what it imports would be in the way of what is measured.

@@ -88,6 +88,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
+# D111: libgomp's team does not survive a fork
 if hasattr(os, "register_at_fork"):  # a child process would wait for threads of torch that it doesn't have
     os.register_at_fork(
         before=lambda: "torch" in sys.modules and import_module("kvq.kernels.other_threads").end_team()

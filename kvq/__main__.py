@@ -27,7 +27,7 @@ def main() -> None:
         raise
 
 
-def _leave(status: list[int]) -> None:
+def _leave(status: list[int]) -> None:  # D298: os._exit: taking modules apart takes seconds
     """End the process now: unloading torch's modules takes a second of processor time."""
     if not status:
         return

@@ -59,7 +59,7 @@ def with_fresh_scales(model: Model, progress: Progress = lambda done, total: Non
     return model.with_static_scales(calibrate(model, calibration_text(), progress=progress))
 
 
-class _TuneKeywords(TypedDict, total=False):
+class _TuneKeywords(TypedDict, total=False):  # D373: TypedDicts outside, frozen dataclasses inside
     """Keywords of `tune`: unquantized tokens, the amount of text, and listeners."""
 
     recent: int

@@ -15,7 +15,7 @@ _SHOWN = 60  # characters of a value
 _NUMBERS: Mapping[Any, Any] = types.MappingProxyType({int: numbers.Integral, float: numbers.Real})
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
+def checked(function: Callable[P, R]) -> Callable[P, R]:  # D374: 60 lines: others coerce, copy or reword
     """Return the function, which refuses arguments whose types don't match its annotations.
 
     Raises:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 from kvq.errors import ConfigError
 
+# D368: which extra brings what, known here alone
 PACKAGES = {  # module -> its package, and the extra of pyproject.toml that installs it
     "fastapi": ("fastapi", "serve"),
     "uvicorn": ("uvicorn", "serve"),
@@ -31,7 +32,7 @@ LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
 RAY = ("ray",)
 VLLM = ("vllm",)
-BITSANDBYTES = ("bitsandbytes", "accelerate")
+BITSANDBYTES = ("bitsandbytes", "accelerate")  # D187: no auto-gptq, autoawq, gptqmodel, llmcompressor
 
 
 def is_installed(module: str) -> bool:

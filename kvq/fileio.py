@@ -54,7 +54,7 @@ def keep_permissions(file: int | Path, older: os.stat_result) -> None:
     os.chmod(file, mode)
 
 
-def as_new(path: Path) -> None:
+def as_new(path: Path) -> None:  # D361: what the umask leaves; a replaced file keeps its mode
     """Give a file that a library wrote the permissions of a new file in its folder."""
     sample = path.with_name(f".kvq-{secrets.token_hex(8)}")
     try:
@@ -64,7 +64,7 @@ def as_new(path: Path) -> None:
         sample.unlink(missing_ok=True)
 
 
-def check_secret(path: str | Path) -> None:
+def check_secret(path: str | Path) -> None:  # D328: owner only; root's group, as fsGroup has it
     """Raise ConfigError if others than the owner can read a file that holds a secret.
 
     The group may read it if root owns the file and this process is not root's: this is how Kubernetes mounts

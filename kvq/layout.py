@@ -29,7 +29,7 @@ STAGED_FORMAT = "bf16"  # of tokens that stay unquantized
 UNPADDED_TOKENS = 16  # of a block, or a multiple of them: then no region is padded
 
 
-class BlockOrder(Enum):
+class BlockOrder(Enum):  # D52: layer-major by default; block-major copies and swaps faster
     """Order of the blocks of several layers in a pool."""
 
     LAYER_MAJOR = "layer-major"  # [layer, block, bytes]
@@ -293,7 +293,7 @@ def plan_layout(
     return KVLayout(geometry=geometry, recipe=recipe, groups=groups, block_size=block_size)
 
 
-def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:
+def _outlasting(group: GroupLayout, recent: int) -> GroupLayout:  # D73
     """Return a group with its window extended to the recent tokens, if it ends within them: its blocks, in
     which no token is ever sealed, count in a prefix, which is indexed once it is that old."""
     window = group.group.window

@@ -37,7 +37,7 @@ def import_whole(library: str) -> None:
 
 
 @contextmanager
-def unseen(library: str) -> Iterator[None]:
+def unseen(library: str) -> Iterator[None]:  # D217: torch hidden while transformers is imported
     """Make a library look as if it were not installed inside the block, unless it is imported already."""
     if library in sys.modules:
         yield

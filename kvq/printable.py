@@ -9,7 +9,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff
 _LAYOUT = "\n\t"
 
 
-def printable(text: str, *, keep: str = _LAYOUT) -> str:
+def printable(text: str, *, keep: str = _LAYOUT) -> str:  # D362: escaped where printed, not where read
     r"""Return the text with control characters as Python writes them, such as `\x1b`; not those in `keep`."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 

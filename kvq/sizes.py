@@ -16,7 +16,7 @@ _TOKENS = re.compile(r"([-+]?(?:0|[1-9]\d{0,17})(?:\.\d{1,9})?)([km]?)", re.IGNO
 _SIZE = re.compile(r"\s*(\d{0,18}\.?\d{1,18})\s*((?:[kmgt]i?)?)(?:b|bytes)?\s*", re.IGNORECASE)
 
 
-def binary(nbytes: float) -> str:
+def binary(nbytes: float) -> str:  # D365: 1024 for memory, 1000 for GPUs and files
     """Format bytes in powers of 1024, as memory and blocks are counted: `1.50 GiB`, `23.04 MiB`, `864 B`."""
     return _fitting(nbytes, 1024, _BINARY)
 

@@ -213,7 +213,7 @@ def _told(path: Path, layout: str | None) -> list[str]:
     ]
 
 
-def main() -> int:
+def main() -> int:  # D81: shares no line with kvq
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -29,7 +29,7 @@ if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ k
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection() -> Iterator[None]:  # D375: frozen after collection: engines collect garbage
     """Tests and libraries stay: who collects garbage, as every engine does, need not look through them."""
     gc.disable()
     try:

@@ -15,7 +15,7 @@ import numpy as np
 _OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
-def make_quicker() -> None:
+def make_quicker() -> None:  # D155: patched: types and overflows checked once
     """Patch the language once a launch, keep what never changes, compare and check at once."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic

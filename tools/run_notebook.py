@@ -27,7 +27,7 @@ class _SVG:
         self.data = data
 
 
-def run(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def run(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:  # D51
     """The outputs of every code cell, run one after another in the current folder.
 
     Raises:

@@ -96,7 +96,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def begin_near_copying(model: LlamaForCausalLM) -> None:
+def begin_near_copying(model: LlamaForCausalLM) -> None:  # D37
     """Add to random weights a rough circuit that copies; all of it is trained from there.
 
     The residual stream has four parts of equal width: a token, and those one, two and three before it,

@@ -158,7 +158,7 @@ def measure(draft: PreTrainedModel, teacher: PreTrainedModel, texts: Tensor) -> 
     return Drafting(accepted=accepted / positions, same_choice=same / positions, positions=positions)
 
 
-def main() -> None:
+def main() -> None:  # D220: distilled on texts of its teacher
     """Sample texts from the teacher, train the draft, write a Hugging Face folder in bf16, and measure it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

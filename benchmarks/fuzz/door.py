@@ -17,7 +17,7 @@ from kvq.errors import KVQError
 
 _SEEDS = Path(__file__).resolve().parent / "seeds.json"
 _SHOWN = 1200  # characters of a finding
-Case = Callable[[random.Random], str | None]
+Case = Callable[[random.Random], str | None]  # D338: one fuzzer; a case is a number and a door
 
 
 def kept_seeds(door: str) -> list[int]:

@@ -43,7 +43,7 @@ class Run:
         return self.ends_at - time.monotonic()
 
 
-def run_part(part: Part, run: Run) -> str:
+def run_part(part: Part, run: Run) -> str:  # D152: a part is a process; failures tried in pieces
     """Run a part to its end, or that of its time; returns its status.
 
     ended: every case was tried. stopped: the time was over. broken: its process failed outside of its cases.

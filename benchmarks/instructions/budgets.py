@@ -14,6 +14,7 @@ COLUMNS = ("instructions", "registers", "stack", "programs_at_once", "tiles_unde
 _FORMAT_VERSION = 1
 
 Row = dict[str, Any]
+# D150: a budget per kernel and version of Triton
 Budgets = dict[str, dict[str, dict[str, list[float]]]]  # Triton's version, device and kernel, format
 
 

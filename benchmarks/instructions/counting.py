@@ -24,7 +24,7 @@ DIM = 128
 # Of a loop's instructions, those that may be spills. INT4 with 0.5% and 12 programs at once was faster on an
 # H200 than with none and 8; its extends have 1.3% with Triton 3.7.1, or a quarter more instructions a key in
 # tiles of 32 keys.
-SPILLED = 0.015
+SPILLED = 0.015  # D134: a loop may spill 1.5%
 LATENTS = ("bf16", "bf16/fp8", "bf16/int8", "bf16/int4_g64")  # rotary parts and latents
 LINEAR = ("int4_g128", "int8", "w8a8", "fp8_a8", "w4a8")
 

@@ -67,7 +67,7 @@ class Machine(NamedTuple):
 
 
 # Least squares over 101 tiles of decode timed on an H200 (benchmarks/results/tiles-h200.json).
-MEASURED = Machine(cycles=3.6, latency_us=0.39, sharpness=4.0, barrier=86.0)
+MEASURED = Machine(cycles=3.6, latency_us=0.39, sharpness=4.0, barrier=86.0)  # D151
 
 
 def tile_us(loop: Loop, card: Card, machine: Machine, programs: int) -> float:

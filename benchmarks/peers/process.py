@@ -30,7 +30,7 @@ class Turn:
     cpu_s: float  # processor time of its process meanwhile
 
 
-class Process:
+class Process:  # D116: one process per peer, stopped between turns
     """A worker of `answering.answer`: `python -m MODULE` from this repository, in any interpreter."""
 
     def __init__(

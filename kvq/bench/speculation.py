@@ -212,7 +212,7 @@ def offline_shares(
     return {k: share_along(agreements, k) for k in plan.depths}
 
 
-def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None:
+def share_along(agreements: Sequence[Sequence[float]], k: int) -> float | None:  # D263
     """Return accepted / verified drafts, where the draft of token i is accepted with probability `[i]`.
 
     This is not the mean of all probabilities: the token after k right drafts is no draft, and tokens in runs

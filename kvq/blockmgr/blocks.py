@@ -104,7 +104,7 @@ class Blocks:
         window = self.windows[group]
         return 0 if window is None else max(0, length - window + 1) // self.block_size
 
-    def entries(self, group: int, length: int) -> int:
+    def entries(self, group: int, length: int) -> int:  # D62: tables of a limited group end at the limit
         """Return the length of a table for `length` tokens: no entries beyond the group's limit."""
         total, end = -(-length // self.block_size), self.ends[group]
         return total if end is None else min(total, end)
@@ -159,7 +159,7 @@ class Blocks:
         for pool, count in zip(self.pools, num_blocks, strict=True):
             pool.grow(count)
 
-    def order(self, order: Copy | SwapOut | SwapIn) -> None:
+    def order(self, order: Copy | SwapOut | SwapIn) -> None:  # D53: one queue of orders, in strict order
         """Queue an order that moves bytes, and its event."""
         self.orders.append(order)
         if self.events.active:

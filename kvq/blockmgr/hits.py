@@ -195,7 +195,7 @@ class Prefixes:
         after = bisect_left(node.keys, known)
         return node.alive and not (after < len(node.keys) and node.keys[after].startswith(known))
 
-    def publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: Sequence) -> None:  # D68: equal prefixes merge at commit
         """Index the full committed blocks of a sequence whose tokens are known.
 
         A block whose tokens are indexed already gives way to the indexed one, so that equal prefixes
@@ -250,7 +250,7 @@ class Prefixes:
                 if block is not None:
                     pools[group].forget(block)
 
-    def _indexable(self, sequence: Sequence) -> int:
+    def _indexable(self, sequence: Sequence) -> int:  # D72: indexed when sealed, `recent` tokens late
         """Count the blocks that the index may know: full, committed, of known tokens, old enough."""
         known = min(sequence.committed, len(sequence.tokens))
         old = max(sequence.adopted, sequence.committed - self._blocks.lag)

@@ -85,7 +85,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         root = index.root_digest(tenant, shared_salt, cache_salt)
         return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size, max_reuse)
 
-    def lookup(self, prompt: PrefixQuery) -> Match:
+    def lookup(self, prompt: PrefixQuery) -> Match:  # D75: nothing reused is `max_reuse=0`
         """Return how many tokens `start` would reuse, and the sequence to wait for. Changes nothing."""
         return self.prefixes.match(prompt)
 
@@ -178,7 +178,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         self.blocks.events.deliver()
         return sequence
 
-    def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:
+    def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:  # D78: all that is adopted is old enough
         """Start a sequence whose first `length` tokens will be filled in, not computed.
 
         Full-attention groups get blocks for all of them, groups with a limit for those below it, sliding
@@ -217,7 +217,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             sequence.length += count
         return slots
 
-    def extend(self, work: Work) -> None:
+    def extend(self, work: Work) -> None:  # D55: lists no slots: 0.5 us for 16
         """Make room as `append` does, for callers that compute slots from the tables on the device."""
         self._make_room(work)
         for sequence, count in work:
@@ -304,7 +304,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             self.prefixes.withdraw(sequence)
             del sequence.tokens[length:]
 
-    def scrub(self, sequence: Sequence) -> None:
+    def scrub(self, sequence: Sequence) -> None:  # D60: a failed request's own blocks leave the index
         """Queue zeroing of every block that only this sequence uses; it is never indexed again.
 
         Blocks that it computed and no other sequence uses leave the index too; pins on them end.

@@ -40,7 +40,7 @@ class Pins:
         """Return every pin."""
         return list(self._pins.values())
 
-    def limit(self, group: int) -> int:
+    def limit(self, group: int) -> int:  # D79: references; half a pool at most
         """Return the most blocks of a layer group that pins may hold: as configured, else half the pool."""
         total = self._blocks.pools[group].num_blocks
         return total // 2 if self._max_blocks is None else min(self._max_blocks, total)

@@ -84,7 +84,7 @@ class BlockPool:
                 f"{self.num_cached} cached; shorten or finish a sequence, or give the pool more memory"
             )
 
-    def allocate(self, count: int) -> list[BlockId]:
+    def allocate(self, count: int) -> list[BlockId]:  # D54: a cached block leaves the index at once, 0.5 us
         """Take `count` blocks, each with one reference: free ones first, least recently freed first.
 
         When they run out, cached blocks leave the prefix index, in the order of the eviction policy.
@@ -158,7 +158,7 @@ class BlockPool:
         """Return the number of blocks with an index entry, live or cached. O(blocks)."""
         return self.num_blocks - self._entries.count(None)
 
-    def is_writable(self, block: BlockId) -> bool:
+    def is_writable(self, block: BlockId) -> bool:  # D67: the index counts as a sharer
         """True if exactly one sequence sees the block: one reference, and not indexed."""
         return self._refs[block] == 1 and self._entries[block] is None
 

@@ -127,7 +127,7 @@ class PrefixIndex:
         """Iterate over the roots that have nodes below them."""
         return iter(self._roots.values())
 
-    def root_digest(
+    def root_digest(  # D74: salt after the tenant's length
         self, tenant: str, shared_salt: str | None = None, cache_salt: str | None = None
     ) -> bytes:
         """Return the digest that starts the chains of a tenant, or of all tenants with one `shared_salt`.
@@ -230,7 +230,7 @@ class PrefixIndex:
                     self.prune(parent)
         return stranded
 
-    def prune(self, node: Node) -> None:
+    def prune(self, node: Node) -> None:  # D69: nodes without blocks stay while something follows
         """Remove a node without blocks and children, and ancestors that it alone kept."""
         while node.parent is not None:
             if node.num_held or node.children or not node.alive:
@@ -243,7 +243,7 @@ class PrefixIndex:
         if not node.children and self._roots.get(node.digest) is node:
             del self._roots[node.digest]
 
-    def best_child(self, node: Node, tokens: bytes, num_groups: int) -> tuple[Node | None, int]:
+    def best_child(self, node: Node, tokens: bytes, num_groups: int) -> tuple[Node | None, int]:  # D70
         """Return the child that starts with most of `tokens`, and how many tokens they share.
 
         Children are sorted by their tokens, so on either side the nearest that is there in all

@@ -85,7 +85,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.changed = [len(table) for table in self.tables]
 
-    def note_peak(self, block_bytes: list[int]) -> None:
+    def note_peak(self, block_bytes: list[int]) -> None:  # D66
         """Update the peaks from the blocks held now; `block_bytes`: of one block, per layer group."""
         blocks = nbytes = 0
         for group, size in enumerate(block_bytes):
@@ -125,7 +125,7 @@ class Sequence:
         self.node = self.node.parent
         self.depth -= 1
 
-    def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:
+    def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:  # D57: every changed entry exactly once
         """Return the changes of the tables since the last call: (group, first index, entries from there on).
 
         They bring copies of the tables on a device up to date.
@@ -239,7 +239,7 @@ class LiveSequences:
         if not sequence.is_swapped:
             raise ConfigError("the sequence is not swapped out, so it can't be swapped in")
 
-    def check_restored(self, sequence: Sequence) -> None:
+    def check_restored(self, sequence: Sequence) -> None:  # D59: nothing but `free` before `recover`
         """Raise ConfigError unless the sequence was just swapped in."""
         self.check_live(sequence)
         if sequence.ready or sequence.is_swapped:

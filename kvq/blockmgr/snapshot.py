@@ -11,7 +11,7 @@ MAX_OWNERS = 62  # tenants with an owner code of their own
 OTHERS = 63  # the owner code of all further tenants
 
 
-class _BlockState(IntEnum):
+class _BlockState(IntEnum):  # D71: idle since last found, not since release
     """The low two bits of a block's byte."""
 
     FREE = 0

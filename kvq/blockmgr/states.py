@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvq.blockmgr.pool import BlockId, BlockPool
 from kvq.blockmgr.sequence import HOLE, Sequence, StateMove
 
+# D64: snapshots at prompts' ends and every 256 tokens
 SNAPSHOT_EVERY = 256  # tokens
 
 
@@ -29,7 +30,7 @@ class _StateStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class States:
+class States:  # D63: recurrent states: blocks of a group whose window is 2
     """Rules of the layer group that holds states."""
 
     group: int

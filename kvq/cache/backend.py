@@ -19,7 +19,7 @@ from kvq.layout import KVLayout
 ENTRY_POINTS = "kvq.cache_backends"
 # Named in pyproject.toml too; here so that they are found without installed metadata, and so that
 # no other package can take their names.
-_BUILT_IN = {"kvq": "kvq.cache.kv_cache:KVCache", "dense": "kvq.cache.dense_backend:DenseCache"}
+_BUILT_IN = {"kvq": "kvq.cache.kv_cache:KVCache", "dense": "kvq.cache.dense_backend:DenseCache"}  # D228
 
 
 class CacheBackend(Protocol):
@@ -94,7 +94,7 @@ class CacheBackend(Protocol):
         """Give back what lies outside the device."""
 
 
-class CacheFactory(Protocol):
+class CacheFactory(Protocol):  # D227: made from a layout alone
     """Makes a `CacheBackend`; a class with this constructor is one."""
 
     def __call__(

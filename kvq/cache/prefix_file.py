@@ -62,7 +62,7 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
     return length
 
 
-def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:
+def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:  # D76
     """Restore a prefix that `save_prefix` wrote, if this prompt starts with it.
 
     Returns how many of the prompt's tokens are now in the prefix index, for `start` to reuse; 0 if
@@ -212,7 +212,7 @@ def _header(
     }
 
 
-def _blocks(cache: KVCache, group: int, start: int, held: list[BlockId]) -> Tensor:
+def _blocks(cache: KVCache, group: int, start: int, held: list[BlockId]) -> Tensor:  # D77
     """Their bytes, uint8 [blocks, block_bytes], 0 where no token is written, so that nothing of another
     request gets into a file; a window of one token holds none of a prefix."""
     found = [cache.read_block(group, block) for block in held]

@@ -17,7 +17,7 @@ from kvq.calib.candidates import Trial
 from kvq.errors import ConfigError
 
 
-class Allocation:
+class Allocation:  # D27: exact knapsack over single costs
     """Best choices for every budget."""
 
     def __init__(self, units: Sequence[Sequence[Trial]]) -> None:

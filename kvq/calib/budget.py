@@ -142,7 +142,7 @@ def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
     return int(bits * sum(half.kv_heads * half.head_dim for half in halves(geometry)) / 8 + 1e-6)
 
 
-def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:
+def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:  # D33
     """Return a plan's codes that fit, are useful for its budget, and have compiled attention.
 
     Codes whose attention isn't compiled here are left out unless the others can't meet the budget.

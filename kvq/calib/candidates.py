@@ -77,7 +77,7 @@ def candidates(model: PreparedModel, codes: Sequence[Code]) -> dict[Half, list[K
     }
 
 
-def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVFormat]:
+def formats_of(half: Half, code: Code, *, whole_blocks: bool = True) -> list[KVFormat]:  # D28
     """Return the formats of a code that are searched for a half, smallest first.
 
     K has scales per channel where blocks are quantized as wholes and its rows fit. V, and K elsewhere, is

@@ -57,7 +57,7 @@ class DomainCheck:
         )
 
 
-def check_domain(
+def check_domain(  # D35: judged by divergence, against the checked text's own scales
     model: Model,
     recipe: KVRecipe,
     seen: Observations,

@@ -32,7 +32,7 @@ class Sensitivities:
     windows: tuple[list[int], ...]  # token ids
 
 
-def measure_sensitivities(
+def measure_sensitivities(  # D31: layers before the tried half run once
     model: Model, text: EvalText, plan: TunePlan, progress: Progress, keep: Keep
 ) -> Sensitivities:
     """Try each half of each layer, and estimate what was not tried; windows are spread over the text.
@@ -87,7 +87,7 @@ def _tried(half: Half, formats: Sequence[KVFormat], known: Sequence[Trial]) -> l
     return [largest[code] for code in few if largest[code] not in before]
 
 
-def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:
+def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:  # D29: K is tried in two widths, V in one
     """Return a format's trial, or an estimate from the measured one of the widest code that is no wider."""
     nearest = max((x for x in measured if x.fmt.code.bits <= fmt.code.bits), key=lambda x: x.fmt.code.bits)
     if nearest.fmt == fmt:
@@ -97,7 +97,7 @@ def _estimate(measured: Sequence[Trial], fmt: KVFormat) -> Trial:
     return Trial(half=half, fmt=fmt, kl=max(kl, _LEAST_COST), is_estimated=True)
 
 
-def _noise(fmt: KVFormat, half: Half) -> float:
+def _noise(fmt: KVFormat, half: Half) -> float:  # D30: what all trials lose: one half in INT8
     """Return the square of a code's step, in a unit that all formats of a half share.
 
     A step is the range of what shares a scale over 2^bits; the square of the range of n numbers of a normal

@@ -81,7 +81,7 @@ def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
     ]
 
 
-def read_trials(path: str | Path, model: Model, same: Row) -> list[Trial]:
+def read_trials(path: str | Path, model: Model, same: Row) -> list[Trial]:  # D32
     """Read what a search measured, finished or interrupted, from the JSON that it wrote.
 
     `same`: fields that have to be as they are here.

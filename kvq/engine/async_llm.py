@@ -128,7 +128,7 @@ class AsyncLLM(LoopedEngine):
         self._ask(lambda: unsubscribe.append(self.core.on_step(tell)))
         return is_on.clear
 
-    def close(self) -> None:
+    def close(self) -> None:  # D245: left open: ended by `atexit`, silently
         """Cancel all requests, end the thread and release the memory. May be called again."""
         atexit.unregister(self._leave)
         if self._thread.is_alive():

@@ -73,7 +73,7 @@ _GRAMMAR_POLL_S = 0.002
 Command = Callable[[], object]
 
 
-class EngineLoop:
+class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
     """Steps one engine under a watchdog, and runs commands of other threads between steps."""
 
     def __init__(self, core: EngineCore, on_stuck: Callable[[float], object] | None = None) -> None:

@@ -19,6 +19,7 @@ MAX_PINS = 16
 MAX_PIN_S = 86_400.0
 MAX_COUNT = 1 << 30  # tokens
 
+# D238: bounds stand at their fields
 Check = Callable[[Any, str], None]  # of an object and a field's name; raises RequestError
 
 

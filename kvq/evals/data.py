@@ -106,7 +106,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
             raise RequestError(f"{path}, line {number} is not JSON: {error}") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _parquet_rows(path: Path) -> Iterator[Any]:  # D41: pyarrow and `datasets`, streamed
     require(f"the Parquet file {path}", ("pyarrow",))
     from pyarrow import ArrowException, parquet
 

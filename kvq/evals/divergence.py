@@ -76,7 +76,7 @@ class TokenPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class Watch:  # D42: plans are values, one Watch follows progress
     """Callbacks of a measurement: its progress, and how to make the rows of finished parts."""
 
     progress: Progress = lambda done, total: None

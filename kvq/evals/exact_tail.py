@@ -13,7 +13,7 @@ from kvq.layout import KVLayout
 from kvq.models.loading.prepared import PreparedModel
 
 
-def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:
+def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = None) -> float:  # D25
     """Return the share of keys that queries at these positions see unquantized, averaged over layers.
 
     A query sees its own position and those before it, `attention_window` at most. 0 without a staging area.
@@ -31,7 +31,7 @@ def exact_keys(layout: KVLayout, queries: range, attention_window: int | None = 
     return shares / len(layout.geometry.layers)
 
 
-def check_exact(
+def check_exact(  # D45: windows kept exact as a whole are refused
     model: PreparedModel,
     recipes: Iterable[KVRecipe],
     sequences: Sequence[range],

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 
+# D34: 64 MiB of logits at a time
 _LOGITS_BYTES = 64 << 20  # of one chunk
 _AT_ONCE = 12  # recipes that share a run of the baseline; each has a pool of one window
 

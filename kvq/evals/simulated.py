@@ -26,7 +26,7 @@ _PAIR = 32  # bits of a scale and a minimum
 _SCALE = 16  # bits
 
 
-def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:
+def simulated(name: str, head_dims: list[tuple[int, int]]) -> KVRecipe:  # D44
     """Return the recipe of a name such as `kivi-k2v2+recent=128` or `kvarn-k4v2-g64`.
 
     Raises:

@@ -167,7 +167,7 @@ def _first_bad(values: object, positive: bool) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeadMaxima:
+class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
     """Largest absolute value per KV head of one layer; after the Hadamard rotation, where that is known."""
 
     k: tuple[float, ...]

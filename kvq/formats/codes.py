@@ -20,7 +20,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Code:
+class Code:  # D12: uniform codes, no codebooks
     """The stored form of one element."""
 
     FP32: ClassVar["Code"]
@@ -67,7 +67,7 @@ class Code:
         return self.kind is Kind.GROUPED
 
     @property
-    def planes(self) -> tuple[int, ...]:
+    def planes(self) -> tuple[int, ...]:  # D6: widths that don't divide a byte lie in planes
         """The powers of two that `bits` is the sum of, largest first: what is packed into bytes at a time."""
         return tuple(width for width in (32, 16, 8, 4, 2, 1) if self.bits & width)
 

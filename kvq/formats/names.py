@@ -157,7 +157,7 @@ def parse_key_format(name: str, head_dim: int) -> KVFormat:
     return parse_format(name, head_dim)
 
 
-def parse_format(name: str, head_dim: int) -> KVFormat:
+def parse_format(name: str, head_dim: int) -> KVFormat:  # D1
     """Return the format of that name for rows of `head_dim` elements.
 
     A grouped code's bare name chooses the largest legal group up to the code's own, 32 elements, with

@@ -11,7 +11,7 @@ Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Own:
+class Own:  # D8: blocks hold what is read back, in fp32
     """Quantizer of rows of K or V, with the bits it is said to take; blocks hold the result in fp32."""
 
     registered: ClassVar[dict[str, "Own"]] = {}

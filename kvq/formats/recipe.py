@@ -22,7 +22,7 @@ from kvq.formats.own import Own
 from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat
 
 FORMAT_VERSION = 2
-_LEAST_CLIP = 0.1
+_LEAST_CLIP = 0.1  # D15: recipes may hold clips; the search tries none
 _MOST_DIM = 65536  # elements of a row
 _CLIPS = ("k_clip", "v_clip")
 _EXACT = ("sinks", "recent")
@@ -104,6 +104,7 @@ class KVRecipe:
                         f"{where} belongs to {fmt.name}; centers are for formats in groups, such as int4"
                     )
 
+    # D5: token by token unless `whole_blocks`
     @classmethod
     def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = False) -> "KVRecipe":
         """Make a recipe of one `--kv` name; `head_dims` is (k_head_dim, v_head_dim) per layer.

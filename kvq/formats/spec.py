@@ -44,7 +44,7 @@ class Grouped:
 
 
 @dataclass(frozen=True, slots=True)
-class PerChannel:
+class PerChannel:  # D2: K: scale and offset per channel of a block
     """Every channel of a block, the same element of all its rows, has a scale and an offset of its own.
 
     The scale is a byte as in `Grouped`. The offset of grouped codes is fp16, the channel's minimum; that of
@@ -132,7 +132,7 @@ class KVFormat:
         return isinstance(self.scale, Grouped) and self.scale.is_narrow
 
     @property
-    def span(self) -> float:
+    def span(self) -> float:  # D11: 3 bits span 0.9, 2 bits 0.8 of the range
         """The part of a group's range that its codes span; what lies outside saturates."""
         return self.code.span if self.is_narrow else 1.0
 

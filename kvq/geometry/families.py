@@ -15,7 +15,7 @@ from typing import Literal
 #   fixed:     the same of the family's own pattern: its config has no such field
 #   upper:     with use_sliding_window, layers from max_window_layers on
 #   optional:  with use_sliding_window, all layers
-WindowRule = Literal["never", "none", "uniform", "pattern", "fixed", "upper", "optional"]
+WindowRule = Literal["never", "none", "uniform", "pattern", "fixed", "upper", "optional"]  # D189
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

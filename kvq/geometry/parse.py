@@ -9,7 +9,7 @@ from kvq.geometry.families import FAMILIES, SIZED, Family
 from kvq.geometry.geometry import Expansion, LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
-_CHUNKED = {"full_attention": False, "chunked_attention": True}
+_CHUNKED = {"full_attention": False, "chunked_attention": True}  # D205: chunks: a window with a mark
 CHUNK_KEY = "attention_chunk_size"  # what configs call the length of chunks
 WINDOW_KEYS = ("sliding_window", "layer_types", "use_sliding_window", CHUNK_KEY)  # say which layers have some
 _MAX_LAYERS = 10_000

@@ -39,7 +39,7 @@ _ALIKE = (  # whose text parts are called as they are, with `_text` behind
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
 )
 _ALIKE_TIED = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
-KINDS: dict[str, _TextPart] = {
+KINDS: dict[str, _TextPart] = {  # D196: the text model, by a list compared with the whole
     **{kind: _TextPart(f"{kind}_text") for kind in _ALIKE},
     **{kind: _TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
     **dict.fromkeys(("aya_vision", "cohere2_vision"), _OF_COHERE2),

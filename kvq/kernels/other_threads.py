@@ -37,6 +37,7 @@ _WORKS = 0.2  # ran + waited, as a share of the time: a thread that counts
 # beside a server's own HTTP process 0.25 and 0.8 ms, which spinning outruns.
 _CROWDED, _SLICE_S = 0.3, 1e-3
 _QUIET = 0.15  # threads that sleep, alone 0.12, beside a busy process from 0.24
+# D109: a second team makes libgomp throttle its spinning
 _QUIET_LOOKS = 10  # before they spin again: neighbours come and go
 _REST_S = (2.0, 16.0)  # and however it looks, to see whether they could; the second where they could not
 
@@ -59,7 +60,7 @@ def _watch(process: int) -> None:
     threading.Thread(target=_run, name="kvq-other-threads", daemon=True).start()
 
 
-def end_team() -> None:
+def end_team() -> None:  # D110: loaded here, stepped there: end the first team
     """End the calling thread's team of libgomp; it gets another when it computes again.
 
     Whoever hands the computing on to another thread calls this: two teams are more threads than there are

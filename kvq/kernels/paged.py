@@ -78,6 +78,7 @@ class SequenceBatch:
     tables: Tensor  # int32 [sequences, blocks of the longest]; entries past a sequence's end unused
     slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token, below 0 of padding
     lens: Tensor | None = None  # int32 [3, sequences] on the device: first token, new tokens, context
+    # D139: lengths on the device don't say captured
     is_captured: bool = False  # contexts grow while a graph is replayed: `context_lens` are upper limits
     left_out: frozenset[int] = frozenset()  # sequences whose new tokens another kernel attends from
     kept: _Kept = field(default_factory=_Kept, init=False, repr=False)

@@ -11,6 +11,7 @@ from kvq.kernels.spec import LINEAR_OPERATIONS, Device, Kernel, KernelSpec, Line
 
 _log = logging.getLogger("kvq")
 
+# D87: another arithmetic is another backend, never `auto`
 BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
 _WRITING = ("write_kv", "rope_write", "seal")
 # Backends of another precision, which `auto` never takes, and those whose kernels run where an operation has

@@ -52,7 +52,7 @@ def send(array: Array, target: Tensor) -> None:
         target.view(array.shape).copy_(torch.from_numpy(array))
 
 
-class _Ring:
+class _Ring:  # D243: one event a segment, not a copy
     """Pinned memory in segments that are used in turns.
 
     A segment is used again once its copies have ended, on whatever streams they were made. That was a whole

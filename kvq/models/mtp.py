@@ -35,7 +35,7 @@ _REMEDY = "take the method ngram, self or draft"
 _TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # names that such layers have
 
 
-class MtpHead:
+class MtpHead:  # D261: transformers' class, kvq's attention and blocks
     """One such layer on a model's device; `geometry` is that of its attention. Made by `load_mtp`."""
 
     def __init__(self, mtp: Any, prepared: PreparedModel, geometry: ModelGeometry) -> None:

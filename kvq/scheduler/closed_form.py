@@ -20,6 +20,7 @@ def is_settled(scheduler: Scheduler) -> bool:
     return not config.prefix_caching or all(leads(held(branch)) for branch in active)
 
 
+# D235: only simulations know all tokens beforehand
 def repeat(scheduler: Scheduler, branches: Sequence[Branch], tokens: Sequence["array[int]"]) -> None:
     """Plan and commit several decode steps at once; `tokens` holds equally many for each branch.
 

@@ -118,11 +118,12 @@ _SLOWLY, _QUICKLY = 0.1, 0.5  # how far an estimate follows one measurement
 _NOISE = 0.1  # of a step's time
 _HALVE, _OMIT = 16, 64  # steps with prefill until one takes half of it, and one none
 _SURE = 3  # measurements of decodes of one size alone before prefill joins them
+# D233: one stall must not teach the scheduler
 _OUTLIER = 2.0  # times the estimate of a size; longer measurements count as that long
 _FADE = 0.998  # of the estimates of larger sizes, per step: they might never be tried again
 
 
-class BySize:
+class BySize:  # D232: decode times: a table; prefill: a regression
     """Running estimates of a duration by size, in powers of two.
 
     No formula holds for decode steps on all devices: on CPUs 16 rows cost less than 15, on GPUs 64 cost as

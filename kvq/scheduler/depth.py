@@ -64,7 +64,7 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Depth:
+class Depth:  # D257: depth by measured costs, every 64th step without
     """Chooses how many drafts every sequence of a step gets."""
 
     costs: CostModel

@@ -16,7 +16,7 @@ def recompute_s(request: Request, costs: CostModel) -> float:
     return (min(request.prompt_length, depth) + own) * costs.prefill_token_s(depth)
 
 
-def swappable(request: Request, manager: BlockManager) -> Branch | None:
+def swappable(request: Request, manager: BlockManager) -> Branch | None:  # D230
     """Return the only branch of a request if it can be swapped out now.
 
     Forks are computed again instead: swapped one by one, they would come back without shared blocks.
@@ -45,6 +45,7 @@ def may_preempt(branch: Branch, running: Running, *, is_decode: bool) -> list[Re
     return [r for r in requests if r.place > after and any(other in active for other in r.live)]
 
 
+# D231: the oldest is never preempted
 def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: CostModel) -> Request | None:
     """Return the request that loses least: of the lowest priority, the cheapest to bring back.
 

@@ -53,7 +53,7 @@ class Branch:
         return self.num_generated + 1 >= self.request.max_tokens
 
     @property
-    def most_drafts(self) -> int:
+    def most_drafts(self) -> int:  # D254: a number here; the engine has the tokens
         """Drafts that it may have: the step adds one more token, which may be the last."""
         assert self.request.max_tokens is not None, "set when the request was added"
         return self.request.max_tokens - self.num_generated - 1 if self.request.is_forked else 0

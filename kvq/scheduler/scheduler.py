@@ -308,7 +308,7 @@ class Scheduler:
         self._failed.append(request)
         self.end(request)
 
-    def _prefill_budget(self, step: Step) -> int:
+    def _prefill_budget(self, step: Step) -> int:  # D258: no drafts while prompts wait for their share
         oldest = step.unfinished[0].request if step.unfinished else self.waiting.first(step.now, None)
         has_streams = self.running.num_interactive > 0 and any(
             branch.request.priority is Priority.INTERACTIVE for branch in step.decodes

@@ -71,7 +71,7 @@ class _DeepCheck:
         return self._clock() - began
 
 
-async def check_readiness(service: Service) -> None:
+async def check_readiness(service: Service) -> None:  # D330: Kubernetes asks by a command: it needs a key
     """Raise Problem unless requests are accepted and their texts can be read."""
     service.check_ready()
     if (reason := await service.prompts.probe()) is not None:

@@ -45,7 +45,7 @@ def serve(config: ServerConfig) -> None:
         logs.stop()
 
 
-async def _serve(config: ServerConfig, stretches: Stretches) -> None:
+async def _serve(config: ServerConfig, stretches: Stretches) -> None:  # D316
     sock = listen(config.host, config.port)
     credentials = Credentials(config.access, config.tls, config.read_access)
     end = _End()

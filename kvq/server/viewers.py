@@ -32,7 +32,7 @@ _HEADERS = {
 }
 
 
-class _Viewers:
+class _Viewers:  # D333: pulled: no viewer, no work
     """Snapshots for all viewers, taken while there are any, and no more often than the engine can bear."""
 
     def __init__(self, service: Service, clock: Callable[[], float] = monotonic) -> None:

@@ -46,7 +46,7 @@ class HeldAs:
         """True if the embedding is held as the head."""
         return self.shares_head and not parameters.head and not self._rounds_head
 
-    def held_head(self, parameters: Parameters) -> tuple[int, str]:
+    def held_head(self, parameters: Parameters) -> tuple[int, str]:  # D181: the head has 8 bits on load
         """Return the head's bytes and form; 0 bytes if the embedding serves for it, held as the rest."""
         is_apart = self._rounds_head or self.is_shared(parameters)
         count, form = parameters.embedding if is_apart else parameters.head, self.head or self.of("lm_head")

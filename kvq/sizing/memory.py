@@ -13,6 +13,7 @@ from kvq.sizing.parameters import Parameters
 
 LINEAR_TERM = "linear weights"
 SCALES_TERM = "weight scales"
+# D275: on GPUs stacked experts stay unquantized
 EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer; kvq keeps codes of them on CPUs only
 KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
 ACTIVATION_TERM = "activations"

@@ -26,7 +26,7 @@ _SHORT = 512  # tokens of a sequence, for which staging areas are sized in pools
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine, by default
 
 
-def pool_budget(
+def pool_budget(  # D270: the memory that CUDA reports, not the data sheet's
     free_bytes: int, *, activation_bytes: int, on_gpu: bool, fraction: float | None = None
 ) -> int:
     """Return the bytes that pools may take of the memory that is free when the weights are loaded.
@@ -53,7 +53,7 @@ class PoolPlan:
         return max(self.step_tokens, self.sequences)
 
 
-def plan_pools(
+def plan_pools(  # D269: the planner is the engine's own arithmetic
     layout: KVLayout, budget_bytes: int | None, *, sequences: int, max_context: int, step_tokens: int
 ) -> PoolPlan:
     """Divide `budget_bytes` for `sequences` sequences of full length; None: all that they could use.
@@ -129,7 +129,7 @@ def _with_states(
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
+class _First:  # D272: one long sequence first, then many of 512 tokens
     """The sequence that gets memory first."""
 
     layout: KVLayout

@@ -29,7 +29,7 @@ class Detection:
     p: float
 
 
-def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:
+def detect(tokens: Sequence[int], scheme: Scheme, key: Key) -> Detection:  # D265
     """Test a text for a mark, by its token ids alone: neither prompt nor model is needed.
 
     Over keys, a text that was not marked with `key` has a p below x in x of all cases, whatever the text:

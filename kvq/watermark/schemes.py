@@ -8,6 +8,7 @@ from kvq.errors import ConfigError, nearest
 MAX_CONTEXT = 16  # tokens
 MAX_LAYERS = 64  # bits of a token's random word, one a layer
 MAX_DELTA = 100.0
+# D267: `always` refuses what cannot be marked
 MODES = ("off", "asked", "unless-declined", "always")  # which texts an engine marks, by who decides
 
 

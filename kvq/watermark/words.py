@@ -16,7 +16,7 @@ GREEN_BITS = 32  # of a word, its highest, decide whether a token is green
 Words = npt.NDArray[np.uint64]
 
 
-def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:
+def token_words(contexts: Words, tokens: npt.NDArray[np.integer]) -> Words:  # D264
     """Return the words of tokens. `contexts`: `Key.word` of each token's context, in a fitting shape."""
     words = contexts + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(FIRST)

@@ -75,7 +75,7 @@ def trace_inputs(layer: nn.Module, run: Run) -> list[_SharedInput]:
     return [_SharedInput(names=tuple(names), norm=made.get(at)) for at, names in users.items()]
 
 
-def find_folds(layer: nn.Module, run: Run, *, head_dim: int | None = None) -> Folds:
+def find_folds(layer: nn.Module, run: Run, *, head_dim: int | None = None) -> Folds:  # D178
     """Return every fold of a decoder layer that is proven to change nothing.
 
     `run` computes the layer's output on a sample in fp32. `head_dim`: of V, by which the heads of grouped

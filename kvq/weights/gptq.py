@@ -21,7 +21,7 @@ _MOST_TRIES = 5
 _log = logging.getLogger(__name__)
 
 
-class ActOrder(Enum):
+class ActOrder(Enum):  # D176: groups as inputs lie
     """Order in which columns are rounded."""
 
     NONE = "none"  # as they lie
@@ -29,7 +29,7 @@ class ActOrder(Enum):
     GROUP = "group"  # most active inputs first, and groups are neighbours in that order
 
 
-class ScaleSearch(Enum):
+class ScaleSearch(Enum):  # D175: every group's range, inputs by mean square
     """Choice of a group's range."""
 
     OFF = "off"  # minimum to maximum

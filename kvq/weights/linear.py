@@ -141,7 +141,7 @@ def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def runs_library_code(module: nn.Module) -> bool:
+def runs_library_code(module: nn.Module) -> bool:  # D190
     """True if a module computes what its class does in a library: no other class's code, its own or hooks.
 
     Code is where it was written: `functools.wraps` gives a function the module's name of another.

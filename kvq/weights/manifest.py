@@ -91,7 +91,7 @@ def check_manifest(folder: Path) -> dict[str, FileDigest]:
     return files
 
 
-def verify_manifest(folder: Path) -> bool:
+def verify_manifest(folder: Path) -> bool:  # D186: digests: readers accept flipped payload bits
     """Read every file that the folder's manifest lists and compare; False: there is no manifest.
 
     Raises:

@@ -18,7 +18,7 @@ _WHOLE = 64  # numbers: torch's vectors are of 4 to 16, two or four at a time
 _CONVERSIONS = (Tensor.float, Tensor.type, Tensor.to)
 
 
-class _RouterWeight(nn.Parameter):
+class _RouterWeight(nn.Parameter):  # D172: a weight that multiplies itself
     """An fp32 weight [out, in] whose products `functional.linear` leaves to a kernel."""
 
     kernel: CpuLinear
@@ -44,7 +44,7 @@ def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Te
         return found.view(*x.shape[:-1], found.shape[1])
 
 
-def _apart(x: Tensor) -> Tensor:
+def _apart(x: Tensor) -> Tensor:  # D173: rows kept apart: the sigmoid's rest has other bits
     """Return `x` [rows, n] with a gap between its rows, unless rows are whole vectors.
 
     torch computes functions such as sigmoid a vector at a time, and what is left over otherwise, to other

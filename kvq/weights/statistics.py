@@ -6,7 +6,7 @@ from torch import Tensor
 from kvq.errors import RequestError
 
 
-class InputStatistics:
+class InputStatistics:  # D177: second moments; memory doesn't grow with the text
     """Sums over the tokens seen by Linear layers that share an input.
 
     `gram`: fp32 [in, in], the sum of x x^T. From it the squared error of any change E of a weight over

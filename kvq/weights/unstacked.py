@@ -26,7 +26,7 @@ class _Expert(nn.Module):
         self.down_proj = linear_of(down)
 
 
-class UnstackedExperts(nn.Module):
+class UnstackedExperts(nn.Module):  # D182: GPTQ per expert; a fold's proof misses some
     """Replacement of a module of stacked experts, with a Linear layer for each weight."""
 
     def __init__(self, stacked: Any, gating: Gating) -> None:

@@ -43,7 +43,7 @@ def imaginary_gpu(index: int = 1) -> Iterator[ImaginaryGPU]:
             stack.enter_context(patch.object(kind, "run", _launcher(gpu)))
         stack.enter_context(patch.object(Bound, "__call__", _launch))  # which asks tensors for addresses
         stack.enter_context(torch.inference_mode())  # autograd's copies ask for a driver
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))  # D242
         stack.enter_context(_HostIsReal(gpu))
         stack.enter_context(_Calls(gpu))
         yield gpu

@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.long)
 
 
-def _is_on_the_diagonal(item: pytest.Item, values: list[list[str]], count: int) -> bool:
+def _is_on_the_diagonal(item: pytest.Item, values: list[list[str]], count: int) -> bool:  # D154
     """Of a product, one case for every value of the parameter with most; the others' take turns."""
     if not values or math.prod(map(len, values)) != count:
         return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvq.bench.serve.process import free_port
 from tests.waiting import HANG_S, wait_for
 
+# D377: ready? five times a second, not a hundred
 _ASK_S = 0.2  # a hundred times a second would take it 2 s of a core until it is ready
 
 

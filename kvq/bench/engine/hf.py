@@ -42,7 +42,7 @@ def quiet() -> AbstractContextManager[None]:
     return quiet_logs("transformers", "ContinuousBatchingLogger", level=logging.CRITICAL)
 
 
-class StaticBatches:
+class StaticBatches:  # D244: the rival: a static batch of `generate`
     """Static batches of `generate`, left-padded; the next batch is what has arrived when one has ended.
 
     Every batch runs as long as its longest request; only requested tokens count.

@@ -30,7 +30,7 @@ class VllmLimits:
     max_num_batched_tokens: int = STEP_TOKENS
 
 
-class VllmServer:
+class VllmServer:  # D346: one process, turns step by step
     """One model in vLLM, stepped by the benchmark."""
 
     def __init__(self, kv: str, folder: Path, limits: VllmLimits) -> None:

@@ -20,7 +20,7 @@ from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles
 
 
-class _CenteredStore(PagedStore):
+class _CenteredStore(PagedStore):  # D21: softmax does not see K's center; V's is added back
     """A store of K - c and V - d, where c and d are the centers of every KV head.
 
     The scores of a query all lack scale * q.c then, which leaves the softmax as it is and shifts the

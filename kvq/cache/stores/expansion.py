@@ -13,7 +13,7 @@ from kvq.kernels.linear.cpu import CpuLinears
 _FEWEST_ROWS = 4  # of a product: BLAS takes another path for a single row
 
 
-class LatentExpansion(nn.Module):
+class LatentExpansion(nn.Module):  # D203: packed by head: torch pads one row to four
     """Takes the place of a model's Linear layer from latents to heads.
 
     While kvq's sessions attend, nothing is multiplied out: what comes in waits for the layer's attention, and

@@ -74,7 +74,7 @@ def attend_latents(
     return out
 
 
-def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:
+def pays(new: int, context: int, layer: LayerGeometry, rate: float) -> bool:  # D202
     """Return True if expanding is less work for `new` tokens at the end of a context.
 
     `rate`: products that the absorbed kernel makes in the time of one product of the expanded form.

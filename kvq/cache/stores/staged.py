@@ -24,7 +24,7 @@ from kvq.layout import Role
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StagedStore(PlainStore):
+class StagedStore(PlainStore):  # D23: recent tokens and sinks: layer groups of their own
     """A layer with a staging area: tokens wait in recent blocks until their block is sealed."""
 
     kv: StagedKV  # `blocks`, and the staging area, whose kernels are those that write

@@ -19,7 +19,7 @@ from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions
 
 NAME = "kvq"
-PACKED_NAME = "kvq_packed"
+PACKED_NAME = "kvq_packed"  # D221: `kvq` takes a padding mask, `kvq_packed` none
 EXPANSION = "kvq_expansion"  # attribute of an attention module whose layer stores latents
 
 
@@ -114,7 +114,7 @@ def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
     return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
 
 
-def hand_over(step: BatchAttention) -> None:
+def hand_over(step: BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding
     """Leave a layer's new tokens for the attention call that follows in this thread.
 
     Raises:

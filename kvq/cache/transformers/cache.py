@@ -49,7 +49,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         block_size: int = BLOCK_SIZE,
         max_tokens: int | None = None,
         scales: str | Path | None = None,
-        residual_length: int = 0,
+        residual_length: int = 0,  # D224: the recent tokens of the dense tail; off by default
         order: BlockOrder = BlockOrder.LAYER_MAJOR,
         backend: str = "auto",
     ) -> None:

@@ -21,7 +21,7 @@ class CacheConfig:
     has_other_parts: bool  # vision or audio beside the text decoder
 
     @property
-    def attends_from_blocks(self) -> bool:
+    def attends_from_blocks(self) -> bool:  # D223: compiled kernels, or torch over dequantized rows
         """True if the model's attention is kvq's.
 
         Raises:

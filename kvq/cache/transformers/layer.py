@@ -67,7 +67,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @eager
     @torch.no_grad()
-    def update(
+    def update(  # D225: one C++ call per layer and operation
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Unpack[_Unused]
     ) -> tuple[Tensor, Tensor]:
         """Store new rows [batch, kv_heads, tokens, dim]; return all that `get_mask_sizes` names.

@@ -7,7 +7,7 @@ from kvq.cache.memory import allocate_bytes
 from kvq.kernels.plain import Rows
 
 
-class RecentRows:
+class RecentRows:  # D24: a dense tail instead of a staging area
     """K and V of each layer's last tokens, unquantized. Tokens of a block that is not full are here alone."""
 
     def __init__(self, limit: int) -> None:

@@ -16,7 +16,7 @@ _CONTEXT = 2048  # tokens of a sample, by default
 _PROBE = 64  # tokens of the sample that folds are proven on
 
 
-def draw_samples(
+def draw_samples(  # D174: the text matters more than the method
     tokenizer: Any, text: str, *, samples: int, context: int | None, max_context: int, seed: int
 ) -> list[list[int]]:
     """Draw at most `samples` windows of `context` tokens, by seed, in the order of the text.

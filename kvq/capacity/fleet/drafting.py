@@ -14,7 +14,7 @@ _SPELLING = "k=4,acceptance=0.8,draft=0.1, where acceptance alone is needed, and
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drafting:
+class Drafting:  # D286: the engine's rule; the share of right drafts is given
     """Assumptions about drafts, and the seed that decides which of them are right."""
 
     k: int = 4  # most drafts of a sequence in a step

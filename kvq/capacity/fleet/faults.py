@@ -30,7 +30,7 @@ class Faults:
 NONE = Faults(leaving=0.0, slow_steps=0.0, life_s=inf)
 
 
-class Trouble:
+class Trouble:  # D284: engines die; what they held is not sent again
     """Next faults of one replica."""
 
     def __init__(self, faults: Faults, index: int) -> None:

@@ -299,7 +299,7 @@ class Replica:
             gaps.add(end - began, neighbours)
         return ended
 
-    def _leap(self, until: float) -> bool:
+    def _leap(self, until: float) -> bool:  # D282: the real scheduler; equal steps in one leap
         """Take all equal steps at once; False if there are fewer than two."""
         branches, scheduler = self._steady, self.scheduler
         tickets = [self.live[branch.request] for branch in branches]

@@ -15,6 +15,7 @@ from kvq.capacity.fleet.replica import Replica
 MOST_AHEAD = 8  # requests that a replica with a prefix may have more than the least loaded one
 _LONG_PREFIX = 0.25  # of a prompt, from which on a replica that holds it is worth going to
 LONG_MATCH = 0.1  # of a prompt's text, from which on Ray goes where that went before
+# D285: decides as Ray does: pieces of 16 tokens
 REMEMBERED_TOKENS = 1 << 20  # of each replica, in Ray's tree
 
 Router = Callable[[Call, Sequence[Replica]], Replica]

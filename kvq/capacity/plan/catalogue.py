@@ -16,7 +16,7 @@ from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTenso
 from kvq.sizing.parameters import Parameters, count_parameters
 
 CATALOGUE = Path(__file__).with_name("models.json")
-OF_A_LAYER = ("kv_heads", "k_head_dim", "v_head_dim", "window", "is_latent")
+OF_A_LAYER = ("kv_heads", "k_head_dim", "v_head_dim", "window", "is_latent")  # D276
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,12 @@ from kvq.sizing.memory import Term
 from kvq.sizing.needs import bytes_of, sequence_alone, sequence_blocks, wanted_blocks
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, PoolPlan, plan_pools, pool_budget
 
+# D274: hybrids: as many sequences as fit
 _MOST_SEQUENCES = 1 << 20  # that a staging area is planned for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine(EngineSettings):
+class Engine(EngineSettings):  # D277: memory for blocks, and which blocks: two questions
     """Settings of kvq's engine; the defaults are those of `kvq serve`."""
 
     block_size: int = BLOCK_SIZE

@@ -21,7 +21,7 @@ from kvq.sizing.parameters import Parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Efficiency:
+class Efficiency:  # D280: assumed until measured: 0.8 of bandwidth, 0.7 of a step
     """Share of a GPU's data sheet that an engine reaches. Assumed, until a benchmark measures yours.
 
     `measured`: (tokens, share) of steps' linear layers, in rising order: what of the roofline they reach
@@ -147,7 +147,7 @@ def _share(ideal_s: float, measured_s: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime:  # D281: parts add up: kernels follow one another
     """Seconds of the parts of a step; one entry of each tuple per layer group."""
 
     stage_s: Callable[[int], float]  # linear layers of one stage of a pipeline, by tokens

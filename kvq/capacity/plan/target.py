@@ -25,7 +25,7 @@ _log = logging.getLogger("kvq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class Target:  # D279: a model is one value, a request another
     """One model, with its weights and its split over GPUs."""
 
     name: str

@@ -249,7 +249,7 @@ def _check_served(target: Target, layout: KVLayout) -> None:
         )
 
 
-def group_layers(kinds: Counter[_LayerKind]) -> list[tuple[_LayerKind, int]]:
+def group_layers(kinds: Counter[_LayerKind]) -> list[tuple[_LayerKind, int]]:  # D278
     """Return groups with their numbers of layers; `kinds` counts the layers of each kind.
 
     A group is as large as the rarest kind, or as the commonest where that is hardly commoner.

@@ -45,7 +45,7 @@ def command_line(command: str, words: list[str], options: Iterable[tuple[str, ob
     return f"{command} {shlex.join(words)}"
 
 
-def users_at_context(
+def users_at_context(  # D273: shared out for the model's whole context
     plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine | VllmEngine", longest: int
 ) -> int | None:
     """Return how many users fit if the engine's longest context is `longest`; None if hardly more.

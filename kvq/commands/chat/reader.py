@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 @contextmanager
-def process_reader(
+def process_reader(  # D337: prompts read aside, as in the server
     prepared: PreparedModel, loop: asyncio.AbstractEventLoop
 ) -> Iterator[Callable[[list[Message]], list[int]]]:
     """Yield a function that encodes messages in separate processes; it needs the server's packages.

@@ -63,7 +63,7 @@ class _Fish(_Valued, FishComplete):
     source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
 
 
-_CLASSES: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
+_CLASSES: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}  # D364
 SHELLS = tuple(_CLASSES)
 
 

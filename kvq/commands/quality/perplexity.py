@@ -86,7 +86,7 @@ def command(
         sys.exit(1)
 
 
-def measure(
+def measure(  # D43: eval with one measure, without intervals
     model: "Model", plan: "EvalPlan", *, json_path: str | None = None, refused: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Measure the perplexity of a plan's formats; returns the JSON envelope, which is written and shown."""

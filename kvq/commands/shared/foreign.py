@@ -24,7 +24,7 @@ from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 
 _Entry = dict[str, Any]
-_TABLE = Path(__file__).with_name("foreign.json")
+_TABLE = Path(__file__).with_name("foreign.json")  # D355: other engines' options: taken, mapped or refused
 
 
 def translated(command: click.Command, words: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ _RETRY_S = 0.05  # until an interrupt is raised again that came during an import
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:  # D358: SIGTERM means Ctrl-C; imports end first
     """Raise KeyboardInterrupt for both signals inside the block, unless they are ignored or handled."""
     if threading.current_thread() is not threading.main_thread():
         yield

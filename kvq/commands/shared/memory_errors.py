@@ -8,6 +8,7 @@ import resource
 from kvq.errors import OutOfMemory, first_lines
 from kvq.sizes import binary
 
+# D363: 1.25 GiB free, or OpenBLAS ends the process
 _ADDRESSES = 5 << 28  # bytes that the libraries take, mostly for their code; with less some hang
 _SIGNS = re.compile(
     r"(can't|cannot|failed to|unable to) (allocate|mmap|map segment|start new thread|create thread)"

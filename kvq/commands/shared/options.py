@@ -35,7 +35,7 @@ GENERATION_CONFIG = (
 REVISION, TOKEN = "Branch, tag or commit of a hub model.", "Hub token for gated or private models."
 
 
-def option(
+def option(  # D356: an option is a field of a frozen dataclass
     default: Any = None, help: str | None = None, *, type: Any = None, names: str = "", multiple: bool = False
 ) -> Any:
     """Return a field of a frozen dataclass that becomes an option of commands with that dataclass.
@@ -201,7 +201,7 @@ class WindowOptions:
     instrument: bool = option(False, "Check that model and all of the text can show damage; exit 1 if not.")
 
 
-def model_argument(
+def model_argument(  # D354: MODEL is an argument; a lone text is the prompt
     default: str | None = "tiny",
     help: str = "Folder, hub name, or 'tiny', the embedded model; the same as MODEL.",
     *,

@@ -21,7 +21,7 @@ FIRST_S = 5.0  # before the first plain line; shorter work prints none
 EVERY_S = 30.0  # between further lines; later a tenth of the elapsed time
 
 
-class PlainLines:
+class PlainLines:  # D360: a line after 5 s, then every 30 s or tenth
     """Progress in plain lines, printed by a thread of its own, so that stalled work is reported, too."""
 
     def __init__(self, what: str) -> None:

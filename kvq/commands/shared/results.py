@@ -73,7 +73,7 @@ _EVERY_S = 10.0  # between two writes, at least
 _SHARE = 50  # writes take at most one part in this many of the time
 
 
-class FinishedRows:
+class FinishedRows:  # D359: finished rows survive Ctrl-C
     """Keeps finished rows in a file beside the result's until the result is complete.
 
     `with FinishedRows(path, result, show) as finished:` measures with `keep=finished.keep`. If an

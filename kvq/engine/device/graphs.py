@@ -19,11 +19,12 @@ from kvq.models.parts.step import PackedStep
 from kvq.scheduler import StepPlan
 
 _log = logging.getLogger("kvq")
+# D240: what a graph reads lives as long as it
 Capture = Callable[[Callable[[], None]], Callable[[], None]]  # records work; returns its replay
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class Tables:  # D58: as wide as the pool
     """Block tables per layer group, [rows, blocks] each, on the device and on the host."""
 
     there: list[Tensor]  # int32, on the device
@@ -82,7 +83,7 @@ class DecodeGraphs:
             self._fill((), (), (), size)
             self._replay[size] = record(self._work(size))
 
-    def takes(self, plan: StepPlan) -> bool:
+    def takes(self, plan: StepPlan) -> bool:  # D241: steps with a prefill chunk are not captured
         """True for steps in which every branch computes one token and samples the next."""
         if plan.num_tokens != len(plan.branches):  # drafts, too
             return False

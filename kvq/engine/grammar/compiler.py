@@ -22,13 +22,13 @@ from kvq.errors import Overloaded, RequestError, first_lines
 from kvq.scheduler.fair_queue import FairQueue
 
 
-def check_structured(spec: StructuredOutput) -> None:
+def check_structured(spec: StructuredOutput) -> None:  # D251: once over bytes, before the weights
     """Raise RequestError if a spec's grammar is bad, too deep or too large; needs no model."""
     limits = GrammarLimits()
     _compile(LLTokenizer("byte"), grammar_text(spec, limits), limits)
 
 
-class GrammarCompiler:
+class GrammarCompiler:  # D250: tried first in a child, under deadline and memory limit
     """Compiles structured output for one model, on `workers` threads with a child process each.
 
     A grammar that passed in a child is remembered by its text, `limits.max_cached` of them, least
@@ -60,7 +60,7 @@ class GrammarCompiler:
         self._sound: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
-    def has_room(self, tenant: str = "") -> bool:
+    def has_room(self, tenant: str = "") -> bool:  # D252: a fair line; three quarters for one key
         """False while so many grammars wait, in total or of this tenant, that `submit` would refuse one."""
         with self._changed:
             return self._has_room(tenant)

@@ -14,6 +14,7 @@ from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.grammar.vocabulary import Vocabulary
 from kvq.errors import RequestError
 
+# D253: 5, in the server's session, or niceness counts nothing
 NICENESS = 5  # of compilation: steps have priority
 START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
 STUCK_S = 120  # for a child that neither answers nor takes processor time

@@ -65,7 +65,7 @@ class SamplingDefaults:
         return "; ".join(lines)
 
 
-def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:
+def read_defaults(folder: Path, asked: str = "auto") -> SamplingDefaults:  # D219
     """Read the defaults of a model's folder ("auto"), or of the folder `asked`.
 
     "none", "kvq" and "vllm" decline them. Values out of range or unknown here are ignored.

@@ -91,7 +91,7 @@ class PromptUse:
 
 
 @dataclass(kw_only=True, slots=True)  # one a token: frozen, it would take four times as long to make
-class Piece:
+class Piece:  # D239: one per token: neither frozen nor msgspec
     """Tokens that one step added to one result, and the text that became complete with them.
 
     The last piece of a result has a `finish_reason`; the last piece of `stream` also has the `output`.

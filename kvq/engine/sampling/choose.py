@@ -33,7 +33,7 @@ class Choices:
 
 
 @dataclass(slots=True)
-class _Draw:
+class _Draw:  # D256: seeded: the seed's tokens, drafts or not
     """One row of logits from which one branch draws a token."""
 
     job: Job

@@ -20,7 +20,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
 
-def mix_seed(seed: int, index: int) -> int:
+def mix_seed(seed: int, index: int) -> int:  # D247: one number a token, from seed and position
     """Return the 64-bit seed of a request's sample number `index`; nearby seeds give unrelated ones."""
     mixed = _hash(_hash(_words([seed])) + _words([index + 1]) * _GOLDEN)
     return int(mixed[0])

@@ -126,7 +126,7 @@ def add_delta(scores: Tensor, words: tuple[Tensor, Tensor], scheme: Green) -> Te
     return torch.where(green, scores + scheme.delta, scores)
 
 
-def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:
+def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:  # D266
     """Return the masses after a tournament of two candidates in each of `layers` rounds: fp64 [rows, width].
 
         p = p * (1 + g - sum(p * g))    g: a token's bit in the layer
@@ -146,7 +146,7 @@ def play(masses: Tensor, words: Tensor, layers: int) -> Tensor:
     return p
 
 
-def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:
+def _is_repeated(tokens: Sequence[int], size: int, start: int) -> bool:  # D268
     """True if the last `size` tokens were a context of an earlier one from `start` on."""
     window = np.asarray(tokens)[max(0, start - size) :]
     earlier = len(window) - size

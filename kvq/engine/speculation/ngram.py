@@ -136,5 +136,5 @@ class Lookup(Proposer):
         self._recent.add(_owner(job), branch.tokens[job.prompt_length :])
 
 
-def _owner(job: Job) -> tuple[str, str | None]:
+def _owner(job: Job) -> tuple[str, str | None]:  # D262: by tenant and salt: time would tell
     return job.tenant, job.cache_salt

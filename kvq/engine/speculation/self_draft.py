@@ -77,7 +77,7 @@ def share_equal(target: LoadedWeights, draft: LoadedWeights) -> None:
             replace_linear(draft.model, name, embedding)
 
 
-class SelfDraft(Drafter):
+class SelfDraft(Drafter):  # D260: the model's own blocks, not a cache of its own
     """Runs a plan's branches token by token with other weights, before the step runs."""
 
     def __init__(self, chooser: Chooser, runner: Runner, weights: LoadedWeights) -> None:

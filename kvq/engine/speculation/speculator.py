@@ -17,7 +17,7 @@ _MOST_FAILURES = 3  # in a row, of a proposer that raises, before it is left alo
 Drafts = dict[int, list[Drafted]]  # by the plan's indices
 
 
-class Speculator:
+class Speculator:  # D259: states wait: kept once all drafts are right
     """Has drafts proposed for decoding branches as far as they pay."""
 
     def __init__(

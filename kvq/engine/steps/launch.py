@@ -15,6 +15,7 @@ from kvq.scheduler import Scheduler
 _log = logging.getLogger("kvq")
 # Steps not launched ahead after one that found no free threads: its tokens came a step late for nothing.
 IN_TURNS = 64
+# D114: CPU steps run ahead unless they are long
 LONG_STEP_S = 0.02  # on a CPU: a newcomer would wait for one more such step, to save a little Python time
 
 
@@ -188,5 +189,5 @@ def _has_ended(flight: Flight) -> bool:
     return True
 
 
-def _step_failed(error: Exception) -> EngineError:
+def _step_failed(error: Exception) -> EngineError:  # D236
     return EngineError(f"the step of this request raised {describe(error)}")

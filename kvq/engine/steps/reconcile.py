@@ -24,6 +24,7 @@ from kvq.sizing.needs import bytes_of
 from kvq.weights import ROUTERS, PackedExperts, PackedLinear
 
 _log = logging.getLogger("kvq")
+# D271: each term by itself: 1% above 1 MB
 TOLERANCE = 0.01  # of a term
 SMALL = 1_000_000  # bytes; smaller terms are not judged
 WHOLE_TOLERANCE = 0.03  # of the whole process, whose libraries vary

@@ -51,6 +51,7 @@ class Prompting(TypedDict, total=False):
     think_end_token: str | None  # answers begin behind it
 
 
+# D40: lm-eval's own tasks, held to its `hf` model
 class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """lm-eval model over a kvq engine. Many requests are in flight at a time.
 

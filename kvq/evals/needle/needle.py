@@ -23,6 +23,7 @@ from kvq.models.loading.prepared import PreparedModel
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# D38: nothing found by the baseline: void
 VOID_AFTER = 50  # prompts; a model that answers a tenth of them is called void once in two hundred tests
 
 

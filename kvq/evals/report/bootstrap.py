@@ -28,7 +28,7 @@ Statistic = Callable[..., Floats]  # means [resamples] of every column -> statis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bootstrap:
+class Bootstrap:  # D36: documents in pairs; formats share one set of draws
     """Bootstrap options: the number of resamples, and their seed."""
 
     resamples: int = 2000

@@ -139,7 +139,7 @@ def _scale(text: str, figure: str, unit: str) -> float:
     return units[unit]
 
 
-def _check_limit(match: re.Match[str], limit: float) -> None:
+def _check_limit(match: re.Match[str], limit: float) -> None:  # D39: an ambiguous limit is refused
     """Raise ConfigError for a limit of a share or change that can't be meant, or may mean a percentage."""
     figure, number = match["figure"], match["limit"]
     text, start = match.string.strip(), match.string[: match.start("limit")].strip()

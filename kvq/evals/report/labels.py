@@ -43,7 +43,7 @@ def label_point(
     label.set_in_layout(False)
 
 
-def draw_literally(figure: Any) -> None:
+def draw_literally(figure: Any) -> None:  # D367: `$` just before saving, not by parse_math
     """Escape all texts: matplotlib would read names with `$` as mathematics, or fail.
 
     Tick labels of logarithmic axes, which are mathematics, stay as they are.
@@ -73,7 +73,7 @@ def _literal(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-def settle(figure: Any) -> None:
+def settle(figure: Any) -> None:  # D366: labels last: matplotlib settles the layout last
     """Fix the layout and place all labels; to be called when everything is drawn, before saving.
 
     Names below an axis are turned upright where they would touch, then thinned out as figures are; an axis

@@ -199,7 +199,7 @@ def _needle_summary(rows: list[Row]) -> _Section:
     return _section("needle_summary", "Needle in a haystack", bounded, columns, note)
 
 
-def _needle(rows: list[Row]) -> _Section:
+def _needle(rows: list[Row]) -> _Section:  # D26: the ends are exact with sinks and recent tokens
     rows = sorted(rows, key=lambda row: row["depth"])  # stable
     heads, cells = _crossed(
         rows, lambda row: (row["kv"], f"{row['length']:,}"), "depth", "{retrieved:.0%}".format_map

@@ -23,7 +23,7 @@ from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
-INT = "int-quantized"
+INT = "int-quantized"  # D180: W4A8: bytes, as vLLM keeps it
 FLOAT = "float-quantized"
 NAIVE = "naive-quantized"  # what that package calls weight-only FP8
 _MIXED = "mixed-precision"

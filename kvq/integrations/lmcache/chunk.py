@@ -37,7 +37,7 @@ _WRONG = {  # what a header may say otherwise, most telling first
 }
 
 
-class ChunkCodec:
+class ChunkCodec:  # D350: chunks are block-major blocks, their bytes the payload
     """Chunks of equal layers, channels and dtype, of any number of tokens. For one thread at a time."""
 
     def __init__(

@@ -21,7 +21,7 @@ from kvq.server.logs import configure, log_event
 _END_S = 0.5  # for requests of an engine that ended to be told so
 
 
-class EngineReplica:
+class EngineReplica:  # D347: the HTTP process without its listener
     """Actor that Ray starts, watches and ends. Its engine is a separate process, which ends with it."""
 
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -63,7 +63,7 @@ class EngineReplica:
                 raise Lost(reason)
             yield message
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> None:  # D348: an ended engine takes its replica along
         """Raise what `/health/ready` would answer."""
         try:
             await check_readiness(self._service)

@@ -14,6 +14,7 @@ from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 _MOST_STALE = 64  # replicas that may have ended unnoticed
 
 
+# D349: guarded: a router that raises hangs requests
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's types aren't seen
     """Router that sends a prompt where most of its text went before, unless that replica is much busier.
 

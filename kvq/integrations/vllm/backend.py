@@ -74,7 +74,7 @@ def metadata_of(
     return Metadata(num_actual_tokens=tokens, slot_mapping=common.slot_mapping, batch=batch)
 
 
-def let_layers_say_their_bytes() -> None:
+def let_layers_say_their_bytes() -> None:  # D341: layers know their bytes, `customize_spec` no layer
     """Have kvq's layers themselves asked for the bytes of their blocks.
 
     vLLM asks a backend, which doesn't know for which layer; formats may differ from layer to layer.

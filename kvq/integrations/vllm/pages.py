@@ -21,7 +21,7 @@ from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Page:
+class Page:  # D340: kvq's own part of a block, regions apart
     """Division of one layer's pages into codes and scales."""
 
     layout: LayerLayout
@@ -61,7 +61,7 @@ class Page:
         assert self.layout.nbytes % cells == 0, "no part is padded"
         return self.layout.nbytes // cells
 
-    def store(self, pages: Tensor, q_heads: int, softcap: float | None) -> PagedStore:
+    def store(self, pages: Tensor, q_heads: int, softcap: float | None) -> PagedStore:  # D344
         """Return the layer's store in vLLM's pages, uint8 [num_blocks, kv_heads, block_size, cell_bytes].
 
         Raises:

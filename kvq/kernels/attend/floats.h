@@ -5,6 +5,7 @@
 
 namespace {
 
+// D93: GCC 12 drops calls that only prefetch
 KVQ_PREFETCHES void prefetch_row(const KvqRows& rows, int64_t block, int head, int offset) {
     const uint8_t* codes = row_codes(rows, block, head, offset);
     for (int64_t i = 0; i < rows.codes_slot; i += 64) __builtin_prefetch(codes + i);
@@ -73,6 +74,7 @@ inline void add_lane(vf sums[R][C], const float* q, const float* turned, int wid
 
 // float_scores of R rows over C times W turned keys, with its bits: lanes are added in the order of `sums_of`.
 template <int R, int C>
+// D101: transposed keys: no sum crosses lanes
 inline void turned_float_scores(float* scores, const float* q, const float* turned, int width) {
     vf quarters[W / 4][R][C];
     for (int at = 0; at < W / 4; at++) {

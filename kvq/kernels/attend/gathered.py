@@ -30,7 +30,7 @@ _TOO_WIDE = {torch.float16: (Code.FP32, Code.BF16), torch.bfloat16: (Code.FP32,)
 _Result = tuple[Tensor, Tensor]  # [new, q_heads, dim], and fp32 [new, q_heads]
 
 
-class Gathered(NamedTuple):
+class Gathered(NamedTuple):  # D138: many new tokens: gathered rows and flash attention
     """One sequence that is attended to in this way."""
 
     sequence: int

@@ -38,6 +38,7 @@ KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head
 
 // Rows whose codes are all 0 get scales of 0, so that theirs, however small, don't count for the largest
 // product with a weight. Attention sinks may have such rows of V, with nearly all of the weight.
+// D95: rows of zeros count for no scale
 inline void drop_zero_rows(const Tile& tile, const KvqRows& rows, const Cut& cut, int skip, int keys) {
     const float least = rows.narrow ? narrow_scale(LEAST_NARROW) : SMALLEST_SCALE;
     vf nearest = all(-1.0f);  // to 0, of the scales that are not 0, negated
@@ -55,6 +56,7 @@ inline void drop_zero_rows(const Tile& tile, const KvqRows& rows, const Cut& cut
 
 // Scales and minimums of one group of W keys, out of words that hold the two bytes from bit SHIFT on.
 template <int SHIFT>
+// D97: two groups' bytes a word, turned by one shuffle
 inline void decode_pairs(const Tile& tile, int group, int key, vi words, float step) {
     vi bits = ((words >> SHIFT & 255) << 20) + (107 << 23);
     vf scale = load_as<vf>(&bits);

@@ -18,6 +18,7 @@ struct IntegerWeights {
 };
 
 // Multiples of the golden ratio, modulo 1, less one half: no few neighbours lie on one side of 0.
+// D94: a factor per tile, row and group, dithered
 struct Dither {
     float at[TILE];
 
@@ -122,6 +123,7 @@ KVQ_PREFETCHES void prefetch_tokens(const Tile& ahead, const Cut& cut, int t, in
 
 // Decode a tile once for many query rows, [TILE / 2, width] pairs.
 template <bool NIBBLES>
+// D100: what gained nothing over narrow codes
 inline void stage_values(int32_t* staged, const Tile& tile, const Tile& ahead, const Cut& cut) {
     for (int t = 0; t < steps_of(tile, cut); t++)
         for (int run = 0; run < cut.runs; run++)

@@ -79,6 +79,7 @@ inline void find_word_places(int32_t* index, int dim) {
 
 // Scores of R rows over the WORD_COLUMNS * W keys from `key` on, whose words are x.
 template <int BITS, int R>
+// D99: few rows: words of 4 codes, key by key
 inline void word_scores(float* scores, const IntegerQuery* q, const reg* x, const Tile& tile, const WordRuns& runs,
                         int key) {
     const reg mask = KVQ_MM(set1_epi32)(((1 << BITS) - 1) * 0x10001);

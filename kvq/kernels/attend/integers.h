@@ -36,6 +36,7 @@ inline reg nibbles(reg x) {
 }
 // Sums stay in registers here: compilers else order a loop's additions anew, and run out of them.
 inline void keep(vi& sum) { asm("" : "+v"(sum)); }
+// D92: 16-bit multiply-adds, rows read in place
 inline vi multiply_add(vi sum, reg a, reg b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((reg)sum, a, b);

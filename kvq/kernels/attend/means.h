@@ -18,6 +18,7 @@ struct Means {
     IntegerCut cut;
 };
 
+// D98: means: one more tile per span of keys
 struct MeansScratch {
     float* tile;        // [TILE, width], decoded
     float* out;         // [rows, width], V's share of a split

@@ -66,7 +66,7 @@ def parts_of(exact: ExactTokens, block_size: int) -> tuple[Part, Part, Part]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AttentionOptions:
+class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
     """Options of a layer's attention beside its blocks.
 
     `scale` multiplies the scores, then `softcap` bounds them as softcap * tanh(s / softcap). `window`:

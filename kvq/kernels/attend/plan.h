@@ -70,6 +70,7 @@ inline uint8_t* row_of(const Call& call, const Task& task, const KvqDense& x, in
 }
 
 // One item of parallel work: all of a task, or one of its splits.
+// D86: splits at fixed key positions, merged in order
 struct Item {
     int task, split;  // split -1: all of them
 };

@@ -103,6 +103,7 @@ typedef void (*ExpandKernel)(uint8_t* out, int stride, const uint8_t* const* row
 
 // Expand the rows of a tile; of DIM elements, or (0) of any.
 template <int BITS, int DIM>
+// D96: planes become nibbles or bytes, tile by tile
 inline void expand_tile(uint8_t* out, int stride, const uint8_t* const* rows, int dim) {
     for (int i = 0; i < TILE; i++, out += stride)
         if constexpr (DIM == 0)

@@ -15,12 +15,12 @@ from kvq.kernels.paged import PagedKV, SequenceBatch
 # Keys are taken in tiles that start at multiples of this position, and rows at least a few at a
 # time. Every matrix product then has the same inner shape however a context was split into steps,
 # so the same tokens give the same bits: chunk sizes and neighbours do not flip a single KV code.
-_KEY_TILE = 256
+_KEY_TILE = 256  # D84: the same bits, however tokens are cut into steps
 _MIN_ROWS = 4  # BLAS takes another path for a single row
 _ROW_TILE = 256  # query rows in one tile: bounds memory, and skips keys past the tile's last row
 
 
-def attend(
+def attend(  # D83: decode is an extend of one token
     q: Tensor,
     kv: PagedKV,
     batch: SequenceBatch,

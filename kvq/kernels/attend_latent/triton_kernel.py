@@ -85,7 +85,7 @@ def _run(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def latent_kernel(
+def latent_kernel(  # D142: rotary keys as K, latents as V
     q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr,
     q_token, q_head, q_dim, table_stride, height, k, v, scale, softcap, window,
     PARTS: tl.constexpr, HALVES: tl.constexpr, CODES: tl.constexpr, BLOCK_SIZE: tl.constexpr,

@@ -15,7 +15,7 @@ from kvq.kernels.codec.channel import encode_channels
 from kvq.kernels.codec.reference import decode, encode, prepared
 
 
-def encode_block(
+def encode_block(  # D13: the block's own mean, in INT4
     x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None, *, clip: float = 1.0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Quantize the rows of a block, [..., block_size, dim], as `encode` does. Returns (codes, scales, means).

@@ -22,6 +22,7 @@ from kvq.kernels.codec import narrow
 from kvq.kernels.codec.packing import pack, unpack
 
 MOST_SHIFTED = 2  # bits that one channel of a pair takes from the other
+# D3: a byte for the scale; offsets need fp16
 CENTER_STEP = 16  # scales that INT8's offsets are counted in
 INT8_REACH = 127 - CENTER_STEP // 2  # codes from a range's middle to its end, if the middle is rounded
 _FP16_LARGEST = 65504.0
@@ -85,7 +86,7 @@ def decoded_scales(scales: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor, Tenso
     return narrow.scales(codes) * _factors(fmt.code.bits, scales.device)[bits.long()], offset, bits
 
 
-def shares(codes: Tensor, bits: int) -> Tensor:
+def shares(codes: Tensor, bits: int) -> Tensor:  # D4: two channels share their bits by their scale bytes
     """Bits of every channel, int32 [..., dim], by the scale bytes of its pair: eight are a factor of 2."""
     more = codes - codes.flip(-1)
     most = min(MOST_SHIFTED, bits - 1)

@@ -14,7 +14,7 @@ def hadamard_block(dim: int) -> int:
     return dim & -dim
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor) -> Tensor:  # D22: Hadamard, no calibrated map per head
     """Rotate the last dimension block by block; its own inverse.
 
     `x`: [..., dim], any float dtype. Returns fp32 [..., dim]: fp32 butterflies with stages

@@ -10,6 +10,7 @@ from torch import Tensor
 
 _EXPONENT = 107  # of fp32, where a scale's exponents begin
 _LOWEST = 1 << 20  # the lowest bit that a scale keeps
+# D10: scale and minimum a byte each; rounded up from 5 bits
 ROUNDED_UP = 5  # bits of codes from which scales are rounded up: many levels lose more by saturating
 _SMALLEST = 2.0**-19
 _LARGEST = 1920.0

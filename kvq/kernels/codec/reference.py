@@ -64,7 +64,7 @@ def encode(
     return _encode_symmetric(x, fmt.code, scale.float()), scale
 
 
-def prepared(x: Tensor, fmt: KVFormat) -> Tensor:
+def prepared(x: Tensor, fmt: KVFormat) -> Tensor:  # D18: rows are clamped before a rotation
     """Rows as they are coded, fp32 [..., dim]: finite, and rotated if the format rotates."""
     x = x.float()
     x = torch.where(torch.isfinite(x), x, 0.0)
@@ -101,7 +101,7 @@ def _divided(x: Tensor, number: float) -> Tensor:
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
-def _clamp_fp16(scale: Tensor) -> Tensor:
+def _clamp_fp16(scale: Tensor) -> Tensor:  # D14: static scales stay at the maximum
     return scale.half().float().clamp(_SMALLEST_SCALE, _FP16_LARGEST).half()
 
 
@@ -111,7 +111,8 @@ def _encode_symmetric(x: Tensor, code: Code, scale: Tensor) -> Tensor:
     return torch.floor(x / scale + 0.5).clamp(-127, 127).to(torch.int8)
 
 
-def _encode_grouped(x: Tensor, fmt: KVFormat, group_size: int, clip: float) -> tuple[Tensor, Tensor]:
+# D19: a minimum is never -0
+def _encode_grouped(x: Tensor, fmt: KVFormat, group_size: int, clip: float) -> tuple[Tensor, Tensor]:  # D9
     """m = fp16(min), s = clamp(fp16((max - m) / levels)), q = clamp(floor((x - m) / s + 0.5)).
 
     With scales of 8 bits m and s are what `narrow.encode` makes of minimum and maximum.
@@ -135,7 +136,7 @@ def _encode_grouped(x: Tensor, fmt: KVFormat, group_size: int, clip: float) -> t
     return codes, pairs.flatten(-2)
 
 
-def _decode_grouped(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
+def _decode_grouped(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:  # D17
     pairs = scales.unflatten(-1, (-1, 2))  # [..., groups, (scale, minimum)]
     pairs = narrow.decode(pairs, fmt.code.bits) if fmt.is_narrow else pairs.float()
     q = unpack(codes, fmt.code).float().unflatten(-1, (pairs.shape[-2], -1))

@@ -34,7 +34,7 @@ class GatedParts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DecoderParts:
+class DecoderParts:  # D169: one description for C++ and Triton
     """The layer, where a norm that is None is left out:
 
     x = x + scale * attention_norm(output(attention(heads of qkv(input_norm(x)))))

@@ -69,7 +69,7 @@ class _StackStep:
         self.named: list[Any] = []
 
 
-class CpuStack:
+class CpuStack:  # D112: all layers in one call
     """Layers one after the other, with the bits that calls of their parts give."""
 
     def __init__(self, layers: Sequence[StackLayer]) -> None:

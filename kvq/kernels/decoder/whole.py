@@ -113,7 +113,7 @@ class ReadyPass:
             self._end(self._step)
 
 
-class CpuPass:
+class CpuPass:  # D113: from token ids to logits in one call
     """Makes steps over one stack ready; results have the bits of the operations one by one.
 
     Steps share memory for what goes from one operation to the next: one of them runs at a time. Those of

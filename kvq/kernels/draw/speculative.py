@@ -21,7 +21,7 @@ def draw_sums(sums: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(sums, marks[:, None], right=True)[:, 0].clamp_(max=sums.shape[-1] - 1)
 
 
-def keep_or_replace(
+def keep_or_replace(  # D255: one comparison keeps drafts
     target: Tensor, draft: Tensor, tokens: Tensor, keeping: Tensor, uniform: Tensor
 ) -> Tensor:
     """Return each row's token, int64 [rows]: the drafted one, or the one that replaces it, never the same.

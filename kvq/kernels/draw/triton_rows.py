@@ -113,7 +113,7 @@ def of_spans(scratch, slot, vocab, other, SPANS_PAD: tl.constexpr):
 
 
 @triton.jit
-def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):
+def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):  # D249
     """A row's kind, its highest logit, its temperature, min_p's bar, and bins per unit of score.
 
     A row whose highest logit isn't finite is greedy: nothing can be drawn from it.

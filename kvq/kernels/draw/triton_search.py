@@ -43,7 +43,7 @@ _ABOVE = tl.constexpr(1 << 62)
 
 
 @triton.jit
-def choose_kernel(
+def choose_kernel(  # D248: three searches, not a sort
     logits_ptr, params_ptr, scratch_ptr, tokens_ptr, numbers_ptr, vocab, row_stride, scratch_stride,
     SPANS_PAD: tl.constexpr, CHANGED: tl.constexpr, ALL_GREEDY: tl.constexpr,
 ):  # fmt: skip

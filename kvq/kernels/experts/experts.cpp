@@ -99,6 +99,7 @@ inline void gate(const Call& call, const Pairs& p, int groups, int64_t pairs) {
 }
 
 // What a row's experts gave, each times its weight, from the first that it chose to the last.
+// D170: each row's experts in its own order
 inline void add_up(const Call& call, const Pairs& p, int64_t row, int64_t first_row, uint8_t* out) {
     float sum[PIECE], given[PIECE], add[PIECE];
     for (int64_t first = 0; first < call.hidden; first += PIECE) {

@@ -21,7 +21,7 @@ _MOST_KEPT = 4096  # combinations of numbers
 _OPTIONS = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}  # of the compiler
 
 
-class Bound:
+class Bound:  # D146: Triton's launch looks at some 50 arguments
     """A kernel whose first arguments vary, with all others bound: weights, constants, compiler options.
 
     What varies are tensors, each of one dtype and on one device for ever, then whole numbers.

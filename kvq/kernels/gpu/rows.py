@@ -115,7 +115,7 @@ add.rn.f16x2 $1, $1, minus;
 INT8_FP16 = tl.constexpr(SPREAD_INT8.format(first="0x4140", second="0x4342"))
 
 
-def takes_ptx(_semantic: Any = None) -> tl.constexpr:
+def takes_ptx(_semantic: Any = None) -> tl.constexpr:  # D147: the compilation knows, not the GPU at hand
     """Return True if the code that is being compiled is for an NVIDIA GPU; False in the interpreter.
 
     It asks the compilation, not the device at hand: kernels are also compiled for GPUs that aren't there.
@@ -149,7 +149,7 @@ def _exactly(x, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def nibbles(packed, COMPUTE: tl.constexpr):
+def nibbles(packed, COMPUTE: tl.constexpr):  # D119: nibbles become subnormal fp16; 2^24 goes to scales
     """Packed bytes uint8 -> low and high nibbles less 8 as COMPUTE numbers."""
     if COMPUTE == tl.float32 or not takes_ptx():
         low = _exactly((packed & 15).to(tl.float32) - 8.0, COMPUTE)
@@ -203,7 +203,7 @@ def scale_and_minimum(words, BITS: tl.constexpr):
 
 
 @triton.jit
-def fp8_codes(codes, COMPUTE: tl.constexpr):
+def fp8_codes(codes, COMPUTE: tl.constexpr):  # D121: FP8 in fp16 whatever Q is
     """E4M3FN bytes uint8 -> their values divided by 256, without FP8 instructions."""
     if COMPUTE == tl.float32 or not takes_ptx():
         wide = codes.to(tl.int8, bitcast=True).to(tl.int16) << 7  # the sign twice, at the top
@@ -257,7 +257,7 @@ def _butterfly(x, ROWS: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # D128
     """fp32 [ROWS, DIM], DIM a power of two, rotated in blocks; the butterflies of codec/hadamard.py."""
     for stage in tl.static_range(12):
         if (1 << stage) < BLOCK:

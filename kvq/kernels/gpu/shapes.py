@@ -17,9 +17,10 @@ from kvq.formats.recipe import LayerFormats
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.spec import Device
 
+# D132: decode and extend differ in rows of a tile
 DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
-TABLE = Path(__file__).with_name("shapes.json")
+TABLE = Path(__file__).with_name("shapes.json")  # D133: tiles as timed on an H200, also elsewhere
 _MOST_BLOCK = 64  # tokens: larger blocks are as these
 _LEAST_WORDS = 16  # of two bytes that a product sums over
 _LEAST_KEYS = 16  # of a tile: what V's product sums over
@@ -69,7 +70,7 @@ def folded_keys(shape: TileShape) -> int:
     return min(8 * (shape.warps if shape.rows == DECODE_ROWS else 1), shape.keys)
 
 
-def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:
+def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:  # D136
     """Pieces of work for one KV head, so that every multiprocessor has several programs."""
     fits = shape.registers is not None and shape.registers <= _REGISTERS
     warps = multiprocessors(device) * (_WARPS if fits else _OTHER_WARPS)
@@ -177,7 +178,7 @@ def takes_means_apart(formats: LayerFormats, shape: TileShape, block_size: int) 
     return bool(found) and has_words and fills and block_size % shape.keys == 0
 
 
-def _extends_wrongly(formats: LayerFormats) -> bool:
+def _extends_wrongly(formats: LayerFormats) -> bool:  # D140: wrong on Hopper, not understood: refused
     """Return True if tiles of 64 rows may give NaN, as they did on an H200 with Triton 3.6.0.
 
     Those of 16 rows are right; why is not known. V of INT4 beside K of INT8 and FP8 was seen; all grouped V
@@ -215,7 +216,7 @@ def _fills_registers(fmt: str) -> bool:
     return "_mean" in fmt or "_per_channel" in fmt or any(len(code.planes) > 1 for code in codes)
 
 
-def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:
+def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:  # D135
     """Return the shape of the fewest instructions a key without spilling (docs/kernels.md); to decode with
     heads of 128, the one that was the fastest on an H200.
 

@@ -14,7 +14,7 @@ from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
 # AMD's GPUs with products of bf16 matrices, for which tests compile the kernels: Instinct, and Radeon.
-AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
+AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")  # D148
 MOST_DIM = 256  # elements of a token row that is read by attention
 MOST_STORED_DIM = 512  # or of one that is written and gathered, and of a latent
 
@@ -59,7 +59,7 @@ def supports_latent(spec: KernelSpec, device: Device) -> Support:
     return supports_stored(spec, device)
 
 
-def supports_8bit(spec: KernelSpec, device: Device) -> Support:
+def supports_8bit(spec: KernelSpec, device: Device) -> Support:  # D88
     """Return `supports` where NVIDIA's tensor cores multiply K's 8-bit codes, if it has such, as they are."""
     runs = supports(spec, device)
     if not runs.yes:

@@ -81,7 +81,7 @@ def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(2.0**24 if by_bits and plain(kind) in _PLANES else 1.0)
 
 
-def unit(kind: Any, compute: Any, place: Any, _semantic: Any = None) -> tl.constexpr:
+def unit(kind: Any, compute: Any, place: Any, _semantic: Any = None) -> tl.constexpr:  # D117
     """Return that factor for codes at a place in their bytes, 0 for the lowest bits."""
     lowest = low_unit(kind, compute, _semantic=_semantic).value
     bits = 8 // codes_a_byte(kind).value
@@ -98,7 +98,7 @@ def code_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(sum(_PLANES[plain(kind)]))
 
 
-def high_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:
+def high_bits(kind: Any, _semantic: Any = None) -> tl.constexpr:  # D125: two planes joined in registers
     """Return the bits of a packed code in the second plane."""
     return tl.constexpr(_PLANES[plain(kind)][1])
 
@@ -163,7 +163,7 @@ def exponent(unit: Any, _semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(int(math.log2(plain(unit))))
 
 
-def enlargement(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
+def enlargement(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:  # D120
     """Return what is added to the exponents of probabilities that V's codes are multiplied by."""
     return tl.constexpr(_ENLARGEMENT[plain(kind)] if plain(compute) == tl.float16 else 0.0)
 

@@ -26,6 +26,7 @@ inline const uint8_t* inputs_of(const KvqAround& a, uint8_t* room, const uint8_t
 }
 
 // To `n` results of row `row`, which lie at `out`, from number `first` on.
+// D166: norms, gates, residuals in the product's tasks
 inline void add_after(const KvqAround& a, uint8_t* out, int64_t row, int64_t first, int64_t n, int code) {
     int64_t begin = first * bytes_of(code);
     if (a.bias) add_to(out, a.bias + begin, n, code);

@@ -131,6 +131,7 @@ KVQ_TILE_TARGET inline void write_two(const Output& out, int64_t row, int64_t pa
 }
 
 // Panels [panel, last) times one tile of rows; sums are kept between blocks, and at the end on their way out.
+// D158: AMX for one row as for many
 inline void matrix_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, int64_t last,
                         const Output& out, int64_t row, const Block& block) {
     constexpr int64_t KEPT = MATRIX_ROWS * OUTPUTS;

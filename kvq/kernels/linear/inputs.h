@@ -43,6 +43,7 @@ inline int length_of(const Cut& c, int segment) {
 // A few rows of inputs. `planes`: 2 if there are low bytes too.
 struct Tile {
     int rows;
+    // D156: integers; inputs keep 16 bits: decode has time
     int32_t* words;   // four columns each, where Words says; for products of bf16 see bf16.h and split.h
     int32_t* starts;  // [segments, rows, planes]: minus the codes' offset times the sum of the segment's bytes
     float* sums;      // [segments, rows]: of high + low / 254
@@ -172,6 +173,7 @@ inline Sums round_columns(const Words& words, int begin, const float* x, int n, 
 
 // `offset`: of the codes that the row is multiplied with.
 template <int PLANES>
+// D167: sums and maxima by registers, no division
 inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut, int offset, bool in_bytes) {
     float whole = PLANES == 1 ? step_of(row, cut.k, 127.0f) : 0;
     Words words = words_of(tile, r, PLANES, in_bytes);

@@ -125,6 +125,7 @@ inline void multiply(const Call& call, const Tile& tile, int64_t row, int64_t pa
 }
 
 template <int CODE, int R>
+// D163: a tenth behind oneDNN, for equal bits
 inline void multiply_floats(const Call& call, const Tile& tile, int64_t row, int64_t panel, int64_t last, Block block) {
     if constexpr (R > 1)
         if (tile.rows < R) return multiply_floats<CODE, R - 1>(call, tile, row, panel, last, block);

@@ -11,7 +11,7 @@ from kvq.kernels.codec import e4m3
 from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 
-def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:  # D179: amax / 127, as vLLM
     """Codes as fp32 whole numbers (or E4M3 values) and scales fp32 [rows, 1]; x: fp32 [rows, in].
 
     The scale is the row's largest magnitude over the largest code; a row of zeros has scale 1.

@@ -93,6 +93,7 @@ struct SegmentSums {
 
 // A tile's share of the weights that follow, which comes from memory while few rows are multiplied: two panels', so
 // many bytes of each for every few columns.
+// D115: weights of the next step are not read ahead
 struct Ahead {
     const uint8_t* next;  // or null
     int64_t step, panel;  // bytes: at a time, from panel to panel
@@ -105,6 +106,7 @@ struct Ahead {
 };
 
 // The share of tile `index` of `tiles`, of `bytes` of each panel from `next` on, asked for `times` times.
+// D162: weights come from memory while tiles multiply
 inline Ahead share_of(const uint8_t* next, int64_t panel, int64_t bytes, int64_t times, int64_t index, int64_t tiles) {
     int64_t step = (bytes / (times * tiles) + 63) / 64 * 64, begin = index * times * step;
     return {next && begin < bytes ? next + begin : nullptr, step, panel};
@@ -165,6 +167,7 @@ struct Block {
 
 // One sum per output, over the columns in their order, whatever the block.
 template <int CODE, int R, int P>
+// D161: asks for the next tile's inputs
 void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row,
                 const Block& block) {
     constexpr int STEP = columns_of(CODE), BYTES = OUTPUTS * bytes_of(CODE);

@@ -82,7 +82,7 @@ def kind_of(weight: QuantizedWeight, *, has_fp8: bool) -> Kind:
     return Kind.ROWS if inputs is Inputs.FP8 and has_fp8 else Kind.FP8
 
 
-def pack(weight: QuantizedWeight, kind: Kind) -> PackedWeight:
+def pack(weight: QuantizedWeight, kind: Kind) -> PackedWeight:  # D143
     """Put the codes into blocks and order them for `kind`."""
     codes = weight.codes if weight.fmt.code is WeightCode.FP8 else weight.integers().view(torch.uint8)
     outputs, inputs = codes.shape

@@ -36,7 +36,7 @@ def _type(declared: str) -> Any:
     return ctypes.c_void_p if "*" in declared else _TYPES[declared.split()[0]]
 
 
-def _structure(name: str, fields: str) -> Any:
+def _structure(name: str, fields: str) -> Any:  # D90: abi.h is read, not repeated
     declared = [
         (re.findall(r"\w+", field)[-1], _type(line))
         for line in fields.split(";")[:-1]

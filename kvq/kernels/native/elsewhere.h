@@ -15,6 +15,7 @@ inline int current_cpu() {
 
 // Keep the calling thread off its caller's core, if it finds itself there: two that always have work would share it
 // for as long as the scheduler counts a busy process on another core as much as both of them.
+// D103: a thread leaves its caller's core
 struct Elsewhere {
 #if defined(__linux__)
     cpu_set_t allowed, chosen;

@@ -19,6 +19,7 @@
 
 namespace {
 
+// D105: a step goes on in whichever thread has a core
 class Fiber {
 public:
     // Make ready to run body(data); false if there is no memory for the stack, which is kept from run to run.

@@ -19,7 +19,7 @@ _LEAST = 64 << 10  # bytes; smaller tensors lie anywhere
 _LINE = 64  # bytes, which every tensor begins at a multiple of
 
 
-def prefer_huge_pages(memory: Tensor) -> None:
+def prefer_huge_pages(memory: Tensor) -> None:  # D56: advice only, for the pool
     """Ask Linux for pages of 2 MiB, if the memory is not in use yet and large enough to have some."""
     first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     last = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE
@@ -70,7 +70,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # D165
     """Return `torch.empty` on a CPU, with large tensors side by side in pages of 2 MiB.
 
     For what goes together, as a model's weights do: one tensor keeps the 64 MiB that it was cut from.

@@ -29,6 +29,7 @@ inline int entered(uint64_t state) { return (int)(state >> 16 & 0xffff); }
 inline uint32_t number_of(uint64_t state) { return (uint32_t)(state >> NUMBER_SHIFT); }
 
 constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are believed
+// D104: spin four wakes, then sleep
 constexpr int SPIN_WAKES = 4;             // as long as so many take who waits spins
 constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
 constexpr int WAKES = 5;                  // that are timed
@@ -360,6 +361,7 @@ inline void set_caller(Member* member) {
 }
 
 // At a course's end: have spare threads work as long as they are needed.
+// D106: a spare thread where every core is shared
 inline void see_to_spares() {
     int threads = seen(pool.threads), all_share = threads && calling_member.stretch.shares_core() &&
                                                   seen(pool.sharing) >= threads;

@@ -50,6 +50,7 @@ struct Tasks {
 // work(thread, tasks) on every thread that comes, until none is left for it; it may come again, under its number.
 template <class Work>
 inline void share_tasks(int threads, int64_t count, int64_t chunk, const Work& work) {
+    // D102: nobody waits for a thread that did not come
     struct Shared {
         Tasks tasks;
         const Work& work;

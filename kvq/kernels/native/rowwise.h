@@ -9,6 +9,7 @@ namespace {
 
 constexpr int PIECE = 512;                  // elements converted at a time
 constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
+// D168: 192 rows a piece fit the second cache
 constexpr int64_t MOST_ROWS = 192;          // that go from one product to the next through the second-level cache
 
 // Of the piece that begins at element `first` of `n`.

@@ -52,8 +52,10 @@ inline Had had_so_far() {
 // When a thread that shares its core with others' work rests: the scheduler takes it off after some milliseconds, in
 // the middle of a task that everybody then waits for as long. So it goes by itself before that, between two tasks, after
 // it has worked for about as long as it was away before.
+// D108: rest before the scheduler takes the core
 class Stretch {
 public:
+    // D107: schedstat alone tells waiting from sleeping
     bool shares_core() const { return part_waited_ > SHARES; }
     bool is_over(int64_t now) const { return shares_core() && now - began_ > length_; }
 

@@ -1,5 +1,6 @@
 // Which variant of the kernels this CPU can run. Compiled without any instruction-set flag.
 
+// D89: variants share nothing the linker could merge
 extern "C" const char* kvq_cpu_features() {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();

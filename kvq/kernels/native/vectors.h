@@ -42,6 +42,7 @@ typedef __m128i half_reg;
 #endif
 
 template <class V>
+// D91: the compiler's vectors; intrinsics where GCC 12 is slow
 inline V load_as(const void* p) {
     V x;
     memcpy(&x, p, sizeof x);

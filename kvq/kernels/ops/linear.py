@@ -31,7 +31,7 @@ def keep(kernel: Callable[[Tensor], Tensor]) -> int:
 
 
 @custom_op("kvq::packed_linear", mutates_args=())
-def packed_linear(x: Tensor, kernel: int, out_features: int) -> Tensor:
+def packed_linear(x: Tensor, kernel: int, out_features: int) -> Tensor:  # D226
     """[rows, in] -> [rows, out_features] by the kernel that `keep` gave this number.
 
     Raises:

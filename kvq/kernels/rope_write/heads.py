@@ -9,7 +9,7 @@ from kvq.errors import ConfigError
 from kvq.kernels.rms_norm.weight import NormWeight
 
 
-class Pairs(IntEnum):
+class Pairs(IntEnum):  # D145: three rules of pairs; one bool would misread GLM
     """Pairs of a head's elements that are turned together, and the column of the angles that says how far."""
 
     HALVES = 0  # i and i + rotary_dim / 2, by column i: Llama and most, GPT-OSS

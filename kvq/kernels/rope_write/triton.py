@@ -33,7 +33,7 @@ class _Norm(NamedTuple):
     together: Any  # constant: whether it is taken over all heads at once, or over each
 
 
-def rope_write(
+def rope_write(  # D144: keys turned on the way; `write_kv` stays
     heads: Tensor, angles: Angles | None, kv: PagedKV, slots: Tensor, bad: Tensor, layer: LayerHeads
 ) -> None:
     """Do what the reference does, with the same bytes but for the last bits of norms; see there.

@@ -85,7 +85,7 @@ def _rows(x_ptr, stride, slot, slots, col, rows):
 
 
 @triton.jit
-def _added_one_by_one(total, x, ROWS: tl.constexpr):
+def _added_one_by_one(total, x, ROWS: tl.constexpr):  # D141
     """`total` [PAD] and the rows of x [ROWS, PAD], a power of two, added from the first to the last."""
     if ROWS == 1:
         total += tl.reshape(x, (x.shape[1],))

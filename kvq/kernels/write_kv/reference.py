@@ -8,7 +8,7 @@ from kvq.kernels.codec import encode
 from kvq.kernels.paged import PagedKV, PagedRows
 
 
-def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
+def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:  # D16
     """Store K and V rows of new tokens, each quantized once, here.
 
     `k`: [tokens, kv_heads, k_head_dim], `v`: [tokens, kv_heads, v_head_dim], any strides, after

@@ -21,7 +21,7 @@ VERSION = 1  # raised with what decides: codecs, the text, limits
 _log = logging.getLogger("kvq")
 
 
-def memory_folder() -> Path:
+def memory_folder() -> Path:  # D48: a model's folder may be read-only
     """Return the folder of the files."""
     return Path.home() / ".cache" / "kvq" / "checks"
 

@@ -18,7 +18,7 @@ _BLIND = "this model can't show damage on this text"
 Verdict = Literal["harmless", "warning", "broken"]
 
 
-def verdict(kl_mean: float, perplexity_change: float) -> Verdict:
+def verdict(kl_mean: float, perplexity_change: float) -> Verdict:  # D46: verdicts go by divergence
     """Judge a mean divergence from unquantized KV, in nats, together with a relative change of perplexity.
 
     Perplexity that falls is as good as one that stays. What is not a number is broken.

@@ -99,7 +99,7 @@ def _explained(
     return f"{folder}/config.json says {said}, but {has}{rest}; {_APART}"
 
 
-def _fields_behind(config: Mapping[str, Any], build: Build, name: str, axis: int) -> list[str]:
+def _fields_behind(config: Mapping[str, Any], build: Build, name: str, axis: int) -> list[str]:  # D211
     def size(changed: Mapping[str, Any]) -> int | None:
         try:
             return build(changed).get_parameter(name).shape[axis]

@@ -14,7 +14,7 @@ NO_END = (
 _KEY = "eos_token_id"
 
 
-def read_end_ids(
+def read_end_ids(  # D218: generation_config, else config, and always the tokenizer's
     folder: Path, config: Mapping[str, Any], tokenizers: object, vocab_size: int
 ) -> frozenset[int]:
     """Return the end tokens of generation_config.json, or else of config.json, and the tokenizer's.

@@ -192,7 +192,7 @@ def load_module_from(
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelError
     """Load with transformers in one thread at a time, without its log lines."""
     _prepare_process()
     with _loading, quiet_logs("transformers"):

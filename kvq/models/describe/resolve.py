@@ -23,7 +23,7 @@ _log = logging.getLogger("kvq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSource:
+class ModelSource:  # D208: a resolved path is a type, never a name again
     """Place where a model was found."""
 
     folder: Path  # absolute, links followed

@@ -22,7 +22,7 @@ _LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # of code models, whose templ
 _NONCE_LENGTH = 8  # characters: 128 bits
 
 
-class ControlTokens:
+class ControlTokens:  # D292: spellings hidden, read by a second tokenizer
     """Control tokens of one tokenizer: its special tokens, and others that its chat template writes.
 
         safe = control.hide(turn["content"])
@@ -198,7 +198,7 @@ def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _folded(text: str) -> str:
+def _folded(text: str) -> str:  # D293: any case: templates may change it
     """Fold a text so that all texts which changes of case may turn into each other fold alike."""
     return text.upper().casefold()  # casefold leaves the dotless i, which upper makes an I
 

@@ -23,7 +23,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
-def fill(skeleton: Skeleton, prepared: PreparedModel) -> Any:
+def fill(skeleton: Skeleton, prepared: PreparedModel) -> Any:  # D214: straight from the file into panels
     """The skeleton's model with the checkpoint's numbers and kvq's own Linear layers; nothing stays mapped.
 
     None, and nothing changed, if transformers makes some tensor of others: of experts that it stacks, of a

@@ -36,6 +36,7 @@ from kvq.models.parts.device import DTYPE_NAMES, pick_device, pick_dtype
 from kvq.models.parts.fork_guard import Home
 from kvq.weights.manifest import check_manifest
 
+# D185: names what the folder was made from
 QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: the name and digest of what was quantized
 
 
@@ -222,7 +223,7 @@ _DEFAULTS = LoadOptions(
 
 
 @checked
-def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> PreparedModel:
+def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> PreparedModel:  # D207
     """Find a model and check all that can be checked without reading its weights.
 
     Raises:
@@ -319,7 +320,7 @@ def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales |
     return recipe.static_scales
 
 
-def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool) -> int:
+def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool) -> int:  # D212
     if max_context is None:
         return geometry.max_context
     if max_context < 1 or (max_context > geometry.max_context and not dynamic):

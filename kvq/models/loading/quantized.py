@@ -34,7 +34,7 @@ _PIECE = 1 << 20  # numbers rounded at a time, which takes several times their m
 _Stored = TypeVar("_Stored")
 
 
-def load_rounded(
+def load_rounded(  # D215: a million numbers at a time; no cache on disk
     folder: Path, dtype: torch.dtype, fmt: WeightFormat, device: torch.device, *, backend: str
 ) -> Any:
     """Return a folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
@@ -139,7 +139,7 @@ def is_bitsandbytes(config: object) -> bool:
     return isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes"
 
 
-def load_quantized(
+def load_quantized(  # D183: transformers places stand-ins; codes go there
     folder: Path, config_dict: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, backend: str
 ) -> Any:
     """Return a folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
@@ -176,7 +176,7 @@ def load_quantized(
     return model
 
 
-def _install_experts(
+def _install_experts(  # D184: placed by name, then compared with the stack
     model: Any, weights: Mapping[str, QuantizedWeight], device: torch.device, backend: str
 ) -> None:
     """Let kernels have the codes of experts that a checkpoint holds one by one, where there are such kernels.

@@ -21,7 +21,7 @@ _NO_FILES = (
 )
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Any:  # D216
     """Return the tokenizer of a model folder; `chat_template` is instead of its own.
 
     Raises:

@@ -28,6 +28,7 @@ from kvq.models.observe.tiny_copy import build_tiny_copy
 _log = logging.getLogger("kvq")
 _NAME = "kvq_observed"
 _CHUNKED = "chunked_attention"  # a kind of layers
+# D194: indexers: refused by name; small models see all keys
 _SELECTS = "Indexer"  # part of the names of modules that select keys
 _TOKENS = 7
 _TAKEN = {"scaling", "softcap", "s_aux", "sliding_window", "kvq_step"}  # by kvq's attention
@@ -55,7 +56,7 @@ class _Call:
     has_sinks: bool
     states: tuple[Tensor, Tensor]  # K and V
 
-    def shares_with(self, other: "_Call") -> bool:
+    def shares_with(self, other: "_Call") -> bool:  # D204: the same tensor: `is` tells
         """True if it attends over the very K and V of an earlier call."""
         return all(a is b for a, b in zip(self.states, other.states, strict=True))
 
@@ -327,7 +328,7 @@ def on_meta() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-class _NothingChosen(TorchDispatchMode):
+class _NothingChosen(TorchDispatchMode):  # D195: `nonzero` gives no rows on meta
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -31,7 +31,7 @@ class _LatentDims:
     expansion: Expansion
 
 
-def latent_dims(
+def latent_dims(  # D201: V is a view of one Linear layer's result
     module: nn.Module, products: Sequence[Product], query: Tensor, key: Tensor, value: Tensor
 ) -> _LatentDims | None:
     """Return how K and V, [1, heads, tokens, dim], follow from latents; None if not, or if that takes more.

@@ -17,7 +17,7 @@ R = TypeVar("R")
 _NAMES = {"conv_states": "conv", "recurrent_states": "recurrent"}  # transformers' and kvq's
 
 
-class StateWatch:
+class StateWatch:  # D197: modules with states: watched over transformers' cache
     """A cache that a model is run with, and the modules that kept something in it."""
 
     def __init__(self, cache: Any) -> None:

@@ -33,7 +33,7 @@ def pick_device(device: str) -> torch.device:
     return chosen
 
 
-def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
+def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:  # D213
     """Return the dtype a model computes in: the named one; for `auto` fp32 on a CPU, else its config's.
 
     Raises:

@@ -9,7 +9,7 @@ from kvq.errors import EngineError
 _ADVICE = "start processes by 'spawn' (multiprocessing.get_context), each with an engine of its own"
 
 
-class NotCopyable:
+class NotCopyable:  # D246: fork told by the process's id, pickling refused
     """Base of objects that can't be pickled or copied."""
 
     def __reduce__(self) -> NoReturn:

@@ -47,6 +47,7 @@ _VALUES = 1 << 16  # results to compare in 16 bits, which show another order of 
 _MAX_TIMES = 256
 _OWN = ("auto", "cpu", "cpu-fp32")  # backends that kvq's own products belong to
 _FAST = ("avx512vnni", "avx512", "avx2")  # variants whose products are as fast as oneDNN's
+# D160: 27 sizes of rows: oneDNN keeps a kernel for each
 _PIECE = 256  # rows of one product: larger ones are 2 to 4% faster, which is what padding them costs too
 
 
@@ -61,7 +62,7 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-class OneDNNLinear(nn.Linear):
+class OneDNNLinear(nn.Linear):  # D159: oneDNN without AVX2: MKL is slow elsewhere
     """A Linear layer for inference on CPUs; fp32 or bf16.
 
     `weight` is a packed oneDNN tensor, or the plain [out, in] one where lookups read it too.
@@ -121,7 +122,7 @@ def has_own_products(dtype: torch.dtype, backend: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnLinears:
+class OwnLinears:  # D157: own panels; 16-bit weights stay in 16 bits
     """Layers that kvq's own take the place of, by name.
 
     `lookups`: of heads the embeddings that share their weight, by name, which then look rows up in it.
@@ -203,7 +204,7 @@ def is_supported(dtype: torch.dtype) -> bool:
     )
 
 
-def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
+def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:  # D85
     """Fewest rows of a step, and of its logits, from which on results don't depend on their number.
 
     0 where they never do, so that nothing need be padded.

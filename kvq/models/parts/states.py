@@ -178,7 +178,7 @@ class StepStates:
         assert out is not None, "a step has tokens"
         return out[None]
 
-    def write(self) -> None:
+    def write(self) -> None:  # D198: written once all layers have run
         """Store what was computed, but behind drafts. A step that broke off before may be run again."""
         for number, blocks, values in self._new:
             self.slots.write(number, blocks, values)

@@ -109,7 +109,7 @@ def _logged_noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Ten
     return found
 
 
-def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:
+def noise(weights: LoadedWeights, tokens: list[list[int]], own: list[Tensor]) -> float:  # D192
     """Return how far the model's own attention moves if its embeddings change by a rounding each.
 
     `own`: its logits of these tokens.
@@ -141,7 +141,7 @@ def _run(session: Session, tokens: list[list[int]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def eager_logits(
+def eager_logits(  # D193: also the model's own eager attention
     weights: LoadedWeights,
     ids: list[int],
     counts: Sequence[int] = (),

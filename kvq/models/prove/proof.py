@@ -27,6 +27,7 @@ from kvq.models.run.session import Session
 TOLERANCE = 1e-5  # max|a - b| / max|b|, of logits in fp32
 _ROUNDING = 1e-3  # in the same measure, of a model's own code that goes on from a state
 _SHALLOW = 2  # layers of a tiny copy, or more where these are of further kinds
+# D191: eight layers: code may go by a layer's number
 _DEEP = 8  # layers of a second copy: code may go by their numbers where no list in the config tells kinds
 _OF_DEPTH = 1e-3  # in the same measure: roundings grow with layers, what is computed otherwise shows by far
 _SHOWS = 1e-2  # what all but the last tokens have to change in the last logits, in the same measure
@@ -38,7 +39,7 @@ _BLOCK = 8  # tokens
 _log = logging.getLogger("kvq")
 
 
-def prove(prepared: PreparedModel) -> None:
+def prove(prepared: PreparedModel) -> None:  # D188: families on no list: observed, then proven on a twin
     """Check the code of a prepared model; for a family on the list, the windows of its config.
 
     Raises:
@@ -126,7 +127,7 @@ def _error_of(weights: LoadedWeights) -> float:
     )
 
 
-def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Tensor]) -> float:
+def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Tensor]) -> float:  # D199
     """Return the error of a model that keeps states, against its own code cut alike.
 
     Going on from a state rounds otherwise than computing all at once, by more than is allowed.

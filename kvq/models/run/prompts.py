@@ -25,7 +25,7 @@ class TooLong(RequestError):
     """A text that has more tokens than fit, however it is cut."""
 
 
-class TemplateFails(RequestError):
+class TemplateFails(RequestError):  # D291: only raise_exception refuses; all else is a failure
     """A chat template ends in an error that it did not mean; its fault, or the conversation's."""
 
 

@@ -15,7 +15,7 @@ _WORD = re.compile(r"kvqseen(\d+)z")
 _MOST = 8  # things that are missed and looked at again
 
 
-def check_arrival(
+def check_arrival(  # D288: rendered again with markers: nothing gets lost
     render: Callable[[Turns, Options], str], turns: Turns, options: Options, text: str, forms: Forms
 ) -> None:
     """Raise RequestError if nothing of a turn, a call or a tool reached a conversation's text.

@@ -21,7 +21,7 @@ _ILL = (f"'{_KEY}'", f'\\"{_KEY}')  # Python's way of writing an object, and tex
 _WITHOUT: Sequence[Without] = ("null", "absent", "empty")
 
 
-def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Forms:
+def try_out(render: Render, source: str, variables: frozenset[str] | None) -> Forms:  # D287
     """Return the parts that a template shows, each in the plainest form that works.
 
     `render` makes a conversation's text, or raises RequestError; it is called 10 times for most templates, 26

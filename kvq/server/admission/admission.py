@@ -116,7 +116,7 @@ class Admission:
         """Raise Problem, with 429, if a tenant has sent too much; called before a body is read."""
         self._tenants[tenant].check_rates()
 
-    def charge_refused(self, tenant: str) -> None:
+    def charge_refused(self, tenant: str) -> None:  # D302: a refused request counts toward the minute
         """Count an invalid request, which was never admitted."""
         self._tenants[tenant].charge_request()
 
@@ -140,7 +140,7 @@ class Admission:
             self._concurrency.leave(slots)
 
     @contextmanager
-    def enter_text_request(self, tenant: str) -> Iterator[None]:
+    def enter_text_request(self, tenant: str) -> Iterator[None]:  # D301
         """Admit a request of a tenant that the engine does not see.
 
         Raises:

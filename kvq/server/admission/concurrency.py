@@ -23,7 +23,7 @@ class SequenceSlots:
         self.held = 0
 
 
-class ConcurrencyLimit:
+class ConcurrencyLimit:  # D299: counted here: the engine's last step is old
     """Slots of all requests. A request has one as soon as its first prompt does."""
 
     def __init__(self, num_slots: Callable[[], int | None]) -> None:
@@ -87,7 +87,7 @@ _WINDOW_S = 10.0
 _MIN_STARTS = 16  # first tokens within the window for which a rate is known
 
 
-class FirstTokens:
+class FirstTokens:  # D300: waits by the rate of first tokens, while somebody waits
     """Prompts that wait for their first token, and the recent rate of first tokens.
 
     Only time in which a prompt waited counts: an idle server has few first tokens a second, whatever its

@@ -19,7 +19,7 @@ _THOUGHTS = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_r
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
 # Error code for which Anthropic's client looks; it then sends whole conversations, and no thread
-_NO_THREADS = "thread_unsupported_request"
+_NO_THREADS = "thread_unsupported_request"  # D323: threads refused with the code its client looks for
 _Id = Annotated[str, Field(max_length=256)]
 
 

@@ -47,7 +47,7 @@ async def prompt_pins(
     ]
 
 
-def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, CacheControl]]:
+def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, CacheControl]]:  # D80
     """Return the blocks with a breakpoint: the list of each, its index there, and the breakpoint."""
     lists: list[list[Any]] = [body.tools, body.system, *(message.content for message in body.messages)]
     places = [(blocks, at, block.cache_control) for blocks in lists for at, block in enumerate(blocks)]

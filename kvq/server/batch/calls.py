@@ -28,7 +28,7 @@ _MAY_HAVE_GRAMMAR = {"response_format", "structured_outputs", "tools"} | {
     f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
 _GRAMMARS = 48  # side by side; the engine refuses more of one tenant's that wait to be compiled
-_TRIES = 3
+_TRIES = 3  # D335: suspects are tried alone
 _POLL_S = 0.05
 
 

@@ -16,7 +16,7 @@ from kvq.server.batch.lines import BEGIN, Line, Result, parse_result
 _FINISHED, _SEEN = 1, 2  # has a result; was in the input of this run
 
 
-class ResultFile:
+class ResultFile:  # D334: results are the only record
     """Results, appended as they come, and the lines that have one already.
 
     The file is locked while it is open. A process that is killed leaves at most one incomplete line, which

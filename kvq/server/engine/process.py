@@ -12,6 +12,7 @@ from typing import Self
 from kvq.server.engine.frames import encode
 from kvq.server.engine.messages import Message
 
+# D297: shutdown waits for no client
 _END_S = 0.4  # for the process to end by itself; nothing of it has to be saved
 
 

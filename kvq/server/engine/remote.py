@@ -297,7 +297,7 @@ class Remote:
         if self.on_stepped is not None:
             self.on_stepped(message)
 
-    def _restart_or_raise(self) -> None:
+    def _restart_or_raise(self) -> None:  # D296: ready before: at once; while built: not
         now = monotonic()
         while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
             self._restarts.popleft()

@@ -232,7 +232,7 @@ class Worker:
             ]
             self._send(msgspec.structs.replace(stepped, ended=ended))
 
-    def _listen(self, loop: EngineLoop) -> None:
+    def _listen(self, loop: EngineLoop) -> None:  # D295: pings: steps may take seconds
         """Read messages of the HTTP process in a thread, so that pings are answered during steps."""
         try:
             while (message := to_engine.read(self._sock)) is not None:

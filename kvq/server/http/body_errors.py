@@ -28,7 +28,7 @@ _JSON: dict[type, str] = {
 }
 
 
-def of_body(errors: Sequence[Any], body: Any) -> Problem:
+def of_body(errors: Sequence[Any], body: Any) -> Problem:  # D319: the most fitting of pydantic's errors
     """Return the problem for pydantic's errors in a body: the deepest error of the first field.
 
     Where a field may have one of several types, pydantic has an error for each.

@@ -85,7 +85,7 @@ class Credentials:
         self._num_tenants = 0
         self._take(access)
 
-    def read_again(self) -> None:
+    def read_again(self) -> None:  # D329: SIGHUP: all or none; a new key, a new tenant
         """Read the files again; if one of them can't be used, log that and keep everything as it was."""
         try:
             access = None if self._read is None else self._read()

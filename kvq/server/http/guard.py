@@ -184,7 +184,7 @@ def is_browsed(path: str) -> bool:
     return path in ("/", POLLED, DOCS, DOCUMENT) or path.startswith("/page/")
 
 
-def basic_password(authorization: bytes) -> bytes:
+def basic_password(authorization: bytes) -> bytes:  # D332: Basic authentication opens the page only
     """Return the password of a `Basic` authorization header; empty for another header."""
     scheme, _, credentials = authorization.partition(b" ")
     if scheme.lower() != b"basic":

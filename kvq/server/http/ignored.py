@@ -14,7 +14,7 @@ from kvq.models.templates.forms import Forms
 from kvq.server.http.body_errors import json_kind
 from kvq.server.http.problems import Problem
 
-HEADER = "x-kvq-ignored-fields"
+HEADER = "x-kvq-ignored-fields"  # D321: ignored fields: named in a header and counted
 IGNORED = "kvq_ignored"  # its value in a request's scope
 ONLY_USUAL = "Ignored; a strict server takes only the default."
 _MOST = 8  # fields that are named
@@ -66,7 +66,7 @@ def _holds_models(annotation: Any) -> bool:
     return any(_holds_models(part) for part in get_args(annotation))
 
 
-def check_usual(cls: type[Body], given: Any) -> Any:
+def check_usual(cls: type[Body], given: Any) -> Any:  # D322: labels pass: the answer is the same without
     """Refuse values of another type in `USUAL` fields, before validation; other values are ignored."""
     for name, usual in cls.USUAL.items():
         value = given.get(name) if isinstance(given, dict) else None

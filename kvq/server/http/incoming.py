@@ -30,7 +30,7 @@ class Incoming:
         """Return the body of a new request, to be released when it is answered."""
         return _RequestBody(self)
 
-    def take(self, tenant: str, count: int) -> None:
+    def take(self, tenant: str, count: int) -> None:  # D303: three quarters for one key
         """Count `count` more bytes. Raises Problem: they are too many."""
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
@@ -60,6 +60,7 @@ class _RequestBody:
         self._tenant = ""
         self._num_bytes = 0  # that count
 
+    # D311: read before the application is called
     async def read(self, receive: Receive, tenant: str = "", most: int = MAX_BODY) -> Receive | None:
         """Read `most` bytes at most. Return what reads them again, and then the connection's end;
         None if that came first.

@@ -24,7 +24,7 @@ MAX_NESTING = 72  # strict_json.MAX_DEPTH of a value that may be anything, and t
 MAX_DIGITS = 64
 MAX_EXPONENTS = 1024  # numbers with one: those near a float's bounds take 8 us each
 _LEAST, _LARGEST = "-1.79e308", "1.79e308"  # a float's
-_SLICE_S = 0.0005
+_SLICE_S = 0.0005  # D313: half a millisecond: 2 ms delayed tokens
 _SHOWN = 40  # characters of a name in an error
 _STEPS = 6  # of the path to a refused value
 _TOKENS = 64  # between two looks at the clock
@@ -35,7 +35,7 @@ _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
 _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 
 
-def scan(
+def scan(  # D312: counted before they are built
     body: bytes | bytearray, *, inside: int = 0, long: list[tuple[int, int]] | None = None
 ) -> Iterator[Again]:
     """Count the values of a body, in slices of half a millisecond.
@@ -117,7 +117,7 @@ class _Scan:
         self.names.append(set() if kind == ord("{") else None)
         self.way.append(b"")
 
-    def _take_name(self, name: bytes, names: set[bytes]) -> None:
+    def _take_name(self, name: bytes, names: set[bytes]) -> None:  # D318
         """Note the name of a field; `name` has its quotes, as it is written."""
         if len(name) > MAX_NAME:
             raise ValueError(f"the name of a field may have {MAX_NAME} bytes")

@@ -96,7 +96,7 @@ class _Address:
         return sum(map(len, self.slots.values()))
 
 
-class Listener:
+class Listener:  # D306: asyncio accepts without a bound
     """Accepts connections while there is room, and closes unused ones to make room.
 
     When all slots are taken, the connection that has been silent for longest is closed, of the address with
@@ -335,7 +335,7 @@ class Listener:
         self._troubled_s = now
 
 
-def _has_hello(sock: socket.socket) -> bool:
+def _has_hello(sock: socket.socket) -> bool:  # D308: a handshake begins with a complete ClientHello
     """False while the first record of a TLS handshake has come only in part."""
     try:
         begun = sock.recv(_RECORD, socket.MSG_PEEK)

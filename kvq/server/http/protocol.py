@@ -52,7 +52,7 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class Connection(H11Protocol):
+class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small write buffer
     """uvicorn's connection, whose refusals are error objects.
 
     Parsing is limited: a slice at once, the rest in turn with others. So are small reads that complete
@@ -220,6 +220,6 @@ def prepare(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
     # asyncio sets this only where it knows the protocol, which create_server leaves open. Without it an
     # answer's body waits until the client's kernel, in no hurry (40 ms), has acknowledged the head.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # D305
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)

@@ -24,7 +24,7 @@ _PART = 512 << 10  # bytes
 _ESCAPE = 6  # bytes, the longest: \u20ac
 
 
-def decode(body: bytes | bytearray, spans: Iterable[Span]) -> Generator[Again, None, Any]:
+def decode(body: bytes | bytearray, spans: Iterable[Span]) -> Generator[Again, None, Any]:  # D310
     """Return the value of a body; `spans`: its values that are long texts, in their order.
 
     Long texts are decoded a part at a time: a decoder would hold the loop for 15 ms with 8 MiB.
@@ -43,7 +43,7 @@ def decode(body: bytes | bytearray, spans: Iterable[Span]) -> Generator[Again, N
     return _put_back(_decode_part(rest + body[at:]), texts)
 
 
-def _decode_text(body: bytes | bytearray, start: int, end: int) -> Generator[Again, None, str]:
+def _decode_text(body: bytes | bytearray, start: int, end: int) -> Generator[Again, None, str]:  # D314
     parts = []
     while start < end:
         upto = end if end - start <= _PART else _cut(body, start, start + _PART)
@@ -97,6 +97,7 @@ def _few(text: str) -> str:
 
 
 # Pydantic's own bound would encode megabytes to count them, several times
+# D317: pydantic would encode 8 MiB to count characters
 LongText = Annotated[str, AfterValidator(_few), Field(strict=True, json_schema_extra={"maxLength": MAX_TEXT})]
 # Last of an integer's annotations: bounds behind it would be missing in the document
 WHOLE = BeforeValidator(_whole)

@@ -6,7 +6,7 @@ from kvq.blockmgr import BlockManager, Event, Evicted, Stored
 from kvq.server.kv_events.wire import Change, Cleared, Entered, Left, name_of
 
 
-class _Followed:
+class _Followed:  # D351: the manager's own events, in vLLM's words
     """A subscriber to block events. O(1) an event; keeps only the digest of a block that is held.
 
     Blocks of the first layer group stand for all: it is the one with full attention, if any has, whose blocks
@@ -19,7 +19,7 @@ class _Followed:
         self._held: dict[bytes, None] = {}
         self._changes: list[Change] = []
 
-    def include(self, tenant: str) -> None:
+    def include(self, tenant: str) -> None:  # D353: salted prompts out, tenants' in
         """Report the blocks of a tenant's prompts without a salt from now on."""
         self._roots.add(self._index.root_digest(tenant))
 
@@ -88,7 +88,7 @@ class EventStream:
         else:
             self.dropped += len(changes)
 
-    def tell_all(self) -> None:
+    def tell_all(self) -> None:  # D352: numbers from the clock; subscribers get everything
         """Report all that is held with the next batch, for a new listener."""
         self._is_behind = True
 

@@ -54,7 +54,7 @@ def stream_or(name: str) -> Responses:
     }
 
 
-def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:
+def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:  # D315
     """Let the application describe itself completely. Call this after all routes were added."""
     app.openapi = partial(_document, app, app.openapi, has_keys, is_strict)  # type: ignore[method-assign]
 

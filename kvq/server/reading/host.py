@@ -25,7 +25,7 @@ NO_MEMORY = 1  # exit status of a reader
 FORK = bytes(ID_BYTES)  # in place of the id of one that has to go
 
 
-def main() -> None:
+def main() -> None:  # D289: a thread can't be ended; a forked reader can
     """Load, then fork and end readers until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads don't outlive a fork

@@ -22,6 +22,7 @@ _PER_BYTE_S = 4e-6  # more for each byte that it reads; tokenizers take a quarte
 _SOON_S = 0.25  # a job that takes longer yields to all other processes
 _NICENESS = 5  # lower, and beside busy processes it would not come to its end in time
 _WARY_S = 10.0  # after such a job its tenant does not get the last reader
+# D290: keys with slow prompts yield after 25 ms
 _WARY_SOON_S = 0.025  # and its jobs yield sooner: before that they slow down everybody's tokens
 
 

@@ -67,7 +67,7 @@ class ToolFormat:
     new_id: Callable[[], str] = call_id
 
     @property
-    def markers(self) -> tuple[str, ...]:
+    def markers(self) -> tuple[str, ...]:  # D325: only the format's markers are kept, by token
         """All markers of the format, which are special tokens in many vocabularies."""
         words = (*self.wraps, self.opening, *self.ends, *self.inner)
         return tuple(word for word in words if len(word) > 1)
@@ -102,7 +102,7 @@ def json_call(name: str, key: str = "arguments") -> tuple[str, str]:
     return f'{{"name": {json.dumps(name)}, "{key}": ', "}"
 
 
-def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:  # D327
     """Return the arguments' schema: an object with no other members than it names."""
     schema = {"type": "object"} | dict(parameters)
     if not any(key in schema for key in _COMPOSED):

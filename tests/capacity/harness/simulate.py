@@ -18,7 +18,7 @@ _PIN_S = 1.0  # the longest time of a pin that is a fault
 _MOST_PREEMPTIONS = 8  # of one request; a longer prompt would never get through otherwise
 
 
-def simulate(
+def simulate(  # D283: compares every token; `kvq simulate` is a fleet
     jobs: Iterable[SimulatedRequest],
     setup: Setup,
     *,

@@ -142,7 +142,7 @@ def _written(
 
 
 @dataclass
-class Case:
+class Case:  # D376: cases written once, queries together in fp64
     """A batch of sequences whose K and V are written, and the queries of their new tokens."""
 
     kv: str = "fp32"

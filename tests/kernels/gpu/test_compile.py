@@ -64,7 +64,7 @@ def compile_all(device: str, formats: list[str]) -> None:
 @pytest.mark.parametrize(
     ("device", "formats"), [pytest.param("sm80", FEW[:1], marks=pytest.mark.long), ("sm90", FEW)]
 )
-def test_kernels_compile(device: str, formats: list[str]) -> None:
+def test_kernels_compile(device: str, formats: list[str]) -> None:  # D149
     compile_all(device, formats)
 
 

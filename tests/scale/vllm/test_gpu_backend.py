@@ -109,7 +109,7 @@ def test_layers_that_got_another_backend_or_other_blocks_are_refused(monkeypatch
         impl._over(Chunked(), torch.zeros(1, 2, 16, 8, dtype=torch.uint8))
 
 
-def test_steps_of_a_real_engine_attend_to_the_same(
+def test_steps_of_a_real_engine_attend_to_the_same(  # D345: vLLM's Python alone, five operators in torch
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in pieces, decodes beside them, requests that end: the same tokens."""

@@ -127,7 +127,7 @@ def test_the_commonest_reasons_of_failures_are_said(capsys):
     assert "failed    13 of all in out.jsonl\n          2 x 400 reason 1\n          1 x 400 reason " in said
     assert said.count(" x 400 ") == 3
     _print(Summary(num_skipped=5, num_failed=5), Path("out.jsonl"), is_strict=False)
-    assert "name another file than out.jsonl to try it again" in capsys.readouterr().out
+    assert "name another file than out.jsonl to try them again" in capsys.readouterr().out
 
 
 def test_a_batch_that_is_complete_starts_no_engine(folder, monkeypatch):

@@ -122,7 +122,7 @@ def added_offsets(q, scales, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.con
 
 
 @triton.jit
-def channel_queries(
+def channel_queries(  # D131: channel scales multiply queries, once a tile
     q, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Queries [ROWS, DIM], of pairs the second half backwards, as runs of words have them.

@@ -37,7 +37,7 @@ from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 
 # Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
-VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last"]
+VARYING = ["table_stride", "window", "height", "recent", "part_first", "part_last"]  # D129
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -22,7 +22,7 @@ def edge(position, recent, AGE_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def lowest_key(
+def lowest_key(  # D137: bounds from positions on the device: graphs hold
     position, window, recent, part_first, WINDOW: tl.constexpr, CHUNK: tl.constexpr, AGE: tl.constexpr,
     AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip

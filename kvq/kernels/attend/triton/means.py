@@ -40,7 +40,7 @@ def words_of_means(means, DIM: tl.constexpr):
 
 
 @triton.jit
-def score_means(
+def score_means(  # D130: means around the loop over keys
     q, room, rows_at, valid, table, first, last, means, m_block, DIM: tl.constexpr, GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip

@@ -47,7 +47,7 @@ def tile_rows(item, own, kv_head, SHARE: tl.constexpr):
 
 
 @triton.jit
-def store_results(
+def store_results(  # D123: inverses: units are powers of two
     out, top, total, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, kv_head, height, sink_ptr,
     ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     ROTATED: tl.constexpr, SINKS: tl.constexpr,

@@ -15,6 +15,7 @@ from kvq.kernels.gpu.rows import narrow_scale, scale_and_minimum, takes_ptx
 from kvq.kernels.gpu.words import plain
 
 # Two tokens' words become their scales times 32.
+# D127: every thread decodes the scales it reads
 _NARROW_SCALES = tl.constexpr("""
 {{
 prmt.b32 $0, $1, $2, {bytes};
@@ -132,7 +133,7 @@ def runs_of(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def group_minimums(
+def group_minimums(  # D126: minimums: one product with the queries' sums
     scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, BITS: tl.constexpr
 ):
     """COMPUTE [keys, PAIRS] with the minimums of all groups of those tokens: narrow ones one a column, others
@@ -220,6 +221,6 @@ def half_scale(words, GROUP: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def scaled(weights, scale):
+def scaled(weights, scale):  # D122: V's scales multiply probabilities in fp16
     """Weights [rows, keys] times a scale [keys], in the weights' dtype."""
     return weights * scale.to(weights.dtype)[None, :]

@@ -38,7 +38,7 @@ def word_outputs(
 
 
 @triton.jit
-def _taken_in(out, decay, weights, values, more):
+def _taken_in(out, decay, weights, values, more):  # D118: INT4 sums taken in to nearest: Hopper truncates
     """Return `out` times `decay` plus `more` and the products of one tile, rounded to nearest.
 
     Tensor cores cut off what they add to a sum. Packed codes are never negative, so a product that took in

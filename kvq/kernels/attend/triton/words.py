@@ -64,6 +64,7 @@ def _in_column(out, x, COLUMN: tl.constexpr):
     return out + tl.where(tl.arange(0, out.shape[1])[None, :] == COLUMN, tl.sum(x, axis=1)[:, None], 0.0)
 
 
+# D124: words of 16 bits: even and odd bytes apart
 @triton.jit
 def even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
     """Queries [ROWS, PAD] as words have them: the even columns of each of HALVES * RUNS runs, then the odd
