@@ -104,8 +104,7 @@ class KVRecipe:
                         f"{where} belongs to {fmt.name}; centers are for formats in groups, such as int4"
                     )
 
-    # D5: token by token unless `whole_blocks`
-    @classmethod
+    @classmethod  # D5
     def uniform(cls, kv: str, head_dims: list[tuple[int, int]], *, whole_blocks: bool = False) -> "KVRecipe":
         """Make a recipe of one `--kv` name; `head_dims` is (k_head_dim, v_head_dim) per layer.
 
