@@ -137,11 +137,13 @@ class _BackendStore(LayerStore):
 class _WithStores:
     """A backend that writes and attends by layer itself, with a store for each layer."""
 
-    states = None
-
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self.stores = {layer: _BackendStore(cache, layer) for layer in cache.group_of}
+
+    @property
+    def states(self) -> Any:  # those of now: a cache that grows may have others
+        return getattr(self._cache, "states", None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

@@ -5,11 +5,12 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvq.cache import KVCache, backend
-from kvq.cache.backend import cache_backend, cache_backends
+from kvq.cache.backend import cache_backend, cache_backends, with_stores
 from kvq.cache.conformance import check_backend
 from kvq.cache.dense_backend import DenseCache
 from kvq.errors import ConfigError
@@ -99,3 +100,16 @@ def test_naming_backends_imports_none_of_them() -> None:
         "assert 'kvq.cache.dense_backend' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_backend_without_stores_keeps_its_own_states():
+    cache = SimpleNamespace(group_of={0: 0, 1: 0}, states="its states")
+
+    made = with_stores(cache)
+
+    assert len(made.stores) == 2
+    assert made.states == "its states"
+    cache.states = None  # as after it grew
+    assert made.states is None
+    del cache.states
+    assert made.states is None

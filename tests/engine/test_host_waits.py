@@ -145,12 +145,6 @@ def plan_of(counts):
     )
 
 
-@pytest.fixture
-def no_attention(monkeypatch):
-    monkeypatch.setattr(KVCache, "attend", lambda self, layer, q, *_: (q.clone(), None))
-
-
-@pytest.mark.usefixtures("no_attention")
 @pytest.mark.parametrize("when", ["warming", "captured", "ending"])
 def test_a_capture_that_fails_leaves_streams_and_memory_as_they_were(gpu, when, monkeypatch, caplog):
     begun = []
@@ -188,7 +182,6 @@ def test_a_capture_that_fails_leaves_streams_and_memory_as_they_were(gpu, when, 
     assert output.logits.shape[0] == 2
 
 
-@pytest.mark.usefixtures("no_attention")
 def test_captures_are_of_the_models_device(gpu):
     runner = runner_on(gpu, "qwen3", "fp16", max_num_seqs=2)
     assert runner._graphs is not None

@@ -217,8 +217,8 @@ def _fills_registers(fmt: str) -> bool:
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:  # D135
-    """Return the shape of the fewest instructions a key without spilling (docs/kernels.md); to decode with
-    heads of 128, the one that was the fastest on an H200.
+    """Return the shape of the fewest instructions a key without spilling; to decode with heads of 128, the
+    one that was the fastest on an H200. Counts are in benchmarks/results/gpu-counted.md.
 
     `run`: bytes of a row that are read together; 0: bit by bit, in registers. Five stages are two tiles in
     shared memory, since a table's entry is read two stages before the rows that it names.

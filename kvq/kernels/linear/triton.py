@@ -26,7 +26,8 @@ from kvq.kernels.spec import Device
 from kvq.kernels.weight import QuantizedWeight
 
 # From so many rows on the weight is dequantized and multiplied by torch. On an H200 that adds 12 to 45 us to
-# torch's product of an 8B model's layer, and at 256 rows tiles take 30 to 150 us more than it (docs/gpu.md).
+# torch's product of an 8B model's layer, and at 256 rows tiles take 30 to 150 us more than it; see
+# benchmarks/results/gpu-h200.md.
 DENSE_ROWS = 192
 DENSE_BYTES = 128 << 20  # of dequantized weight at a time
 _SUMMED = 1024  # elements of one program that adds parts up
