@@ -83,12 +83,12 @@ inline __attribute__((always_inline)) void split_pairs(uint8_t* to, const uint8_
 }
 
 // Tile SUM of 16 outputs plus the products of rows' parts at `x` with weights' parts at `w`; takes tiles 4 to 7.
+// D164: fp32 as three bf16 parts, six of nine products
 #define KVQ_SPLIT_ADD(SUM, PARTS, x, w)                                \
     do {                                                              \
         KVQ_TILE_LOAD(4, x, 64);                                      \
         KVQ_TILE_LOAD(5, w, 64);                                      \
         KVQ_TILE_ADD(SUM, 4, 5);                                      \
-        // D164: fp32 as three bf16 parts, six of nine products
         if constexpr (PARTS > 1) {                                    \
             KVQ_TILE_LOAD(6, (w) + PART_BYTES, 64);                   \
             KVQ_TILE_ADD(SUM, 4, 6);                                  \

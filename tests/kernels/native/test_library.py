@@ -1,6 +1,10 @@
 """The compiled kernels as a library: found, refused with a reason, and called with sizes that fit."""
 
+import ctypes
 import logging
+import os
+import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import setuptools
 import torch
 
 from kvq.commands.machine import doctor
@@ -36,9 +41,26 @@ def spec(kv: str) -> KernelSpec:
 def test_every_variant_up_to_this_cpus_best_was_built() -> None:
     found = library.variants()
     assert not isinstance(found, str), found
-    names = [x.variant for x in found]
-    assert names == list(library.VARIANTS[library.VARIANTS.index(names[0]) :])
+    best = found[0].best  # of the CPU, whatever was built
+    assert [x.variant for x in found] == list(library.VARIANTS[library.VARIANTS.index(best) :])
     assert library.load() == found[0]
+
+
+@pytest.mark.parametrize("variant", library.VARIANTS)
+def test_every_variant_whose_flags_the_compiler_knows_was_built(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variant that does not compile is left out: right for an old compiler, wrong for an error of ours."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    flags = runpy.run_path(str(Path(__file__).parents[3] / "setup.py"))["VARIANTS"].get(variant)
+    path = library._path()
+    if flags is None:
+        pytest.skip("a variant of another kind of CPU")
+    compiler = [os.environ.get("CXX", "g++"), "-fsyntax-only", "-x", "c++", *flags, os.devnull]
+    if shutil.which(compiler[0]) is None or subprocess.run(compiler, capture_output=True).returncode:
+        pytest.skip("this compiler does not know the variant's flags")
+    assert path is not None
+    assert hasattr(ctypes.CDLL(str(path)), f"kvq_{variant}_attend")
 
 
 def test_without_the_library_the_reference_runs_and_one_line_says_what_to_install(
