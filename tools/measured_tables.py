@@ -106,15 +106,15 @@ def real_table(result: dict) -> str:
     tokens = {model: max(row["tokens"] for row in longest if row["model"] == model) for model in models}
     counts = f"{max(tokens.values()):,} tokens"
     if fewer := {model: n for model, n in tokens.items() if n < max(tokens.values())}:
-        counts += f" ({', '.join(f'{REAL_MODELS[model]} {n:,}' for model, n in fewer.items())})"
+        counts += f" ({'; '.join(f'{REAL_MODELS[model]}: {n:,}' for model, n in fewer.items())})"
     base = "each engine's unquantized KV" if "logits" in longest[0] else "KV in fp32"
     versions = result["versions"]
     devices = sorted({row.get("device", result["device"]) for row in longest})
     return markdown(
         " | ".join(["KV", "bits / element:", *(f"{REAL_MODELS[model]}:" for model in models)]),
         rows,
-        f"{counts} in windows of {longest[0]['settings']['context']:,}, against {base}. "
-        f"{when}, {' and '.join(devices)}, torch {versions['torch']}, "
+        f"{counts} in windows of {longest[0]['settings']['context']:,}, compared with {base}. "
+        f"{when}, {'; '.join(devices)}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}.\n",
     )
 
@@ -143,9 +143,9 @@ def real_speed_table(result: dict) -> str:
             *((f"{first:,.0f}", f"{row['first_ms_ratio']:.2f}") if first else ("", "")),
         ]
 
-    heads = "model | depth: | sequences: | KV | ms between tokens (p10 - p90): | of `int8`'s:"
+    heads = "model | depth: | sequences: | KV | ms between tokens (p10 - p90): | relative to `int8`:"
     return markdown(
-        f"{heads} | ms to the first token: | of `int8`'s:",
+        f"{heads} | TTFT, ms: | relative to `int8`:",
         map(cells, result["rows"]),
         f"Weights in INT4. {_origin(result)}\n",
     )
@@ -161,7 +161,7 @@ def snapshots_table(result: dict) -> str:
 
     tokens, repeats = result["rows"][0]["prompt_tokens"], len(result["rows"][0]["ttft_s"]["first"]["all"])
     return markdown(
-        "family | state of a sequence: | TTFT of a new prompt: | again: | as the next turn:",
+        "family | state of a sequence: | TTFT of a new prompt: | of the same prompt again: | of the next turn:",
         map(cells, result["rows"]),
         f"Medians of {repeats} prompts of {tokens:,} tokens. {_origin(result)}\n",
     )
@@ -356,10 +356,10 @@ def caches_table(result: dict) -> str:
             ]
             for row in result["rows"]
         ],
-        f"Steps of one token after {first['prompt_tokens']} tokens, {first['steps']} of them, "
-        f"{first['repeats']} times, all caches one after another each time; perplexity over "
-        f"{result['perplexity_tokens']:,} such steps, its change with standard error. "
-        f"Model: {result['model']}, a very small one, fp32 weights. Text: {result['text']}. "
+        f"{first['steps']} steps of one token after {first['prompt_tokens']} tokens. {first['repeats']} "
+        f"repeats; each runs all caches one after another. Perplexity over {result['perplexity_tokens']:,} "
+        f"such steps; its change with the standard error. "
+        f"Model (very small): {result['model']}, fp32 weights. Text: {result['text']}. "
         f"{_origin(result, 'transformers', 'optimum-quanto')}\n",
     )
 
@@ -373,7 +373,7 @@ def recipes_table(result: dict) -> str:
 
     def cells(size: int, recipe: dict) -> Cells:
         rivals = [row for row in rows if row["kind"] == "uniform" and row["kv_bytes_per_token"] <= size]
-        found = [f"{recipe['bits_per_element']:.4g}" + " (asked for)" * (recipe["kind"] == "chosen")]
+        found = [f"{recipe['bits_per_element']:.4g}" + " (requested)" * (recipe["kind"] == "chosen")]
         found += [f"{recipe['bits_held']:.4g}"] * is_held
         # The sum is None for a uniform format that was better than the search's recipe
         found += [_with_interval(recipe), _optional(recipe["expected_kl"], ".5f")]
@@ -386,7 +386,7 @@ def recipes_table(result: dict) -> str:
 
     return markdown(
         f"bits / element: | {held}mean KL, 95% interval: | sum of halves: | perplexity: "
-        "| best uniform format of at most these bytes | its bits / element: | its mean KL, 95% interval: "
+        "| best uniform format of the same size or less | its bits / element: | its mean KL, 95% interval: "
         "| KL, recipe / uniform:",
         [cells(*one) for one in sorted(recipes.items())],
         f"Model: {result['model']}. Searched on {result['text']}, measured on {result['held_out']}, "
@@ -424,7 +424,7 @@ def quality_table(result: dict) -> str:
     return markdown(
         " | ".join(columns),
         map(cells, rows),
-        f"Against {first['kv']}. Model: {result['model']}. Text: {result['text']}, {first['tokens']:,} "
+        f"Compared with {first['kv']}. Model: {result['model']}. Text: {result['text']}, {first['tokens']:,} "
         f"tokens in {first['documents']} windows of {result['context']}; {took:,.0f} s, peak memory "
         f"{peak / 2**20:,.0f} MiB. {_origin(result)}\n",
     )
@@ -595,7 +595,7 @@ def engine_table(result: dict) -> str:
         "case | | KV | output tokens/s (p10 - p90): | total tokens/s: | TTFT p99, ms: | ITL p50, p99, ms: "
         "| preempted:",
         map(cells, result["rows"]),
-        f"Medians of {result['rows'][0]['repeats']} repeats, cases one after another in each. "
+        f"Medians of {result['rows'][0]['repeats']} repeats; each runs the cases one after another. "
         f"{result['model']}, random weights. {_origin(result, 'transformers')}\n",
     )
 
@@ -721,15 +721,15 @@ def perplexity_table(result: dict) -> str:
 
     check = result["instrument"]
     return markdown(
-        "KV format | bits / element: | bytes / token: | tokens in bf16's memory: | perplexity: | change: "
+        "KV format | bits / element: | bytes / token: | tokens in the same memory, bf16 = 1: | perplexity: | change: "
         "| mean KL: | same top token:",
         map(cells, result["rows"]),
-        f"Model: {result['model']}, a very small one. "
+        f"Model (very small): {result['model']}. "
         f"Text: {result['text']}, {result['rows'][0]['tokens']:,} tokens in windows of {result['context']}. "
         f"{result['date'][:10]}, {result['device']}, torch {result['versions']['torch']}, "
         f"transformers {result['versions']['transformers']}. "
-        f"This model and text {'can' if check['passed'] else 'can not'} show damage: "
-        f"{check['window_change']:+.1%} with attention cut to "
+        f"This model and text {'can' if check['passed'] else 'cannot'} show damage: perplexity "
+        f"{check['window_change']:+.1%} with attention limited to "
         f"{check['window_tokens']} tokens, {check['int2_change']:+.1%} with {check['int2_format']}.\n",
     )
 
@@ -766,7 +766,8 @@ _KINDS: tuple[tuple[str, str, Callable[[dict], str]], ...] = (
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
     places = {"first": result["rows"][0], "last": result["rows"][-1], "result": result}
-    return next(make(result) for place, key, make in _KINDS if key in places[place])
+    made = next(make(result) for place, key, make in _KINDS if key in places[place])
+    return made.replace(", 1 threads", ", 1 thread")
 
 
 def rewritten(page: str) -> str:
