@@ -102,25 +102,27 @@ def told_in_choosing():
 def told_of_tasks():
     exact, *rows = real("humaneval")
     assert [one["kv"] for one in rows] == ["int4", "int3"]
-    yield f"solves {exact['hits']} of the 164 HumanEval problems over KV in fp32"
-    yield f"It solves {rows[0]['hits']} over `int4`"
-    yield f"and {rows[1]['hits']} over `int3`"
+    yield f"solves {exact['hits']} of the 164 HumanEval problems with KV in fp32"
     for one in rows:
+        yield f"With `{one['kv']}`, it solves {one['hits']}"
         found = one["against_baseline"]
         low, high = found["interval"]
         yield f"({found['gained']} gained, {found['lost']} lost; "
         yield f"{found['difference']:+.1%}, {low:+.1%} to {high:+.1%})"
-    yield " and ".join(f"{one['canonical_top1_agreement']:.1%}" for one in rows)
+    same = [f"{one['canonical_top1_agreement']:.1%}" for one in rows]
+    yield f"for {same[0]} of 8,712 tokens with `int4`, and for {same[1]} with `int3`"
     found = {(one["model"], one["kv"]): one["hits"] for one in real("retrieval")}
-    yield f"retrieves {found['qwen15', 'fp32']} over KV in fp32 and {found['qwen15', 'int4']} over `int4`"
-    yield f"The 0.5B model retrieves {found['qwen05', 'fp32']} and {found['qwen05', 'int4']}"
+    for model, words in (("qwen15", "this model"), ("qwen05", "The 0.5B model")):
+        yield f"{words} retrieves {found[model, 'fp32']} with KV in fp32 and {found[model, 'int4']} with"
 
 
 def told_of_rivals():
     rows = {one["kv"]: one["bits_held_1024"] for one in real("rivals") if one["model"] == "smollm2"}
     assert rows["quanto-4"] == rows["hqq-4"]
-    yield f"{rows['int4']:.1f} bits over `int4`, {rows['quanto-4']:.1f} over the 4-bit formats of quanto"
-    yield f"{rows['kivi-k4v4+recent=128']:.1f} over KIVI's and {rows['kvarn-k4v4']:.1f} over KVarN's"
+    yield f"{rows['int4']:.1f} bits per element with `int4`, {rows['quanto-4']:.1f} with the 4-bit"
+    kivi, kvarn = (f"{rows[kv]:.1f} with that of" for kv in ("kivi-k4v4+recent=128", "kvarn-k4v4"))
+    yield f"{kivi} KIVI and {kvarn} KVarN"
+    yield f"`int5` takes {rows['int5']:.1f} bits"
     assert f"{rows['int4+recent=96']:.1f}" == f"{rows['kvarn-k4v4']:.1f}"
 
 
@@ -131,9 +133,9 @@ def told_in_quality():
         check = result(name)["instrument"]
         assert check["passed"]
         yield " and ".join(f"{check[key]:.1%}" for key in ("window_change", "int2_change"))
-    yield f"`int4_mean` has {ratio(LONG, 'int4_mean', 'int4')} of the divergence of `int4`"
-    yield f"here it has {ratio(SHORT, 'int4_mean', 'int4')}"
-    yield f"{ratio(LONG, f'int3{TAIL}', 'int4', 1)} times the divergence of `int4` there, and"
+    yield f"the divergence of `int4_mean` is {ratio(LONG, 'int4_mean', 'int4')} times that of `int4`"
+    yield f"here, it is {ratio(SHORT, 'int4_mean', 'int4')} times"
+    yield f"it is {ratio(LONG, f'int3{TAIL}', 'int4', 1)} times that of `int4` there, and"
     yield f"{ratio(SHORT, f'int3{TAIL}', 'int4')} times here"
 
     rows = {
@@ -145,7 +147,7 @@ def told_in_quality():
         (rows[kv, 32_600]["between_ms"] - rows[kv, 512]["between_ms"]) / rows[kv, 512]["kv_bytes_per_token"]
         for kv in ("int4", "int4_g32_s8_rot")
     )
-    yield f"a byte of the present format takes {now / before:.2f} times as long as a byte of the earlier one"
+    yield f"the time per step grows {now / before:.2f} times as much per byte of KV as with the former format"
 
 
 def told_of_tuning():
@@ -200,6 +202,19 @@ PAGES = {
 def test_what_a_page_tells_is_what_was_measured(page):
     text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
     assert [told for told in PAGES[page]() if told not in text] == []
+
+
+def test_a_smaller_format_of_kvq_diverges_less_than_each_format_of_another_engine():
+    rows = real("rivals")
+    others = [one for one in rows if re.match(r"llama|kivi|kvarn|quanto|hqq", one["kv"])]
+    assert len(others) >= 20
+    for other in others:
+        assert [
+            one
+            for one in rows
+            if one["model"] == other["model"] and re.fullmatch(r"int\d", one["kv"])
+            if one["bits_held_1024"] < other["bits_held_1024"] and one["kl_mean"] < other["kl_mean"]
+        ], (other["model"], other["kv"])
 
 
 def test_intervals_overlap_where_the_page_says_so():

@@ -161,7 +161,7 @@ def snapshots_table(result: dict) -> str:
 
     tokens, repeats = result["rows"][0]["prompt_tokens"], len(result["rows"][0]["ttft_s"]["first"]["all"])
     return markdown(
-        "family | state of a sequence: | TTFT of a new prompt: | of the same prompt again: | of the next turn:",
+        "family | state of a sequence: | TTFT of a new prompt: | of the same prompt: | of the next turn:",
         map(cells, result["rows"]),
         f"Medians of {repeats} prompts of {tokens:,} tokens. {_origin(result)}\n",
     )
@@ -721,8 +721,8 @@ def perplexity_table(result: dict) -> str:
 
     check = result["instrument"]
     return markdown(
-        "KV format | bits / element: | bytes / token: | tokens in the same memory, bf16 = 1: | perplexity: | change: "
-        "| mean KL: | same top token:",
+        "KV format | bits / element: | bytes / token: | tokens in the same memory, bf16 = 1: | perplexity: "
+        "| change: | mean KL: | same top token:",
         map(cells, result["rows"]),
         f"Model (very small): {result['model']}. "
         f"Text: {result['text']}, {result['rows'][0]['tokens']:,} tokens in windows of {result['context']}. "
