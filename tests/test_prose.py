@@ -71,31 +71,32 @@ def worst(kv):
     top = min(one["top1_agreement"] for one in rows)
     kl_mean, change = (max(one[name] for one in rows) for name in ("kl_mean", "perplexity_change"))
     return (
-        f"mean KL {kl_mean:.4f} at most, perplexity {change:+.1%}, the same top token for {top:.1%} or more"
+        f"mean KL at most {kl_mean:.4f}, perplexity {change:+.1%}, the same top token for at least {top:.1%}"
     )
 
 
 def told_in_choosing():
     for kv in ("int8", "int6", "int4", "int3"):
         yield worst(kv)
-    for name, words in (("int3_mean", "by {} at a mean KL of {:.3f}"), (f"int3{TAIL}", "by {} at {:.3f}")):
+    for name, words in ((f"int3{TAIL}", "by {} at a mean KL of {:.3f}"), ("int3_mean", "by {} at {:.3f}")):
         yield words.format(change(LONG, name), kl(LONG, name))
-    yield f"{ratio(SIMULATED, 'recipe-2.5625bits.json', 'kvarn-k2v2')} of the divergence of `kvarn-k2v2`"
-    yield f"{ratio(SIMULATED, 'recipe-3.0bits.json', 'kivi-k2v2')} of `kivi-k2v2`"
-    yield f"{ratio(SIMULATED, 'recipe-5.0bits.json', 'kivi-k4v4')} of `kivi-k4v4`"
+    yield f"{ratio(SIMULATED, 'recipe-2.5625bits.json', 'kvarn-k2v2')} times that of `kvarn-k2v2`"
+    yield f"{ratio(SIMULATED, 'recipe-3.0bits.json', 'kivi-k2v2')} times that of `kivi-k2v2`"
+    yield f"{ratio(SIMULATED, 'recipe-5.0bits.json', 'kivi-k4v4')} times that of `kivi-k4v4`"
     small, theirs = "recipe-4.5625bits.json", "kvarn-k4v4"
     late = deepest(SIMULATED, small)["kl_mean"] / deepest(SIMULATED, theirs)["kl_mean"]
-    yield f"it has {ratio(SIMULATED, small, theirs)}, with intervals that overlap"
-    yield f"it has {late:.2f}"
+    yield f"It is {ratio(SIMULATED, small, theirs)} times that of `kvarn-k4v4`, but these intervals overlap"
+    yield f"it is {late:.2f} times that of `kvarn-k4v4`, and the intervals do not overlap"
     yield f"{span(SIMULATED, small)}, and {span(SIMULATED, theirs)}"
-    yield f"holds {held(SIMULATED, theirs)} bits per element of `kvarn-k4v4`, and {held(SIMULATED, small)} of"
+    yield f"takes {held(SIMULATED, theirs)} bits per element with `kvarn-k4v4`, and {held(SIMULATED, small)}"
     plain, means, base = f"int3{TAIL}", f"int3_mean{TAIL}", "int4_g64_rot"
     late = deepest(LONG, plain)["kl_mean"] / deepest(LONG, base)["kl_mean"]
-    yield f"{ratio(LONG, plain, base, 1)} times the divergence of `int4_g64_rot` ({late:.1f} times among the"
-    yield f"With block means, they have {ratio(LONG, means, base)} times"
-    yield f"There, 3 bits find {fewer('int3')} points less than unquantized KV, and {fewer(plain)} point less"
-    yield f"With exact tokens and block means, 2 bits find {fewer(f'int2_mean{TAIL}')} points less"
-    yield f"plain 2 bits find {needles('fp32') - needles('int2'):.1f} points less"
+    yield f"{ratio(LONG, plain, base, 1)} times that of `int4_g64_rot` ({late:.1f} times among the"
+    yield f"With block means as well, it is {ratio(LONG, means, base)} times"
+    yield f"holds {held(LONG, means)} bits per element instead of {held(LONG, base)}"
+    yield f"`int3` finds {fewer('int3')} percentage points fewer than unquantized KV, and {fewer(plain)}"
+    yield f"`int2` finds {needles('fp32') - needles('int2'):.1f} points fewer, and"
+    yield f"{fewer(f'int2_mean{TAIL}')} points fewer with such tokens and block means"
     yield from told_of_tuning()
 
 
@@ -154,7 +155,7 @@ def told_of_tuning():
     best = result(TUNED)["rival"]
     low, high = result(TUNED)["ratio_to_rival"]
     yield f"{ratio(TUNED, 'chosen', best)} times ({low:.2f} to {high:.2f}) the divergence of the best uniform"
-    yield f"at the bytes of `int3` {ratio(TUNED, 'tuned, as int3', 'int3')} times that of `int3`, and at the"
+    yield f"the size of `int3` had {ratio(TUNED, 'tuned, as int3', 'int3')} times the divergence of `int3`"
     yield f"{ratio(TUNED, 'tuned, as int2', 'int2')} times that of `int2`"
 
 
