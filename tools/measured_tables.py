@@ -515,7 +515,7 @@ def routing_table(result: dict) -> str:
     """Return the table of Ray's routers, measured and simulated."""
     first = result["rows"][0]
     return markdown(
-        "router | hits, measured, simulated: | TTFT p50, ms: | TTFT mean, ms: | the way, ms: |",
+        "router | hits, measured, simulated: | TTFT p50, ms: | TTFT mean, ms: | HTTP and Ray, ms: |",
         [
             [
                 row["routing"],
@@ -528,7 +528,7 @@ def routing_table(result: dict) -> str:
             for row in result["rows"]
         ],
         _of_random_weights(
-            result, f"{first['requests']} requests, {first['rate']:g} a second, `{first['kv']}`. "
+            result, f"{first['requests']} requests, {first['rate']:g} per second, `{first['kv']}`. "
         ),
     )
 
@@ -565,7 +565,7 @@ def users_table(result: dict) -> str:
     for row in result["rows"]:
         formats.setdefault(row["kv"], []).append(row)
     return markdown(
-        "KV | planned (block size) | preempted | of 5% more |",
+        "KV | planned (block size) | preempted | preempted with 5% more |",
         map(cells, formats.values()),
         _of_random_weights(result),
     )

@@ -209,7 +209,7 @@ def layers_of(geometry: ModelGeometry) -> str:
     extras += ["latents"] if any(x.is_latent for x in geometry.layers) else []
     extras += sorted({f"states of {state.kind}" for state in geometry.states})
     readers = sum(len(x.readers) for x in geometry.layers)
-    extras += [f"{readers} that read others' K/V"] if readers else []
+    extras += [f"{readers} layers read others' K/V"] if readers else []
     extras += ["sinks"] if geometry.has_sinks else []
     extras += ["capped scores"] if geometry.softcap else []
     return ", ".join([*sorted(kinds), *extras])
@@ -242,29 +242,29 @@ def page(found: dict[str, Found]) -> str:
     """The tables of docs/models.md."""
     parts = {kind: {n: text for n, (end, text) in found.items() if end == kind} for kind in ENDS}
     lines = [
-        f"transformers {transformers.__version__} knows {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} causal "
-        f"language models, {len(found)} with those that read images or sound too and whose text is served. "
-        f"{len(parts['list'])} of kvq's list are served, {len(parts['proof'])} more by proof, of "
-        f"{len(parts['text'])} the text, "
-        f"{len(parts['refused'])} are refused and {len(parts['not built'])} could not be built small. "
-        f"{len(parts['WRONG'])} gave anything else than their own attention."
+        f"transformers {transformers.__version__} has {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} causal "
+        f"language models. Together with the models that also read images or sound and whose text kvq "
+        f"serves, there are {len(found)}. kvq serves {len(parts['list'])} that are on its list, "
+        f"{len(parts['proof'])} more by proof, and the text of {len(parts['text'])}. It refuses "
+        f"{len(parts['refused'])}. {len(parts['not built'])} could not be built as a small copy, and "
+        f"{len(parts['WRONG'])} gave results that differ from those of their own attention."
     ]
     for kind, (title, column) in ENDS.items():
         if parts[kind]:
             lines += ["", f"### {title}", "", f"| family | {column} |", "|---|---|"]
             lines += [
-                f"| `{name}` | {text.replace('|', '/')[:160]} |" for name, text in sorted(parts[kind].items())
+                f"| `{name}` | {text.replace('|', '/')[:200]} |" for name, text in sorted(parts[kind].items())
             ]
     return "\n".join(lines) + "\n"
 
 
 ENDS = {
     "WRONG": ("Wrong", "relative error"),
-    "list": ("Served, of the list", "relative error; layers"),
-    "proof": ("Served by proof", "relative error; layers"),
-    "text": ("Served, the text of models that read images or sound too", "of; relative error; layers"),
+    "list": ("Served: on the list", "relative error; layers"),
+    "proof": ("Served: by proof", "relative error; layers"),
+    "text": ("Served: the text of models that also read images or sound", "text model; relative error; layers"),
     "refused": ("Refused", "why"),
-    "not built": ("Not built small", "why"),
+    "not built": ("Not built as a small copy", "why"),
 }
 
 

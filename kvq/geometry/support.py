@@ -12,7 +12,7 @@ from kvq.geometry.text_part import KINDS
 _REFUSED = {
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
     "mpt": "its attention adds ALiBi biases and never calls the registered attention function",
-    "falcon": "its attention may add ALiBi biases and is its own",
+    "falcon": "its attention is its own code and may add ALiBi biases",
     "gemma4_assistant": "it drafts for another model, whose K and V it reads",
     "gemma4_unified_assistant": "it drafts for another model, whose K and V it reads",
     "mamba": "it has no KV cache",
@@ -36,8 +36,8 @@ def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | 
         return _REFUSED[model_type]
     if parts := [name for name, part in config.items() if _is_model(name, part)]:
         return (
-            f"it is made of several models ({', '.join(sorted(parts))}) and is none of the {len(KINDS)} "
-            f"kinds of such whose text kvq serves (docs/models.md)"
+            f"it consists of several models ({', '.join(sorted(parts))}) and is not among the {len(KINDS)} "
+            f"kinds whose text kvq serves (docs/models.md)"
         )
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":
         return "its attention adds ALiBi biases"

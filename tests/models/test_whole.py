@@ -160,7 +160,7 @@ def test_a_whole_model_that_nobody_compared_is_refused_by_name(tmp_path):
     AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
     with pytest.raises(
         ModelError,
-        match=r"paligemma: it is made of several models \(text_config, vision_config\) and is none of",
+        match=r"paligemma: it consists of several models \(text_config, vision_config\) and is not among",
     ):
         prepare(tmp_path)
 

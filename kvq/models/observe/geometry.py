@@ -135,11 +135,11 @@ def observe(model: Any) -> ModelGeometry:
 
     about = model.config
     if not can_replace_attention(model):
-        raise _refusal(model, "its code computes attention by itself, which can't be replaced")
+        raise _refusal(model, "its code computes attention itself, which kvq can't replace")
     # What selects keys takes all of a short context: no small model shows it
     names = (type(module).__name__ for module in model.modules())
     if selector := next((name for name in names if _SELECTS in name), None):
-        why = f"its layers select the keys they see by an indexer ({selector}): sparse attention"
+        why = f"its layers select keys with an indexer ({selector}): sparse attention"
         raise _refusal(model, why)
     AttentionInterface.register(_NAME, _observed)
     hand_on_steps(model)
@@ -161,7 +161,7 @@ def observe(model: Any) -> ModelGeometry:
     except (ModelError, ConfigError) as error:
         raise _refusal(model, str(error)) from error
     except Exception as error:  # whatever code raises that computes with numbers
-        what = "watched without numbers" if "meta" in str(error) else "run with token ids and positions alone"
+        what = "run without values" if "meta" in str(error) else "run with token ids and positions alone"
         why = f"its code can't be {what} ({first_lines(error)})"
         raise _refusal(model, why) from error
     finally:
@@ -184,7 +184,7 @@ def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ..
     found = [call.layer for call in calls]
     layers = getattr(about, "num_hidden_layers", len(set(found)))
     if not found:
-        raise _refusal(model, "no layer of it attends, so it has no KV cache")
+        raise _refusal(model, "none of its layers attends, so it has no KV cache")
     if len(set(found)) < len(found) or not (states or sorted(found) == list(range(layers))):
         calls_of = f"for {found}"
         if len(found) > _TOKENS:
@@ -277,12 +277,12 @@ def _observed(
     if type(layer) is not int:
         raise ModelError(f"{type(module).__name__} has no layer_idx")
     if attention_mask is not None:
-        raise ModelError(f"layer {layer} masks attention by itself")
+        raise ModelError(f"layer {layer} applies an attention mask of its own")
     if passed.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"layer {layer} is not causal")
     left = {name for name, given in passed.items() if given is not None and given is not False}
     if unknown := sorted(left - _TAKEN - _HARMLESS - {"is_causal"}):
-        raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq's doesn't take")
+        raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq doesn't support")
     if watch.states is not None:
         watch.states.attended()
     window, chunk = passed.get("sliding_window"), _chunk_of(watch.about, layer)

@@ -62,7 +62,7 @@ def prove(prepared: PreparedModel) -> None:  # D188: families on no list: observ
         raise
     except Exception as error:  # code that was never tried may raise anything
         raise ModelError(
-            f"kvq does not run {family}: it is not among the families that were checked, and a small one "
+            f"kvq does not run {family}: it is not among the families that were checked, and a small copy "
             f"can't be run ({first_lines(error)})"
         ) from error
     _log.warning(
@@ -117,7 +117,7 @@ def _error_of(weights: LoadedWeights) -> float:
     if whole > TOLERANCE and relative_error(eager_logits(weights, ids[0]), wanted[0]) > TOLERANCE:
         raise _Unproven("its own code gives something else each time: it carries something from call to call")
     if whole > TOLERANCE and not _counts_from_0(weights, ids[0], wanted[0]):
-        raise _Unproven("its code counts positions otherwise than 0, 1, 2")
+        raise _Unproven("its code doesn't number positions 0, 1, 2")
     if max(cut, whole) <= OF_NOISE * min(TOLERANCE, noise(weights, ids, wanted)):
         return max(cut, whole)
     what = "how it is cut and packed changes it" if whole <= TOLERANCE else "its own attention differs"
@@ -139,8 +139,8 @@ def _error_in_steps(weights: LoadedWeights, ids: list[list[int]], whole: list[Te
     own = [eager_logits(weights, *pair) for pair in zip(ids, cuts, strict=True)]
     if (apart := max(map(relative_error, own, whole))) > _ROUNDING:
         raise _Unproven(
-            f"its own code doesn't go on from a state by several tokens (in a small one a relative error of "
-            f"{apart:.1e})"
+            f"its own code doesn't continue correctly from a state over several tokens (relative error in a "
+            f"small copy: {apart:.1e})"
         )
     if (found := max(map(relative_error, _in_steps(weights, ids), own))) > TOLERANCE:
         raise _Unproven(

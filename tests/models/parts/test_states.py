@@ -105,7 +105,7 @@ def test_the_geometry_of_a_hybrid_has_the_numbers_of_its_code() -> None:
     ("family", "why"),
     [
         ("mamba", "no KV cache"),
-        ("jamba", "its own code doesn't go on from a state by several tokens"),
+        ("jamba", "its own code doesn't continue correctly from a state over several tokens"),
         ("zamba2", "call attention 9 times"),
         ("recurrent_gemma", "call attention 8 times"),
     ],
