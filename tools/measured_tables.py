@@ -528,7 +528,7 @@ def routing_table(result: dict) -> str:
             for row in result["rows"]
         ],
         _of_random_weights(
-            result, f"{first['requests']} requests, {first['rate']:g} per second, `{first['kv']}`. "
+            result, f"{first['requests']} requests, {first['rate']:g} a second, `{first['kv']}`. "
         ),
     )
 

@@ -262,7 +262,7 @@ ENDS = {
     "WRONG": ("Wrong", "relative error"),
     "list": ("Served: on the list", "relative error; layers"),
     "proof": ("Served: by proof", "relative error; layers"),
-    "text": ("Served: the text of models that also read images or sound", "text model; relative error; layers"),
+    "text": ("Served: text of models that also read images or sound", "text model; relative error; layers"),
     "refused": ("Refused", "why"),
     "not built": ("Not built as a small copy", "why"),
 }

@@ -160,7 +160,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "scaled": (eager_with(scaled_by_position), plainly, "its own attention differs"),
     "prefix": (PLAIN, with_prefix, "its own attention differs"),
     "mask": (PLAIN, with_own_mask, "layer 0 applies an attention mask of its own"),
-    "bias": (PLAIN, with_bias, "layer 0 calls attention with attention_bias, which kvq doesn't support"),
+    "bias": (PLAIN, with_bias, "layer 0 calls attention with attention_bias, which kvq does not take"),
     "across": (PLAIN, across, "layer 0 attends from 7 tokens to 5 new keys"),
     "both_ways": (PLAIN, without_direction, "layer 0 is not causal"),
     "twice": (PLAIN, twice, r"its 2 layers call attention for \[0, 0, 1, 1\], not once each"),

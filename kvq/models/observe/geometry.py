@@ -282,7 +282,7 @@ def _observed(
         raise ModelError(f"layer {layer} is not causal")
     left = {name for name, given in passed.items() if given is not None and given is not False}
     if unknown := sorted(left - _TAKEN - _HARMLESS - {"is_causal"}):
-        raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq doesn't support")
+        raise ModelError(f"layer {layer} calls attention with {', '.join(unknown)}, which kvq does not take")
     if watch.states is not None:
         watch.states.attended()
     window, chunk = passed.get("sliding_window"), _chunk_of(watch.about, layer)
