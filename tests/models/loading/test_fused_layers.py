@@ -179,7 +179,7 @@ def go_on():  # all in a thread that does not fork: libgomp does not survive it 
 other = threading.Thread(target=go_on, daemon=True)
 other.start()
 has_begun.wait()
-for _ in range(15):
+for _ in range(5):
     time.sleep(random.uniform(0.01, 0.03))  # and so wake in the middle of a step
     child = os.fork()
     if not child:
