@@ -1,13 +1,25 @@
 """Kernel registry: finds the kernel of an operation by backend, or says why none of them fits."""
 
 import logging
-from functools import lru_cache
+from collections.abc import Iterator
+from functools import lru_cache, partial
 from importlib import import_module
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
 from kvq.kernels.cores import settle_threads
+from kvq.kernels.gpu import support as gpu
+from kvq.kernels.native import library
 from kvq.kernels.other_threads import watch_other_threads
-from kvq.kernels.spec import LINEAR_OPERATIONS, Device, Kernel, KernelSpec, LinearSpec, Support
+from kvq.kernels.spec import (
+    LINEAR_OPERATIONS,
+    Device,
+    Kernel,
+    KernelSpec,
+    LinearSpec,
+    Support,
+    Supports,
+    supported_everywhere,
+)
 
 _log = logging.getLogger("kvq")
 
@@ -18,13 +30,18 @@ _WRITING = ("write_kv", "rope_write", "seal")
 # none of its own: attention in fp32 arithmetic for every format, and with queries rounded to 8 bits over K of
 # FP8 and INT8.
 _PRECISIONS = {"cpu-fp32": "cpu", "triton-8bit": "triton"}
-
-
-# Folders beside this module that export KERNELS, their operations.
-_FOLDERS = (
-    *("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks", "seal", "rope_write"),
-    *("attend_latent", "linear"),
-)
+# Operations on blocks: what their kernels in C++ support, None if there is none, and those in Triton. Each is
+# a folder beside this module, whose modules have a function of its name.
+_ON_BLOCKS: dict[str, tuple[Supports | None, Supports]] = {
+    "write_kv": (library.supports, gpu.supports_stored),
+    "attend": (library.supports, gpu.supports),
+    "merge_partials": (library.supports, gpu.supports_stored),
+    "gather_dense": (library.supports, gpu.supports_stored),
+    "copy_blocks": (library.supports, gpu.supports_stored),
+    "seal": (library.supports, gpu.supports_stored),
+    "rope_write": (None, gpu.supports),
+    "attend_latent": (library.supports_latent, gpu.supports_latent),
+}
 _KERNELS: list[Kernel] = []
 
 
@@ -105,6 +122,22 @@ def _log_fallback(backend: str, reasons: str) -> None:
     _log.warning("kernels run on the %s backend (%s)", backend, reasons)
 
 
-for _folder in _FOLDERS:
-    for _kernel in import_module(f"kvq.kernels.{_folder}").KERNELS:
-        register(_kernel)
+def _on_blocks(operation: str, on_cpu: Supports | None, on_gpu: Supports) -> Iterator[Kernel]:
+    own = partial(Kernel, operation=operation)
+    folder = f"kvq.kernels.{operation}"
+    reference = getattr(import_module(f"{folder}.reference"), operation)
+    yield own(backend="reference", run=reference, supports=supported_everywhere)
+    if on_cpu is not None:
+        compiled = getattr(import_module(f"{folder}.cpu"), operation)
+        yield own(backend="cpu", run=compiled, supports=on_cpu)
+        if operation.startswith("attend"):
+            yield own(backend="cpu-fp32", run=partial(compiled, exact=True), supports=on_cpu)
+    triton = gpu.lazy("attend.triton.attend" if operation == "attend" else f"{operation}.triton", operation)
+    yield own(backend="triton", run=triton, supports=on_gpu)
+    if operation == "attend":
+        yield own(backend="triton-8bit", run=partial(triton, rounded=True), supports=gpu.supports_8bit)
+
+
+for _operation, _supports in _ON_BLOCKS.items():
+    _KERNELS += _on_blocks(_operation, *_supports)
+_KERNELS += import_module("kvq.kernels.linear").KERNELS

@@ -116,14 +116,6 @@ Run = Callable[..., Any]
 Supports = Callable[[Any, Device], Support]
 
 
-def implementations(operation: str, kernels: dict[str, tuple[Run, Supports]]) -> list[Kernel]:
-    """Return an operation's kernels, given by backend."""
-    return [
-        Kernel(operation=operation, backend=backend, run=run, supports=supports)
-        for backend, (run, supports) in kernels.items()
-    ]
-
-
 def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Support:
     """Return yes: references run every format on every device, since they decode bytes by arithmetic."""
     return Support(True)

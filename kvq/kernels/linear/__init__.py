@@ -7,7 +7,7 @@ from kvq.kernels.gpu import support as gpu
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import ReferenceLinear
 from kvq.kernels.native import library
-from kvq.kernels.spec import LINEAR_OPERATIONS, Run, Supports, implementations, supported_everywhere
+from kvq.kernels.spec import LINEAR_OPERATIONS, Kernel, Run, Supports, supported_everywhere
 from kvq.kernels.weight import QuantizedWeight
 
 
@@ -21,4 +21,8 @@ _backends: dict[str, tuple[Run, Supports]] = {
     "cpu-fp32": (ReferenceLinear, supported_everywhere),
     "triton": (_triton, gpu.supports_linear),
 }
-KERNELS = [kernel for operation in LINEAR_OPERATIONS for kernel in implementations(operation, _backends)]
+KERNELS = [
+    Kernel(operation=operation, backend=backend, run=run, supports=supports)
+    for operation in LINEAR_OPERATIONS
+    for backend, (run, supports) in _backends.items()
+]
