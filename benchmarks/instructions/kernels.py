@@ -8,7 +8,7 @@ import torch
 from benchmarks.instructions.compiling import pretended
 from kvq.formats import Code
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.attend.rounding import limit_of
+from kvq.kernels.attend.reference import limit_of
 from kvq.kernels.attend.triton import attend
 from kvq.kernels.attend.triton.kernel import attend_kernel
 from kvq.kernels.attend.triton.list_kernel import list_kernel

@@ -14,7 +14,7 @@ from kvq.cache.stores.base import Attended, LayerBatch, PagedStore
 from kvq.cache.stores.make import kernel_spec, make_store
 from kvq.cache.stores.recurrent import StateSlots
 from kvq.kernels import AttentionOptions, Device, PagedKV, SequenceBatch, select
-from kvq.kernels.plain import Rows
+from kvq.kernels.paged import Rows
 from kvq.layout import KVLayout, Role
 
 

@@ -5,9 +5,12 @@ from typing import Any
 
 from kvq.errors import nearest
 from kvq.geometry.families import FAMILIES
-from kvq.geometry.rope import BATCH_DEPENDENT_ROPE, ROPE_TYPES, rope_types
 from kvq.geometry.text_part import KINDS
 
+# Types with frequencies that depend on the longest position in the batch.
+BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
+# Types of listed families.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional", *BATCH_DEPENDENT_ROPE)
 # Families that people will try.
 _REFUSED = {
     "bloom": "its attention adds ALiBi biases and never calls the registered attention function",
@@ -18,6 +21,19 @@ _REFUSED = {
     "mamba": "it has no KV cache",
     "mamba2": "it has no KV cache",
 }
+
+
+def rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Return the RoPE types named in a config, for all layer types."""
+    found = set()
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if isinstance(value, Mapping):
+            for part in (value, *(x for x in value.values() if isinstance(x, Mapping))):
+                name = part.get("rope_type", part.get("type"))
+                if name is not None:
+                    found.add("longrope" if name == "su" else str(name))
+    return found
 
 
 def _is_model(name: str, part: object) -> bool:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from kvq.formats.weights import WeightFormat
 from kvq.kernels import PlainWeight, QuantizedWeight
 from kvq.kernels.experts.cpu import CpuExperts
-from kvq.kernels.experts.gating import Gating
-from kvq.kernels.experts.reference import ReferenceExperts
+from kvq.kernels.experts.reference import Gating, ReferenceExperts
 from kvq.kernels.gated.activation import COMPILED, Activation
 from kvq.weights.linear import ACTIVATIONS, Packed, replace_linear, runs_library_code
 

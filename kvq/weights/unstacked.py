@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.kernels.experts.gating import Gating
-from kvq.kernels.experts.reference import gated_experts
+from kvq.kernels.experts.reference import Gating, gated_experts
 from kvq.weights.experts import ExpertsForm, stacked_experts
 from kvq.weights.linear import linear_of, replace_linear
 

@@ -20,7 +20,7 @@ from kvq.cache import KVCache
 from kvq.formats import Code
 from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, registry
 from kvq.kernels.attend.reference import attend as reference_attend
-from kvq.kernels.attend.rounding import rounded_queries
+from kvq.kernels.attend.reference import rounded_queries
 from kvq.layout import BlockOrder
 from tests.kernels.kit import (
     KINDS,

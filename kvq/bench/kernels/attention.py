@@ -21,7 +21,7 @@ from kvq.bench.timing import Progress, unwatched
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, StagedBatch
-from kvq.kernels.attend.rounding import limit_of, rounded_queries
+from kvq.kernels.attend.reference import limit_of, rounded_queries
 from kvq.kernels.gpu import support as gpu
 
 _SLACK = 1e-5  # relative error that is always allowed

@@ -15,7 +15,7 @@ from kvq.formats.calibrated import AGAIN, HeadCenters
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, select
 from kvq.kernels.codec import rotate
-from kvq.kernels.plain import Rows
+from kvq.kernels.paged import Rows
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.cache.stores.base import Attended, CompiledLayer, LayerBatch, PagedStore, Views
 from kvq.kernels import AttentionOptions, Kernel, PagedKV, SequenceBatch
-from kvq.kernels.plain import Rows
+from kvq.kernels.paged import Rows
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles
 from kvq.layout import Role

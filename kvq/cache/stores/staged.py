@@ -17,7 +17,7 @@ from kvq.cache.stores.plain import PlainStore, runs_in_cpp, turned_queries
 from kvq.formats import ExactTokens
 from kvq.kernels import AttentionOptions, Kernel, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.attend.options import parts_of
-from kvq.kernels.plain import Rows, as_tokens, plain_blocks, tables_of_tokens
+from kvq.kernels.paged import Rows, as_tokens, plain_blocks, tables_of_tokens
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles
 from kvq.layout import Role

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache.memory import allocate_bytes
-from kvq.kernels.plain import Rows
+from kvq.kernels.paged import Rows
 
 
 class RecentRows:  # D24: a dense tail instead of a staging area

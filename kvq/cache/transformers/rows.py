@@ -10,7 +10,7 @@ from kvq.cache.transformers.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.options import parts_of
-from kvq.kernels.plain import Rows
+from kvq.kernels.paged import Rows
 from kvq.layout import KVLayout
 
 _GROWTH = 32  # a pool that is full grows by one part in so many

@@ -24,7 +24,7 @@ from kvq.engine.steps.launch import Launcher
 from kvq.engine.steps.publisher import Publisher, StepSubscriber
 from kvq.engine.steps.reconcile import reconcile
 from kvq.errors import EngineError, KVQError
-from kvq.kernels.gpu.current import current
+from kvq.kernels.gpu.support import current
 from kvq.models import Model
 from kvq.models.describe.ends import NO_END
 from kvq.models.parts.fork_guard import Home, NotCopyable

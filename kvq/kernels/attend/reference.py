@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq.formats import Code, KVFormat
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.codec import rotate
+from kvq.kernels.codec import e4m3, rotate
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -18,6 +19,8 @@ from kvq.kernels.paged import PagedKV, SequenceBatch
 _KEY_TILE = 256  # D84: the same bits, however tokens are cut into steps
 _MIN_ROWS = 4  # BLAS takes another path for a single row
 _ROW_TILE = 256  # query rows in one tile: bounds memory, and skips keys past the tile's last row
+_LARGEST = {Code.FP8: e4m3.LARGEST, Code.INT8: 127.0}  # codes that queries are rounded to
+_LEAST = 1e-30  # what a row's largest element counts as at least
 
 
 def attend(  # D83: decode is an extend of one token
@@ -133,3 +136,24 @@ def _attend_tile(
     merged = out.unflatten(1, unfold).permute(2, 0, 1, 3).flatten(1, 2)
     lse = (top + total.log())[..., 0].unflatten(1, unfold).permute(2, 0, 1).flatten(1, 2)
     return merged[:rows], lse[:rows]
+
+
+def limit_of(fmt: KVFormat) -> float | None:
+    """The largest that a code of K holds; None where products are not of its codes as they lie."""
+    return None if fmt.is_per_channel else _LARGEST.get(fmt.code)
+
+
+def rounded_queries(q: Tensor, fmt: KVFormat) -> Tensor:
+    """q [..., dim] as codes of `fmt` with one scale a row hold it, fp32; of other codes as it is.
+
+    If the format rotates, it is what is rotated that is rounded; it is turned back.
+    """
+    limit = limit_of(fmt)
+    if limit is None:
+        return q.float()
+    y = rotate(q.float()) if fmt.rotated else q.float()
+    top = y.abs().amax(dim=-1, keepdim=True).clamp(min=_LEAST)
+    codes = y * (limit / top)
+    held = e4m3.decode(e4m3.encode(codes)) if fmt.code is Code.FP8 else codes.round()
+    held = held * (top / limit)
+    return rotate(held) if fmt.rotated else held

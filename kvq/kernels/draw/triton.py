@@ -18,10 +18,16 @@ import triton
 from torch import Tensor
 
 from kvq.kernels.draw.parameters import Kind
-from kvq.kernels.draw.triton_passes import bins_kernel, brackets_kernel, gather_kernel, peaks_kernel
-from kvq.kernels.draw.triton_plan import open_kernel, plan_kernel
-from kvq.kernels.draw.triton_rows import SPAN, SPAN_SLOTS, SPANS
-from kvq.kernels.draw.triton_search import choose_kernel
+from kvq.kernels.draw.triton_rows import (
+    SPAN,
+    SPAN_SLOTS,
+    SPANS,
+    bins_kernel,
+    brackets_kernel,
+    gather_kernel,
+    peaks_kernel,
+)
+from kvq.kernels.draw.triton_search import choose_kernel, open_kernel, plan_kernel
 from kvq.kernels.gpu.launch import launch
 
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}  # masses are the same in every kernel

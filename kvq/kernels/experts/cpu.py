@@ -6,8 +6,7 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
-from kvq.kernels.experts.gating import Gating
-from kvq.kernels.experts.reference import Weight, check_choices, check_experts
+from kvq.kernels.experts.reference import Gating, Weight, check_choices, check_experts
 from kvq.kernels.gated.activation import check_activation
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, checked_rows, rows_of, struct

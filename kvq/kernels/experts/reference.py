@@ -1,18 +1,31 @@
 """The definition of correct for `experts`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.experts.gating import Gating
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.gated.reference import activate
 from kvq.kernels.linear.reference import ReferenceLinear
 from kvq.kernels.weight import PlainWeight, QuantizedWeight
 
 Weight = QuantizedWeight | PlainWeight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gating:
+    """activation(gates) * (rest + shift), where gates are cut to `limit` from above, the rest on both sides.
+
+    `slope`: SiLU is x * sigmoid(slope * x).
+    """
+
+    activation: Activation = Activation.SILU
+    slope: float = 1.0
+    limit: float = float("inf")
+    shift: float = 0.0
 
 
 class ReferenceExperts:

@@ -1,15 +1,16 @@
 """Support of the Triton kernels: the formats and devices they take, and imports when one is first called."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvq.extras import install_command, is_installed
 from kvq.formats import Code
-from kvq.kernels.gpu.current import current
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
@@ -17,6 +18,14 @@ LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")  # D148
 MOST_DIM = 256  # elements of a token row that is read by attention
 MOST_STORED_DIM = 512  # or of one that is written and gathered, and of a latent
+_AS_IT_IS = nullcontext()
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one for a while, if it isn't: Triton launches on that, and that is captured."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(device)
 
 
 def lazy(module: str, operation: str) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvq.formats.weights import Inputs
 from kvq.kernels.gpu import shapes
-from kvq.kernels.gpu.current import current
 from kvq.kernels.gpu.launch import Bound
+from kvq.kernels.gpu.support import current
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
 from kvq.kernels.linear.triton_kernel import (

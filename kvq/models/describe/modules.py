@@ -15,7 +15,7 @@ from torch import nn
 from kvq.cache.transformers.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints.fields import shown
-from kvq.geometry.rope import BATCH_DEPENDENT_ROPE
+from kvq.geometry.support import BATCH_DEPENDENT_ROPE
 from kvq.kernels.cores import settle_threads
 from kvq.kernels.other_threads import watch_other_threads
 from kvq.lazy import import_whole

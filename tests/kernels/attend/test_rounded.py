@@ -13,7 +13,7 @@ from kvq.bench.kernels.workload import Workload
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, registry
 from kvq.kernels.attend import gathered
 from kvq.kernels.attend.reference import attend as reference
-from kvq.kernels.attend.rounding import rounded_queries
+from kvq.kernels.attend.reference import rounded_queries
 from kvq.kernels.attend.triton import attend as kernel
 from kvq.kernels.gpu import shapes
 from tests.kernels.attend.triton.test_attend import SINKS, filled

@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.instructions.compiling import compiled, resources
 from kvq.kernels.draw.triton import _LAUNCH
-from kvq.kernels.draw.triton_passes import bins_kernel, brackets_kernel, gather_kernel, peaks_kernel
-from kvq.kernels.draw.triton_plan import open_kernel, plan_kernel
-from kvq.kernels.draw.triton_search import choose_kernel
+from kvq.kernels.draw.triton_rows import bins_kernel, brackets_kernel, gather_kernel, peaks_kernel
+from kvq.kernels.draw.triton_search import choose_kernel, open_kernel, plan_kernel
 
 VOCAB = 152_064
 KERNELS = (peaks_kernel, brackets_kernel, open_kernel, bins_kernel, plan_kernel, gather_kernel, choose_kernel)

@@ -9,8 +9,7 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
 from kvq.kernels.experts.cpu import CpuExperts
-from kvq.kernels.experts.gating import Gating
-from kvq.kernels.experts.reference import ReferenceExperts, Weight
+from kvq.kernels.experts.reference import Gating, ReferenceExperts, Weight
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.native import library

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvq.errors import ModelError
-from kvq.geometry.rope import ROPE_TYPES
+from kvq.geometry.support import ROPE_TYPES
 from kvq.models.describe.modules import build_on_meta
 from kvq.models.observe.support import check_supported
 from tests.helpers_models import small_config

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.formats import Code, Grouped, mean_format
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
-from kvq.kernels.attend.rounding import limit_of
+from kvq.kernels.attend.reference import limit_of
 from kvq.kernels.attend.triton.kernel import attend_kernel
 from kvq.kernels.attend.triton.step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.arguments import Reading, Rows, Strides, kernel_rows

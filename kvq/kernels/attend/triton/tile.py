@@ -7,10 +7,17 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton.means import mean_scores
 from kvq.kernels.attend.triton.results import LOG2_E
-from kvq.kernels.attend.triton.rounded import rounded_queries, rounded_scores
 from kvq.kernels.attend.triton.scales import row_scales, scaled
 from kvq.kernels.attend.triton.values import add_byte_values, add_packed_values
-from kvq.kernels.attend.triton.words import added_dot, byte_scores, dot, folded, packed_scores
+from kvq.kernels.attend.triton.words import (
+    added_dot,
+    byte_scores,
+    dot,
+    folded,
+    packed_scores,
+    rounded_queries,
+    rounded_scores,
+)
 from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, takes_ptx
 from kvq.kernels.gpu.stored import mean_rows, stored_rows
 

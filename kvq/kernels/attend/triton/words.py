@@ -3,6 +3,10 @@
 A row is read in runs: all of FP8 and INT8 rows, and of packed ones' first plane bytes of one group in each
 half, or of pairs of bits in each quarter. Every run gives two parts, or four of nibbles and eight of pairs,
 each with a product of its own; values.py has V's. Codes are never scaled, but scores are.
+
+FP8 and INT8 rows are also multiplied as they lie, with queries rounded as they are: a query row gets one
+scale, its largest element over what the code holds. INT8 products are summed exactly, FP8 ones by the tensor
+core's own fp32.
 """
 
 import triton
@@ -16,7 +20,7 @@ from kvq.kernels.attend.triton.scales import (
     side_by_side,
     wide_scale,
 )
-from kvq.kernels.gpu.rows import INT4
+from kvq.kernels.gpu.rows import INT4, INT8, INTERPRETED, e4m3, fp8_codes
 from kvq.kernels.gpu.words import (
     code_bits,
     codes_a_byte,
@@ -32,6 +36,8 @@ from kvq.kernels.gpu.words import (
 
 LEAST_COLUMNS = tl.constexpr(8)  # of a product
 LEAST_KEYS = tl.constexpr(16)  # that a product sums over
+_LEAST = tl.constexpr(1e-30)  # what a row's largest element counts as at least: its inverse must be finite
+_TO_WHOLE = tl.constexpr(12582912.0)  # added to a small number: the low bits are that number to nearest even
 
 
 @triton.jit
@@ -214,3 +220,36 @@ def byte_scores(
     """q . k of one tile of FP8 or INT8 rows, fp32 [rows, keys], to be multiplied by scale and `low_unit`."""
     parts = word_parts(run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), (), KIND, COMPUTE, 0)
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
+
+
+@triton.jit
+def rounded_queries(y, KIND: tl.constexpr):
+    """fp32 [rows, columns] -> codes of K's kind and a scale for each row, fp32 [rows]; NaN stays NaN."""
+    LIMIT: tl.constexpr = 127.0 if KIND == INT8 else 448.0
+    top = tl.maximum(tl.max(tl.abs(y), axis=1), _LEAST)
+    scale = top / LIMIT
+    y = y * (LIMIT / top)[:, None]
+    if KIND == INT8:
+        codes = (y + _TO_WHOLE).to(tl.int32, bitcast=True).to(tl.int8)
+        total = tl.sum(y, axis=1)
+        scale = tl.where(total == total, scale, total)
+    elif INTERPRETED:
+        codes = tl.where(y == y, e4m3(tl.minimum(tl.maximum(y, -LIMIT), LIMIT))[0], y)
+    else:
+        codes = y.to(tl.float8e4nv)
+    return codes, scale
+
+
+@triton.jit
+def rounded_scores(q, codes, codes_at, inside, KIND: tl.constexpr, DIM: tl.constexpr):
+    """q . k of one tile as fp32 [rows, keys], to be multiplied by both scales; `q`: of `rounded_queries`."""
+    col = tl.arange(0, q.shape[1])
+    mask = inside[:, None] & (col < DIM)[None, :]
+    k = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0.0)
+    if KIND == INT8:
+        scores = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32)
+    elif INTERPRETED:
+        scores = tl.dot(q, tl.trans(fp8_codes(k, tl.float32) * 256.0), input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(k))
+    return scores
