@@ -7,9 +7,8 @@ into memory of at most `SCRATCH_BYTES`. The chunks' results are merged by their 
 Source: Dao, "FlashAttention-2", 2023, section 3.1.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +27,6 @@ _MOST_DIM, _DIM_STEP = 256, 8  # head dimensions that flash attention takes
 _TOO_WIDE = {torch.float16: (Code.FP32, Code.BF16), torch.bfloat16: (Code.FP32,)}
 
 _Result = tuple[Tensor, Tensor]  # [new, q_heads, dim], and fp32 [new, q_heads]
-
-
-class Gathered(NamedTuple):  # D138: many new tokens: gathered rows and flash attention
-    """One sequence that is attended to in this way."""
-
-    sequence: int
-    first: int  # packed new token
-    new: int
-    start: int  # position of the first new token
-    end: int  # behind the last key that a query may see
 
 
 def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
@@ -86,45 +75,42 @@ def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
     return new * share >= LEAST_ROWS and new * q_heads * keys >= LEAST_PAIRS
 
 
-def chosen(batch: SequenceBatch, q_heads: int, share: int, window: int | None) -> Iterator[Gathered]:
+def chosen(batch: SequenceBatch, q_heads: int, share: int, window: int | None) -> list[int]:
     """The sequences for which it pays. A captured graph has none: its host doesn't know the contexts."""
-    if batch.is_captured:
-        return
-    starts = accumulate(batch.query_lens, initial=0)
-    for i, (first, new, context) in enumerate(
-        zip(starts, batch.query_lens, batch.context_lens, strict=False)
-    ):
-        sees_all = window is None or window >= context
-        if sees_all and pays(new, q_heads, share, context):
-            yield Gathered(i, first, new, context - new, context)
+    lens = [] if batch.is_captured else zip(batch.query_lens, batch.context_lens, strict=True)
+    return [
+        i
+        for i, (new, context) in enumerate(lens)
+        if (window is None or window >= context) and pays(new, q_heads, share, context)
+    ]
 
 
-def attend_gathered(
+def attend_gathered(  # D138: many new tokens: gathered rows and flash attention
     q: Tensor,
     kv: PagedKV,
     batch: SequenceBatch,
     options: AttentionOptions,
-    sequences: Iterable[Gathered],
+    sequences: Sequence[int],
     results: _Result,
 ) -> None:
     """Do for those sequences what `attend` does, into their rows of its results."""
     scratch = _scratch(q, kv, batch)
-    for own in sequences:
-        rows = slice(own.first, own.first + own.new)
-        table = batch.tables[own.sequence : own.sequence + 1]
-        parts = _parts(q[rows].contiguous(), kv, table, own, scratch, options.scale)
+    for i, rows in zip(sequences, batch.rows_of(sequences), strict=True):
+        table, context = batch.tables[i : i + 1], batch.context_lens[i]
+        parts = _parts(q[rows].contiguous(), kv, table, context, scratch, options.scale)
         for into, merged in zip(results, _merged(parts, options.sinks), strict=True):
             into[rows] = merged
 
 
 def _parts(
-    q: Tensor, kv: PagedKV, table: Tensor, own: Gathered, scratch: tuple[Tensor, Tensor], scale: float
+    q: Tensor, kv: PagedKV, table: Tensor, context: int, scratch: tuple[Tensor, Tensor], scale: float
 ) -> Iterator[_Result]:
     """Results over one chunk of keys after the other, all of which go through the same memory."""
-    for begin, end in chunks(own.start, own.end, scratch[0].shape[2]):
+    start = context - len(q)
+    for begin, end in chunks(start, context, scratch[0].shape[2]):
         k, v = (x[:, :, : end - begin] for x in scratch)
         gather_dense(kv, table, begin, end, unrotate=True, out=(k, v))
-        yield _over_chunk(q, k, v, begin - own.start, scale)
+        yield _over_chunk(q, k, v, begin - start, scale)
 
 
 def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:

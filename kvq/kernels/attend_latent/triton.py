@@ -8,7 +8,7 @@ from torch import Tensor
 from kvq.formats import KVFormat
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton.attend import compute_dtype
-from kvq.kernels.attend.triton.step import Cutting, Plan, launched, options_of_layer, plan_of
+from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, plan_of
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.codec import hadamard_block
 from kvq.kernels.gpu.arguments import Reading, Rows, kernel_rows
@@ -59,19 +59,8 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         "CODES": unscaled,
         "BLOCK_SIZE": kv.block_size,
     }
-    cutting = Cutting(
-        share=q_heads,
-        kv_heads=1,
-        v_pad=v.pad,
-        window=options.window,
-        chunk=None,
-        part=options.part,
-        may_gather=False,
-        most_decode=DECODE_ROWS,
-        decode=latent_shape("latent decode", kv, q),
-        extend=latent_shape("latent extend", kv, q),
-    )
-    return Plan.of(latent_kernel, [fixed, fixed], cutting)
+    shapes = latent_shape("latent decode", kv, q), latent_shape("latent extend", kv, q)
+    return Plan.of(latent_kernel, [fixed, fixed], shapes, options, most_decode=DECODE_ROWS, may_gather=False)
 
 
 def _parts_of(kv: PagedKV) -> tuple[tuple[KVFormat, int], tuple[KVFormat, int]]:

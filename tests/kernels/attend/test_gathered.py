@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import gathered
-from kvq.kernels.attend.gathered import Gathered, attend_gathered, chosen, chunks, suits
+from kvq.kernels.attend.gathered import attend_gathered, chosen, chunks, suits
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.attend.triton import attend as kernel
 from kvq.kernels.attend.triton import step
@@ -39,7 +39,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def noted(*args: Any) -> None:
-        found.extend(own.sequence for own in args[4])
+        found.extend(args[4])
         attend_gathered(*args)
 
     monkeypatch.setattr(kernel, "attend_gathered", noted)
@@ -113,7 +113,7 @@ def test_the_fused_kernel_leaves_out_what_is_gathered() -> None:
     batch = replace(batch, lens=batch.device_lens())
     plan = kernel._planned(q, cache.layer(1), AttentionOptions(scale=0.1))
     found = step._step(batch, plan)
-    assert [own.sequence for own in found.gathered] == [1, 4]
+    assert found.gathered == [1, 4]
     [work] = found.works
     items = [item for item in work.items.items.tolist() if item[0] >= 0]
     assert sorted((sequence, first, new) for sequence, _, first, new, *_ in items) == [(0, 0, 1), (3, 10, 2)]
@@ -121,8 +121,8 @@ def test_the_fused_kernel_leaves_out_what_is_gathered() -> None:
 
 def test_a_captured_batch_is_never_gathered() -> None:
     _, batch, _ = case("int8")
-    assert [own.sequence for own in chosen(batch, 6, 2, None)] == [1, 4]
-    assert not list(chosen(replace(batch, is_captured=True), 6, 2, None))
+    assert chosen(batch, 6, 2, None) == [1, 4]
+    assert not chosen(replace(batch, is_captured=True), 6, 2, None)
 
 
 @pytest.mark.parametrize("most", [1, 7, 24, 100])
@@ -140,8 +140,7 @@ def test_rows_and_results_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     q = q.bfloat16()
     want, want_lse = reference(q.float(), cache.layer(1), batch, AttentionOptions(scale=0.125))
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2])
-    sequences = [Gathered(1, 1, 9, 22, 31), Gathered(4, 12, 15, 0, 15)]
-    attend_gathered(q, cache.layer(1), batch, AttentionOptions(scale=0.125), sequences, (out, lse))
+    attend_gathered(q, cache.layer(1), batch, AttentionOptions(scale=0.125), [1, 4], (out, lse))
     rows = [*range(1, 10), *range(12, 27)]
     # The interpreter cuts off what bf16 lacks of a row, twice of what rounding costs.
     assert float((out - want)[rows].abs().max() / want.abs().max()) < 0.03

@@ -13,7 +13,7 @@ from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.reference import limit_of
 from kvq.kernels.attend.triton.kernel import attend_kernel
-from kvq.kernels.attend.triton.step import Cutting, Plan, launched, options_of_layer, plan_of
+from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.arguments import Reading, Rows, Strides, kernel_rows
 from kvq.kernels.gpu.rows import PACKED
 from kvq.kernels.gpu.shapes import (
@@ -69,19 +69,14 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
             k = _rounded(q, kv, k)
         given = {"SPREAD": _spread(shape), "LOWER": _is_lower(options, shape), "APART": apart}
         own.append({"k": k, "v": v, **given})
-    cutting = Cutting(
-        share=q_heads // kv_heads,
-        kv_heads=kv_heads,
-        v_pad=own[0]["v"].pad,
-        window=options.window,
-        chunk=options.chunk,
-        part=options.part,
-        may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
+    return Plan.of(
+        attend_kernel,
+        [fixed | x for x in own],
+        (decode, extend),
+        options,
         most_decode=MOST_DECODE_ROWS,
-        decode=decode,
-        extend=extend,
+        may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
     )
-    return Plan.of(attend_kernel, [fixed | x for x in own], cutting)
 
 
 _planned_rounded = partial(_planned, rounded=True)

@@ -6,13 +6,13 @@ layers that cut alike.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq.kernels.attend.gathered import Gathered, chosen
-from kvq.kernels.attend.options import AttentionOptions, Part
+from kvq.kernels.attend.gathered import chosen
+from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton.results import merge_kernel
 from kvq.kernels.attend.triton.work import Cut, WorkList, part_numbers, work_list
 from kvq.kernels.gpu.arguments import Rows
@@ -32,37 +32,36 @@ _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
 
 
-class Cutting(NamedTuple):
-    """Sizes that cut a step's work, beside the batch: layers that agree in them share their lists."""
-
-    share: int  # query heads of a KV head
-    kv_heads: int
-    v_pad: int
-    window: int | None
-    chunk: int | None
-    part: Part | None
-    may_gather: bool
-    most_decode: int  # query rows of a sequence and KV head that tiles of decode take
-    decode: TileShape
-    extend: TileShape
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
     """A layer's launches, but for what changes from step to step."""
 
-    name: tuple[Any, ...]  # the cutting, its shapes as plain numbers, whose hash costs little
-    cutting: Cutting
+    name: tuple[Any, ...]  # what cuts a step's work: layers that agree in it share their lists
+    shapes: tuple[TileShape, TileShape]  # of decode tiles, and of extend tiles
+    options: AttentionOptions
+    share: int  # query heads of a KV head
+    kv_heads: int
+    most_decode: int  # query rows of a sequence and KV head that tiles of decode take
+    may_gather: bool
     v_dim: int
-    attend: tuple[Bound, Bound]  # of decode tiles, and of extend tiles
+    v_pad: int
+    attend: tuple[Bound, Bound]
     room: int | None  # numbers that means take for a query row and block; None: the kernel knows no means
     merge: tuple[Bound, Bound]
 
     @classmethod
-    def of(cls, kernel: Any, fixed: Sequence[Mapping[str, Any]], cutting: Cutting) -> "Plan":
+    def of(
+        cls,
+        kernel: Any,
+        fixed: Sequence[Mapping[str, Any]],
+        shapes: tuple[TileShape, TileShape],
+        options: AttentionOptions,
+        *,
+        most_decode: int,
+        may_gather: bool,
+    ) -> "Plan":
         """`kernel` begins with the arguments that all have; `fixed`: its others and the merge's, but for the
         tiles' sizes, to decode and to extend."""
-        shapes = cutting.decode, cutting.extend
         attends = (
             {x: _argument(value) for x, value in own.items() if x in kernel.arg_names}
             | {"ROWS": shape.rows, "KEYS": shape.keys, "FOLDED": folded_keys(shape), **shape.options()}
@@ -76,14 +75,22 @@ class Plan:
         )
         room = None
         if _ROOM in kernel.arg_names:
-            room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // cutting.decode.keys
+            room = fixed[0]["APART"] and 1 + fixed[0]["BLOCK_SIZE"] // shapes[0].keys
         tensors = _ATTENDED if room is None else (*_ATTENDED, _ROOM)
         decode, extend = (Bound(kernel, tensors, _NUMBERS, own) for own in attends)
         one, more = (Bound(merge_kernel, _MERGED, ("height",), own) for own in merges)
+        share, kv_heads = fixed[0]["SHARE"], fixed[0]["Q_HEADS"] // fixed[0]["SHARE"]
+        sizes = share, kv_heads, most_decode, may_gather, v.pad, *astuple(shapes[0]), *astuple(shapes[1])
         return cls(
-            name=(*cutting[:8], *astuple(shapes[0]), *astuple(shapes[1])),
-            cutting=cutting,
+            name=(options.window, options.chunk, options.part, *sizes),
+            shapes=shapes,
+            options=options.without_sinks(),
+            share=share,
+            kv_heads=kv_heads,
+            most_decode=most_decode,
+            may_gather=may_gather,
             v_dim=v.dim,
+            v_pad=v.pad,
             attend=(decode, extend),
             room=room,
             merge=(one, more),
@@ -127,8 +134,8 @@ def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions
 
 def launched(
     plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], list[Gathered]]:
-    """Launch a step's work; the results, out and lse, and what is left to gathered rows."""
+) -> tuple[tuple[Tensor, Tensor], list[int]]:
+    """Launch a step's work; the results, out and lse, and the sequences that are left to gathered rows."""
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
@@ -155,53 +162,52 @@ class _Step:
     """Sequences of a step by the kernel that attends to them."""
 
     works: list[_Work]
-    gathered: list[Gathered]
+    gathered: list[int]
 
 
 def _step(batch: SequenceBatch, plan: Plan) -> _Step:
     """Tiles of a batch, and what is gathered; worked out once for all layers that cut alike."""
     found: _Step | None = batch.kept.get(plan.name)
     if found is None:
-        found = batch.kept[plan.name] = _shared_out(batch, plan.cutting)
+        found = batch.kept[plan.name] = _shared_out(batch, plan)
     return found
 
 
-def _shared_out(batch: SequenceBatch, cutting: Cutting) -> _Step:
-    gathered: list[Gathered] = []
-    if cutting.may_gather:
-        q_heads = cutting.share * cutting.kv_heads
-        sees = min((x for x in (cutting.window, cutting.chunk) if x is not None), default=None)
-        gathered = list(chosen(batch, q_heads, cutting.share, sees))
-    rest = batch.without(own.sequence for own in gathered)
-    return _Step(list(_works(rest, cutting)), gathered)
+def _shared_out(batch: SequenceBatch, plan: Plan) -> _Step:
+    gathered: list[int] = []
+    if plan.may_gather:
+        seen = (plan.options.window, plan.options.chunk)
+        sees = min((x for x in seen if x is not None), default=None)
+        gathered = chosen(batch, plan.share * plan.kv_heads, plan.share, sees)
+    return _Step(list(_works(batch.without(gathered), plan)), gathered)
 
 
-def _works(batch: SequenceBatch, cutting: Cutting) -> Iterator[_Work]:
-    limits = (1, cutting.most_decode), (cutting.most_decode + 1, _MANY)
-    for shape, (fewest, most) in zip((cutting.decode, cutting.extend), limits, strict=True):
+def _works(batch: SequenceBatch, plan: Plan) -> Iterator[_Work]:
+    limits = (1, plan.most_decode), (plan.most_decode + 1, _MANY)
+    for is_extend, (shape, (fewest, most)) in enumerate(zip(plan.shapes, limits, strict=True)):
         cut = Cut(
-            share=cutting.share,
+            share=plan.share,
             rows=shape.rows,
             keys=shape.keys,
             fewest=fewest,
             most=most,
-            window=cutting.window,
-            chunk=cutting.chunk,
-            part=cutting.part,
-            pieces=pieces(shape, cutting.kv_heads, batch.tables.device),
+            window=plan.options.window,
+            chunk=plan.options.chunk,
+            part=plan.options.part,
+            pieces=pieces(shape, plan.kv_heads, batch.tables.device),
             least=least_split(shape),
         )
         if (items := work_list(batch, cut)) is not None:
-            yield _with_room(batch, items, cutting, is_extend=shape is cutting.extend)
+            yield _with_room(batch, items, plan, is_extend=bool(is_extend))
 
 
-def _with_room(batch: SequenceBatch, items: WorkList, cutting: Cutting, *, is_extend: bool) -> _Work:
-    heads, height = cutting.kv_heads, items.height
+def _with_room(batch: SequenceBatch, items: WorkList, plan: Plan, *, is_extend: bool) -> _Work:
+    heads, height = plan.kv_heads, items.height
     shape = items.parts, heads, height
-    name = _Work, shape, cutting.v_pad
+    name = _Work, shape, plan.v_pad
     if name not in batch.kept:
         device = batch.tables.device
-        batch.kept[name] = [torch.empty(*shape, *row, device=device) for row in ((cutting.v_pad,), ())]
+        batch.kept[name] = [torch.empty(*shape, *row, device=device) for row in ((plan.v_pad,), ())]
     parts, lses = batch.kept[name]
     rows = _MERGED_ROWS[is_extend]
     merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
