@@ -92,7 +92,7 @@ class CpuStack:  # D112: all layers in one call
         self.kinds = max(self._kinds) + 1
         self._is_staged = not all(isinstance(layer.kv, PagedKV) for layer in layers)
         self._memory: tuple[Tensor, ...] = ()
-        self.whole: Any = None  # a CpuPass over it, if whole steps are run
+        self.pass_memory: tuple[Tensor, ...] = ()  # of a CpuPass, if whole steps are run
         self.hidden = layers[0].decoder.hidden
         self.dims = {layer.decoder.parts.heads.k_dim for layer in layers}
 

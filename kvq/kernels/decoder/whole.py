@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_void_p
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,42 +16,6 @@ from kvq.kernels.paged import SequenceBatch
 from kvq.kernels.rms_norm.weight import NormWeight
 
 AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin [positions, dim]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PassParts:
-    """Parts around a model's layers.
-
-    `embedding`: [vocab, hidden] of `dtype`, or the head whose weight rows are looked up in as `dtype`.
-
-    Raises:
-        ConfigError: they don't fit each other.
-    """
-
-    embedding: Tensor | CpuLinear
-    norm: NormWeight
-    head: CpuLinear
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        embedding, weight, hidden = self.embedding, self.norm.weight, self.head.in_features
-        if isinstance(embedding, Tensor):
-            widths = [*embedding.shape[1:], *weight.shape]
-            fits = embedding.is_contiguous() and embedding.dtype is self.dtype
-        else:
-            widths, fits = [embedding.in_features, *weight.shape], True
-        fits &= self.dtype in DTYPES and weight.dtype in DTYPES and weight.is_contiguous()
-        if not fits or widths != [hidden] * 2:
-            raise ConfigError(
-                f"an embedding and a norm of {widths} numbers don't fit a head of {hidden} inputs "
-                f"in {self.dtype}"
-            )
-
-    @property
-    def vocab(self) -> int:
-        """Rows of the embedding."""
-        embedding = self.embedding
-        return embedding.shape[0] if isinstance(embedding, Tensor) else embedding.out_features
 
 
 class ReadyPass:
@@ -114,26 +77,43 @@ class ReadyPass:
 
 
 class CpuPass:  # D113: from token ids to logits in one call
-    """Makes steps over one stack ready; results have the bits of the operations one by one.
+    """Makes a model's steps ready; results have the bits of the operations one by one.
 
-    Steps share memory for what goes from one operation to the next: one of them runs at a time. Those of
-    other caches have their own.
+    Steps over one stack share memory for what goes from one operation to the next: one of them runs at a time.
     """
 
-    def __init__(self, parts: PassParts) -> None:
-        self.parts = parts
-        embedding, norm, head = parts.embedding, parts.norm, parts.head
+    def __init__(
+        self, embedding: Tensor | CpuLinear, norm: NormWeight, head: CpuLinear, dtype: torch.dtype
+    ) -> None:
+        """`embedding`: [vocab, hidden] of `dtype`, or the head whose weight rows are looked up in as `dtype`.
+
+        Raises:
+            ConfigError: parts that don't fit each other.
+        """
+        weight, hidden = norm.weight, head.in_features
+        fits = dtype in DTYPES and weight.dtype in DTYPES and weight.is_contiguous()
+        if isinstance(embedding, Tensor):
+            (vocab, *widths), looked_up = embedding.shape, None
+            fits = fits and embedding.is_contiguous() and embedding.dtype is dtype
+        else:
+            vocab, widths, looked_up = embedding.out_features, [embedding.in_features], embedding
+        widths += weight.shape
+        if not fits or widths != [hidden] * 2:
+            raise ConfigError(
+                f"an embedding and a norm of {widths} numbers don't fit a head of {hidden} inputs in {dtype}"
+            )
+        self.dtype, self._head = dtype, head
         self._around = {
             "embedding": embedding.data_ptr() if isinstance(embedding, Tensor) else None,
-            "looked_up": None if isinstance(embedding, Tensor) else addressof(embedding.struct),
-            "vocab": parts.vocab,
-            "norm": struct("KvqNorm")(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype]),
+            "looked_up": None if looked_up is None else addressof(looked_up.struct),
+            "vocab": vocab,
+            "norm": struct("KvqNorm")(weight.data_ptr(), norm.eps, DTYPES[weight.dtype]),
             "head": addressof(head.struct),
         }
+        self._named = embedding, norm, head  # whose memory it names
         self._tables: AngleTables = {}
         self._arrays: tuple[Any, ...] = ()  # where the tables lie
         self._angles: dict[str, Any] = {}  # of the tables, in a KvqPass
-        self._memory: tuple[Tensor, ...] = ()
 
     def __call__(
         self,
@@ -163,18 +143,18 @@ class CpuPass:  # D113: from token ids to logits in one call
             )
         if tables is not self._tables:
             self._take_tables(tables)
-        angles, hidden, dtype = self._angles, self.parts.head.in_features, self.parts.dtype
+        angles, hidden, dtype = self._angles, self._head.in_features, self.dtype
         own = hidden, angles["kinds"], {angles["dim"]}
         if own != (stack.hidden, stack.kinds, stack.dims):
             raise ConfigError(
                 f"numbers, kinds of angles and their dimensions are {own}, those of the layers "
                 f"{(stack.hidden, stack.kinds, stack.dims)}: they don't fit each other's tables"
             )
-        memory = self._take_memory(max(rows, count))
+        memory = self._take_memory(stack, max(rows, count))
         names = "tokens", "positions", "wanted", "x", "out", "angles", "lens"
         at = {name: tensor.data_ptr() for name, tensor in zip(names, (*numbers, *memory), strict=True)}
         given = struct("KvqPass")(**self._around, **angles, **at, num_wanted=count)
-        logits = torch.empty(count, self.parts.head.out_features, dtype=dtype)
+        logits = torch.empty(count, self._head.out_features, dtype=dtype)
         step = stack.step(batches, bad, rows, dtype)
         whole = struct("KvqWholeStep")(
             layers=addressof(stack.structs),
@@ -193,10 +173,10 @@ class CpuPass:  # D113: from token ids to logits in one call
     def _take_tables(self, tables: AngleTables) -> None:
         each = [angle for pair in tables.values() for angle in pair]
         dims = {tuple(angle.shape) for angle in each}
-        fit = all(angle.dtype is self.parts.dtype and angle.is_contiguous() for angle in each)
+        fit = all(angle.dtype is self.dtype and angle.is_contiguous() for angle in each)
         if len(dims) != 1 or not fit:
             raise ConfigError(
-                f"tables of angles must be alike, whole and in {self.parts.dtype}, got {sorted(dims)}"
+                f"tables of angles must be alike, whole and in {self.dtype}, got {sorted(dims)}"
             )
         cos, sin = (
             (c_void_p * len(tables))(*(x.data_ptr() for x in own))
@@ -210,17 +190,17 @@ class CpuPass:  # D113: from token ids to logits in one call
             "num_positions": num_positions,
             "dim": dim,
         }
-        self._tables, self._arrays, self._memory = tables, (cos, sin), ()
+        self._tables, self._arrays = tables, (cos, sin)
 
-    def _take_memory(self, rows: int) -> tuple[Tensor, ...]:
-        """Return memory between operations, which is kept for the next step if it isn't much."""
-        if self._memory and rows <= len(self._memory[0]):
-            return self._memory
-        hidden, dtype, angles = self.parts.head.in_features, self.parts.dtype, self._angles["dim"]
+    def _take_memory(self, stack: CpuStack, rows: int) -> tuple[Tensor, ...]:
+        """Return memory between operations, which is kept for the stack's next step if it isn't much."""
+        kept, dtype = stack.pass_memory, self.dtype
+        if kept and kept[0].dtype is dtype and rows <= len(kept[0]):
+            return kept
         found = (
-            *(torch.empty(rows, hidden, dtype=dtype) for _ in range(2)),
-            torch.empty(2 * len(self._tables) * rows, angles, dtype=dtype),
+            *(torch.empty(rows, stack.hidden, dtype=dtype) for _ in range(2)),
+            torch.empty(2 * len(self._tables) * rows, self._angles["dim"], dtype=dtype),
             torch.empty(rows, dtype=torch.int32),
         )
-        self._memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
+        stack.pass_memory = found if sum(x.nbytes for x in found) <= KEPT_BYTES else ()
         return found

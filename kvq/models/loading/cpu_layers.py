@@ -9,7 +9,7 @@ from kvq.cache.stores.base import LayerStore
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts
 from kvq.kernels.decoder.stack import CpuStack, StackLayer
-from kvq.kernels.decoder.whole import CpuPass, PassParts, ReadyPass
+from kvq.kernels.decoder.whole import CpuPass, ReadyPass
 from kvq.models.parts.angles import Angles
 from kvq.models.parts.step import PackedStep
 
@@ -37,7 +37,7 @@ class CpuLayers:
 
     def whole(
         self,
-        parts: PassParts,
+        make: CpuPass,
         angles: Angles,
         tokens: Tensor,
         positions: Tensor,
@@ -47,12 +47,9 @@ class CpuLayers:
         """Return a step in one call, with the bits of several; None where one isn't enough."""
         if len(tokens) != len(step.bad_tokens) or (stack := self._stack_of(step)) is None:
             return None
-        tables = angles.tables(parts.dtype, int(positions.max()) + 1)
+        tables = angles.tables(make.dtype, int(positions.max()) + 1)
         if tables is None or len(stack.dims) > 1:
             return None
-        if stack.whole is None or stack.whole.parts is not parts:
-            stack.whole = CpuPass(parts)
-        make: CpuPass = stack.whole
         return make(stack, tables, tokens, positions, wanted, step.batches, step.bad_tokens)
 
     def _one_by_one(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvq.errors import ConfigError
 from kvq.kernels.decoder.cpu import runs_in_cpp
 from kvq.kernels.decoder.parts import DecoderParts
-from kvq.kernels.decoder.whole import PassParts, ReadyPass
+from kvq.kernels.decoder.whole import CpuPass, ReadyPass
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.loading.cpu_layers import CpuLayers
@@ -74,7 +74,7 @@ class _Ends:
     """Embedding, last norm and head of a model, as compiled code takes them."""
 
     modules: tuple[nn.Module, ...]  # embedding, norm, head
-    parts: PassParts
+    make: CpuPass
     numbers: tuple[Any, ...]  # where their values lie
 
     def are_those_of(self, inner: Any) -> bool:
@@ -104,10 +104,10 @@ class _Ends:
             return None
         try:
             weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
-            parts = PassParts(table, weight, head.kernel, dtype)
+            make = CpuPass(table, weight, head.kernel, dtype)
         except ConfigError:
             return None
-        return cls((embedding, norm, head), parts, _numbers_of(embedding, norm)) if plain else None
+        return cls((embedding, norm, head), make, _numbers_of(embedding, norm)) if plain else None
 
 
 def _numbers_of(embedding: nn.Module, norm: Any) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class _FusedForward:
         """Return a whole step in one call; None where one isn't enough."""
         if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
             return None
-        return self._run.whole(ends.parts, self._angles, tokens, positions, wanted, step)
+        return self._run.whole(ends.make, self._angles, tokens, positions, wanted, step)
 
     def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         """[1, rows] each -> [rows, hidden], behind the last norm."""
