@@ -67,8 +67,8 @@ def add_norms() -> None:
     for dim in WIDTHS:
         x, own = torch.zeros(64, dim, dtype=torch.bfloat16), torch.ones(dim, dtype=torch.bfloat16)
         norm = NormWeight(weight=own, eps=1e-6)
-        rms_norm.add_norm(x, torch.zeros_like(x), norm)
-        rms_norm.add_norm(x, torch.zeros_like(x), norm, post=norm, scale=0.5)
+        rms_norm.AddNorm(norm)(x, torch.zeros_like(x))
+        rms_norm.AddNorm(norm, post=norm, scale=0.5)(x, torch.zeros_like(x))
 
 
 def gates() -> None:

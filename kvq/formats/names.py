@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvq.errors import ConfigError, nearest
 from kvq.formats.codes import CODES, Code, Kind
@@ -38,8 +37,9 @@ MOST_EXACT = 65536  # tokens that stay unquantized
 VLLM_PREFIX, VLLM_FILE_PREFIX = "kvq_", "kvq:"
 
 _NAME = re.compile(
-    r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|(per_channel)|g(0|[1-9][0-9]{0,4})(_s8)?))?"
-    r"(_mean)?(_rot)?"
+    r"(?P<code>[a-z]+[0-9]+)"
+    r"(?:_(?:(?P<scale>per_token_head|per_head|per_channel)|g(?P<group>0|[1-9][0-9]{0,4})(?P<narrow>_s8)?))?"
+    r"(?P<mean>_mean)?(?P<rotated>_rot)?"
 )
 _TAIL = re.compile(r"(sinks|recent)=([0-9]{1,6})")
 _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
@@ -47,23 +47,11 @@ _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
 def known_names() -> tuple[str, ...]:
     """Return the names that errors and `kvq inspect` show; others have any legal group size, or `_rot`."""
-    scaled = ("", "_per_token_head", "_per_head")
-    return (
-        *(code.name for code in CODES.values() if code.is_float),
-        *(code.name + end for code in CODES.values() if code.kind is Kind.SCALED for end in scaled),
-        f"{Code.INT8.name}_per_channel",
-        *(
-            name
-            for code in CODES.values()
-            if code.is_grouped
-            for name in (
-                code.name,
-                f"{code.name}_per_channel",
-                *(f"{code.name}_g{n}" for n in code.shown_groups),
-            )
-        ),
-        "k8v4",
-    )
+    names = []
+    for code in CODES.values():
+        ends = (*_scales(code), *(f"g{n}" for n in code.shown_groups))
+        names += [code.name, *(f"{code.name}_{end}" for end in ends)]
+    return (*names, "k8v4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,65 +158,53 @@ def parse_format(name: str, head_dim: int) -> KVFormat:  # D1
         fmt = KVFormat(code=Code.FP32, own=own)
         fmt.check(head_dim)
         return fmt
-    read = _read(name, name)
-    code, rotated = read.code, read.rotated is not None
+    code, read = _read(name, name)
+    rotated = read["rotated"] is not None
     scale: ScaleMode | None = None
-    if read.per_channel:
+    if read["scale"] == "per_channel":
         scale = PerChannel()
     elif code.kind is Kind.SCALED:
-        scale = PerHead() if read.per_head else PerTokenHead()
-    elif code.is_grouped and read.group is None:
+        scale = PerHead() if read["scale"] == "per_head" else PerTokenHead()
+    elif code.is_grouped and read["group"] is None:
         fitting = [n for n in legal_group_sizes(head_dim) if n <= code.group]
         scale, rotated = Grouped(max(fitting, default=head_dim), is_narrow=True), True
-    elif read.group is not None:
-        scale = Grouped(int(read.group), is_narrow=read.narrow is not None)
-    fmt = KVFormat(code=code, scale=scale, rotated=rotated, mean=read.mean is not None)
+    elif read["group"] is not None:
+        scale = Grouped(int(read["group"]), is_narrow=read["narrow"] is not None)
+    fmt = KVFormat(code=code, scale=scale, rotated=rotated, mean=read["mean"] is not None)
     fmt.check(head_dim)
     return fmt
 
 
-class _Read(NamedTuple):
-    """A name's code, and its suffixes as `_NAME` finds them."""
-
-    code: Code
-    per_token_head: str | None
-    per_head: str | None
-    per_channel: str | None
-    group: str | None
-    narrow: str | None
-    mean: str | None
-    rotated: str | None
-
-
-def _read(name: str, given: str) -> _Read:
-    """Take a name apart.
+def _read(name: str, given: str) -> tuple[Code, re.Match[str]]:
+    """Return a name's code, and its suffixes as `_NAME` finds them.
 
     Raises:
         ConfigError: it is no format's; the message shows what was `given`.
     """
     match = _NAME.fullmatch(name)
-    code = CODES.get(match[1]) if match else None
+    code = CODES.get(match["code"]) if match else None
     if match is None or code is None:
         raise _unknown(name, given)
-    read = _Read(code, *match.groups()[1:])
-    allowed = {
-        Kind.FLOAT: (),
-        Kind.SCALED: (read.per_token_head, read.per_head, read.per_channel if code is Code.INT8 else None),
-        Kind.GROUPED: (read.group, read.per_channel),
-    }[code.kind]
-    if any(end is not None and end not in allowed for end in read[1:5]):
+    scale, has_group, has_mean = match["scale"], match["group"] is not None, match["mean"] is not None
+    if scale is not None and scale not in _scales(code):
         raise _unknown(name, given)
-    if read.mean is not None and (not code.is_grouped or read.per_channel):
+    if (has_group or has_mean) and (not code.is_grouped or (has_mean and scale is not None)):
         raise _unknown(name, given)
-    return read
+    return code, match
+
+
+def _scales(code: Code) -> tuple[str, ...]:
+    """Return the ends of names that say what shares a scale, beside groups."""
+    if code.kind is Kind.SCALED:
+        return ("per_token_head", "per_head", *(["per_channel"] if code is Code.INT8 else []))
+    return ("per_channel",) if code.is_grouped else ()
 
 
 def _of_widths(name: str) -> _KVName | None:
     """Return the names that a pair such as k8v4 stands for."""
     pair = _PAIR.fullmatch(name)
-    grouped = {
-        code.bits: code.name for code in reversed(CODES.values()) if code.is_grouped
-    }  # the first counts
+    codes = reversed(CODES.values())  # the first counts
+    grouped = {code.bits: code.name for code in codes if code.is_grouped}
     k, v = ((grouped | _OF_WIDTH).get(int(bits)) for bits in pair.groups()) if pair else (None, None)
     return _KVName(k, v) if k and v else None
 
@@ -271,7 +247,7 @@ def _in_order(name: str) -> str:
     middle = ""
     if code.kind is Kind.SCALED and ends.keys() & {"per", "token", "head"}:
         middle = "_per_token_head" if "token" in ends else "_per_head"
-    if "channel" in ends and (code.is_grouped or code is Code.INT8):
+    if "channel" in ends and "per_channel" in _scales(code):
         middle, allowed = "_per_channel", {"rot"}
     hint = code.name + middle + "".join(f"_{end}" for key, end in ends.items() if key in allowed)
     return hint if _NAME.fullmatch(hint) else ""

@@ -108,7 +108,10 @@ class SequenceBatch:
             return self
         name = SequenceBatch.without, some
         if name not in self.kept:
-            self.kept[name] = replace(self, left_out=some, lens=self._lens_without(some))
+            lens = None if self.lens is None else self.lens.clone()  # which only the device may know
+            for i in some if lens is not None else ():
+                lens[1, i].zero_()
+            self.kept[name] = replace(self, left_out=some, lens=lens)
         kept: SequenceBatch = self.kept[name]
         return kept
 
@@ -131,15 +134,6 @@ class SequenceBatch:
         """Return where the new tokens of sequences are packed."""
         starts = (0, *accumulate(self.query_lens))
         return [slice(starts[i], starts[i + 1]) for i in sequences]
-
-    def _lens_without(self, sequences: frozenset[int]) -> Tensor | None:
-        """Lengths that only the device knows, but for those sequences, which have nothing new."""
-        if self.lens is None:
-            return None
-        lens = self.lens.clone()
-        for i in sequences:
-            lens[1, i].zero_()
-        return lens
 
     def sealing(self, recent: int, block_size: int) -> list[range]:
         """Return of every sequence the blocks that its new tokens make old enough to be sealed, by table

@@ -335,7 +335,7 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
     assert set(seen[:3]) == set(shape), "every candidate ran under its own entry of the table"
     assert best == shape[2]
     assert [row["keys"] for row in rows] == [64]
-    assert shapes.entry(key) is None
+    assert shapes.entries().get(key) is None
     monkeypatch.setattr(tuning, "axes", lambda _: [[{"keys": x.keys} for x in shape[:2]]])
     with pytest.raises(KVQError, match="nothing was tuned"):
         tuning.tune(small(), "int4", repeats=2)

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from kvq.kernels.gated.triton import gated
-from kvq.kernels.rms_norm.triton import add_norm
+from kvq.kernels.rms_norm.triton import AddNorm
 from kvq.kernels.rope_write.triton import rope_write
 from tests.gpu.test_kernels import bytes_of, layer_on_gpu
 
@@ -38,6 +38,10 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def norm(dim: int, dtype: torch.dtype, device: torch.device) -> NormWeight:
     return NormWeight(weight=(1 + 0.1 * numbers(dim)).to(device, dtype), eps=1e-6)
+
+
+def add_norm(x: Tensor, residual: Tensor, own: NormWeight, **options: Any) -> Tensor:
+    return AddNorm(own, **options)(x, residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from kvq.kernels.codec import hadamard_block
 from kvq.kernels.gpu.arguments import Reading, Rows, kernel_rows
 from kvq.kernels.gpu.launch import launch
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, rotate, rounded
-from kvq.kernels.gpu.shapes import DECODE_ROWS, latent_shape
+from kvq.kernels.gpu.shapes import DECODE_ROWS, shape_of
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _LEAST_COLUMNS = 16  # of a product
@@ -59,7 +59,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         "CODES": unscaled,
         "BLOCK_SIZE": kv.block_size,
     }
-    shapes = latent_shape("latent decode", kv, q), latent_shape("latent extend", kv, q)
+    shapes = shape_of("latent decode", kv, q), shape_of("latent extend", kv, q)
     return Plan.of(latent_kernel, [fixed, fixed], shapes, options, most_decode=DECODE_ROWS, may_gather=False)
 
 

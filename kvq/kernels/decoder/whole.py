@@ -79,7 +79,7 @@ class ReadyPass:
 class CpuPass:  # D113: from token ids to logits in one call
     """Makes a model's steps ready; results have the bits of the operations one by one.
 
-    Steps over one stack share memory for what goes from one operation to the next: one of them runs at a time.
+    Steps over one stack share memory for what goes from one operation to the next: one runs at a time.
     """
 
     def __init__(

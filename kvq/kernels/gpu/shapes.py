@@ -49,20 +49,14 @@ class TileShape:
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
-def decode_shape(kv: PagedKV, q: Tensor) -> TileShape:
-    """The shape for tiles of at most `DECODE_ROWS` rows."""
-    return _kept("decode", kv, q)
-
-
-def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
-    """The shape for tiles of many rows."""
-    return _kept("extend", kv, q)
-
-
-def latent_shape(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
-    """Return the shape for "latent decode" or "latent extend": tiles of at most `DECODE_ROWS` rows, or of
-    more."""
-    return _kept(kind, kv, q)
+def shape_of(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
+    """Return the shape to "decode" with, tiles of at most `DECODE_ROWS` rows, or to "extend", of more; or the
+    same of "latent decode" and "latent extend"."""
+    name = TileShape, kind, target(q), changes()
+    if name not in kv.kept:
+        kv.kept[name] = shape_for(kind, kv.formats, target(q), kv.block_size)
+    shape: TileShape = kv.kept[name]
+    return shape
 
 
 def folded_keys(shape: TileShape) -> int:
@@ -98,11 +92,6 @@ def entries() -> dict[str, dict[str, int]]:
     return _table().entries
 
 
-def entry(key: str) -> dict[str, int] | None:
-    """Return the table's entry of that key."""
-    return _table().entries.get(key)
-
-
 def sizes_for(
     kind: str, fmt: str, size: int, device: str, block_size: int | None = None
 ) -> dict[str, int] | None:
@@ -111,7 +100,7 @@ def sizes_for(
         *([] if block_size is None else [table_key(kind, fmt, size, device, block_size)]),
         *(table_key(kind, fmt, size, name) for name in (device, "any")),
     )
-    return next((found for key in keys if (found := entry(key)) is not None), None)
+    return next((found for key in keys if (found := entries().get(key)) is not None), None)
 
 
 @contextmanager
@@ -129,14 +118,6 @@ def using(key: str, shape: Any) -> Iterator[None]:
 def changes() -> int:
     """Return how often entries were replaced: a shape is kept for one such number."""
     return _table().changes
-
-
-def _kept(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
-    name = TileShape, kind, target(q), changes()
-    if name not in kv.kept:
-        kv.kept[name] = shape_for(kind, kv.formats, target(q), kv.block_size)
-    shape: TileShape = kv.kept[name]
-    return shape
 
 
 def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) -> TileShape:

@@ -14,6 +14,12 @@ from kvq.extras import install_command
 from kvq.kernels.native.abi import KERNELS, NUMBERS
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
+_FAILURES: dict[int, tuple[type[Exception], str]] = {  # by KvqStatus
+    NUMBERS["KVQ_NO_MEMORY"]: (MemoryError, "the CPU kernel found no memory for its scratch space"),
+    NUMBERS["KVQ_BAD_BLOCK"]: (IndexError, "a table or a slot names a block outside the pool"),
+    NUMBERS["KVQ_BAD_EXPERT"]: (IndexError, "a row chose an expert that isn't there"),
+    NUMBERS["KVQ_BAD_ROW"]: (IndexError, "a row was looked up that the weight does not have"),
+}
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
 MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 
@@ -90,15 +96,9 @@ def run(kernel: str, *arguments: Any) -> None:
         MemoryError: no room for scratch memory.
         UnsupportedKernel: there is no library.
     """
-    status = loaded().kernels[kernel](*arguments)
-    if status == NUMBERS["KVQ_BAD_BLOCK"]:
-        raise IndexError("a table or a slot names a block outside the pool")
-    if status == NUMBERS["KVQ_BAD_EXPERT"]:
-        raise IndexError("a row chose an expert that isn't there")
-    if status == NUMBERS["KVQ_BAD_ROW"]:
-        raise IndexError("a row was looked up that the weight does not have")
-    if status == NUMBERS["KVQ_NO_MEMORY"]:
-        raise MemoryError("the CPU kernel found no memory for its scratch space")
+    if status := loaded().kernels[kernel](*arguments):
+        kind, message = _FAILURES[status]
+        raise kind(message)
 
 
 def _path() -> Path | None:

@@ -16,20 +16,8 @@ _ELEMENTS = 8  # of one thread: 16 bytes of bf16
 _MOST_WARPS = 32
 
 
-def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: NormWeight | None,
-    *,
-    post: NormWeight | None = None,
-    scale: float = 1.0,
-) -> Tensor:
-    """Do what the reference does; see there. Runs on the current device."""
-    return AddNorm(norm, post=post, scale=scale)(x, residual)
-
-
 class AddNorm:
-    """`add_norm` with the same weights again and again."""
+    """The reference's `add_norm` with the same weights again and again, on the current device."""
 
     def __init__(
         self, norm: NormWeight | None, *, post: NormWeight | None = None, scale: float = 1.0

@@ -87,4 +87,4 @@ def test_shapes_are_counted_for_their_own_place_and_what_spills_is_refused(
     assert sum(row["present"] for row in rows) == 1
     monkeypatch.setattr(counting, "counted", None)
     assert tried(place, rows) == rows, "what was counted before is not compiled again"
-    assert shapes.entry(place.key) is None
+    assert shapes.entries().get(place.key) is None

@@ -189,7 +189,7 @@ def test_a_tile_of_the_table_takes_the_guesss_place() -> None:
         x = inputs(3, 384)
         assert error(layer(x), ReferenceLinear(weight)(x)) < 1e-5
     assert tiles.tile_for(layer.weight, layer.fmt.name, torch.empty(1, 1), 3) == before
-    assert shapes.entry(key) is None
+    assert shapes.entries().get(key) is None
 
 
 @pytest.mark.parametrize("warps", [1, 2, 4, 8])

@@ -19,9 +19,8 @@ from kvq.kernels.gpu.rows import PACKED
 from kvq.kernels.gpu.shapes import (
     MOST_DECODE_ROWS,
     TileShape,
-    decode_shape,
-    extend_shape,
     run_bytes,
+    shape_of,
     takes_means_apart,
     target,
 )
@@ -59,7 +58,7 @@ def attend(
 
 def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
-    decode, extend = decode_shape(kv, q), extend_shape(kv, q)
+    decode, extend = shape_of("decode", kv, q), shape_of("extend", kv, q)
     fixed = {**options_of_layer(options, q_heads, kv_heads), "BLOCK_SIZE": kv.block_size}
     own: list[dict[str, Any]] = []
     for shape in (decode, extend):

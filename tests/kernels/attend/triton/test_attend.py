@@ -55,7 +55,7 @@ def filled(
 def _rows(part: Literal["k", "v"], q: Tensor, cache: KVCache) -> Rows:
     """What the kernel to decode with is told of K or V."""
     layer = cache.layer(1)
-    return kernel._read_rows(part, q, layer, shapes.decode_shape(layer, q), apart=False)
+    return kernel._read_rows(part, q, layer, shapes.shape_of("decode", layer, q), apart=False)
 
 
 def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e-6, **options: Any) -> None:
