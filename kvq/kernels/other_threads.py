@@ -1,12 +1,8 @@
 """Waiting of torch's threads for each other: spinning while their cores are theirs, else asleep.
 
-The kernels' own threads (native/pool.h) need none of this. What torch computes with several, oneDNN's
-products and samplers over large vocabularies, is done by a team of libgomp's, which its Linux wheels bring.
-A thread that has done its part waits for the others, and libgomp lets it spin, since that takes
-microseconds. Beside a busy process that is wrong: the one that spins holds the core that the one it waits
-for should have, a slice of the scheduler (4 ms) at every step of every layer; 150 tokens of a small model
-took 48 s in place of 0.3. Never to spin (OMP_WAIT_POLICY=PASSIVE) costs more than twice the time on a quiet
-machine.
+The kernels' own threads (native/pool.h) need none of this. What torch computes with several is done by a team
+of libgomp's, whose threads spin while they wait. Beside a busy process the one that spins holds the core that
+the one it waits for should have, a slice of the scheduler (4 ms) at every step of every layer.
 
 So a process looks at its threads now and then. While one of them is ready to run and has no core for much of
 its time, whole slices of it, libgomp is made to let threads sleep at once. It does so by itself when a

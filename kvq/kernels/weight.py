@@ -47,6 +47,7 @@ class QuantizedWeight:
         """Weights of one format for the same inputs, in one order, as one."""
         first = weights[0]
         zeros = [weight.zero for weight in weights if weight.zero is not None]
+        assert len(zeros) in (0, len(weights)), "all weights of a format have zero points, or none"
         return cls(
             fmt=first.fmt,
             codes=torch.cat([weight.codes for weight in weights]),

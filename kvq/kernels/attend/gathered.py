@@ -50,27 +50,10 @@ def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
 
 
 def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
-    """Return True if gathering is less work than decoding in every tile; counted, and one case was timed.
+    """Return True if gathering is less work than decoding in every tile, by what was counted in D138.
 
-    2,048 tokens over 32,768 took an H200 3.4 to 3.8 ms gathered; fused 4.2 with fp8, 4.4 with int8 and 5.1 to
-    10.7 with INT4.
-
-    For H100 and H200 and heads of 128, a tile of 64 query rows of a KV head takes for every key:
-
-    - In the fused kernel as many instructions as its loop has (Triton 3.6): 57 with int4, 48 with int8, 30
-      with bf16. 132 multiprocessors issue 900 of them a nanosecond at most, so that is 0.06, 0.05 and 0.03 ns
-      at best.
-    - In flash attention 64 x 512 operations, at the 350 TFLOP/s that it is known for 0.09 ns.
-
-    Gathering a key of a KV head takes its codes and 512 bytes written and read again, 0.3 ns, and with int4,
-    turned back, 214 instructions, 0.24 ns. If no slot stayed empty it would never pay. But nothing issues in
-    every slot, and if the fused loop issues in half of them, int4 breaks even at 17 tiles, int8 at 22 and
-    bf16 never; in a third, at 6, 5 and 53. `LEAST_ROWS` are 16 tiles.
-
-    A sequence takes eight launches, and six for every chunk after the first. `LEAST_PAIRS` take flash
-    attention 0.2 ms, which is 25 us for each of the eight.
-
-    Source: Shah et al., "FlashAttention-3", 2024, for FlashAttention-2 on H100.
+    `LEAST_ROWS` are 16 tiles of 64 rows. A sequence takes eight launches, and six for every chunk after the
+    first; `LEAST_PAIRS` take flash attention 0.2 ms, which is 25 us for each of the eight.
     """
     return new * share >= LEAST_ROWS and new * q_heads * keys >= LEAST_PAIRS
 

@@ -25,7 +25,6 @@ MOST_SHIFTED = 2  # bits that one channel of a pair takes from the other
 # D3: a byte for the scale; offsets need fp16
 CENTER_STEP = 16  # scales that INT8's offsets are counted in
 INT8_REACH = 127 - CENTER_STEP // 2  # codes from a range's middle to its end, if the middle is rounded
-_FP16_LARGEST = 65504.0
 
 
 def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
@@ -36,15 +35,15 @@ def encode_channels(x: Tensor, fmt: KVFormat) -> tuple[Tensor, Tensor]:
     low, high = x.aminmax(dim=-2, keepdim=True)  # [..., 1, dim]
     if fmt.code is Code.INT8:
         center = low * 0.5 + high * 0.5
-        reach = _number(INT8_REACH, x), _number(127 * CENTER_STEP, x)
-        wanted = torch.maximum((high * 0.5 - low * 0.5) / reach[0], center.abs() / reach[1])
+        reach = narrow.divided(high * 0.5 - low * 0.5, INT8_REACH)
+        wanted = torch.maximum(reach, narrow.divided(center.abs(), 127 * CENTER_STEP))
         scale_codes = narrow.scale_codes(wanted, round_up=True)
         scale = narrow.scales(scale_codes)
         steps = torch.floor(center / (scale * CENTER_STEP) + 0.5).clamp(-127, 127)
         codes = torch.floor((x - steps * CENTER_STEP * scale) / scale + 0.5).clamp(-127, 127).to(torch.int8)
         return codes, torch.cat((scale_codes, steps.to(torch.int32) & 255), dim=-1).to(torch.uint8)
-    minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
-    wanted = (high - minimum.float()) / _number((1 << fmt.code.bits) - 1, x)
+    minimum = narrow.half_minimum(low)
+    wanted = narrow.divided(high - minimum.float(), (1 << fmt.code.bits) - 1)
     scale_codes = narrow.scale_codes(wanted, round_up=fmt.code.bits >= narrow.ROUNDED_UP)
     scales = torch.cat((scale_codes.to(torch.uint8), minimum.view(torch.uint8)), dim=-1)
     scale, offset, bits = decoded_scales(scales, fmt)
@@ -97,8 +96,3 @@ def _factors(bits: int, device: torch.device) -> Tensor:
     """Return by a channel's bits the factor of the scale that `bits` bits would have: fp32 [bits + 3]."""
     levels = [max(1, (1 << own) - 1) for own in range(bits + MOST_SHIFTED + 1)]
     return torch.tensor([((1 << bits) - 1) / own for own in levels], dtype=torch.float32, device=device)
-
-
-def _number(value: int, like: Tensor) -> Tensor:
-    """Return a tensor to divide by, on the device of `like`."""
-    return torch.full((), float(value), device=like.device)  # D20: not by the reciprocal

@@ -14,6 +14,17 @@ _LOWEST = 1 << 20  # the lowest bit that a scale keeps
 ROUNDED_UP = 5  # bits of codes from which scales are rounded up: many levels lose more by saturating
 _SMALLEST = 2.0**-19
 _LARGEST = 1920.0
+FP16_LARGEST = 65504.0
+
+
+def divided(x: Tensor, number: float) -> Tensor:  # D20: not by the reciprocal
+    """x / number, rounded once: on GPUs torch multiplies by the reciprocal of a plain number."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
+def half_minimum(low: Tensor) -> Tensor:  # D19: a minimum is never -0
+    """`low`, fp32, as an fp16 minimum of codes that begin there; never -0: either may come first."""
+    return (low.clamp(-FP16_LARGEST, FP16_LARGEST) + 0.0).half()
 
 
 def scale_codes(wanted: Tensor, *, round_up: bool) -> Tensor:
@@ -34,8 +45,7 @@ def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
     The scale is the range over 2**bits - 1, or over it the magnitude of `low` where that is more. Up to 4
     bits it is rounded to nearest, halves up, so that codes at the range's end may saturate; from 5 on up.
     """
-    levels = torch.full((), float((1 << bits) - 1), device=low.device)
-    wanted = torch.maximum(high - low, low.abs()) / levels
+    wanted = divided(torch.maximum(high - low, low.abs()), (1 << bits) - 1)
     code = scale_codes(wanted, round_up=bits >= ROUNDED_UP)
     scale = scales(code)
     steps = torch.floor(low * 2.0 ** (7 - bits) / scale + 0.5).clamp(-128, 127).to(torch.int32)

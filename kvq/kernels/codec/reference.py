@@ -12,12 +12,14 @@ Token rows are the last dimension. `encode` returns codes and scales as they lie
 `packing` tells how grouped codes become bytes.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from kvq.formats import Code, Grouped, KVFormat
+from kvq.formats import Code, Grouped, KVFormat, mean_format
 from kvq.kernels.codec import e4m3, narrow
-from kvq.kernels.codec.channel import decode_channels
+from kvq.kernels.codec.channel import decode_channels, encode_channels
 from kvq.kernels.codec.hadamard import hadamard_block, rotate
 from kvq.kernels.codec.packing import pack, unpack
 
@@ -28,7 +30,6 @@ _DTYPES = {
     Code.FP8: torch.uint8,
     Code.INT8: torch.int8,
 }
-_FP16_LARGEST = 65504.0
 _FP32_LARGEST = torch.finfo(torch.float32).max
 _SMALLEST_SCALE = 2.0**-24
 
@@ -93,16 +94,11 @@ def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Te
 def _row_scale(x: Tensor, largest: float) -> Tensor:
     """fp16 [..., 1]: clamp(fp16(amax / largest), 2**-24, 65504)."""
     amax = x.abs().amax(dim=-1, keepdim=True)
-    return _clamp_fp16(_divided(amax, largest))
-
-
-def _divided(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once: on GPUs torch multiplies by the reciprocal of a plain number."""
-    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+    return _clamp_fp16(narrow.divided(amax, largest))
 
 
 def _clamp_fp16(scale: Tensor) -> Tensor:  # D14: static scales stay at the maximum
-    return scale.half().float().clamp(_SMALLEST_SCALE, _FP16_LARGEST).half()
+    return scale.half().float().clamp(_SMALLEST_SCALE, narrow.FP16_LARGEST).half()
 
 
 def _encode_symmetric(x: Tensor, code: Code, scale: Tensor) -> Tensor:
@@ -111,7 +107,6 @@ def _encode_symmetric(x: Tensor, code: Code, scale: Tensor) -> Tensor:
     return torch.floor(x / scale + 0.5).clamp(-127, 127).to(torch.int8)
 
 
-# D19: a minimum is never -0
 def _encode_grouped(x: Tensor, fmt: KVFormat, group_size: int, clip: float) -> tuple[Tensor, Tensor]:  # D9
     """m = fp16(min), s = clamp(fp16((max - m) / levels)), q = clamp(floor((x - m) / s + 0.5)).
 
@@ -128,8 +123,8 @@ def _encode_grouped(x: Tensor, fmt: KVFormat, group_size: int, clip: float) -> t
         pairs = narrow.encode(low, high, code.bits)
         scale, minimum = narrow.decode(pairs, code.bits).split(1, dim=-1)
     else:
-        minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
-        scale = _clamp_fp16(_divided(high - minimum.float(), levels))
+        minimum = narrow.half_minimum(low)
+        scale = _clamp_fp16(narrow.divided(high - minimum.float(), levels))
         pairs = torch.cat((scale, minimum), dim=-1)
     q = torch.floor((grouped - minimum.float()) / scale.float() + 0.5).clamp(0, levels)
     codes = pack(q.to(torch.uint8).flatten(-2), code)
@@ -142,3 +137,36 @@ def _decode_grouped(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:  # 
     q = unpack(codes, fmt.code).float().unflatten(-1, (pairs.shape[-2], -1))
     rows: Tensor = (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
     return rows
+
+
+def encode_block(  # D13: the block's own mean, in INT4
+    x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None, *, clip: float = 1.0
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Quantize the rows of a block, [..., block_size, dim], as `encode` does. Returns (codes, scales, means).
+
+    Scales per channel are one row for all of the block: [..., 1, bytes].
+    `means`: uint8 [..., bytes of a mean]; None unless the format takes them out. A mean is of the rows as
+    they are coded, rotated where the format rotates: their sum in fp32, token after token, over their number.
+    It is stored in `mean_format`, codes and then scales, and what it decodes to is taken from every row.
+    """
+    if fmt.is_per_channel:
+        return *encode_channels(prepared(x, fmt), fmt), None
+    if not fmt.mean:
+        return *encode(x, fmt, static_scale, clip=clip), None
+    x = prepared(x, fmt)
+    total = x[..., 0, :].clone()
+    for token in range(1, x.shape[-2]):
+        total += x[..., token, :]
+    stored = mean_format(x.shape[-1])
+    means = encode(narrow.divided(total, x.shape[-2]), stored)
+    assert means[1] is not None, f"{stored.name} stores scales"
+    left = x - decode(*means, stored)[..., None, :]
+    codes, scales = encode(left, replace(fmt, rotated=False), clip=clip)
+    return codes, scales, torch.cat((means[0], means[1]), dim=-1)
+
+
+def decode_means(means: Tensor, dim: int) -> Tensor:
+    """fp32 [..., dim] of what `encode_block` gave."""
+    fmt = mean_format(dim)
+    codes, scales = means.split([fmt.code_bytes(dim), fmt.scale_bytes(dim)], dim=-1)
+    return decode(codes, scales, fmt)

@@ -11,8 +11,6 @@
 Sums are of whole numbers, so it doesn't matter in which order programs add to them.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -45,72 +43,29 @@ def draw(
     nothing.
     """
     assert (parameters is None) == (most is Kind.GREEDY), "rows that draw have parameters"
-    rows = _Rows(_dense(logits), None if raw is None else _dense(raw), parameters)
-    rows.find_peaks()
-    if most is not Kind.GREEDY:
-        rows.run(brackets_kernel)
-    if most is Kind.RANKED:
-        rows.run_by_row(open_kernel)
-        rows.run(bins_kernel)
-        rows.run_by_row(plan_kernel)
-        rows.run(gather_kernel)
-    return rows.choose()
+    logits = _dense(logits)
+    (rows, vocab), device, stride = logits.shape, logits.device, logits.stride(0)
+    before, spans = logits if raw is None else _dense(raw), triton.cdiv(vocab, SPAN.value)
+    slots = triton.cdiv(SPANS.value + SPAN_SLOTS.value * spans, 16) * 16  # rows begin aligned
+    # In which launches leave things for each other; not zeroed: what is read was written by an earlier one.
+    scratch = torch.empty(rows, slots, dtype=torch.int64, device=device)
+    padded, changed = {"SPANS_PAD": triton.next_power_of_2(spans), **_LAUNCH}, {"CHANGED": raw is not None}
+    by_span, by_row = (spans, rows, 1), (rows, 1, 1)  # programs
+    strides = stride, before.stride(0), slots
+    launch(peaks_kernel, by_span, (logits, before, scratch), (vocab, *strides), {**changed, **_LAUNCH})
+    if parameters is not None:
+        launch(brackets_kernel, by_span, (logits, parameters, scratch), (vocab, stride, slots), padded)
+    if parameters is not None and most is Kind.RANKED:
+        for choose, read in ((open_kernel, bins_kernel), (plan_kernel, gather_kernel)):
+            launch(choose, by_row, (parameters, scratch), (vocab, slots), padded)
+            launch(read, by_span, (logits, parameters, scratch), (vocab, stride, slots), padded)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    numbers = torch.empty(3 * rows, dtype=torch.float64, device=device)
+    tensors = logits, tokens if parameters is None else parameters, scratch, tokens, numbers
+    flags = {"ALL_GREEDY": parameters is None, **changed}
+    launch(choose_kernel, by_row, tensors, (vocab, stride, slots), {**flags, **padded})
+    return tokens, numbers
 
 
 def _dense(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
-
-
-class _Rows:
-    """One call's rows, and the scratch memory in which its launches leave things for each other.
-
-    Nothing of it is zeroed by the host: what is read was written by an earlier launch.
-    """
-
-    def __init__(self, logits: Tensor, raw: Tensor | None, parameters: Tensor | None) -> None:
-        self._logits, self._raw, self._parameters = logits, raw, parameters
-        self._rows, self._vocab = logits.shape
-        self._stride = logits.stride(0)
-        self._spans = triton.cdiv(self._vocab, SPAN.value)
-        slots = triton.cdiv(SPANS.value + SPAN_SLOTS.value * self._spans, 16) * 16  # rows begin aligned
-        self._scratch = torch.empty(self._rows, slots, dtype=torch.int64, device=logits.device)
-        self._slots = slots
-        self._launch = {"SPANS_PAD": triton.next_power_of_2(self._spans), **_LAUNCH}
-
-    def find_peaks(self) -> None:
-        """Launch `peaks_kernel`."""
-        raw = self._logits if self._raw is None else self._raw
-        strides = self._stride, raw.stride(0), self._slots
-        grid, tensors = (self._spans, self._rows, 1), (self._logits, raw, self._scratch)
-        launch(
-            peaks_kernel,
-            grid,
-            tensors,
-            (self._vocab, *strides),
-            {"CHANGED": self._raw is not None, **_LAUNCH},
-        )
-
-    def run(self, kernel: Any) -> None:
-        """Launch a pass over all logits, a program a span."""
-        assert self._parameters is not None, "rows that draw have parameters"
-        tensors = self._logits, self._parameters, self._scratch
-        numbers = self._vocab, self._stride, self._slots
-        launch(kernel, (self._spans, self._rows, 1), tensors, numbers, self._launch)
-
-    def run_by_row(self, kernel: Any) -> None:
-        """Launch a program a row."""
-        assert self._parameters is not None, "rows that draw have parameters"
-        tensors, numbers = (self._parameters, self._scratch), (self._vocab, self._slots)
-        launch(kernel, (self._rows, 1, 1), tensors, numbers, self._launch)
-
-    def choose(self) -> tuple[Tensor, Tensor]:
-        """Launch `choose_kernel`, and return what `draw` returns."""
-        tokens = torch.empty(self._rows, dtype=torch.int64, device=self._logits.device)
-        numbers = torch.empty(3 * self._rows, dtype=torch.float64, device=self._logits.device)
-        greedy = self._parameters is None
-        read = tokens if self._parameters is None else self._parameters
-        tensors = self._logits, read, self._scratch, tokens, numbers
-        sizes, flags = (self._vocab, self._stride, self._slots), {"CHANGED": self._raw is not None}
-        grid = self._rows, 1, 1
-        launch(choose_kernel, grid, tensors, sizes, {"ALL_GREEDY": greedy, **flags, **self._launch})
-        return tokens, numbers

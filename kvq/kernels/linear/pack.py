@@ -59,15 +59,15 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> _Panels:
                 f"only weights of one format, input and order can be joined, got {first.fmt.name} over "
                 f"{first.in_features} inputs and {other.fmt.name} over {other.in_features}"
             )
-    scale = torch.cat([weight.scale for weight in weights])
-    bytes_ = _bytes(weights)
+    whole = QuantizedWeight.joined(weights)
+    scale, bytes_ = whole.scale, _bytes(whole)
     if first.fmt.code is WeightCode.FP8:  # a code that is no number makes every output with it none
         broken = ((bytes_ & _E4M3_NAN) == _E4M3_NAN).any(1, keepdim=True)
         scale = scale.masked_fill(broken, float("nan"))
     return _Panels(
         codes=_blocked(_padded(bytes_), first.fmt.code),
         scales=_by_panel(scale if scale.dtype.itemsize <= 4 else scale.float()),
-        zeros=None if first.zero is None else _by_panel(torch.cat([_zero(weight) for weight in weights])),
+        zeros=None if whole.zero is None else _by_panel(whole.zero),
         order=None if first.order is None else first.order.int().contiguous(),
         columns=-(-first.in_features // COLUMNS) * COLUMNS,
     )
@@ -119,17 +119,12 @@ def _check(weight: QuantizedWeight) -> None:
         raise ConfigError(f"the order of inputs must hold every number below {inputs} once")
 
 
-def _zero(weight: QuantizedWeight) -> Tensor:
-    assert weight.zero is not None, "all weights of a format have zero points, or none"
-    return weight.zero
-
-
-def _bytes(weights: Sequence[QuantizedWeight]) -> Tensor:
+def _bytes(weight: QuantizedWeight) -> Tensor:
     """Codes that are never negative, uint8 [out, in]."""
-    codes = torch.cat([weight.codes for weight in weights])
-    if weights[0].fmt.code is WeightCode.FP8:
+    codes = weight.codes
+    if weight.fmt.code is WeightCode.FP8:
         return codes
-    if weights[0].fmt.code is WeightCode.INT8:
+    if weight.fmt.code is WeightCode.INT8:
         return codes.view(torch.uint8) ^ 128
     return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
 

@@ -29,13 +29,8 @@ def row_class(rows: int) -> int:
     return next((most for most in ROW_CLASSES if rows <= most), MANY_ROWS)
 
 
-def tile_for(weight: PackedWeight, name: str, x: torch.Tensor, rows: int) -> LinearTile:
-    """The tile of a format (`name`) for a step of `rows` rows; outputs divide the padded ones."""
-    return fitted(weight, name, row_class(rows), shapes.target(x))
-
-
 def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTile:
-    """Return the tile for a class of rows on a device."""
+    """Return the tile of a format (`name`) for a class of rows; its outputs divide the padded ones."""
     sizes = shapes.sizes_for("linear", name, rows, device)
     tile = LinearTile(**sizes) if sizes else _guess(rows, device, weight.kind, weight.block)
     outputs = tile.outputs

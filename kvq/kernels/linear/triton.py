@@ -116,7 +116,7 @@ class TritonLinear:
 
     def _planned(self, x: Tensor) -> _Plan:
         weight, inputs, device = self.weight, self.fmt.inputs, x.device
-        tile = tiles.tile_for(weight, self.fmt.name, x, len(x))
+        tile = tiles.fitted(weight, self.fmt.name, tiles.row_class(len(x)), shapes.target(x))
         splits, each = tiles.splits(weight, tile, len(x), device)
         codes, scale, zero = self._tensors()
         product = Bound(

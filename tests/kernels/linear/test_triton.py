@@ -113,7 +113,7 @@ def test_a_row_is_the_same_in_every_step_of_its_class(name: str) -> None:
 def test_few_rows_split_their_inputs_and_parts_cover_each_block_once() -> None:
     packed = pack(random_weight("int4_g128", 1920, 63), Kind.NIBBLES)
     cpu = torch.device("cpu")
-    tile = tiles.tile_for(packed, "int4_g128", torch.empty(1, 1), 1)
+    tile = tiles.fitted(packed, "int4_g128", 16, "interpreter")
     for rows in (1, 16):
         splits, each = tiles.splits(packed, tile, rows, cpu)
         assert splits > 1
@@ -183,12 +183,12 @@ def test_a_tile_of_the_table_takes_the_guesss_place() -> None:
     layer = TritonLinear(weight)
     key = shapes.table_key("linear", "int4_g64_asym", 16, "interpreter")
     own = LinearTile(rows=16, outputs=64, warps=2, stages=1, programs=1)
-    before = tiles.tile_for(layer.weight, layer.fmt.name, torch.empty(1, 1), 3)
+    before = tiles.fitted(layer.weight, layer.fmt.name, 16, "interpreter")
     with shapes.using(key, own):
-        assert tiles.tile_for(layer.weight, layer.fmt.name, torch.empty(1, 1), 3) == own
+        assert tiles.fitted(layer.weight, layer.fmt.name, 16, "interpreter") == own
         x = inputs(3, 384)
         assert error(layer(x), ReferenceLinear(weight)(x)) < 1e-5
-    assert tiles.tile_for(layer.weight, layer.fmt.name, torch.empty(1, 1), 3) == before
+    assert tiles.fitted(layer.weight, layer.fmt.name, 16, "interpreter") == before
     assert shapes.entries().get(key) is None
 
 
