@@ -152,7 +152,7 @@ def latent_kernel(  # D142: rotary keys as K, latents as V
         if CODES and v.static is not None:
             scores = scores * (tl.load(v.static) * UNIT)
         elif CODES:
-            of_row = row_scales(tile.scales, tile.scales_at, slot, inside, False, 1, WINDOW)
+            of_row = row_scales(v, tile, 1, WINDOW)
             scores = scores * (of_row.to(tl.float32) * UNIT)[None, :]
         tile = tile_of(k, k.codes, k.scales, 0, block, first, slot, 0, inside, ONE)
         scores = added_dot(rotary, tl.trans(dense_rows(k, tile, tl.arange(0, k.pad))), scores)

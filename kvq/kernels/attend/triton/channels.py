@@ -15,14 +15,14 @@ from kvq.kernels.attend.triton.scales import runs_of
 from kvq.kernels.attend.triton.words import (
     LEAST_COLUMNS,
     added_dot,
+    byte_parts,
     dot,
     even_and_odd,
-    run_of_words,
     run_parts,
 )
 from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, INT8, PACKED, narrow_scale, takes_ptx
 from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, shared_bits
-from kvq.kernels.gpu.words import codes_a_byte, exponent, low_unit, plain, unit, word_parts
+from kvq.kernels.gpu.words import codes_a_byte, exponent, low_unit, plain, unit
 
 ENLARGED = tl.constexpr(4)  # powers of two by which scales are larger, so that fp16 holds small ones
 
@@ -98,40 +98,35 @@ def _times_offsets(q, offsets, KIND: tl.constexpr):
 
 
 @triton.jit
-def score_offsets(
-    q, room, rows_at, valid, table, first, last, scales, s_block,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+def score_offsets(q, k, room, rows_at, valid, table, first, last, scales):
     """Leave what offsets add in the blocks [first, last) in `room`, behind each row's `rows_at`."""
-    N: tl.constexpr = DIM // 2 if is_paired(KIND, BITS) else DIM
+    N: tl.constexpr = k.dim // 2 if is_paired(k.kind, k.bits) else k.dim
     words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
     for start in tl.range(first, last, MEANS_TOGETHER, num_stages=1):
-        block, inside, at = means_at(table, start, last, s_block // 4)
-        scores = _times_offsets(q, _offsets(words, at, inside, KIND, DIM, N), KIND)
+        block, inside, at = means_at(table, start, last, k.scale_strides.block // 4)
+        scores = _times_offsets(q, _offsets(words, at, inside, k.kind, k.dim, N), k.kind)
         tl.store(room + (rows_at[:, None] + block[None, :]), scores, mask=valid[:, None] & inside[None, :])
     tl.debug_barrier()  # other threads read them
 
 
 @triton.jit
-def added_offsets(q, scales, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr):
+def added_offsets(q, k, scales):
     """Return what offsets add to scores in one block, fp32 [rows]."""
     words, own = scales.to(tl.pointer_type(tl.int32), bitcast=True), tl.arange(0, 1)
-    offset = _offsets(words, own, own == 0, KIND, DIM, DIM // 2 if is_paired(KIND, BITS) else DIM)
-    columns = tl.broadcast_to(offset, (LEAST_COLUMNS, DIM))
-    return tl.max(_times_offsets(q, columns, KIND), axis=1)  # columns are alike
+    N: tl.constexpr = k.dim // 2 if is_paired(k.kind, k.bits) else k.dim
+    columns = tl.broadcast_to(_offsets(words, own, own == 0, k.kind, k.dim, N), (LEAST_COLUMNS, k.dim))
+    return tl.max(_times_offsets(q, columns, k.kind), axis=1)  # columns are alike
 
 
 @triton.jit
-def channel_queries(  # D131: channel scales multiply queries, once a tile
-    q, KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Queries [ROWS, DIM], of pairs the second half backwards, as runs of words have them.
+def channel_queries(q, k):  # D131: channel scales multiply queries, once a tile
+    """Queries [ROWS, dim], of pairs the second half backwards, as runs of words have them.
 
     Products leave them in the layout of results, in which they can be scaled and multiplied as they are.
     """
-    PER: tl.constexpr = codes_a_byte(word_kind(KIND, BITS))
-    cut = even_and_odd(q, PER, DIM // PER // RUN, RUN, WIDTH)
-    same = (tl.arange(0, WIDTH)[:, None] == tl.arange(0, WIDTH)[None, :]).to(q.dtype)
+    PER: tl.constexpr = codes_a_byte(word_kind(k.kind, k.bits))
+    cut = even_and_odd(q, PER, k.dim // PER // k.read.run, k.read.run, k.read.width)
+    same = (tl.arange(0, k.read.width)[:, None] == tl.arange(0, k.read.width)[None, :]).to(q.dtype)
     parts = ()
     for i in tl.static_range(len(cut)):
         parts = parts + (dot(cut[i], same).to(q.dtype),)
@@ -194,13 +189,15 @@ def _cut_in_two(part, field, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def channel_scores(
-    q, codes, scales, codes_at, inside,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
+def channel_scores(q, k, tile):
     """q . k of one tile without offsets, fp32 [rows, keys], to be multiplied by `channel_unit`; `q`: of
-    `channel_queries`, `scales`: of the tile's block."""
+    `channel_queries`."""
+    KIND: tl.constexpr = k.kind
+    BITS: tl.constexpr = k.bits
+    DIM: tl.constexpr = k.dim
+    RUN: tl.constexpr = k.read.run
+    WIDTH: tl.constexpr = k.read.width
+    COMPUTE: tl.constexpr = k.read.compute
     WORDS: tl.constexpr = word_kind(KIND, BITS)
     PER: tl.constexpr = codes_a_byte(WORDS)
     HALVES: tl.constexpr = 2 if is_paired(KIND, BITS) else 1
@@ -209,16 +206,16 @@ def channel_scores(
     COUNT: tl.constexpr = 2 * HALVES * PER * RUNS
     SECOND: tl.constexpr = exponent(unit(WORDS, COMPUTE, min(1, PER - 1)))
     HIGHER: tl.constexpr = exponent(low_unit(WORDS, COMPUTE)) - SECOND
-    words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    words = tile.scales.to(tl.pointer_type(tl.int32), bitcast=True)
     field, factor = _fields(words, KIND, BITS, DIM, N, HIGHER, PER, COMPUTE)
     factors = runs_of(tl.reshape(factor, (1, DIM)), COUNT)
     fields = runs_of(tl.reshape(field, (1, DIM)), COUNT)
-    scores = tl.zeros((q[0].shape[0], inside.shape[0]), tl.float32)
+    scores = tl.zeros((q[0].shape[0], tile.inside.shape[0]), tl.float32)
     for j in tl.static_range(RUNS):
         if WORDS == INT8:
-            parts = word_parts(run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), (), INT8, COMPUTE, 0)
+            parts = byte_parts(k, tile)
         else:
-            parts = run_parts(codes, codes_at, inside, WORDS, j * RUN, N, RUN, WIDTH, COMPUTE)
+            parts = run_parts(tile.codes, tile.codes_at, tile.inside, WORDS, j * RUN, N, RUN, WIDTH, COMPUTE)
         for odd in tl.static_range(2):
             for i in tl.static_range(PER):
                 own = (parts[odd * PER + i],)

@@ -96,10 +96,9 @@ def attend_kernel(
         room_at = tl.where(valid, token.to(tl.int32) * Q_HEADS + head, 0) * room_row
         if CHANNELS:
             score_offsets(
-                q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
+                q, k, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
                 begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
-                k.scales + kv_head.to(tl.int64) * k.scale_strides.head, k.scale_strides.block,
-                k.kind, k.bits, k.dim,
+                k.scales + kv_head.to(tl.int64) * k.scale_strides.head,
             )  # fmt: skip
         if k.mean_group > 0:
             score_means(
@@ -108,7 +107,7 @@ def attend_kernel(
                 k.means + k_mean_at, k.mean_strides.block, k.dim, k.mean_group, k.read.compute,
             )  # fmt: skip
     if CHANNELS:
-        runs = channel_queries(q, k.kind, k.bits, k.dim, k.read.run, k.read.width)
+        runs = channel_queries(q, k)
     elif k.read.words:
         K_STEP: tl.constexpr = 1 if is_narrow(k.scales) else 2
         runs, sums = word_queries(q, k.kind, k.dim, k.group, k.read.run, k.read.width, k.read.pairs, K_STEP)
@@ -170,11 +169,8 @@ def attend_kernel(
         tile = tile_of(k, k_codes, k_scales, means_at, block, first, slot, kv_head, inside, ONE)
         if CHANNELS:
             if not LEFT:
-                of_mean = added_offsets(q, tile.scales, k.kind, k.bits, k.dim) * mean_scale
-            scores = channel_scores(
-                runs, tile.codes, tile.scales, tile.codes_at, inside, k.kind, k.bits, k.dim, k.read.run,
-                k.read.width, k.read.compute,
-            )  # fmt: skip
+                of_mean = added_offsets(q, k, tile.scales) * mean_scale
+            scores = channel_scores(runs, k, tile)
         else:
             scores = tile_scores(q, runs, sums, k, tile, SPREAD, LOWER, 0 if APART else k.mean_group)
         p, sums_of_p, decay, top = weighed(

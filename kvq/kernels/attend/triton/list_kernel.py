@@ -50,13 +50,13 @@ def highest_key(position, recent, part_last, AGE: tl.constexpr, AGE_BLOCK: tl.co
 
 @triton.jit
 def _tiles(
-    slot, lens_ptr, lens_row, sequences, search_bits, fewest, most, window, part,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
+    slot, step, SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, AGE: tl.constexpr, AGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tiles in some slots: sequence, row, first token, new tokens, context, first tile of keys, end,
     tiles of keys; the last is -1 where a slot holds none.
     """
+    lens_ptr, lens_row, sequences, search_bits, fewest, most, window, recent, part_first, part_last = step
     sequence = slot * 0
     for i in range(0, search_bits):
         probe = sequence + (1 << (search_bits - 1 - i))
@@ -69,7 +69,6 @@ def _tiles(
     row = (slot - first * SHARE // ROWS - sequence) * ROWS
     rows = new * SHARE
     last = tl.minimum(row + ROWS, rows) - 1
-    recent, part_first, part_last = part
     highest = highest_key(context - new + last // SHARE, recent, part_last, AGE, AGE_BLOCK)
     end = highest + 1
     lowest = lowest_key(
@@ -109,14 +108,10 @@ def _store_items(
         item = items + (at + part) * ITEM_WORDS
         divisor = tl.maximum(parts, 1)
         stop = tl.minimum((begin + keys * (part + 1) // divisor) * KEYS, end)
-        tl.store(item, sequence, mask=there)
-        tl.store(item + 1, row, mask=there)
-        tl.store(item + 2, first, mask=there)
-        tl.store(item + 3, new, mask=there)
-        tl.store(item + 4, context, mask=there)
-        tl.store(item + 5, begin + keys * part // divisor, mask=there)
-        tl.store(item + 6, stop, mask=there)
-        tl.store(item + 7, tl.where(parts > 1, first_part + part, -1), mask=there)
+        number = tl.where(parts > 1, first_part + part, -1)
+        words = (sequence, row, first, new, context, begin + keys * part // divisor, stop, number)
+        for i in tl.static_range(ITEM_WORDS):
+            tl.store(item + i, words[i], mask=there)
 
 
 @triton.jit
@@ -144,13 +139,12 @@ def list_kernel(
     """Cut the keys of all tiles into `pieces`, or fewer of `least` tiles of keys, and one for every tile that
     is smaller. One program: the lists are short, and every place in them depends on what comes before.
     """
-    part = (recent, part_first, part_last)
+    step = (
+        lens_ptr, lens_row, sequences, search_bits, fewest, most, window, recent, part_first, part_last
+    )  # fmt: skip
     total = tl.zeros((1,), tl.int64)
     for done in range(0, slots, BLOCK):
-        _, _, _, _, _, _, _, keys = _tiles(
-            done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
-        )  # fmt: skip
+        keys = _tiles(done + tl.arange(0, BLOCK), step, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK)[7]
         total += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
     total = tl.maximum(total, 1)
     wanted = tl.maximum(tl.minimum(total // least, pieces), 1)
@@ -158,10 +152,7 @@ def list_kernel(
     counts = tl.zeros((_CLASSES,), tl.int32)
     work = tl.zeros((1,), tl.int64)
     for done in range(0, slots, BLOCK):
-        _, _, _, _, _, _, _, keys = _tiles(
-            done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
-        )  # fmt: skip
+        keys = _tiles(done + tl.arange(0, BLOCK), step, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK)[7]
         _, _, found = _pieces(keys, work, total, wanted)
         counts += tl.sum(found, axis=0)
         work += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
@@ -171,9 +162,8 @@ def list_kernel(
     work = tl.zeros((1,), tl.int64)
     for done in range(0, slots, BLOCK):
         sequence, row, first, new, context, begin, end, keys = _tiles(
-            done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
-            part, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK,
-        )  # fmt: skip
+            done + tl.arange(0, BLOCK), step, SHARE, ROWS, KEYS, WINDOW, CHUNK, AGE, AGE_BLOCK
+        )
         parts, own, found = _pieces(keys, work, total, wanted)
         before = starts[None, :] + tl.cumsum(found, axis=0) - found
         at = tl.sum(tl.where(own, before, 0), axis=1)
@@ -184,11 +174,9 @@ def list_kernel(
             items_ptr, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS
         )
         merged = merged_ptr + (num_split + tl.cumsum(is_split, axis=0) - is_split) * MERGE_WORDS
-        tl.store(merged, parts, mask=parts > 1)
-        tl.store(merged + 1, first_part, mask=parts > 1)
-        tl.store(merged + 2, row, mask=parts > 1)
-        tl.store(merged + 3, first, mask=parts > 1)
-        tl.store(merged + 4, new, mask=parts > 1)
+        words = (parts, first_part, row, first, new)
+        for i in tl.static_range(MERGE_WORDS):
+            tl.store(merged + i, words[i], mask=parts > 1)
         starts += tl.sum(found, axis=0)
         num_parts += tl.sum(kept, axis=0)
         num_split += tl.sum(is_split, axis=0)

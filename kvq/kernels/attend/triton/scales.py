@@ -73,13 +73,14 @@ for _function in (wide_assembly, minimums_assembly, is_narrow):  # device code c
 
 
 @triton.jit
-def row_scales(scales, at, slot, inside, PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the scales of tokens' codes, fp16 [keys]; 0 of tokens that are not `inside`.
+def row_scales(rows, tile, SPREAD: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the scales of a tile's codes, fp16 [keys]; 0 of tokens that are not `inside`.
 
-    PAIRED: `scales` are words of two neighbouring tokens. SPREAD: rows of words that have an element for
-    every thread, of which the first is read; 1: there are keys enough.
+    SPREAD: rows of words that have an element for every thread, of which the first is read; 1: there are keys
+    enough.
     """
-    if PAIRED and SPREAD > 1:
+    scales, at, inside = tile.scales, tile.scales_at, tile.inside
+    if rows.read.paired and SPREAD > 1:
         WORDS: tl.constexpr = at.shape[0] // 2
         of_even, of_odd = tl.split(tl.reshape(at, (WORDS, 2)))
         even, odd = tl.split(tl.reshape(inside, (WORDS, 2)))
@@ -93,9 +94,9 @@ def row_scales(scales, at, slot, inside, PAIRED: tl.constexpr, SPREAD: tl.conste
         low = words.to(tl.int16).to(tl.float16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
         scale = tl.reshape(tl.join(low, high), (2 * WORDS,))
-    elif PAIRED:
+    elif rows.read.paired:
         words = tl.load(scales + at, mask=inside, other=0)
-        half = tl.where(slot % 2 == 0, words, words >> 16).to(tl.int16)
+        half = tl.where(tile.slot % 2 == 0, words, words >> 16).to(tl.int16)
         scale = half.to(tl.float16, bitcast=True)
     else:
         scale = tl.load(scales + at, mask=inside, other=0.0)

@@ -104,16 +104,11 @@ def tile_scores(q, runs, sums, k, tile, SPREAD: tl.constexpr, WINDOW: tl.constex
         )  # fmt: skip
     elif k.read.words or k.read.rounded:
         if k.read.rounded:
-            scores = rounded_scores(q, tile.codes, tile.codes_at, tile.inside, k.kind, k.dim)
+            scores = rounded_scores(q, k, tile)
         else:
-            scores = byte_scores(
-                runs, tile.codes, tile.codes_at, tile.inside, k.kind, k.dim, k.read.width, k.read.compute
-            )
+            scores = byte_scores(runs, k, tile)
         if k.static is None:
-            scale = row_scales(
-                tile.scales, tile.scales_at, tile.slot, tile.inside, k.read.paired, SPREAD, WINDOW
-            )
-            scores = scores * scale.to(tl.float32)[None, :]
+            scores = scores * row_scales(k, tile, SPREAD, WINDOW).to(tl.float32)[None, :]
     else:
         x = dense_rows(k, tile, tl.arange(0, k.pad))
         if MEAN_GROUP > 0:
@@ -136,14 +131,8 @@ def with_values(
     elif v.read.words:
         weights = p.to(v.read.compute)
         if v.static is None:
-            scale = row_scales(
-                tile.scales, tile.scales_at, tile.slot, tile.inside, v.read.paired, SPREAD, WINDOW
-            )
-            weights = scaled(weights, scale)
-        new = add_byte_values(
-            outs, weights, decay, tile.codes, tile.codes_at, tile.inside, v.kind, v.dim, v.read.width,
-            v.read.compute,
-        )  # fmt: skip
+            weights = scaled(weights, row_scales(v, tile, SPREAD, WINDOW))
+        new = add_byte_values(outs, weights, decay, v, tile)
     else:
         x = dense_rows(v, tile, tl.arange(0, v.pad))
         if MEAN_GROUP > 0:

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton.means import MEANS_TOGETHER, mean_of_values, mean_run, means_at, words_of_means
 from kvq.kernels.attend.triton.scales import group_minimums, group_words, half_scale, scaled, side_by_side
-from kvq.kernels.attend.triton.words import LEAST_COLUMNS, added_dot, dot, run_of_words, run_parts
+from kvq.kernels.attend.triton.words import LEAST_COLUMNS, added_dot, byte_parts, dot, run_parts
 from kvq.kernels.gpu.rows import INT4
-from kvq.kernels.gpu.words import code_bits, codes_a_byte, unit, word_parts
+from kvq.kernels.gpu.words import code_bits, codes_a_byte, unit
 
 
 @triton.jit
@@ -82,12 +82,9 @@ def add_packed_values(
 
 
 @triton.jit
-def add_byte_values(
-    outs, weights, decay, codes, codes_at, inside,
-    KIND: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
+def add_byte_values(outs, weights, decay, v, tile):
     """Let the parts of the output take in one tile of FP8 or INT8 rows."""
-    parts = word_parts(run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), (), KIND, COMPUTE, 0)
+    parts = byte_parts(v, tile)
     even = added_dot(weights, parts[0], outs[0] * decay[:, None])
     odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
     return even, odd

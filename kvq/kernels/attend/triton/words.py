@@ -20,7 +20,7 @@ from kvq.kernels.attend.triton.scales import (
     side_by_side,
     wide_scale,
 )
-from kvq.kernels.gpu.rows import INT4, INT8, INTERPRETED, e4m3, fp8_codes
+from kvq.kernels.gpu.rows import FP8, INT4, INT8, INTERPRETED, e4m3, fp8_codes
 from kvq.kernels.gpu.words import (
     code_bits,
     codes_a_byte,
@@ -213,12 +213,17 @@ def packed_scores(
 
 
 @triton.jit
-def byte_scores(
-    q, codes, codes_at, inside, KIND: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
+def byte_parts(rows, tile):
+    """The parts of FP8 or INT8 rows: their even bytes and their odd ones."""
+    words = run_of_words(tile.codes, tile.codes_at, tile.inside, 0, rows.dim, rows.read.width)
+    KIND: tl.constexpr = FP8 if rows.kind == FP8 else INT8  # or CHANNEL_INT8
+    return word_parts(words, (), KIND, rows.read.compute, 0)
+
+
+@triton.jit
+def byte_scores(q, k, tile):
     """q . k of one tile of FP8 or INT8 rows, fp32 [rows, keys], to be multiplied by scale and `low_unit`."""
-    parts = word_parts(run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), (), KIND, COMPUTE, 0)
+    parts = byte_parts(k, tile)
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
 
 
@@ -241,15 +246,15 @@ def rounded_queries(y, KIND: tl.constexpr):
 
 
 @triton.jit
-def rounded_scores(q, codes, codes_at, inside, KIND: tl.constexpr, DIM: tl.constexpr):
+def rounded_scores(q, k, tile):
     """q . k of one tile as fp32 [rows, keys], to be multiplied by both scales; `q`: of `rounded_queries`."""
     col = tl.arange(0, q.shape[1])
-    mask = inside[:, None] & (col < DIM)[None, :]
-    k = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0.0)
-    if KIND == INT8:
-        scores = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32)
+    mask = tile.inside[:, None] & (col < k.dim)[None, :]
+    codes = tl.load(tile.codes + (tile.codes_at[:, None] + col[None, :]), mask=mask, other=0.0)
+    if k.kind == INT8:
+        scores = tl.dot(q, tl.trans(codes), out_dtype=tl.int32).to(tl.float32)
     elif INTERPRETED:
-        scores = tl.dot(q, tl.trans(fp8_codes(k, tl.float32) * 256.0), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(fp8_codes(codes, tl.float32) * 256.0), input_precision="ieee")
     else:
-        scores = tl.dot(q, tl.trans(k))
+        scores = tl.dot(q, tl.trans(codes))
     return scores
