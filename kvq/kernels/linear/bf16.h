@@ -156,10 +156,7 @@ inline void matrix_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, in
             KVQ_TILE_LOAD(2, to[2], 64);
             KVQ_TILE_LOAD(3, to[3], 64);
         } else {
-            KVQ_TILE_ZERO(0);
-            KVQ_TILE_ZERO(1);
-            KVQ_TILE_ZERO(2);
-            KVQ_TILE_ZERO(3);
+            zero_sums();
         }
         few ? few_rows(s) : many_rows(s);
         KVQ_TILE_STORE(0, to[0], 64);

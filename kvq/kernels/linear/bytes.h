@@ -57,10 +57,7 @@ void byte_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, const ByteP
     Floats totals[BYTE_PANELS][TILE_ROWS] = {};
     const uint8_t *x = (const uint8_t*)tile.words, *a = panels.tiles[0], *b = panels.tiles[1];
     auto multiply = [&](int segment) __attribute__((always_inline)) {
-        KVQ_TILE_ZERO(0);
-        KVQ_TILE_ZERO(1);
-        KVQ_TILE_ZERO(2);
-        KVQ_TILE_ZERO(3);
+        zero_sums();
         for (int n = length_of(cut, segment); n > 0; n -= BYTE_COLUMNS) {
             KVQ_TILE_LOAD(4, x, 64);
             KVQ_TILE_LOAD(6, a, 64);

@@ -179,10 +179,7 @@ void split_once(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
     begin_panels();
     for (int p = 0; p < PANELS; p++) make(p);
     for (; panel < last; panel += PANELS, x = (const uint8_t*)tile.words) {
-        KVQ_TILE_ZERO(0);
-        KVQ_TILE_ZERO(1);
-        KVQ_TILE_ZERO(2);
-        KVQ_TILE_ZERO(3);
+        zero_sums();
         for (int k = 0; k < cut.k; k += TILE_PAIRS, x += HALVES * SPLIT_BYTES) {
             pass_on();
             make(0);
@@ -255,10 +252,7 @@ inline void split_many(const KvqLinear& l, const Cut& cut, const Tile& tile, Spl
         KVQ_TILE_LOAD(2, first + HALF, 64);
         KVQ_TILE_LOAD(3, second + HALF, 64);
     } else {
-        KVQ_TILE_ZERO(0);
-        KVQ_TILE_ZERO(1);
-        KVQ_TILE_ZERO(2);
-        KVQ_TILE_ZERO(3);
+        zero_sums();
     }
     for (int at = block.begin; at < block.end; at += TILE_PAIRS) {
         for (int i = 0; i < pair.lines; i++, pair.next += 64) {

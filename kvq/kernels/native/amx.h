@@ -59,6 +59,14 @@ inline void begin_tiles(int few = TILE_ROWS) {
     __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
 }
 
+// Zeros into tiles 0 to 3, in which sums are.
+inline void zero_sums() {
+    KVQ_TILE_ZERO(0);
+    KVQ_TILE_ZERO(1);
+    KVQ_TILE_ZERO(2);
+    KVQ_TILE_ZERO(3);
+}
+
 inline void end_tiles() { __asm__ volatile("tilerelease" : : : "memory"); }
 
 }  // namespace

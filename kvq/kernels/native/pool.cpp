@@ -11,98 +11,12 @@
 
 #include "pool.h"
 
-#include <pthread.h>
-
 #include "elsewhere.h"
 #include "fiber.h"
+#include "pool_state.h"
 #include "signals.h"
-#include "stretch.h"
 
 namespace {
-
-// A job's state is one number: its own number, how many threads entered and are inside, and whether others may.
-constexpr uint64_t OPEN = 1, INSIDE = 2, ENTERED = 1 << 16;
-constexpr int NUMBER_SHIFT = 32;
-constexpr int MOST_THREADS = 1 << 14;
-inline int inside(uint64_t state) { return (int)(state & 0xffff) >> 1; }
-inline int entered(uint64_t state) { return (int)(state >> 16 & 0xffff); }
-inline uint32_t number_of(uint64_t state) { return (uint32_t)(state >> NUMBER_SHIFT); }
-
-constexpr int64_t LEAST_WAKE_NS = 10000, MOST_WAKE_NS = 40000;  // that are believed
-// D104: spin four wakes, then sleep
-constexpr int SPIN_WAKES = 4;             // as long as so many take who waits spins
-constexpr int64_t PATIENCE_NS = 1000000;  // with a thread that does not wake
-constexpr int WAKES = 5;                  // that are timed
-
-struct Pool {
-    alignas(64) uint64_t state;
-    // Of the open job; written while nobody is inside.
-    void (*work)(const void*, int);
-    const void* data;
-    int usual;       // threads beside the caller that it takes,
-    int others;      // and with spare ones
-    int caller_cpu;  // on which the caller ran when it opened the job; below 0: nobody knows
-    alignas(64) int is_taken;  // by a caller
-    int threads;               // beside callers
-    int sharing;               // of them, that share their cores with others' work
-    int spares;                // more, which sleep but
-    int spares_work;           // while all others, a caller with them, share their cores
-    int64_t spin_ns;
-    alignas(64) int sleeping;
-    int caller_sleeps;
-    pthread_mutex_t mutex;
-    pthread_cond_t job, end, need;
-};
-
-Pool pool = {0, nullptr, nullptr, 0, 0, -1, 0, 0, 0, 0, 0, SPIN_WAKES * MOST_WAKE_NS, 0, 0,
-             PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER};
-
-template <class T>
-inline T seen(const T& x) {
-    return __atomic_load_n(&x, __ATOMIC_SEQ_CST);
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb");
-#endif
-}
-
-// True as soon as `holds()`, false if it does not within `ns`.
-template <class Condition>
-inline bool spin(int64_t ns, Condition holds) {
-    for (int i = 0; i < 64; i++, relax())
-        if (holds()) return true;
-    int64_t end = now_ns() + ns;
-    do {
-        for (int i = 0; i < 32; i++, relax())
-            if (holds()) return true;
-    } while (now_ns() < end);
-    return false;
-}
-
-// The same without a limit: asleep after a while; true if it was. `counted` says to who signals `changed` that
-// somebody sleeps.
-template <class Condition>
-inline bool wait_for(int& counted, pthread_cond_t& changed, Condition holds) {
-    if (spin(seen(pool.spin_ns), holds)) return false;
-    pthread_mutex_lock(&pool.mutex);
-    __atomic_fetch_add(&counted, 1, __ATOMIC_SEQ_CST);
-    while (!holds()) pthread_cond_wait(&changed, &pool.mutex);
-    __atomic_fetch_sub(&counted, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&pool.mutex);
-    return true;
-}
-
-// To be called after what they wait for was written.
-inline void wake(int& counted, pthread_cond_t& changed) {
-    if (!seen(counted)) return;
-    pthread_mutex_lock(&pool.mutex);
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&pool.mutex);
-}
 
 // A call of jobs one after the other, with what lies between them; a thread after the other goes on with it.
 struct Course {

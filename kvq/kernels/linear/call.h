@@ -1,0 +1,132 @@
+// One call of a Linear layer: its rows, panels and memory, and rounding its inputs.
+#pragma once
+
+#include "around.h"
+#include "bytes.h"
+#include "split.h"
+
+namespace {
+
+constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay while tiles pass
+constexpr int64_t STREAMED = 128 << 10;  // bytes of a task's weights that are read once
+constexpr int FEW_PANELS = 4, MOST_PANELS = 16;
+constexpr int64_t FEW_TILES = 8;         // that pass one after the other while two panels of codes stay in the first cache
+constexpr int BLOCK = 384;             // columns multiplied while tiles pass, where panels are long
+constexpr int WHOLE = 32;                // columns that blocks are multiples of
+constexpr int64_t WORTH_SHARING = 1 << 17;  // products
+constexpr KvqAround NOTHING_AROUND = {};
+
+struct Call {
+    const KvqLinear& l;
+    KvqAround around;
+    Cut cut;
+    const uint8_t* x;
+    int64_t x_row;  // bytes
+    Output out;
+    int64_t rows, panels;
+    int threads;
+    int products;  // KvqProducts
+    int tile_rows;
+    uint8_t* tiles;
+    int64_t tile_bytes;
+    int block;       // columns multiplied while tiles pass; all of them, or as many as BLOCK
+    float* columns;  // [threads, columns_size]: a row's columns, and rows that are made
+    int64_t columns_size;
+    float* kept;     // [threads, kept_size]: sums of a task's outputs between blocks
+    int64_t kept_size;
+
+    Tile tile(int64_t index) const {
+        Memory memory = {tiles + index * tile_bytes, 0};
+        int64_t left = rows - index * tile_rows;
+        return take_tile(l, cut, products, (int)(left < tile_rows ? left : tile_rows), memory);
+    }
+};
+
+// Of `rows` of inputs of `code`.
+inline int products_of(const KvqLinear& l, int code, int64_t rows) {
+#if defined(KVQ_TILES)
+    if (l.code == KVQ_BF16 && code == KVQ_BF16) return l.products;
+    if (l.products == KVQ_PRODUCTS_TILES) {
+        if (l.code < KVQ_FP8) return KVQ_PRODUCTS_SPLIT;
+        if (l.code != KVQ_FP8 && rows > few_byte_rows(l.code) && has_byte_tiles(cut_of(l))) return KVQ_PRODUCTS_BYTES;
+    }
+#endif
+    return KVQ_PRODUCTS_FP32;
+}
+
+inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int most_rows_of(const KvqLinear& l, int products) {  // of a tile
+    if (products == KVQ_PRODUCTS_PAIRS) return PAIR_ROWS;
+    if (products == KVQ_PRODUCTS_BYTES) return BYTE_ROWS;
+    if (products != KVQ_PRODUCTS_FP32) return MATRIX_ROWS;
+    return !has_float_sums(l) ? CODE_ROWS : l.code == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
+}
+
+// Few rows are shared out evenly: two sums of 8 rows take less time than one of 12 and one of 4.
+inline int rows_of(const KvqLinear& l, int products, int64_t rows) {
+    int most = most_rows_of(l, products);
+    bool is_matrix = products != KVQ_PRODUCTS_FP32 && products != KVQ_PRODUCTS_PAIRS;
+    if (is_matrix || rows > MOST_ROWS) return most;
+    return rows > most ? (int)divided(rows, divided(rows, most)) : most;
+}
+
+// Floats that a row takes while it is rounded, whole registers of 64 bytes.
+inline int64_t row_size(const Cut& cut) { return divided(cut.k, OUTPUTS) * OUTPUTS + OUTPUTS; }
+
+// What rounding a tile takes of every thread.
+inline int64_t columns_size(const Call& call) {
+    int64_t rows = call.rows < call.tile_rows ? call.rows : call.tile_rows;
+    int64_t made = makes_rows(call.around) ? rows * call.l.in_features * bytes_of(call.out.code) : 0;
+    return row_size(call.cut) + divided(made, 64) * 16;
+}
+
+inline void round_tile(const Call& call, int64_t index, float* columns) {
+    Tile tile = call.tile(index);
+    int64_t x_row = call.x_row;
+    const uint8_t* x = call.x + index * call.tile_rows * x_row;
+    uint8_t* room = (uint8_t*)(columns + row_size(call.cut));
+    x = inputs_of(call.around, room, x, x_row, call.l.in_features, call.out.code, tile.rows);
+#if defined(KVQ_TILES)
+    if (call.products == KVQ_PRODUCTS_TILES) return matrix_rows(tile, call.l, x, x_row);
+    if (call.products == KVQ_PRODUCTS_PAIRS) return pair_rows(tile, call.l, x, x_row);
+    if (call.products == KVQ_PRODUCTS_SPLIT) return split_rows(tile, call.l, call.cut, x, x_row, call.out.code);
+#endif
+    if (has_float_sums(call.l) && call.l.inputs == KVQ_INPUTS_FULL)
+        return transpose_rows(tile, call.l, x, x_row, call.out.code);
+    for (int r = 0; r < tile.rows; r++) {
+        const float* row = read_columns(columns, call.l, x + r * x_row, call.out.code, 0, call.cut.k);
+        bool in_bytes = call.products == KVQ_PRODUCTS_BYTES;
+        int offset = call.l.code == KVQ_INT4 ? ::offset<true> : ::offset<false>;
+        if (has_float_sums(call.l))
+            round_row_to_fp8(tile, r, row, call.cut.k);
+        else if (call.l.inputs == KVQ_INPUTS_FULL)
+            round_row<2>(tile, r, row, call.cut, offset, in_bytes);
+        else
+            round_row<1>(tile, r, row, call.cut, offset, in_bytes);
+    }
+}
+
+// Columns of a block, if `tiles` of rows pass: a few panels of them stay in the cache, where the CPU multiplies in
+// tiles in the first one. Of split products two panels' parts and all inputs' stay in the second one.
+inline int block_length(const Call& call, int64_t tiles) {
+    int64_t bytes = (int64_t)FEW_PANELS * call.cut.k * OUTPUTS * bytes_of(call.l.code);
+    int most = call.products == KVQ_PRODUCTS_SPLIT ? SPLIT_BLOCK : BLOCK;
+    bool fits = call.products >= KVQ_PRODUCTS_TILES ? call.cut.k <= most : bytes <= CACHED;
+    if (tiles <= 1 || !has_float_sums(call.l) || fits) return call.cut.k;
+    return (int)divided(divided(call.cut.k, divided(call.cut.k, most)), WHOLE) * WHOLE;
+}
+
+// Floats that a thread needs for a call of up to `tiles` of rows: sums that are kept between blocks, and split weights.
+inline int64_t kept_size(const Call& call, int64_t tiles) {
+    bool in_tiles = call.products == KVQ_PRODUCTS_TILES || call.products == KVQ_PRODUCTS_SPLIT;
+    bool keeps = block_length(call, tiles) < call.cut.k || in_tiles;
+    int64_t kept = keeps ? tiles * call.tile_rows * MOST_PANELS * OUTPUTS : 0;
+#if defined(KVQ_TILES)
+    if (call.products == KVQ_PRODUCTS_BYTES && call.l.code == KVQ_INT4) kept = (int64_t)BYTE_PANELS * call.cut.k * OUTPUTS / 4;
+    if (call.products == KVQ_PRODUCTS_SPLIT) kept += split_size(call.cut);
+#endif
+    return kept;
+}
+
+}  // namespace
