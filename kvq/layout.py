@@ -19,7 +19,7 @@ from typing import TypedDict
 from kvq.errors import ConfigError
 from kvq.formats import BLOCK_SIZE as BLOCK_SIZE
 from kvq.formats import ExactTokens, KVFormat, KVRecipe, LayerFormats
-from kvq.formats.own import tokens_of
+from kvq.formats.spec import tokens_of
 from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry, StateTensor
 
 VERSION = 1  # of the byte order inside a block; blocks of another version must not be read

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvq
-from kvq.formats.own import Own
+from kvq.formats.spec import Own
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvq.capacity.plan.catalogue import CATALOGUE, OF_A_LAYER, KnownModel, known_models
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import LayerGeometry, ModelGeometry, StateGeometry, StateTensor, parse_geometry
-from kvq.geometry.text_part import KINDS
+from kvq.geometry.support import KINDS
 from kvq.models.observe.counted import count_module
 from kvq.models.observe.support import check_supported
 from kvq.sizing.parameters import Parameters, count_parameters

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvq.errors import ModelError, first_lines
 from kvq.geometry import FAMILIES, ModelGeometry
-from kvq.geometry.text_part import KINDS
+from kvq.geometry.support import KINDS
 from kvq.models import Model, load
 from kvq.models.observe.support import check_supported
 from kvq.models.observe.tiny_copy import CONTEXT, build_tiny_copy

@@ -17,7 +17,7 @@ from kvq.kernels.attend.triton.step import Plan
 from kvq.kernels.attend_latent import triton as latent
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
-from kvq.kernels.gpu.arguments import dense_strides, kernel_rows, written_rows
+from kvq.kernels.gpu.launch import dense_strides, kernel_rows, written_rows
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.seal import triton as seal
 from kvq.kernels.write_kv.triton import _write_kernel

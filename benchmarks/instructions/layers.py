@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.instructions.kernels import KV_HEADS, Q_HEADS
 from kvq.kernels.gated import triton as gated
-from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import Activation
 from kvq.kernels.rms_norm import triton as rms_norm
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.kernels.rope_write import triton as rope_write
-from kvq.kernels.rope_write.heads import LayerHeads
+from kvq.kernels.rope_write.reference import LayerHeads
 from tests.kernels.kit import poisoned_cache
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

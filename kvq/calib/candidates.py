@@ -16,7 +16,7 @@ from kvq.formats import (
     parse_format,
     parse_key_format,
 )
-from kvq.formats.own import Own
+from kvq.formats.spec import Own
 from kvq.geometry import ModelGeometry
 from kvq.layout import BLOCK_SIZE
 from kvq.models.loading.prepared import PreparedModel

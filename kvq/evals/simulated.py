@@ -13,7 +13,7 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.formats import Code, KVFormat, KVRecipe, LayerFormats
 from kvq.formats.names import split_exact
-from kvq.formats.own import Own, Through
+from kvq.formats.spec import Own, Through
 from kvq.kernels.codec.hadamard import rotate
 from kvq.layout import MAX_BLOCK_SIZE
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from kvq.errors import ConfigError, nearest
 from kvq.formats.codes import CODES, Code, Kind
-from kvq.formats.own import Own
 from kvq.formats.spec import (
     Grouped,
     KVFormat,
+    Own,
     PerChannel,
     PerHead,
     PerTokenHead,

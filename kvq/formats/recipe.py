@@ -18,8 +18,7 @@ from kvq.formats.names import (
     split_exact,
     split_pair,
 )
-from kvq.formats.own import Own
-from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat
+from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat, Own
 
 FORMAT_VERSION = 2
 _LEAST_CLIP = 0.1  # D15: recipes may hold clips; the search tries none

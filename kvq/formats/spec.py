@@ -1,15 +1,44 @@
 """KV format: the conversion of token rows to bytes. Counts and describes; never touches tensors."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any, ClassVar
+from uuid import uuid4
 
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats.codes import CODES, Code
-from kvq.formats.own import Own
 
 BLOCK_SIZE = 32  # tokens, by default
 MOST_PAIRED_BITS = 4  # of grouped codes with scales per channel that are stored in pairs
 _MEAN_GROUP = 64  # elements of a block mean that share a scale, at most
+Through = Callable[[Any], Any]  # fp32 [..., dim], or [..., tokens, dim] of whole blocks -> the same shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Own:  # D8: blocks hold what is read back, in fp32
+    """Quantizer of rows of K or V, with the bits it is said to take; blocks hold the result in fp32."""
+
+    registered: ClassVar[dict[str, "Own"]] = {}
+    name: str
+    through: Through = field(repr=False)
+    bits: Callable[[int], float] = field(
+        repr=False
+    )  # an element of rows of so many; raises ConfigError for rows that don't fit
+    tokens: int | None = None  # of the blocks that it takes whole; None: rows, each by itself
+    # Under one name another process may do something else: what one has written the other can't read.
+    nonce: str = field(default_factory=lambda: uuid4().hex, repr=False)
+
+    def __deepcopy__(self, memo: object) -> "Own":
+        return self  # told apart by identity
+
+
+def tokens_of(own: list[Own]) -> int | None:
+    """Return the block size in tokens of quantizers that take whole blocks, or None."""
+    sizes = {one.tokens for one in own if one.tokens is not None}
+    if len(sizes) > 1:
+        raise ConfigError(f"registered formats take blocks of {sizes} tokens; all layers have one size")
+    return sizes.pop() if sizes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """Support check of a config.json: refuses models whose results would be wrong, not merely slow."""
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.errors import nearest
 from kvq.geometry.families import FAMILIES
-from kvq.geometry.text_part import KINDS
 
 # Types with frequencies that depend on the longest position in the batch.
 BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
@@ -72,3 +73,85 @@ def why_refused(config: Mapping[str, Any], *, max_context: int | None) -> str | 
                 f"--max-model-len N (load(max_context=N)), the longest context you will use"
             )
     return None
+
+
+# Text parts of multimodal models. Which are served is a list: each was compared, on text, with the logits of
+# transformers' whole model.
+_PART = "text_config"
+# Keys of a whole model's config that hold for its text part too, if that lacks them.
+_COMMON = (
+    *("auto_map", "is_encoder_decoder", "quantization_config", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+_TIED = "tie_word_embeddings"
+_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?lm_head\.")
+_BODY = re.compile(
+    r"^(?:(?:model\.)?(?:language_model|text_model)\.(?:model\.)?|model\.(?=(?:embed_tokens|layers|norm)\.))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextPart:
+    """A kind of whole model. `is_tied`: whether the embedding serves for the head, unless the config says.
+    `fixed`: what its text part is made with, whatever the config says.
+    """
+
+    model_type: str  # of the text part, where the config doesn't say
+    is_tied: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+_OF_LLAMA, _OF_QWEN2 = _TextPart("llama"), _TextPart("qwen2")
+_OF_COHERE2 = _TextPart("cohere2", is_tied=True, fixed={"logit_scale": 1.0})  # whole models leave it out
+_ALIKE = (  # whose text parts are called as they are, with `_text` behind
+    *("aria", "cohere_compass", "glm4v", "glm4v_moe", "glm_ocr", "llama4", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
+_ALIKE_TIED = ("gemma3", "gemma3n", "gemma4", "gemma4_unified")
+KINDS: dict[str, _TextPart] = {  # D196: the text model, by a list compared with the whole
+    **{kind: _TextPart(f"{kind}_text") for kind in _ALIKE},
+    **{kind: _TextPart(f"{kind}_text", is_tied=True) for kind in _ALIKE_TIED},
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), _OF_COHERE2),
+    **dict.fromkeys(("idefics3", "llava", "llava_next", "llava_next_video", "smolvlm"), _OF_LLAMA),
+    **dict.fromkeys(("video_llava", "vipllava", "voxtral"), _OF_LLAMA),
+    **dict.fromkeys(("deepseek_vl", "glmasr", "janus"), _TextPart("llama", is_tied=True)),
+    **dict.fromkeys(("llava_onevision", "qwen2_audio", "video_llama_3"), _OF_QWEN2),
+    **dict.fromkeys(("got_ocr2", "internvl", "ovis2"), _TextPart("qwen2", is_tied=True)),
+    **dict.fromkeys(("lighton_ocr", "qwen3_asr"), _TextPart("qwen3", is_tied=True)),
+    "exaone4_5": _TextPart("exaone4"),
+    "fuyu": _TextPart("persimmon"),
+    "glm46v": _TextPart("glm4v_text"),
+    "hyperclovax_vision_v2": _TextPart("hyperclovax", is_tied=True),
+    "idefics2": _TextPart("mistral"),
+    "lfm2_vl": _TextPart("lfm2", is_tied=True),
+    "minicpmv4_6": _TextPart("qwen3_5_text"),
+    "mistral3": _TextPart("mistral", is_tied=True),
+    "nemotron_h_omni": _TextPart("nemotron_h"),
+}
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the text part's config.json as a dict, for a multimodal model; None for any other."""
+    kind = KINDS.get(str(config.get("model_type")))
+    if kind is None:
+        return None
+    part = config.get(_PART)
+    if isinstance(part, Mapping):
+        own = {"model_type": kind.model_type, **part}
+    else:  # as Qwen2-VL's were
+        own = {name: value for name, value in config.items() if not name.endswith("_config")}
+        own |= {"model_type": kind.model_type}
+    for name in _COMMON:
+        if name in config:
+            own.setdefault(name, config[name])
+    own[_TIED] = bool(config.get(_TIED, kind.is_tied)) or own.get(_TIED) is True
+    own.pop("architectures", None)
+    return {**own, **kind.fixed}
+
+
+def text_name(name: str) -> str | None:
+    """Return the text model's name for a tensor of the whole model; None for other parts."""
+    if match := _HEAD.match(name):
+        return f"lm_head.{name[match.end() :]}"
+    match = _BODY.match(name)
+    return None if match is None else f"model.{name[match.end() :]}"

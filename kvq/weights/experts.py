@@ -19,7 +19,7 @@ from kvq.formats.weights import WeightFormat
 from kvq.kernels import PlainWeight, QuantizedWeight
 from kvq.kernels.experts.cpu import CpuExperts
 from kvq.kernels.experts.reference import Gating, ReferenceExperts
-from kvq.kernels.gated.activation import COMPILED, Activation
+from kvq.kernels.gated.reference import COMPILED, Activation
 from kvq.weights.linear import ACTIVATIONS, Packed, replace_linear, runs_library_code
 
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}

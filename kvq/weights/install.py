@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvq.kernels import Device, Kernel, LinearSpec, PlainWeight, QuantizedWeight, select
-from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.ops import keep, packed_linear
 from kvq.weights.linear import (

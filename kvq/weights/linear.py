@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kvq.formats.weights import WeightFormat
 from kvq.kernels import PlainWeight, QuantizedWeight
-from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import Activation
 from kvq.kernels.ops import keep, packed_linear
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kvq.engine.device.runner import Runner, RunnerSizes
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.models import Model
 from kvq.models.describe.modules import load_module
 from kvq.models.loading import fused_layers, layer_parts

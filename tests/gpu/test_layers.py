@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvq.bench.kernels.measure import relative_error
-from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import Activation
 from kvq.kernels.gated.reference import gated as reference_gated
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.kernels.rms_norm.reference import add_norm as reference_add_norm
-from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.kernels.rope_write.heads import LayerHeads, Pairs
+from kvq.kernels.rope_write.reference import LayerHeads, Pairs
 from kvq.kernels.rope_write.reference import rope_write as reference_rope_write
 from tests.kernels.kit import KINDS, poisoned_cache
 

@@ -11,12 +11,12 @@ from kvq.kernels import PlainWeight
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.decoder.parts import DecoderParts, GatedParts
-from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.rms_norm.cpu import rms_norm
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.kernels.rope.cpu import rope
-from kvq.kernels.rope_write.heads import LayerHeads
+from kvq.kernels.rope_write.reference import LayerHeads
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import weight_of
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from kvq.cli import main
 from kvq.errors import ModelError
-from kvq.geometry.text_part import KINDS, text_name
+from kvq.geometry.support import KINDS, text_name
 from kvq.models import load
 from kvq.models.loading.prepared import prepare
 from kvq.models.loading.weights import load_plain

@@ -9,8 +9,7 @@ from torch import Tensor
 from kvq.errors import ConfigError, UnsupportedKernel
 from kvq.kernels import AttentionOptions, PagedKV, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.paged import Rows
-from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.kernels.rope_write.reference import Angles, turned_heads
+from kvq.kernels.rope_write.reference import Angles, LayerHeads, turned_heads
 from kvq.layout import Role
 
 LayerBatch = SequenceBatch | StagedBatch  # the sequences of a step as one layer sees them

@@ -16,8 +16,7 @@ from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, select
 from kvq.kernels.codec import rotate
 from kvq.kernels.paged import Rows
-from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.kernels.rope_write.reference import Angles
+from kvq.kernels.rope_write.reference import Angles, LayerHeads
 
 
 class _CenteredStore(PagedStore):  # D21: softmax does not see K's center; V's is added back

@@ -9,8 +9,7 @@ from torch import Tensor
 from kvq.cache.stores.base import Attended, CompiledLayer, LayerBatch, PagedStore, Views
 from kvq.kernels import AttentionOptions, Kernel, PagedKV, SequenceBatch
 from kvq.kernels.paged import Rows
-from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.kernels.rope_write.reference import Angles
+from kvq.kernels.rope_write.reference import Angles, LayerHeads
 from kvq.layout import Role
 
 _CPP = ("cpu", "cpu-fp32")

@@ -18,8 +18,7 @@ from kvq.formats import ExactTokens
 from kvq.kernels import AttentionOptions, Kernel, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.attend.options import parts_of
 from kvq.kernels.paged import Rows, as_tokens, plain_blocks, tables_of_tokens
-from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.kernels.rope_write.reference import Angles
+from kvq.kernels.rope_write.reference import Angles, LayerHeads
 from kvq.layout import Role
 
 

@@ -15,8 +15,7 @@ from kvq.errors import ConfigError
 from kvq.formats.checkpoints import with_modelopt_config
 from kvq.formats.checkpoints.stored import NF4
 from kvq.geometry import ModelGeometry, parse_geometry
-from kvq.geometry.support import why_refused
-from kvq.geometry.text_part import text_config
+from kvq.geometry.support import text_config, why_refused
 from kvq.sizing.held import AUTO, PLAIN, HeldAs, held_as
 from kvq.sizing.memory import Split, Term, on_one_gpu, weight_terms
 from kvq.sizing.parameters import ModelShape, Parameters, count_parameters

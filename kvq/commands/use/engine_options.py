@@ -23,7 +23,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import POSITIVE, SHARE, SIZE, TO_READ, TextOrMapping, TokenCount
 from kvq.errors import ConfigError
-from kvq.formats.own import Own
+from kvq.formats.spec import Own
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from kvq.watermark.schemes import MODES
 

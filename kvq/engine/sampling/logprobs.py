@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kvq.engine.device.transfers import upload
 from kvq.engine.requests.outputs import TokenLogprobs
-from kvq.kernels.draw.ranking import likeliest, ranked
-from kvq.kernels.draw.reference import log_probability, masses
+from kvq.kernels.draw.reference import likeliest, log_probability, masses, ranked
 
 # Elements. On a CPU the copies of a chunk stay in its cache, which halves the time; elsewhere larger
 # chunks mean fewer launches, and 64 MiB of fp32 bounds what 256 rows over a vocabulary of 128k take.

@@ -22,8 +22,15 @@ from kvq.engine.sampling.token_counts import TokenCounts
 from kvq.engine.sampling.watermarks import Watermarks
 from kvq.kernels.draw import kernel_for
 from kvq.kernels.draw.parameters import Kind, packed
-from kvq.kernels.draw.ranking import likeliest
-from kvq.kernels.draw.reference import MAX_VOCAB, draw, draw_ranked, draw_whole, keep_or_replace, kept_masses
+from kvq.kernels.draw.reference import (
+    MAX_VOCAB,
+    draw,
+    draw_ranked,
+    draw_whole,
+    keep_or_replace,
+    kept_masses,
+    likeliest,
+)
 from kvq.watermark.key import Key
 from kvq.watermark.schemes import Scheme
 

@@ -14,8 +14,7 @@ from kvq.engine.device.transfers import upload
 from kvq.engine.params import SamplingParams
 from kvq.engine.sampling.logprobs import chunks
 from kvq.engine.sampling.rows import RowTable
-from kvq.kernels.draw.ranking import likeliest
-from kvq.kernels.draw.reference import kept_masses
+from kvq.kernels.draw.reference import kept_masses, likeliest
 from kvq.watermark.key import Key
 from kvq.watermark.schemes import Green, Scheme, Tournament
 from kvq.watermark.words import FIRST, GOLDEN, GREEN_BITS, SECOND, green_bar

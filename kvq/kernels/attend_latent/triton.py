@@ -11,8 +11,7 @@ from kvq.kernels.attend.triton.attend import compute_dtype
 from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, plan_of
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.codec import hadamard_block
-from kvq.kernels.gpu.arguments import Reading, Rows, kernel_rows
-from kvq.kernels.gpu.launch import launch
+from kvq.kernels.gpu.launch import Reading, Rows, kernel_rows, launch
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, rotate, rounded
 from kvq.kernels.gpu.shapes import DECODE_ROWS, shape_of
 from kvq.kernels.paged import PagedKV, SequenceBatch

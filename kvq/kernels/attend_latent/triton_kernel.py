@@ -15,7 +15,7 @@ from kvq.kernels.attend.triton.scales import row_scales, runs_of, scaled
 from kvq.kernels.attend.triton.tile import dense_rows, power_of_two, tile_of, weighed
 from kvq.kernels.attend.triton.values import all_side_by_side
 from kvq.kernels.attend.triton.words import added_dot
-from kvq.kernels.gpu.arguments import opened
+from kvq.kernels.gpu.launch import opened
 from kvq.kernels.gpu.rows import FP8, INTERPRETED, int8_codes, nibbles, scale_and_minimum
 from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 

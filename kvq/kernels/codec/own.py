@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq.errors import ConfigError, UnfitFormat, first_lines
 from kvq.formats.names import split_pair
-from kvq.formats.own import Own
+from kvq.formats.spec import Own
 from kvq.layout import MAX_BLOCK_SIZE
 
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}[a-z0-9]")

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels.decoder.parts import DecoderParts, GatedParts
-from kvq.kernels.gated.activation import COMPILED
+from kvq.kernels.gated.reference import COMPILED
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.kernels.rope.cpu import MOST_DIM
-from kvq.kernels.rope_write.heads import Pairs
+from kvq.kernels.rope_write.reference import Pairs
 
 _Norm = struct("KvqNorm")
 

@@ -7,9 +7,9 @@ from typing import Protocol
 from torch import Tensor
 
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.gated.activation import Activation
-from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.kernels.rope_write.heads import LayerHeads
+from kvq.kernels.gated.reference import Activation
+from kvq.kernels.rms_norm.reference import NormWeight
+from kvq.kernels.rope_write.reference import LayerHeads
 
 
 class Product(Protocol):

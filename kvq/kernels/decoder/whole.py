@@ -13,7 +13,7 @@ from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import loaded, run
 from kvq.kernels.paged import SequenceBatch
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight
 
 AngleTables = Mapping[str, tuple[Tensor, Tensor]]  # of every kind, cos and sin [positions, dim]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.kernels.experts.reference import Gating, Weight, check_choices, check_experts
-from kvq.kernels.gated.activation import check_activation
+from kvq.kernels.gated.reference import check_activation
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, checked_rows, rows_of, struct
 from kvq.kernels.native.library import run

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.gated.activation import Activation
-from kvq.kernels.gated.reference import activate
+from kvq.kernels.gated.reference import Activation, activate
 from kvq.kernels.linear.reference import ReferenceLinear
 from kvq.kernels.weight import PlainWeight, QuantizedWeight
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvq.kernels.gated.activation import Activation, check_activation
-from kvq.kernels.gated.reference import check_gated
+from kvq.kernels.gated.reference import Activation, check_activation, check_gated
 from kvq.kernels.native.abi import DTYPES, checked_rows, rows_of
 from kvq.kernels.native.library import run
 

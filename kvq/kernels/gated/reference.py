@@ -1,13 +1,32 @@
 """The definition of correct for `gated`."""
 
 from collections.abc import Callable
+from enum import IntEnum
 from functools import partial
 
 from torch import Tensor
 from torch.nn import functional
 
 from kvq.errors import ConfigError
-from kvq.kernels.gated.activation import Activation
+
+
+class Activation(IntEnum):
+    """Activation function of gates; the first are KvqActivation."""
+
+    SILU = 0  # x * sigmoid(x)
+    GELU_TANH = 1  # GELU by its approximation with tanh
+    GELU = 2  # x times the normal distribution up to x
+
+
+COMPILED = (Activation.SILU, Activation.GELU_TANH)  # that C++ knows
+
+
+def check_activation(activation: Activation) -> None:
+    """Raise ConfigError for one that compiled code would take for another."""
+    if activation not in COMPILED:
+        known = ", ".join(x.name for x in COMPILED)
+        raise ConfigError(f"{Activation(activation).name} has no C++ kernel, only {known}")
+
 
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: functional.silu,

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gated.activation import Activation
-from kvq.kernels.gated.reference import check_gated
+from kvq.kernels.gated.reference import Activation, check_gated
 from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.rows import rounded
 

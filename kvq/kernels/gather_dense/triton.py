@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.arguments import kernel_rows, opened
+from kvq.kernels.gpu.launch import kernel_rows, opened
 from kvq.kernels.gpu.rows import INTERPRETED, rotate
 from kvq.kernels.gpu.stored import mean_rows, stored_rows
 from kvq.kernels.paged import PagedKV

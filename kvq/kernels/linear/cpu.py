@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode
-from kvq.kernels.gated.activation import Activation, check_activation
+from kvq.kernels.gated.reference import Activation, check_activation
 from kvq.kernels.linear.pack import pack_panels, pack_plain, unpack_plain
 from kvq.kernels.native.abi import DTYPES, NUMBERS, checked_rows, rows_of, struct
 from kvq.kernels.native.library import run

@@ -1,10 +1,19 @@
 """The definition of correct for `rms_norm` and `add_norm`."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.rms_norm.weight import NormWeight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NormWeight:
+    """An RMS norm: weight [dim] of fp32, bf16 or fp16, and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.rows import rounded
-from kvq.kernels.rms_norm.reference import check_add_norm
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight, check_add_norm
 
 _ELEMENTS = 8  # of one thread: 16 bytes of bf16
 _MOST_WARPS = 32

@@ -8,12 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.arguments import written_rows
-from kvq.kernels.gpu.launch import Bound
+from kvq.kernels.gpu.launch import Bound, written_rows
 from kvq.kernels.paged import PagedKV
-from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.kernels.rope_write.reference import Angles, check_rope_write
+from kvq.kernels.rms_norm.reference import NormWeight
+from kvq.kernels.rope_write.reference import Angles, LayerHeads, check_rope_write
 from kvq.kernels.rope_write.triton_kernel import rope_write_kernel
 
 # A decode step waits for its slowest program, so a warp gets few elements there. A step of more tokens has

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.arguments import opened
 from kvq.kernels.gpu.encode import finite_rows, write_token
+from kvq.kernels.gpu.launch import opened
 from kvq.kernels.gpu.rows import INTERPRETED, rounded
-from kvq.kernels.rope_write.heads import Pairs
+from kvq.kernels.rope_write.reference import Pairs
 
 _HALVES, _TWICE = tl.constexpr(Pairs.HALVES.value), tl.constexpr(Pairs.NEIGHBOURS_TWICE.value)
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.codec import channel, narrow
-from kvq.kernels.gpu.arguments import Strides, opened, written_rows
 from kvq.kernels.gpu.encode import (
     finite_rows,
     half_minimum,
@@ -16,6 +15,7 @@ from kvq.kernels.gpu.encode import (
     turned_rows,
     write_rows,
 )
+from kvq.kernels.gpu.launch import Strides, opened, written_rows
 from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, INTERPRETED, narrow_scale
 from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, channel_scale, shared_bits
 from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV

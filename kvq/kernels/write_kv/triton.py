@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.arguments import dense_strides, opened, written_rows
 from kvq.kernels.gpu.encode import finite_rows, write_token
+from kvq.kernels.gpu.launch import dense_strides, opened, written_rows
 from kvq.kernels.gpu.rows import INTERPRETED
 from kvq.kernels.paged import PagedKV
 

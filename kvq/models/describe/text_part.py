@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.formats.checkpoints import with_modelopt_config
-from kvq.geometry.text_part import KINDS, text_config, text_name
+from kvq.geometry.support import KINDS, text_config, text_name
 from kvq.models.describe.checkpoint import UNREAD, TensorEntry, read_header, read_json, weight_files
 from kvq.models.describe.stored import StoredTensors
 

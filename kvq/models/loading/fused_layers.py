@@ -20,7 +20,7 @@ from kvq.kernels.decoder.cpu import runs_in_cpp
 from kvq.kernels.decoder.parts import DecoderParts
 from kvq.kernels.decoder.whole import CpuPass, ReadyPass
 from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.models.loading.cpu_layers import CpuLayers
 from kvq.models.loading.fused_norms import FusedRMSNorm
 from kvq.models.loading.layer_parts import describe

@@ -8,8 +8,8 @@ from torch import Tensor
 from kvq.kernels.decoder.parts import DecoderParts, GatedParts, Product
 from kvq.kernels.gated.triton import gated
 from kvq.kernels.gpu.support import current
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.kernels.rms_norm.triton import AddNorm
-from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.parts.step import PackedStep
 from kvq.weights.linear import Dense
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from kvq.kernels import AttentionOptions
 from kvq.kernels.decoder.parts import DecoderParts, GatedParts, Product
-from kvq.kernels.gated.activation import Activation
-from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.kernels.rope_write.heads import LayerHeads, Pairs
+from kvq.kernels.gated.reference import Activation
+from kvq.kernels.rms_norm.reference import NormWeight
+from kvq.kernels.rope_write.reference import LayerHeads, Pairs
 from kvq.models.parts.norms import norm_weight
 from kvq.weights import PackedLinear, runs_library_code
 from kvq.weights.install import GatedMLP, JoinedPart

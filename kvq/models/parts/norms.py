@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.kernels.rms_norm.reference import rms_norm
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight, rms_norm
 from kvq.weights import runs_library_code
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # max|a-b| / max|b|

@@ -12,8 +12,7 @@ from kvq.cache.stores.expansion import LatentExpansion
 from kvq.cache.stores.latent import attend_latents
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
-from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.kernels.rope_write.reference import turned_heads
+from kvq.kernels.rope_write.reference import LayerHeads, turned_heads
 from kvq.models.parts.states import StepStates
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]

@@ -10,7 +10,7 @@ import kvq
 from kvq.cache import KVCache, KvqCache
 from kvq.cli import main
 from kvq.evals import default_text
-from kvq.formats.own import Own
+from kvq.formats.spec import Own
 from kvq.integrations.lmcache.chunk import ChunkCodec
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import encode, encode_block

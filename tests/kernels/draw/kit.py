@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq.kernels.draw import reference, triton
 from kvq.kernels.draw.parameters import UNIFORM, Kind, packed
-from kvq.kernels.draw.ranking import likeliest
+from kvq.kernels.draw.reference import likeliest
 
 LAST = 1 - 2.0**-53  # the highest number a row can get
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvq.kernels.draw.ranking import likeliest, ranked
+from kvq.kernels.draw.reference import likeliest, ranked
 
 
 @pytest.mark.parametrize("vocab_size", [1, 33, 4097])

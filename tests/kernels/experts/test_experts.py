@@ -10,7 +10,7 @@ from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
 from kvq.kernels.experts.cpu import CpuExperts
 from kvq.kernels.experts.reference import Gating, ReferenceExperts, Weight
-from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.native import library
 from tests.kernels.backends import NAMES

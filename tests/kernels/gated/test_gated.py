@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.errors import ConfigError
-from kvq.kernels.gated.activation import COMPILED, Activation
+from kvq.kernels.gated.reference import COMPILED, Activation
 from kvq.kernels.native import library
 from tests.kernels.backends import NAMES
 from tests.kernels.linear.kit import error, rows_of

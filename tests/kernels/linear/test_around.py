@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvq.kernels import PlainWeight, QuantizedWeight
-from kvq.kernels.gated.activation import Activation
 from kvq.kernels.gated.cpu import gated
+from kvq.kernels.gated.reference import Activation
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, rows_of, struct
 from kvq.kernels.native.library import run

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvq.errors import ConfigError
-from kvq.kernels.gated.activation import COMPILED, Activation
 from kvq.kernels.gated.cpu import gated
+from kvq.kernels.gated.reference import COMPILED, Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.native import library
 from tests.kernels.backends import NAMES

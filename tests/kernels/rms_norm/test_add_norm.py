@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.kernels.rms_norm.reference import add_norm as reference
 from kvq.kernels.rms_norm.triton import AddNorm
-from kvq.kernels.rms_norm.weight import NormWeight
 
 STEPS = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = list(STEPS)

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
-from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.kernels.rope_write.heads import LayerHeads, Pairs
+from kvq.kernels.rms_norm.reference import NormWeight
+from kvq.kernels.rope_write.reference import LayerHeads, Pairs
 from kvq.kernels.write_kv.reference import write_kv
 from tests.kernels.kit import KINDS, poisoned_cache
 

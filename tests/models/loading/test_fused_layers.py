@@ -23,7 +23,7 @@ from kvq.kernels.decoder.stack import CpuStack
 from kvq.kernels.decoder.whole import CpuPass
 from kvq.kernels.native import library as native
 from kvq.kernels.native.library import load
-from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.models import model as loading
 from kvq.models.loading.cpu_layers import CpuLayers
 from kvq.models.loading.fused_layers import is_fused, unfuse_layers

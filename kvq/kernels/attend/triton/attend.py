@@ -14,7 +14,7 @@ from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.reference import limit_of
 from kvq.kernels.attend.triton.kernel import attend_kernel
 from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, plan_of
-from kvq.kernels.gpu.arguments import Reading, Rows, Strides, kernel_rows
+from kvq.kernels.gpu.launch import Reading, Rows, Strides, kernel_rows
 from kvq.kernels.gpu.rows import PACKED
 from kvq.kernels.gpu.shapes import (
     MOST_DECODE_ROWS,

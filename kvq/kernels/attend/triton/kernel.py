@@ -32,7 +32,7 @@ from kvq.kernels.attend.triton.tile import (
 )
 from kvq.kernels.attend.triton.values import joined, values_of_means, word_outputs
 from kvq.kernels.attend.triton.words import LEAST_COLUMNS, LEAST_KEYS, word_queries
-from kvq.kernels.gpu.arguments import opened
+from kvq.kernels.gpu.launch import opened
 from kvq.kernels.gpu.rows import CHANNEL, INT4, INTERPRETED
 from kvq.kernels.gpu.words import enlargement, exponent, low_unit
 

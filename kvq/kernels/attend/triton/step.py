@@ -15,8 +15,7 @@ from kvq.kernels.attend.gathered import chosen
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton.results import merge_kernel
 from kvq.kernels.attend.triton.work import Cut, WorkList, part_numbers, work_list
-from kvq.kernels.gpu.arguments import Rows
-from kvq.kernels.gpu.launch import Bound
+from kvq.kernels.gpu.launch import Bound, Rows
 from kvq.kernels.gpu.shapes import TileShape, changes, folded_keys, least_split, pieces
 from kvq.kernels.paged import PagedKV, SequenceBatch
 

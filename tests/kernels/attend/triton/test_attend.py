@@ -17,7 +17,7 @@ from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.attend.triton import attend as kernel
 from kvq.kernels.gpu import shapes
-from kvq.kernels.gpu.arguments import Rows
+from kvq.kernels.gpu.launch import Rows
 from kvq.kernels.gpu.rows import PACKED
 from kvq.layout import BlockOrder
 from tests.kernels.kit import Tables, poisoned_cache, poisoned_memory, rows_like_kv, write_sequence
