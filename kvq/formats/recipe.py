@@ -117,10 +117,7 @@ class KVRecipe:
         pair, key_format = split_pair(formats), parse_key_format if whole_blocks else parse_format
         layers = tuple(
             LayerFormats(
-                k=key_format(pair.k, k_dim),
-                v=parse_format(pair.v, v_dim),
-                k_head_dim=k_dim,
-                v_head_dim=v_dim,
+                k=key_format(pair.k, k_dim), v=parse_format(pair.v, v_dim), k_head_dim=k_dim, v_head_dim=v_dim
             )
             for k_dim, v_dim in head_dims
         )

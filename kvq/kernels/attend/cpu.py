@@ -15,12 +15,7 @@ _MOST = 2**31 - 2**13  # tokens; positions in blocks of up to 4,096 must not pas
 
 
 def attend(
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    options: AttentionOptions,
-    *,
-    exact: bool = False,
+    q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there.
 
@@ -37,13 +32,7 @@ def attend(
 
 
 def run_attention(
-    kernel: str,
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    options: AttentionOptions,
-    *,
-    exact: bool,
+    kernel: str, q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """Run one of the C++ kernels that attend over blocks, with queries of a checked shape; see `attend`."""
     tokens, q_heads, _ = q.shape

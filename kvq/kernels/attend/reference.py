@@ -24,10 +24,7 @@ _LEAST = 1e-30  # what a row's largest element counts as at least
 
 
 def attend(  # D83: decode is an extend of one token
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    options: AttentionOptions,
+    q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence's new tokens over its blocks.
 

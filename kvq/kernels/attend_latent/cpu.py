@@ -19,12 +19,7 @@ _IN_TILES, _IN_FP32 = 3.5, 1.3
 
 
 def attend_latent(
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    options: AttentionOptions,
-    *,
-    exact: bool = False,
+    q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there.
 

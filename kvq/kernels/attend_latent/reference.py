@@ -11,10 +11,7 @@ from kvq.kernels.paged import PagedKV, SequenceBatch
 
 
 def attend_latent(
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    options: AttentionOptions,
+    q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence's new tokens over what a token has stored once for all heads.
 

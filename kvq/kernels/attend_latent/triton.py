@@ -21,10 +21,7 @@ _PART_COLUMNS = 128  # of a row that are numbers in registers at once
 
 
 def attend_latent(
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    options: AttentionOptions,
+    q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there, and Triton's `attend` for dtypes. Tables are not checked."""
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16

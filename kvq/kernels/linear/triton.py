@@ -140,10 +140,7 @@ class TritonLinear:
         )
         own = {"splits": splits, "WIDTH": _SUMMED, "num_warps": 4}
         return _Plan(
-            tile,
-            splits,
-            product,
-            Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), own),
+            tile, splits, product, Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), own)
         )
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:

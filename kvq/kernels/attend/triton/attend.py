@@ -16,14 +16,7 @@ from kvq.kernels.attend.triton.kernel import attend_kernel
 from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.launch import Reading, Rows, Strides, kernel_rows
 from kvq.kernels.gpu.rows import PACKED
-from kvq.kernels.gpu.shapes import (
-    MOST_DECODE_ROWS,
-    TileShape,
-    run_bytes,
-    shape_of,
-    takes_means_apart,
-    target,
-)
+from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, run_bytes, shape_of, takes_means_apart, target
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _LEAST_PAD = 32  # columns of an 8-bit product
@@ -31,12 +24,7 @@ _LARGE_ROWS = 64  # of Hopper's own products
 
 
 def attend(
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    options: AttentionOptions,
-    *,
-    rounded: bool = False,
+    q: Tensor, kv: PagedKV, batch: SequenceBatch, options: AttentionOptions, *, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there. Tables are not checked.
 

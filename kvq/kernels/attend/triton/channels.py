@@ -12,14 +12,7 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton.means import MEANS_TOGETHER, means_at
 from kvq.kernels.attend.triton.scales import runs_of
-from kvq.kernels.attend.triton.words import (
-    LEAST_COLUMNS,
-    added_dot,
-    byte_parts,
-    dot,
-    even_and_odd,
-    run_parts,
-)
+from kvq.kernels.attend.triton.words import LEAST_COLUMNS, added_dot, byte_parts, dot, even_and_odd, run_parts
 from kvq.kernels.gpu.rows import CHANNEL, CHANNEL_INT8, INT8, PACKED, narrow_scale, takes_ptx
 from kvq.kernels.gpu.stored import CENTER_STEP, MOST_PAIRED, shared_bits
 from kvq.kernels.gpu.words import codes_a_byte, exponent, low_unit, plain, unit
