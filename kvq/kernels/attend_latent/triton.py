@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.formats import KVFormat
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton.attend import compute_dtype
 from kvq.kernels.attend.triton.step import Plan, launched, options_of_layer, plan_of
@@ -32,7 +31,8 @@ def attend_latent(
     fmt = kv.formats
     if not (fmt.k.rotated or fmt.v.rotated):
         return launched(plan, q, batch, options.sinks)[0]
-    latent, rotary = ((dim, hadamard_block(dim) if own.rotated else 1) for own, dim in _parts_of(kv))
+    parts = (fmt.v, fmt.v_head_dim), (fmt.k, fmt.k_head_dim)  # of a key, in the order that queries have
+    latent, rotary = ((dim, hadamard_block(dim) if own.rotated else 1) for own, dim in parts)
     queries = turned(q, (latent, rotary), torch.float32)
     (out, lse), _ = launched(plan, queries, batch, options.sinks)
     return turned(out, (latent,), q.dtype), lse
@@ -57,12 +57,6 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
     }
     shapes = shape_of("latent decode", kv, q), shape_of("latent extend", kv, q)
     return Plan.of(latent_kernel, [fixed, fixed], shapes, options, most_decode=DECODE_ROWS, may_gather=False)
-
-
-def _parts_of(kv: PagedKV) -> tuple[tuple[KVFormat, int], tuple[KVFormat, int]]:
-    """Formats and elements of a key's two parts, in the order that queries have."""
-    fmt = kv.formats
-    return (fmt.v, fmt.v_head_dim), (fmt.k, fmt.k_head_dim)
 
 
 def _parts(v: Rows, *, in_halves: bool) -> int:

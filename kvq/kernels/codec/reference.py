@@ -61,7 +61,7 @@ def encode(
     if fmt.is_static:
         assert static_scale is not None, f"{fmt.name} needs a static scale"
         return _encode_symmetric(x, fmt.code, static_scale), None
-    scale = _row_scale(x, fmt.code.largest)
+    scale = _clamp_fp16(narrow.divided(x.abs().amax(dim=-1, keepdim=True), fmt.code.largest))  # [..., 1]
     return _encode_symmetric(x, fmt.code, scale.float()), scale
 
 
@@ -91,13 +91,8 @@ def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Te
     return values * scale.float()
 
 
-def _row_scale(x: Tensor, largest: float) -> Tensor:
-    """fp16 [..., 1]: clamp(fp16(amax / largest), 2**-24, 65504)."""
-    amax = x.abs().amax(dim=-1, keepdim=True)
-    return _clamp_fp16(narrow.divided(amax, largest))
-
-
 def _clamp_fp16(scale: Tensor) -> Tensor:  # D14: static scales stay at the maximum
+    """clamp(fp16(scale), 2**-24, 65504)."""
     return scale.half().float().clamp(_SMALLEST_SCALE, narrow.FP16_LARGEST).half()
 
 

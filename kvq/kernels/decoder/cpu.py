@@ -27,14 +27,8 @@ def runs_in_cpp(parts: DecoderParts) -> bool:
     turned = heads.rotary_dim == heads.k_dim == heads.v_dim <= MOST_DIM and heads.pairs is Pairs.HALVES
     own = all(norm.weight.shape == (heads.k_dim,) for norm in heads.norms or ())
     gated = isinstance(mlp, GatedParts) and mlp.activation in COMPILED
-    return (
-        plain
-        and norms
-        and turned
-        and own
-        and gated
-        and all(isinstance(p, CpuLinear) for p in _products(parts))
-    )
+    compiled = all(isinstance(product, CpuLinear) for product in _products(parts))
+    return plain and norms and turned and own and gated and compiled
 
 
 def _products(parts: DecoderParts) -> tuple[Any, ...]:

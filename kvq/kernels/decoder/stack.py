@@ -148,17 +148,8 @@ class CpuStack:  # D112: all layers in one call
             step.named += cos, sin
         out, seconds = torch.empty_like(x), c_double(0.0)
         into = x.data_ptr(), out.data_ptr(), bad.data_ptr(), addressof(seconds)
-        threads = torch.get_num_threads()
-        run(
-            "decoder_stack",
-            self.structs,
-            len(self.layers),
-            step.struct,
-            *into,
-            DTYPES[x.dtype],
-            rows,
-            threads,
-        )
+        sizes = DTYPES[x.dtype], rows, torch.get_num_threads()
+        run("decoder_stack", self.structs, len(self.layers), step.struct, *into, *sizes)
         return out, seconds.value
 
     def step(

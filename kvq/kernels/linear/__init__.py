@@ -1,25 +1,19 @@
 """Linear layers with quantized weights, of 4 and of 8 bits."""
 
 from importlib import import_module
-from typing import Any
 
 from kvq.kernels.gpu import support as gpu
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import ReferenceLinear
 from kvq.kernels.native import library
 from kvq.kernels.spec import LINEAR_OPERATIONS, Kernel, Run, Supports, supported_everywhere
-from kvq.kernels.weight import QuantizedWeight
 
-
-def _triton(weight: QuantizedWeight) -> Any:
-    return import_module("kvq.kernels.linear.triton").TritonLinear(weight)
-
-
+_TRITON = "kvq.kernels.linear.triton"  # which is imported when a weight is packed for it
 _backends: dict[str, tuple[Run, Supports]] = {
     "reference": (ReferenceLinear, supported_everywhere),
     "cpu": (CpuLinear, library.supports_linear),
     "cpu-fp32": (ReferenceLinear, supported_everywhere),
-    "triton": (_triton, gpu.supports_linear),
+    "triton": (lambda weight: import_module(_TRITON).TritonLinear(weight), gpu.supports_linear),
 }
 KERNELS = [
     Kernel(operation=operation, backend=backend, run=run, supports=supports)

@@ -91,16 +91,8 @@ def pack_plain(weights: Sequence[PlainWeight]) -> _Panels:
     shape = -(-sum(map(len, parts)) // OUTPUTS), columns // pair, OUTPUTS
     panels = empty((*shape, *([pair] if pair == 2 else [])), dtype)
     matrices = [_Matrix(part.data_ptr(), len(part), part.stride(0) * part.element_size()) for part in parts]
-    run(
-        "pack_plain",
-        (_Matrix * len(parts))(*matrices),
-        len(parts),
-        weights[0].in_features,
-        DTYPES[dtype],
-        panels.data_ptr(),
-        columns,
-        torch.get_num_threads(),
-    )
+    given = (_Matrix * len(parts))(*matrices), len(parts), weights[0].in_features, DTYPES[dtype]
+    run("pack_plain", *given, panels.data_ptr(), columns, torch.get_num_threads())
     return _Panels(codes=panels, scales=None, zeros=None, order=None, columns=columns)
 
 

@@ -166,16 +166,6 @@ def _columns(x):
 
 
 @triton.jit
-def _score_scale(
-    groups, KIND: tl.constexpr, PLACE: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Return the scales of products of codes at a place in bytes AT a row, fp32 [keys]."""
-    EXPONENT: tl.constexpr = exponent(unit(KIND, COMPUTE, PLACE))
-    return wide_scale(groups, (PLACE * (DIM // codes_a_byte(KIND)) + AT) // GROUP, EXPONENT)
-
-
-@triton.jit
 def packed_scores(
     q, sums, before, codes, scales, codes_at, scales_at, inside,
     KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
@@ -208,7 +198,9 @@ def packed_scores(
         products = own
         if (j + 1) * RUN % GROUP == 0 or j + 1 == RUNS:
             for i in tl.static_range(PER):
-                total += products[i] * _score_scale(groups, KIND, i, j * RUN, DIM, GROUP, COMPUTE)[None, :]
+                place = exponent(unit(KIND, COMPUTE, i))
+                scale = wide_scale(groups, (i * (DIM // PER) + j * RUN) // GROUP, place)
+                total += products[i] * scale[None, :]
     return total
 
 

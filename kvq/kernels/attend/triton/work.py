@@ -7,7 +7,6 @@ return at once.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,7 +57,9 @@ def work_list(batch: SequenceBatch, cut: Cut) -> WorkList | None:
 
 
 def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
-    heights = list(_heights(batch, cut))
+    # Query rows, and how many sequences have that many.
+    every = ((new * cut.share, count) for new, count in Counter(batch.own_lens).items())
+    heights = [(height, count) for height, count in every if cut.fewest <= height <= cut.most]
     if not heights:
         return None
     tiles = sum(count * -(-height // cut.rows) for height, count in heights)
@@ -91,13 +92,6 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
     )
     height = min(cut.rows, max(height for height, _ in heights))
     return WorkList(items, merged if can_split else None, parts, height)
-
-
-def _heights(batch: SequenceBatch, cut: Cut) -> Iterator[tuple[int, int]]:
-    """Query rows, and how many sequences have that many."""
-    for new, count in Counter(batch.own_lens).items():
-        if cut.fewest <= new * cut.share <= cut.most:
-            yield new * cut.share, count
 
 
 def _longest(batch: SequenceBatch, cut: Cut) -> int:
