@@ -93,10 +93,4 @@ Code.INT4 = Code(name="int4", bits=4, kind=Kind.GROUPED, group=32, shown_groups=
 Code.INT3 = Code(name="int3", bits=3, kind=Kind.GROUPED, group=32, span=0.9)
 Code.INT2 = Code(name="int2", bits=2, kind=Kind.GROUPED, group=32, shown_groups=(32,), span=0.8)
 
-CODES = {
-    code.name: code
-    for code in (
-        *(Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8),
-        *(Code.INT6, Code.INT5, Code.INT4, Code.INT3, Code.INT2),
-    )
-}
+CODES: dict[str, Code] = {code.name: code for code in vars(Code).values() if isinstance(code, Code)}

@@ -50,18 +50,6 @@ def version_of(fmt: WeightFormat) -> str:
     return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM keeps W4A8's nibbles as bytes, too
 
 
-def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) -> LayerScheme:
-    """Return the tensors on disk of a layer in that format."""
-    suffixes = (
-        ["weight_packed", "weight_scale", "weight_shape"] if version == PACKED else ["weight", "weight_scale"]
-    )
-    if not fmt.symmetric:
-        suffixes.append("weight_zero_point")
-    if act_order:
-        suffixes.append("weight_g_idx")
-    return LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
-
-
 def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
     """Return the config of layers in these formats; with several, each group names its layers."""
     kinds = list(dict.fromkeys(formats.values()))
@@ -147,7 +135,9 @@ def _group(group: Fields, version: str) -> LayerScheme:
     act_order = weights.values.get("actorder") in _ORDERED
     if act_order and not packed:
         raise weights.refusal("actorder", "null outside pack-quantized")
-    return layer_scheme(fmt, version, act_order=act_order)
+    suffixes = ["weight_packed", "weight_scale", "weight_shape"] if packed else ["weight", "weight_scale"]
+    suffixes += ["weight_zero_point"] * (not fmt.symmetric) + ["weight_g_idx"] * act_order
+    return LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
 
 
 def _weight_format(weights: Fields, group: Fields) -> WeightFormat:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -31,32 +31,33 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def lazy(module: str, operation: str) -> Callable[..., Any]:
     """Return the function `operation` of a module of kvq.kernels, imported when it is first called."""
 
+    @cache
+    def imported() -> Callable[..., Any]:
+        kernel: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{module}"), operation)
+        return kernel
+
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         blocks: Any = getattr(first, "recent", first)  # of PagedKV all of a layer's, of StagedKV some
         tensor = first if isinstance(first, Tensor) else blocks.k.codes
         with current(tensor.device):
-            return _imported(module, operation)(*args, **options)
+            return imported()(*args, **options)
 
     return run
 
 
-def supports(spec: KernelSpec, device: Device) -> Support:
+def supports(spec: KernelSpec, device: Device, most_dim: int = MOST_DIM) -> Support:
     """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
-    return _supports(spec, device, MOST_DIM)
-
-
-def supports_stored(spec: KernelSpec, device: Device) -> Support:
-    """Return `supports` for operations that store rows or gather them."""
-    return _supports(spec, device, MOST_STORED_DIM)
-
-
-def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:
     runs, fmt = supports_linear(spec, device), spec.formats
     parts = (fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim)
     if runs.yes and any((x.mean or x.is_per_channel) and dim % 4 for x, dim in parts):
         return Support(False, "takes means and scales per channel of heads of a multiple of 4 elements")
     return spec.fits_compiled(most_dim) if runs.yes else runs
+
+
+def supports_stored(spec: KernelSpec, device: Device) -> Support:
+    """Return `supports` for operations that store rows or gather them."""
+    return supports(spec, device, MOST_STORED_DIM)
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:
@@ -108,9 +109,3 @@ def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Sup
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
     return is_installed("triton")
-
-
-@lru_cache(maxsize=16)
-def _imported(module: str, operation: str) -> Callable[..., Any]:
-    kernel: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{module}"), operation)
-    return kernel
