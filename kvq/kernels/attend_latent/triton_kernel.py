@@ -21,26 +21,22 @@ from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 
 
 @triton.jit
-def _queries(
-    q_ptr, at, valid, stride,
-    K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_COMPUTE: tl.constexpr,
-    V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_COMPUTE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def _queries(q_ptr, at, valid, stride, k, v, PARTS: tl.constexpr):
     """The queries' rotary part, that for latents cut into PARTS, and what scores are to be multiplied by."""
-    col = tl.arange(0, V_PAD)
-    mask = valid[:, None] & (col < V_DIM)[None, :]
+    col = tl.arange(0, v.pad)
+    mask = valid[:, None] & (col < v.dim)[None, :]
     latent = tl.load(q_ptr + at[:, None] + col[None, :] * stride, mask=mask, other=0.0)
-    col = tl.arange(0, K_PAD)
-    mask = valid[:, None] & (col < K_DIM)[None, :]
-    rotary = tl.load(q_ptr + at[:, None] + (V_DIM + col)[None, :] * stride, mask=mask, other=0.0)
+    col = tl.arange(0, k.pad)
+    mask = valid[:, None] & (col < k.dim)[None, :]
+    rotary = tl.load(q_ptr + at[:, None] + (v.dim + col)[None, :] * stride, mask=mask, other=0.0)
     unit = tl.full((valid.shape[0],), 1.0, tl.float32)
-    if K_COMPUTE == tl.float16 or V_COMPUTE == tl.float16:  # as queries of `attend` are divided
+    if k.read.compute == tl.float16 or v.read.compute == tl.float16:  # as queries of `attend` are divided
         latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
         unit, inverse = power_of_two(
             tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(rotary), axis=1))
         )
         latent, rotary = latent * inverse[:, None], rotary * inverse[:, None]
-    return rotary.to(K_COMPUTE), runs_of(latent.to(V_COMPUTE), PARTS), unit
+    return rotary.to(k.read.compute), runs_of(latent.to(v.read.compute), PARTS), unit
 
 
 @triton.jit
@@ -109,10 +105,7 @@ def latent_kernel(  # D142: rotary keys as K, latents as V
     end = tl.load(item + 6)
     if WINDOW:
         oldest = tl.maximum(context - tl.load(item + 3) + tl.load(item + 1) // SHARE - window + 1, 0)
-    rotary, latents, unit = _queries(
-        q_ptr, token * q_token + head * q_head, valid, q_dim,
-        k.dim, k.pad, k.read.compute, v.dim, v.pad, v.read.compute, PARTS,
-    )  # fmt: skip
+    rotary, latents, unit = _queries(q_ptr, token * q_token + head * q_head, valid, q_dim, k, v, PARTS)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     totals = tl.zeros((ROWS, FOLDED), tl.float32)

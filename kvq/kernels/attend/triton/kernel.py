@@ -95,9 +95,8 @@ def attend_kernel(
             )  # fmt: skip
         if k.mean_group > 0:
             score_means(
-                q, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
-                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE),
-                k.means + k_mean_at, k.mean_strides.block, k.dim, k.mean_group, k.read.compute,
+                q, k, room_ptr, room_at, valid, tables_ptr + sequence.to(tl.int64) * table_stride,
+                begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), k.means + k_mean_at,
             )  # fmt: skip
     if CHANNELS:
         runs = channel_queries(q, k)
@@ -190,8 +189,8 @@ def attend_kernel(
             out = out * tl.load(v.static + kv_head)
     if APART and v.mean_group > 0:
         out += values_of_means(
-            room_ptr, room_at + table_stride, top, table, begin, end, v.means + v_mean_at,
-            v.mean_strides.block, ROWS, v.dim, v.pad, v.mean_group, v.read.compute, KEYS, BLOCK_SIZE,
+            v, room_ptr, room_at + table_stride, top, table, begin, end, v.means + v_mean_at,
+            ROWS, KEYS, BLOCK_SIZE,
         )  # fmt: skip
     store_results(
         out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item,

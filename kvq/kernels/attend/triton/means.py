@@ -40,37 +40,31 @@ def words_of_means(means, DIM: tl.constexpr):
 
 
 @triton.jit
-def score_means(  # D130: means around the loop over keys
-    q, room, rows_at, valid, table, first, last, means, m_block, DIM: tl.constexpr, GROUP: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
+def score_means(q, k, room, rows_at, valid, table, first, last, means):  # D130: around the loop
     """Leave q . mean of the blocks [first, last) in `room`, behind each row's `rows_at`."""
-    RUN: tl.constexpr = min(GROUP, DIM // 2)  # bytes
+    RUN: tl.constexpr = min(k.mean_group, k.dim // 2)  # bytes
     WIDTH: tl.constexpr = RUN // 2
-    runs, sums = word_queries(q, INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, 1)
-    codes, scales, WORDS = words_of_means(means, DIM)
+    runs, sums = word_queries(q, INT4, k.dim, k.mean_group, RUN, WIDTH, LEAST_COLUMNS, 1)
+    codes, scales, WORDS = words_of_means(means, k.dim)
     none = tl.zeros((q.shape[0], MEANS_TOGETHER), tl.float32)
     for start in tl.range(first, last, MEANS_TOGETHER, num_stages=1):
-        block, inside, at = means_at(table, start, last, m_block)
+        block, inside, at = means_at(table, start, last, k.mean_strides.block)
         scores = packed_scores(
             runs, sums, none, codes, scales, WORDS * at, at, inside,
-            INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
+            INT4, k.dim, k.mean_group, RUN, WIDTH, LEAST_COLUMNS, k.read.compute, 1,
         )  # fmt: skip
         tl.store(room + (rows_at[:, None] + block[None, :]), scores, mask=valid[:, None] & inside[None, :])
     tl.debug_barrier()  # other threads read them
 
 
 @triton.jit
-def mean_scores(
-    q, sums, means, at, KEYS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-    WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
+def mean_scores(q, sums, k, at, KEYS: tl.constexpr, GROUP: tl.constexpr):
     """q . mean of one block for all keys of a tile in it, fp32 [rows, KEYS]; `at`: words before its row."""
     none = tl.zeros((q[0].shape[0], LEAST_COLUMNS), tl.float32)
-    codes = means.to(tl.pointer_type(tl.int16), bitcast=True)
+    codes = k.means.to(tl.pointer_type(tl.int16), bitcast=True)
     scores = packed_scores(
-        q, sums, none, codes, means + DIM // 8, 2 * at, at, tl.arange(0, 1) == 0,
-        INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1,
+        q, sums, none, codes, k.means + k.dim // 8, 2 * at, at, tl.arange(0, 1) == 0,
+        INT4, k.dim, GROUP, k.read.run, k.read.width, LEAST_COLUMNS, k.read.compute, 1,
     )  # fmt: skip
     shape: tl.constexpr = (q[0].shape[0], KEYS // LEAST_COLUMNS, LEAST_COLUMNS)
     return tl.reshape(tl.broadcast_to(scores[:, None, :], shape), (q[0].shape[0], KEYS))

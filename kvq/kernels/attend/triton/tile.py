@@ -94,10 +94,7 @@ def tile_scores(q, runs, sums, k, tile, SPREAD: tl.constexpr, WINDOW: tl.constex
     if k.read.words and k.kind >= INT4:
         before = tl.zeros((q.shape[0], tile.inside.shape[0]), tl.float32)
         if MEAN_GROUP > 0:
-            before = mean_scores(
-                runs, sums[1:], k.means, tile.means_at, tile.inside.shape[0], k.dim, MEAN_GROUP, k.read.run,
-                k.read.width, k.read.compute,
-            )  # fmt: skip
+            before = mean_scores(runs, sums[1:], k, tile.means_at, tile.inside.shape[0], MEAN_GROUP)
         scores = packed_scores(
             runs, sums, before, tile.codes, tile.scales, tile.codes_at, tile.scales_at, tile.inside, k.kind,
             k.dim, k.group, k.read.run, k.read.width, k.read.pairs, k.read.compute, SPREAD,

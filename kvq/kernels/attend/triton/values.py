@@ -157,14 +157,15 @@ def all_side_by_side(runs, START: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def values_of_means(
-    room, rows_at, top, table, begin, end, means, m_block,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    v, room, rows_at, top, table, begin, end, means,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Means of the blocks of keys [begin, end) times the sums of their weights, fp32 [ROWS, PAD].
+    """Means of the blocks of keys [begin, end) times the sums of their weights, fp32 [ROWS, v.pad].
 
     `room`: of every tile behind each row's `rows_at` the sum as a power of two, which `top` is taken from.
     """
+    DIM: tl.constexpr = v.dim
+    GROUP: tl.constexpr = v.mean_group
     RUN: tl.constexpr = min(GROUP, DIM // 2)  # bytes
     WIDTH: tl.constexpr = RUN // 2
     TILES: tl.constexpr = BLOCK_SIZE // KEYS
@@ -174,7 +175,7 @@ def values_of_means(
     safe = tl.where(top == float("-inf"), 0.0, top)
     first, last = begin // BLOCK_SIZE, (end + BLOCK_SIZE - 1) // BLOCK_SIZE
     for start in tl.range(first, last, MEANS_TOGETHER, num_stages=1):
-        block, inside, at = means_at(table, start, last, m_block)
+        block, inside, at = means_at(table, start, last, v.mean_strides.block)
         weights = tl.zeros((ROWS, MEANS_TOGETHER), tl.float32)
         for i in tl.static_range(TILES):
             tile = block * TILES + i
@@ -183,6 +184,6 @@ def values_of_means(
             weights += tl.exp2(sums - safe[:, None])
         outs = add_packed_values(
             outs, weights, tl.full((ROWS,), 1.0, tl.float32), codes, scales, WORDS * at, at, inside,
-            INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, COMPUTE, 1, means, at, 0,
+            INT4, DIM, GROUP, RUN, WIDTH, LEAST_COLUMNS, v.read.compute, 1, means, at, 0,
         )  # fmt: skip
-    return joined(outs, INT4, DIM, PAD, GROUP, RUN, COMPUTE, 1, 0)
+    return joined(outs, INT4, DIM, v.pad, GROUP, RUN, v.read.compute, 1, 0)
