@@ -209,8 +209,7 @@ class KVRecipe:
             )
 
     def check_unstaged(self, where: str) -> None:
-        """Raise ConfigError if tokens would wait unquantized, for `where` it can't be done, or as
-        `check_stored`."""
+        """Raise ConfigError as `check_stored` does, or if tokens would wait, which `where` can't do."""
         self.check_stored(where)
         if self.is_staged:
             raise ConfigError(

@@ -38,7 +38,6 @@ class Family:
     softcap: float | None = None
     has_sinks: bool = False
     latent: bool = False  # multi-head latent attention: K and V dimensions differ
-    max_window_layers: int = 28
 
 
 FAMILIES: dict[str, Family] = {

@@ -13,6 +13,7 @@ _CHUNKED = {"full_attention": False, "chunked_attention": True}  # D205: chunks:
 CHUNK_KEY = "attention_chunk_size"  # what configs call the length of chunks
 WINDOW_KEYS = ("sliding_window", "layer_types", "use_sliding_window", CHUNK_KEY)  # say which layers have some
 _MAX_LAYERS = 10_000
+_FULL_LAYERS = 28  # below those that slide, by default, of families whose upper layers do
 _MAX_WINDOW = (1 << 31) - 1  # tokens, in kernels
 MAX_CONTEXT = 1 << 30  # tokens; positions of kernels have 32 bits
 _GPT2_NAMES = {
@@ -147,5 +148,5 @@ class _Reader:
             return (layer + 1) % pattern != 0
         if rule == "upper":
             key = "max_window_layers"  # 0 is legal: all layers slide
-            return layer >= (self.config.get(key) != 0 and self.count(key, self.family.max_window_layers))
+            return layer >= (self.config.get(key) != 0 and self.count(key, _FULL_LAYERS))
         return rule in ("uniform", "optional")

@@ -136,8 +136,7 @@ class SequenceBatch:
         return [slice(starts[i], starts[i + 1]) for i in sequences]
 
     def sealing(self, recent: int, block_size: int) -> list[range]:
-        """Return of every sequence the blocks that its new tokens make old enough to be sealed, by table
-        index."""
+        """Return the blocks of every sequence that its new tokens make old enough to seal, by table index."""
         return [
             range(*(max(0, length - recent) // block_size for length in (end - new, end)))
             for new, end in zip(self.query_lens, self.context_lens, strict=True)

@@ -102,8 +102,7 @@ class AttentionOptions:  # D229: one frozen value instead of fifteen signatures
         return replace(self, window=window)
 
     def reaching(self, window: int | None, *, is_chunked: bool) -> "AttentionOptions":
-        """Return the options of a layer whose queries see so many tokens: the latest, or those of their
-        chunk."""
+        """Return the options of a layer whose queries see so many tokens, of their chunk or the latest."""
         return replace(self, chunk=window) if is_chunked else self.within(window)
 
     def of_part(self, part: Part) -> "AttentionOptions":

@@ -56,8 +56,7 @@ def scale_byte(wanted, UP: tl.constexpr):
 
 @triton.jit
 def _narrow_scale(low, high, LEVELS: tl.constexpr, STEP: tl.constexpr):
-    """Return scale and minimum of groups in words of 16 bits, as `_wide_scale`. STEP: of a minimum, in
-    scales."""
+    """Scale and minimum of groups, and words of 16 bits, as `_wide_scale`. STEP: of a minimum, in scales."""
     wanted = tl.div_rn(tl.maximum(high - low, tl.abs(low)), LEVELS)
     code = scale_byte(wanted, LEVELS >= 31)
     scale = narrow_scale(code)

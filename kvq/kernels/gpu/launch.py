@@ -230,8 +230,7 @@ def kernel_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
 
 
 def written_rows(part: Literal["k", "v"], kv: PagedKV) -> Rows:
-    """Return K or V of a layer to be written; bf16 codes are integers, since the interpreter can't cast to
-    bf16."""
+    """Return K or V to be written; bf16 codes are integers: the interpreter can't cast to bf16."""
     rows = kernel_rows(part, kv)
     if rows.codes.dtype is not torch.bfloat16:
         return rows

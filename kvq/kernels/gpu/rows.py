@@ -139,8 +139,7 @@ def kind_of(fmt: KVFormat) -> int:
 
 @triton.jit
 def _exactly(x, COMPUTE: tl.constexpr):
-    """fp32 numbers that need no rounding as COMPUTE: of bf16 the upper half, since rounding to it takes AMD
-    GPUs five instructions."""
+    """fp32 numbers that need no rounding as COMPUTE; AMD GPUs take five instructions to round to bf16."""
     if COMPUTE == tl.bfloat16:
         values = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:

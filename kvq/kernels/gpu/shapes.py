@@ -72,8 +72,7 @@ def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:  # D13
 
 
 def least_split(shape: TileShape) -> int:
-    """The fewest keys worth a program of their own, a multiple of the tile: what a part's rows cost, written
-    and merged, must be little beside them."""
+    """The fewest keys worth a program, in whole tiles: beside them a part's rows cost little."""
     return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 
@@ -255,8 +254,7 @@ def _table() -> _Table:
 
 
 def format_name(formats: LayerFormats) -> str:
-    """K and V codes, groups and what scales are, as `int4_g64/int8` or `int4_g32_s8/int8`; rotation doesn't
-    change what a tile costs."""
+    """K and V codes, groups and kinds of scales, as `int4_g32_s8/int8`; rotation changes no tile's cost."""
     names = []
     for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
@@ -305,8 +303,7 @@ def run_bytes(fmt: KVFormat, dim: int) -> int:
 
 
 def _channel_run(fmt: KVFormat, dim: int) -> int:
-    """Return `run_bytes` of rows with scales per channel: runs fill columns, and what shares its bits is one
-    code."""
+    """Return `run_bytes` of rows with scales per channel, where what shares its bits is one code."""
     planes = (fmt.code.doubled if fmt.is_paired else fmt.code).planes
     row = dim * fmt.code.bits // 8 * planes[0] // sum(planes)
     run = row if len(planes) == 1 else min(row, _MOST_RUN)

@@ -97,8 +97,7 @@ def _added_one_by_one(total, x, ROWS: tl.constexpr):  # D141
 
 @triton.jit
 def _mean(x_ptr, x_slot, to, is_stored, col, rows, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return what the mean of a block's rows decodes to, fp32 [1, columns]; one of the block's programs
-    stores it."""
+    """Return what the mean of a block's rows decodes to, fp32 [1, columns]; one program stores it."""
     total = tl.zeros((rows.pad,), tl.float32)
     for first in range(0, BLOCK_SIZE, TOKENS):
         x = _rows(x_ptr, x_slot, first + tl.arange(0, TOKENS), BLOCK_SIZE, col, rows)

@@ -112,8 +112,7 @@ def _read_rows(part: Literal["k", "v"], q: Tensor, kv: PagedKV, shape: TileShape
 
 
 def _means_are_apart(kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if the means of all blocks, or K's offsets, are taken in before and after the loop over
-    keys."""
+    """Return True if all blocks' means, or K's offsets, are taken in before and after the loop over keys."""
     if kv.formats.k.is_per_channel and not kv.formats.v.mean:
         return _has_channel_words(kv, shape)
     tensors = [tensor for x in (kv.k, kv.v) if x.means is not None for tensor in (x.codes, x.means)]
@@ -128,8 +127,7 @@ def _has_channel_words(kv: PagedKV, shape: TileShape) -> bool:
 
 
 def _means_in_runs(name: str, kv: PagedKV, shape: TileShape) -> bool:
-    """Return True if a tile's only mean is read in the runs of its rows, and two of its narrow scales at
-    once."""
+    """Return True if a tile's only mean is read in its rows' runs, and two of its narrow scales at once."""
     fmt, dim = getattr(kv.formats, name), getattr(kv.formats, f"{name}_head_dim")
     scale, means = mean_format(dim).scale, getattr(kv, name).means
     assert isinstance(scale, Grouped), "means are grouped"
@@ -178,16 +176,14 @@ def _as_pairs(x: Tensor) -> bool:
 
 
 def _narrow_words(scales: Tensor | None) -> Tensor:
-    """Scales and minimums of 8 bits as words of two groups, or of one where they can't be seen as that; so
-    are means, which end in them."""
+    """Scales and minimums of 8 bits, or means, which end in them, as words of two groups, or else of one."""
     assert scales is not None, "narrow scales are stored"
     pairs = scales.view(torch.uint16)
     return pairs.view(torch.uint32) if _as_pairs(pairs) else pairs
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
-    """Return the dtype of products of queries and codes; `words`: packed codes that lie so that fp16 holds
-    them."""
+    """Return the dtype of products with codes; `words`: packed codes that lie so that fp16 holds them."""
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
     if words or code is Code.FP16:

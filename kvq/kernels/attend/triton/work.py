@@ -23,8 +23,7 @@ _FEW, _BLOCK = 16, 256  # slots of tiles looked at together, in small batches an
 
 
 class Cut(NamedTuple):
-    """Sizes that a work list depends on beside the batch. Only sequences of `fewest` to `most` query rows are
-    in it."""
+    """Sizes that a list depends on beside the batch, of sequences of `fewest` to `most` query rows."""
 
     share: int  # query heads of a KV head
     rows: int  # of a tile: (new token, query head of the KV head)
