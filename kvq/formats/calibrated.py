@@ -201,7 +201,7 @@ class HeadMaxima:  # D7: maxima, not scales: one calibration for FP8 and INT8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticScales(_Calibrated[HeadMaxima]):
-    """_Calibrated maxima of every layer of one model."""
+    """Calibrated maxima of every layer of one model."""
 
     name: ClassVar = "static_scales"
     kind: ClassVar = HeadMaxima
@@ -232,7 +232,7 @@ class LayerCenters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Centers(_Calibrated[LayerCenters]):
-    """_Calibrated means of K (after RoPE) and V, per channel, which grouped formats need not store.
+    """Calibrated means of K (after RoPE) and V, per channel, which grouped formats need not store.
 
     K - c changes every score of a query by the same number, which softmax does not see; V - c takes c from
     every output, which is added back. So a constant offset, such as a key bias that outlives RoPE, costs
