@@ -198,8 +198,9 @@ def packed_scores(
         products = own
         if (j + 1) * RUN % GROUP == 0 or j + 1 == RUNS:
             for i in tl.static_range(PER):
-                place = exponent(unit(KIND, COMPUTE, i))
-                scale = wide_scale(groups, (i * (DIM // PER) + j * RUN) // GROUP, place)
+                scale = wide_scale(
+                    groups, (i * (DIM // PER) + j * RUN) // GROUP, exponent(unit(KIND, COMPUTE, i))
+                )
                 total += products[i] * scale[None, :]
     return total
 
