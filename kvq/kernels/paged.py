@@ -108,9 +108,10 @@ class SequenceBatch:
             return self
         name = SequenceBatch.without, some
         if name not in self.kept:
-            lens = None if self.lens is None else self.lens.clone()  # which only the device may know
-            for i in some if lens is not None else ():
-                lens[1, i].zero_()
+            if (lens := self.lens) is not None:  # which only the device may know
+                lens = lens.clone()
+                for i in some:
+                    lens[1, i].zero_()
             self.kept[name] = replace(self, left_out=some, lens=lens)
         kept: SequenceBatch = self.kept[name]
         return kept
