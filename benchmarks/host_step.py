@@ -118,7 +118,7 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
         sizes = RunnerSizes(num_blocks=[batch * 33], max_num_seqs=batch, max_context=4096)
         runner = Runner(model, sizes)
         plan = plan_of(batch)
-        eager = timed(lambda: runner.forward(plan, runner.prepare(plan)))
+        eager = timed(lambda: (runner.prepare(plan), runner.forward(plan)))
         tables = [torch.zeros(batch + 1, 33, dtype=torch.int32) for _ in runner.cache.num_blocks]
         graphs = DecodeGraphs(
             model,

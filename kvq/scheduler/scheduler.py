@@ -1,6 +1,6 @@
 """Scheduler: fills every step with decodes of running requests first, then with prefill."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
@@ -155,7 +155,7 @@ class Scheduler:
         tokens: Sequence[Sequence[int]],
         *,
         bad: Collection[int] = (),
-        failed_swaps: Iterable[SwapIn] = (),
+        failed_swaps: Sequence[SwapIn] = (),
     ) -> None:
         """Record the result of a plan: per branch its accepted drafts and the next token.
 
@@ -180,10 +180,9 @@ class Scheduler:
             if sequence.length == branch.goal and not branch.is_sampled:
                 self.running.fork_again(branch)
         manager.commit_each(work, known=self.config.prefix_caching)
-        failed = list(failed_swaps)
         for branch in plan.restored:
             if branch.sequence is not None:
-                manager.recover(branch.sequence, failed)
+                manager.recover(branch.sequence, failed_swaps)
                 self.running.active[branch] = None
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:

@@ -36,11 +36,11 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _
     num_blocks = [blocks] * len(layout.attended) + ([len(plan.branches)] if layout.states else [])
     sizes = RunnerSizes(num_blocks=num_blocks, max_num_seqs=len(plan.branches), max_context=max_context)
     runner = Runner(model, sizes, uses_graphs=False)
-    failed = runner.prepare(plan)
+    runner.prepare(plan)
     before = _reset_peak(device)
-    runner.forward(plan, failed)  # loads, compiles and caches once
+    runner.forward(plan)  # loads, compiles and caches once
     began = perf_counter()
-    output = runner.forward(plan, failed)
+    output = runner.forward(plan)
     output.logits.cpu()
     seconds = perf_counter() - began
     peak = _peak_bytes(device) - before

@@ -37,7 +37,6 @@ class StepOutput:
     logits: Tensor  # [wanted rows, vocab] of the model's dtype, packed in the plan's order
     starts: list[int]  # per branch, the index of its first row of logits
     bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
-    failed_swaps: list[SwapIn]
     attention_s: float  # in write and attend; on a GPU the time to launch them
     states: tuple[StepStates | None, ...] = ()  # recurrent states, of all branches together or of each
     hidden: Tensor | None = None  # [new tokens, hidden_size], after the last norm; if the runner keeps it
@@ -152,7 +151,6 @@ class Runner:
     def forward(
         self,
         plan: StepPlan,
-        failed: list[SwapIn],
         *,
         last_rows: Mapping[int, int] = _NONE,
         tokens: Tensor | None = None,
@@ -166,7 +164,7 @@ class Runner:
         Nothing is committed: a plan that raised may be run again, whole or in parts.
         """
         if not plan.branches:
-            return self.nothing(plan, failed)
+            return self.nothing(plan)
         plainly = self.observer is None and not last_rows and weights is None
         if self._graphs is not None and plainly and self._graphs.takes(plan):
             logits, bad = self._graphs.run(plan, tokens)
@@ -175,7 +173,6 @@ class Runner:
                 logits=logits,
                 starts=list(range(len(plan.branches))),
                 bad_tokens=bad,
-                failed_swaps=failed,
                 attention_s=0.0,
                 hidden=None if hidden is None else hidden[: len(plan.branches)],
             )
@@ -188,7 +185,6 @@ class Runner:
             logits=logits,
             starts=starts,
             bad_tokens=step.bad_tokens,
-            failed_swaps=failed,
             attention_s=step.attention_s,
             states=() if step.states is None else (step.states,),
             hidden=None if step.hidden is None else step.hidden[: plan.num_tokens],
@@ -204,7 +200,7 @@ class Runner:
         return is_plain and short is not None and short.is_whole and torch.get_num_threads() > 1
 
     @torch.inference_mode()
-    def get_ready(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput | None:
+    def get_ready(self, plan: StepPlan) -> StepOutput | None:
         """Lay out a decode pass on a CPU, to `begin` once its tokens are known; None elsewhere.
 
         Another pass may run meanwhile; it has to end before this one begins.
@@ -221,7 +217,6 @@ class Runner:
             logits=ready.logits[: len(wanted)],
             starts=starts,
             bad_tokens=step.bad_tokens,
-            failed_swaps=failed,
             attention_s=0.0,
             concurrent=ready,
         )
@@ -238,12 +233,12 @@ class Runner:
             keeps_hidden=self.keeps_hidden,
         )
 
-    def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:
+    def nothing(self, plan: StepPlan) -> StepOutput:
         """Return the output of a plan that computed nothing."""
         logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
-        return StepOutput(logits=logits, starts=starts, bad_tokens=fine, failed_swaps=failed, attention_s=0.0)
+        return StepOutput(logits=logits, starts=starts, bad_tokens=fine, attention_s=0.0)
 
     def close(self) -> None:
         """Release what lies outside the device."""
@@ -334,7 +329,7 @@ def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: in
     return min(max_context, *full) if full else max_context
 
 
-def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
+def join(parts: list[StepOutput]) -> StepOutput:
     """Return the output of a step whose branches were run one by one."""
     starts, at = [], 0
     for part in parts:
@@ -345,7 +340,6 @@ def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
         logits=torch.cat([part.logits for part in parts]),
         starts=starts,
         bad_tokens=torch.cat([part.bad_tokens for part in parts]),
-        failed_swaps=failed,
         attention_s=sum(part.attention_s for part in parts),
         states=tuple(part.states[0] if part.states else None for part in parts),
         hidden=torch.cat(hidden) if len(hidden) == len(parts) else None,  # one that raised has none

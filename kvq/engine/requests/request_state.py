@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvq.engine.params import PrefixPin, SamplingParams
-from kvq.engine.requests.beam import BeamSearch, Hypothesis
+from kvq.engine.requests.beam import Beam, BeamSearch
 from kvq.engine.requests.outputs import (
     CompletionOutput,
     Event,
@@ -246,20 +246,20 @@ class Job(Request):
                 output.index = index
         return outputs
 
-    def _of_beam(self, index: int, found: Hypothesis) -> CompletionOutput:
+    def _of_beam(self, index: int, found: Beam) -> CompletionOutput:
         stream = self.results[index].stream
         for token in found.tokens:
             stream.push(token, ends=token in self.end_ids)
         stream.finish()
-        length = max(1, len(found.tokens))
-        last = found.tokens[-1] if found.tokens else None
+        last = found.tokens[-1]
+        assert found.finish_reason is not None, "it is finished"
         return CompletionOutput(
             index=index,
             text=stream.text,
             token_ids=list(found.tokens),
             finish_reason=found.finish_reason,
             stop_reason=last if last in self.params.stop_token_ids else None,
-            cumulative_logprob=found.score * length**self.params.length_penalty,
+            cumulative_logprob=found.logprob,
         )
 
     def _receipt(self, generated: list[CompletionOutput]) -> Receipt:

@@ -1,7 +1,6 @@
 """Logit changes: penalties, biases, forbidden tokens and grammar masks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,13 +8,7 @@ from torch import Tensor
 
 from kvq.engine.device.transfers import upload
 
-
-@dataclass(frozen=True, slots=True)
-class Bias:
-    """Amounts added to the logits of some tokens of a row; -inf forbids a token."""
-
-    tokens: Tensor  # [tokens], int64
-    amounts: Tensor  # [tokens], fp32
+Bias = tuple[Tensor, Tensor]  # tokens of a row, int64, and what is added to their logits, fp32; -inf forbids
 
 
 def apply_penalties(
@@ -39,9 +32,8 @@ def apply_penalties(
 
 def apply_biases(logits: Tensor, places: Sequence[int], biases: Sequence[Bias]) -> None:
     """Add `biases[i]` to row `places[i]` of the logits, in place; a row may come more than once."""
-    rows = upload(np.repeat(places, [len(bias.tokens) for bias in biases]), logits.device)
-    tokens = torch.cat([bias.tokens for bias in biases])
-    amounts = torch.cat([bias.amounts for bias in biases])
+    rows = upload(np.repeat(places, [len(tokens) for tokens, _ in biases]), logits.device)
+    tokens, amounts = map(torch.cat, zip(*biases, strict=True))
     logits.index_put_((rows, tokens), amounts, accumulate=True)
 
 
