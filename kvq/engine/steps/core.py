@@ -242,8 +242,6 @@ class EngineCore(NotCopyable):
                 _log.exception("request %s could not be ended in order", job.id)
                 self._complete(job, error, reason)
         self._publisher.close()
-        if self.speculator is not None:
-            self.speculator.close()
         self.runner.close()
 
     def _abandon(self) -> None:
