@@ -36,7 +36,7 @@ class Admission:
 
     def promised(self, step: Step) -> list[int]:
         """Return the blocks per layer group that unfinished prefills will still take."""
-        promised = [0] * len(self.shape.windows)
+        promised = [0] * len(self.shape.reaches)
         for branch in step.unfinished:
             if branch.sequence is not None:
                 promised = added(promised, self.taken(branch.sequence.length, branch.goal))
@@ -73,7 +73,7 @@ class Admission:
         one block before it gives one back.
         """
         if not self.running.requests:
-            return [0] * len(self.shape.windows)
+            return [0] * len(self.shape.reaches)
         running = self.running.num_sequences if request.preemptions else 0
         growth = running << max(0, min(request.preemptions - 1, 8))
         spare = []

@@ -7,7 +7,7 @@ from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission, added
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
-from kvq.scheduler.fit import PoolShape, resolve_max_tokens
+from kvq.scheduler.fit import PoolShape, Reach, resolve_max_tokens
 from kvq.scheduler.preemption import choose_victim, may_preempt, prefers_swap, swappable
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 from kvq.scheduler.running import Running, held
@@ -33,11 +33,10 @@ class Scheduler:
         self.counters = Counters()
         self.waiting = WaitingQueue(config)
         self.running = Running(manager, config)
+        rules = zip(manager.blocks.windows, manager.blocks.limits, strict=True)
         self.shape = PoolShape(
             num_blocks=[pool.num_blocks for pool in manager.pools],
-            windows=manager.blocks.windows,
-            limits=manager.blocks.limits,
-            state_group=manager.blocks.state_group,
+            reaches=[Reach(*rule, group == manager.blocks.state_group) for group, rule in enumerate(rules)],
             block_size=manager.block_size,
         )
         self._admission = Admission(manager, config, costs, self.running, self.shape)
