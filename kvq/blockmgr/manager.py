@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Unpack
 
-from kvq.blockmgr.blocks import Blocks, GroupOptions
+from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Order, Subscriber, SwapIn
 from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
@@ -14,6 +14,7 @@ from kvq.blockmgr.sequence import BlockUse, LiveSequences, Sequence, Work
 from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
+from kvq.layout import Holding
 
 
 class BlockManager:  # D61: one class of parts; methods that only forward stay, since callers name them
@@ -39,14 +40,14 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
         identity: bytes = b"",
-        **options: Unpack[GroupOptions],
+        **options: Unpack[Holding],
     ) -> None:
         """Make empty pools. All lists have one entry per layer group.
 
         `block_size` is in tokens. `reserve_blocks` of every pool are kept from new sequences, so that
         running ones can grow. At most `max_pinned_blocks` of every pool may be pinned, by default half.
         `identity` names the model and the recipe: prefixes of another identity never match. `options`:
-        see `GroupOptions`. Raises ConfigError for numbers out of range and lists of other lengths.
+        see `Holding`. Raises ConfigError for numbers out of range and lists of other lengths.
         """
         self.blocks = Blocks(num_blocks, block_size, identity, **options)
         if not 0 <= reserve_blocks < min(num_blocks):

@@ -10,7 +10,7 @@ from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
 from kvq.engine.device.memory import describe_pools, planned_pools, swap_slots
-from kvq.engine.device.runner import Runner, RunnerSizes
+from kvq.engine.device.runner import Runner
 from kvq.engine.requests.marking import read_marking
 from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
@@ -157,14 +157,8 @@ def build_parts(
     num_blocks = pools.num_blocks
     host_slots = swap_slots(layout, config, num_blocks)
     _log_pools(pools, config, layout, max_context)
-    sizes = RunnerSizes(
-        num_blocks=num_blocks,
-        max_num_seqs=pools.sequences,
-        max_context=max_context,
-        host_slots=host_slots,
-        swap_folder=config.swap_folder,
-    )
-    runner = Runner(model, sizes, keeps_hidden=isinstance(helper, MtpHead))
+    swap = None if host_slots is None else (host_slots, config.swap_folder)
+    runner = Runner(model, pools, max_context, swap=swap, keeps_hidden=isinstance(helper, MtpHead))
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,

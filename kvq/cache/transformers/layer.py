@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvq.cache.transformers.attention import hand_over
-from kvq.cache.transformers.eager import eager
+from kvq.cache.transformers.attention import eager, hand_over
 from kvq.cache.transformers.rows import BatchRows
 from kvq.cache.transformers.state import CacheState
 from kvq.errors import ConfigError, RequestError
@@ -117,7 +116,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the window, or the cache's max_tokens, or -1 for no limit."""
-        return self.window or self.state.options.max_tokens or -1
+        return self.window or self.state.max_tokens or -1
 
     @property
     def _oldest(self) -> int:

@@ -26,6 +26,7 @@ from kvq.models.parts.states import StepStates
 from kvq.models.parts.step import Observer, PackedStep
 from kvq.models.run.packing import Integers, are_decodes, positions_of, ready_pass, run_packed
 from kvq.scheduler import StepPlan
+from kvq.sizing.pools import PoolPlan
 
 _NONE: Mapping[int, int] = MappingProxyType({})
 
@@ -76,25 +77,22 @@ class StepOutput:
 _Inputs = tuple[Sequence[int] | Tensor, Integers | Tensor, Sequence[int] | Tensor, tuple[SequenceBatch, ...]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunnerSizes:
-    """Sizes of everything that a runner allocates."""
-
-    num_blocks: list[int]  # per layer group
-    max_num_seqs: int
-    max_context: int  # tokens
-    host_slots: list[int] | None = None  # per layer group; None: nothing is swapped
-    swap_folder: str | Path | None = None  # of host slots on disk
-
-
 class Runner:
     """A model over its own block pools. Everything it needs between steps is allocated at the start."""
 
     def __init__(
-        self, model: Model, sizes: RunnerSizes, *, uses_graphs: bool = True, keeps_hidden: bool = False
+        self,
+        model: Model,
+        pools: PoolPlan,
+        max_context: int,
+        *,
+        swap: tuple[list[int], str | Path | None] | None = None,
+        uses_graphs: bool = True,
+        keeps_hidden: bool = False,
     ) -> None:
-        """Allocate pools, host slots and block tables.
+        """Allocate pools, host slots and block tables, for sequences of `max_context` tokens at most.
 
+        `swap`: host slots per layer group, and the folder if they are on disk; None: nothing is swapped.
         `uses_graphs`: capture decode steps as graphs on a GPU.
         `keeps_hidden`: outputs contain hidden states, valid until the next step.
 
@@ -102,7 +100,8 @@ class Runner:
             OutOfMemory: the pools or the host slots don't fit.
         """
         weights, layout = model.weights, model.layout
-        num_blocks, max_num_seqs = sizes.num_blocks, sizes.max_num_seqs
+        num_blocks, max_num_seqs = pools.num_blocks, pools.sequences
+        host_slots, swap_folder = swap or (None, None)
         spare = int(weights.device.type == "cuda")  # a block and a table row that pad graphs
         self.model = model
         self.cache = KVCache(
@@ -110,8 +109,8 @@ class Runner:
             num_blocks=[count + spare for count in num_blocks],
             device=weights.device,
             backend=model.prepared.backend,
-            host_slots=sizes.host_slots,
-            swap_folder=sizes.swap_folder,
+            host_slots=host_slots,
+            swap_folder=swap_folder,
         )
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
         self.keeps_hidden = keeps_hidden
@@ -119,7 +118,7 @@ class Runner:
         if self._device.type == "cuda":
             ring(self._device)  # made now, since pinning memory is slow
         self._block_size = layout.block_size
-        longest = longest_context(layout, num_blocks, sizes.max_context)
+        longest = longest_context(layout, num_blocks, max_context)
         self._width = -(-longest // layout.block_size)
         shape = (max_num_seqs + spare, self._width)
         groups = layout.attended
