@@ -212,15 +212,15 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             OutOfBlocks: a pool has too few blocks; nothing changed.
             ConfigError: a negative count, a sequence twice, or one that can't be used now.
         """
-        self._make_room(work)
-        slots = self._tables.slots(work)
-        for sequence, count in work:
-            sequence.length += count
-        return slots
+        self.extend(work)
+        return self._tables.slots(work)
 
     def extend(self, work: Work) -> None:  # D55: lists no slots: 0.5 us for 16
         """Make room as `append` does, for callers that compute slots from the tables on the device."""
-        self._make_room(work)
+        self._live.check_work(work)
+        self._tables.make_room(work)
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
         for sequence, count in work:
             sequence.length += count
 
@@ -385,12 +385,6 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         sequence.ready = True
         if lost is not None:
             self._tables.drop_lost(sequence, lost)
-
-    def _make_room(self, work: Work) -> None:
-        self._live.check_work(work)
-        self._tables.make_room(work)
-        if self.blocks.events.active:
-            self.blocks.events.deliver()
 
     def _begin(self, prompt: PrefixQuery) -> Sequence:
         sequence = self.new_sequence(tenant=prompt.tenant)
