@@ -7,8 +7,7 @@ from typing import Self, cast
 from kvq.engine.loop import LoopedEngine
 from kvq.engine.params import Params, as_params, each_params
 from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
-from kvq.engine.requests.prompts import Prompt, as_prompts
-from kvq.engine.requests.request_options import RequestOptions
+from kvq.engine.requests.request_options import Prompt, RequestOptions, as_prompts
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepSubscriber
 from kvq.scheduler import Priority

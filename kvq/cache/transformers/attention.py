@@ -53,7 +53,7 @@ class PackedAttention(Protocol):
         [tokens, q_heads, dim] in and out."""
 
 
-class BatchAttention(Protocol):
+class _BatchAttention(Protocol):
     """A cache's layer between its `update` and the attention that follows."""
 
     index: int
@@ -90,7 +90,7 @@ class _MaskKeywords(TypedDict, total=False):
 class _Waiting(threading.local):
     """The layer that `update` handed over in this thread and no attention has taken yet."""
 
-    step: BatchAttention | None = None
+    step: _BatchAttention | None = None
 
 
 _waiting = _Waiting()  # of the module, since transformers calls attention by name, without the cache
@@ -117,7 +117,7 @@ def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
     return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
 
 
-def hand_over(step: BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding
+def hand_over(step: _BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding
     """Leave a layer's new tokens for the attention call that follows in this thread.
 
     Raises:
@@ -230,7 +230,7 @@ def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]
     return place
 
 
-def _take(layer: int, key: Tensor) -> BatchAttention:
+def _take(layer: int, key: Tensor) -> _BatchAttention:
     step, _waiting.step = _waiting.step, None
     if step is None:
         raise ModelError(

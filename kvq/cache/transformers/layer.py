@@ -46,7 +46,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         self.window = geometry.window  # tokens, the query's own included
         self.is_sliding = self.window is not None
         self.cumulative_length = 0  # tokens per row, padding included
-        self.handed: Tensor | None = None  # see `kvq.cache.transformers.attention.BatchAttention`
+        self.handed: Tensor | None = None  # see `attention._BatchAttention`
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -95,7 +95,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
     ) -> Tensor:
-        """Write, then attend from blocks; see `kvq.cache.transformers.attention.BatchAttention`."""
+        """Write, then attend from blocks; see `attention._BatchAttention`."""
         self.handed = None
         rows, seen = self.state.rows, self.cumulative_length
         assert rows is not None, "opened by update"

@@ -30,7 +30,7 @@ Listener = Callable[[Event], object]
 
 
 @dataclass(slots=True, eq=False)
-class Result:
+class _Result:
     """Output of one branch in the making."""
 
     output: CompletionOutput
@@ -58,7 +58,7 @@ class Job(Request):
     listener: Listener | None = None
     timing: Timing
     last_token_s: float = 0.0
-    results: list[Result] = field(default_factory=list)  # by branch
+    results: list[_Result] = field(default_factory=list)  # by branch
     beams: BeamSearch | None = None
     candidates: dict[Branch, list[tuple[float, int]]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -139,7 +139,7 @@ class Job(Request):
                 logprobs=None if self.params.logprobs is None else [],
             )
             own = None if matcher is None else matcher.fork()
-            self.results.append(Result(output, stream.fork(), own))
+            self.results.append(_Result(output, stream.fork(), own))
 
     def accept(self, index: int, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Add a token to a result, tell the listener, and return whether it ended the result.
@@ -174,7 +174,7 @@ class Job(Request):
             self._tell(self.listener, result, text)
         return result.is_done
 
-    def _tell(self, listener: Listener, result: Result, text: str) -> None:
+    def _tell(self, listener: Listener, result: _Result, text: str) -> None:
         """Send the last token of a result, and the text that became complete with it."""
         output = result.output
         if self.params.echo and len(output.token_ids) == 1:

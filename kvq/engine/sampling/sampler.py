@@ -15,10 +15,9 @@ from kvq.engine.device.transfers import Readback, Readbacks, upload
 from kvq.engine.params import SamplingParams, check_params
 from kvq.engine.requests.outputs import TokenLogprobs
 from kvq.engine.sampling.logprobs import chunks, measure, read_logprobs
-from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
+from kvq.engine.sampling.penalties import TokenCounts, apply_biases, apply_masks, apply_penalties
 from kvq.engine.sampling.rows import RowTable
 from kvq.engine.sampling.seeds import Purpose
-from kvq.engine.sampling.token_counts import TokenCounts
 from kvq.engine.sampling.watermarks import Watermarks
 from kvq.kernels.draw import kernel_for
 from kvq.kernels.draw.parameters import Kind, packed
