@@ -224,12 +224,9 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         for sequence, count in work:
             sequence.length += count
 
-    def commit(
-        self, sequence: Sequence, tokens: Iterable[int] | None = None, *, length: int | None = None
-    ) -> None:
+    def commit(self, sequence: Sequence, tokens: Iterable[int] | None = None) -> None:
         """Declare the KV of appended tokens good, and add the further tokens that are known now.
 
-        `length`: the first `length` tokens are good, by default all; the others are still being computed.
         Full blocks whose tokens are known enter the prefix index and can be reused from here on.
         Blocks of sliding-window groups that no later token sees are given back.
 
@@ -239,7 +236,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         self._live.check_ready(sequence)
         if tokens is not None:
             sequence.tokens.extend(token_array(tokens))
-        sequence.committed = sequence.length if length is None else length
+        sequence.committed = sequence.length
         if sequence.indexing:
             self.prefixes.publish(sequence)
         self._tables.release_unseen(sequence)
