@@ -111,7 +111,7 @@ class _Memory:
 
 
 class _File:
-    """A nameless file of a fixed size, with its room on the disk taken; zeros are read if it was cut short."""
+    """A nameless file of a fixed size whose room on the disk is taken; zeros are read if it was cut short."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         try:
