@@ -255,7 +255,7 @@ class Scheduler:
 
         Branches may be preempted to make room.
         """
-        decodes, work, most = step.decodes, [], self.config.max_num_batched_tokens
+        decodes, work, drafts, most = step.decodes, [], 0, self.config.max_num_batched_tokens
         for branch in self.running.active:
             sequence = held(branch)
             left = branch.goal - sequence.length
@@ -263,9 +263,10 @@ class Scheduler:
                 decodes.append(branch)
                 work.append((sequence, left))
                 step.decode_tokens += left
+                drafts += branch.num_drafts
             elif left:
                 step.unfinished.append(branch)
-        if extend_with_drafts(step, work, self.manager, most):
+        if drafts and extend_with_drafts(step, work, self.manager, most):
             return
         try:
             self.manager.extend(work)

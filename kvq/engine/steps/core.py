@@ -202,7 +202,6 @@ class EngineCore(NotCopyable):
         if self.speculator is not None:
             flight.watch.start("forward")
             self.speculator.observe(flight.plan, flight.result())
-            flight.watch.stop()
 
     def _prepare_choices(self, flight: Flight) -> Wanted:
         flight.wanted = self._chooser.prepare(flight.plan, flight.result(), flight.errors, flight.drafts)

@@ -45,15 +45,13 @@ class Launcher:
         """Carry a step to its end. One that was launched ahead and raised runs again with known tokens."""
         if flight.phase is Phase.PLANNED:
             self._get_ready(flight)
-        at_least = 0.0
         if flight.phase is Phase.RUNNING and _has_ended(flight):
-            at_least = flight.result().concurrent_s
+            flight.watch.stop(at_least=flight.result().concurrent_s)
         else:
             if flight.plan.follows is not None:
                 flight.plan, flight.wanted = flight.plan.after_all(), None
             self._forward(flight)
         flight.phase = Phase.DONE
-        flight.watch.stop(at_least=at_least)
 
     def forget(self, flight: Flight) -> None:
         """Drop a step and the one after it. A forward pass is waited for: it writes to blocks of others."""
@@ -81,15 +79,14 @@ class Launcher:
             following = self._plan_ahead(flight)
         if following is None:
             return
-        flight.watch.stop()
+        began = following.watch.start("forward")
         if following.phase is Phase.PLANNED:
             self._get_ready(following)
         if all_drew:
             self._begin(following, choices)
         else:  # some branches end here: it runs once that is settled
             following.output = None
-        following.watch.stop()
-        flight.watch.start("sampling")
+        flight.watch.leave_out(following.watch.stop() - began)
 
     def _plan_ahead(self, flight: Flight) -> Flight | None:
         """Plan the step after `flight`, if it depends on nothing but its tokens and may run ahead."""
@@ -131,7 +128,6 @@ class Launcher:
 
     def _begin(self, flight: Flight, choices: Choices) -> None:
         """Launch a step that is ready with the tokens drawn on the device."""
-        flight.watch.start("forward")
         plan, flight.phase = flight.plan, Phase.RUNNING
         assert plan.follows is not None, "planned ahead"
         try:
