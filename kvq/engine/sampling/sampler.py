@@ -108,15 +108,11 @@ class Sampler:
             if watermark is None
             else Watermarks(*watermark, max_rows=max_rows, vocab_size=vocab_size, device=device)
         )
+        self.has_watermarks = watermark is not None  # rows may be marked
         self._kernel = kernel_for(device)
         self._demanding: set[int] = set()  # rows that need more than the likeliest token
         self._changing: set[int] = set()  # rows whose logits are changed
         self._measured: set[int] = set()  # rows whose log-probabilities are wanted
-
-    @property
-    def has_watermarks(self) -> bool:
-        """True if rows may be marked."""
-        return self._watermarks is not None
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the GPU kernels for logits of that dtype, which takes seconds."""

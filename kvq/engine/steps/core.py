@@ -162,7 +162,8 @@ class EngineCore(NotCopyable):
             return False
         try:
             self._run(flight)
-            choices = self._choose(flight)
+            flight.watch.start("sampling")
+            choices = self._chooser.choose(flight.wanted or self._prepare_choices(flight), flight.result())
             self._launcher.launch_ahead(flight, choices)
             self._settle(flight, choices)
         except BaseException:  # an interruption too: the plan's tokens have slots and were never committed
@@ -174,7 +175,7 @@ class EngineCore(NotCopyable):
 
     def _resume(self, flight: Flight, began: float) -> Flight | None:
         """Go on with a step that was launched ahead; None if all its branches have ended."""
-        if not flight.has_branches_left:
+        if all(branch.is_done for branch in flight.plan.branches):
             self._forget()
             return None
         flight.watch.start("forward", since=began)
@@ -206,11 +207,6 @@ class EngineCore(NotCopyable):
     def _prepare_choices(self, flight: Flight) -> Wanted:
         flight.wanted = self._chooser.prepare(flight.plan, flight.result(), flight.errors, flight.drafts)
         return flight.wanted
-
-    def _choose(self, flight: Flight) -> Choices:
-        """Begin to draw the next tokens from a step's output."""
-        flight.watch.start("sampling")
-        return self._chooser.choose(flight.wanted or self._prepare_choices(flight), flight.result())
 
     def _account(self, flight: Flight) -> None:
         """Learn what a step cost, and publish its statistics."""

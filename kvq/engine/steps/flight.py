@@ -92,11 +92,6 @@ class Flight:
     following: "Flight | None" = None  # the next step, if it was planned ahead
 
     @property
-    def has_branches_left(self) -> bool:
-        """True if any of its branches has not ended."""
-        return any(not branch.is_done for branch in self.plan.branches)
-
-    @property
     def runs_concurrently(self) -> bool:
         """True while its forward pass runs in threads of its own."""
         return self.phase is Phase.RUNNING and self.output is not None and self.output.concurrent is not None
