@@ -163,7 +163,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             tenant=tenant,
             state_group=-1 if self.blocks.states is None else self.blocks.states.group,
         )
-        self._live.add(sequence)
+        self._live[sequence] = None
         return sequence
 
     def start(self, prompt: PrefixQuery) -> Sequence:
