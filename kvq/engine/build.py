@@ -16,7 +16,7 @@ from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_
 from kvq.engine.speculation_config import parse_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
-from kvq.layout import KVLayout
+from kvq.layout import Holding, KVLayout
 from kvq.models import Model
 from kvq.models.check.load_check import check_on_load, refuse_known
 from kvq.models.describe.resolve import ModelSource
@@ -162,8 +162,7 @@ def build_parts(
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        **layout.holding,
-        snapshot_every=config.snapshot_every,
+        **(layout.holding | Holding(snapshot_every=config.snapshot_every)),
         host_slots=host_slots,
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
