@@ -29,11 +29,12 @@ from triton.runtime.jit import JITFunction
 from benchmarks.as_on_gpu import as_on_gpu
 from kvq.bench.random_model import random_model
 from kvq.engine.device.graphs import DecodeGraphs, Tables
-from kvq.engine.device.runner import Runner, RunnerSizes
+from kvq.engine.device.runner import Runner
 from kvq.evals.report.results import envelope, write_json
 from kvq.kernels.gpu.launch import Bound
 from kvq.models.loading.fused_layers import fuse_layers
 from kvq.scheduler import Branch, Request, StepPlan
+from kvq.sizing.pools import PoolPlan
 
 DEPTH, BLOCK = 1000, 32
 QWEN3 = {
@@ -115,10 +116,10 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
         module = model.weights.model
         assert not fused or fuse_layers(module, [None] * layers, in_triton=True), "a Qwen3 is known"
         model = model.with_kv("int4_g16")
-        sizes = RunnerSizes(num_blocks=[batch * 33], max_num_seqs=batch, max_context=4096)
-        runner = Runner(model, sizes)
+        pools = PoolPlan(num_blocks=[batch * 33], step_tokens=batch, sequences=batch)
+        runner = Runner(model, pools, 4096)
         plan = plan_of(batch)
-        eager = timed(lambda: runner.forward(plan, runner.prepare(plan)))
+        eager = timed(lambda: (runner.prepare(plan), runner.forward(plan)))
         tables = [torch.zeros(batch + 1, 33, dtype=torch.int32) for _ in runner.cache.num_blocks]
         graphs = DecodeGraphs(
             model,

@@ -15,56 +15,43 @@ from kvq.commands.shared.terminal import echo, escape_unencodable, show_warnings
 from kvq.errors import BrokenFormat, KVQError, nearest
 from kvq.version import __version__
 
-# Groups of commands: command name -> its one-line help, shown without importing its module
+# Groups of commands: command name -> its module's folder below kvq.commands, and its one-line help, shown
+# without importing the module
 _GROUPS = {
     "First steps": {
-        "demo": "Measure every format on the embedded model and write a report.",
-        "perplexity": "Measure the quality of KV formats on a text: kvq perplexity ./my-model",
-        "serve": "Serve a model over HTTP, as OpenAI does: kvq serve ./my-model --kv int4",
+        "demo": ("use", "Measure every format on the embedded model and write a report."),
+        "perplexity": ("quality", "Measure the quality of KV formats on a text: kvq perplexity ./my-model"),
+        "serve": ("use", "Serve a model over HTTP, as OpenAI does: kvq serve ./my-model --kv int4"),
     },
     "Use a model": {
-        "generate": "Continue a prompt, streamed.",
-        "chat": "Chat in the terminal, with a model or with a running server.",
-        "run-batch": "Answer a file of requests, in OpenAI's batch format; resumable.",
-        "detect-watermark": "Find kvq's watermark in texts, or make a key for it.",
+        "generate": ("use", "Continue a prompt, streamed."),
+        "chat": ("chat", "Chat in the terminal, with a model or with a running server."),
+        "run-batch": ("use", "Answer a file of requests, in OpenAI's batch format; resumable."),
+        "detect-watermark": ("use", "Find kvq's watermark in texts, or make a key for it."),
     },
     "Quality": {
-        "eval": "Measure quality by several tasks, with error bars and gates.",
-        "compare": "Compare two results of perplexity or eval.",
-        "inspect": "Show a model's KV geometry and the bytes per token of every format.",
-        "calibrate": "Observe a model and write static scales to a kvq.json.",
-        "tune": "Find the best formats for every layer within a memory budget.",
-        "quantize": "Quantize a model's weights into a folder that other engines load too.",
-        "manifest": "Write or check the digests of a model folder's files.",
+        "eval": ("quality", "Measure quality by several tasks, with error bars and gates."),
+        "compare": ("quality", "Compare two results of perplexity or eval."),
+        "inspect": ("quality", "Show a model's KV geometry and the bytes per token of every format."),
+        "calibrate": ("quality", "Observe a model and write static scales to a kvq.json."),
+        "tune": ("quality", "Find the best formats for every layer within a memory budget."),
+        "quantize": ("quality", "Quantize a model's weights into a folder that other engines load too."),
+        "manifest": ("quality", "Write or check the digests of a model folder's files."),
     },
     "Size and speed": {
-        "plan": "Plan memory: how many users fit on which GPU.",
-        "simulate": "Simulate a load without a GPU: latency, throughput, cost.",
-        "cost": "Compare the price of tokens on your own GPUs and at an API.",
-        "models": "List the models that plan knows without their files.",
-        "gpus": "List the GPUs that plan knows.",
-        "bench": "Measure the speed of kvq's parts, and of the engine under load.",
+        "plan": ("capacity", "Plan memory: how many users fit on which GPU."),
+        "simulate": ("capacity", "Simulate a load without a GPU: latency, throughput, cost."),
+        "cost": ("capacity", "Compare the price of tokens on your own GPUs and at an API."),
+        "models": ("capacity", "List the models that plan knows without their files."),
+        "gpus": ("capacity", "List the GPUs that plan knows."),
+        "bench": ("bench", "Measure the speed of kvq's parts, and of the engine under load."),
     },
     "This machine": {
-        "doctor": "Show which backends run on this machine, and why others don't.",
-        "completion": "Make bash, zsh or fish complete commands, options and names.",
+        "doctor": ("machine", "Show which backends run on this machine, and why others don't."),
+        "completion": ("machine", "Make bash, zsh or fish complete commands, options and names."),
     },
 }
-_COMMANDS = {name: line for group in _GROUPS.values() for name, line in group.items()}
-# Folders of the commands' modules, below kvq.commands
-_FOLDERS = {
-    "bench": ("bench",),
-    "capacity": ("cost", "gpus", "models", "plan", "simulate"),
-    "chat": ("chat",),
-    "machine": ("completion", "doctor"),
-    "quality": ("calibrate", "compare", "eval", "inspect", "manifest", "perplexity", "quantize", "tune"),
-    "use": ("demo", "detect-watermark", "generate", "run-batch", "serve"),
-}
-_MODULES = {
-    name: f"kvq.commands.{folder}.{name.replace('-', '_')}"
-    for folder in _FOLDERS
-    for name in _FOLDERS[folder]
-}
+_COMMANDS = {name: entry for group in _GROUPS.values() for name, entry in group.items()}
 _WINDOWS = (
     "kvq runs on Linux, macOS and WSL; on Windows, install WSL (wsl --install) and run it there, please."
 )
@@ -84,7 +71,8 @@ class _Commands(click.Group):
         if name not in _COMMANDS:
             return None
         check_addresses()
-        module = importlib.import_module(_MODULES[name])
+        folder, _ = _COMMANDS[name]
+        module = importlib.import_module(f"kvq.commands.{folder}.{name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 
@@ -97,12 +85,14 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, group in _GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([*group.items()])
+                formatter.write_dl([(name, line) for name, (_, line) in group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
         """Return commands by name, without importing them, and kvq's own options."""
         found = [
-            CompletionItem(name, help=line) for name, line in _COMMANDS.items() if name.startswith(incomplete)
+            CompletionItem(name, help=line)
+            for name, (_, line) in _COMMANDS.items()
+            if name.startswith(incomplete)
         ]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 

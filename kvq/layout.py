@@ -81,6 +81,7 @@ class Holding(TypedDict, total=False):
     block_bytes: list[int]  # bytes of one block, which receipts count; by default 1
     lag: int  # committed tokens after a block before the index may know it, by default 0
     state_group: int | None  # whose blocks hold recurrent states; its window is 2
+    snapshot_every: int  # tokens between states that the index keeps, beside those at the end of prompts
 
 
 class Role(Enum):

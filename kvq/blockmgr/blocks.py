@@ -14,12 +14,6 @@ T = TypeVar("T")
 STATE_WINDOW = 2  # of a layer group of states: a token needs the state after the one before it
 
 
-class GroupOptions(Holding, total=False):
-    """Options of a `BlockManager` about its layer groups."""
-
-    snapshot_every: int  # tokens between states that the index keeps, beside those at the end of prompts
-
-
 def _per_group(given: list[T] | None, default: T, num_groups: int) -> list[T]:
     return [default] * num_groups if given is None else list(given)
 
@@ -28,13 +22,13 @@ class Blocks:
     """Pools by layer group with the index over them. Used by the parts of the block manager only."""
 
     def __init__(
-        self, num_blocks: list[int], block_size: int, identity: bytes, **options: Unpack[GroupOptions]
+        self, num_blocks: list[int], block_size: int, identity: bytes, **options: Unpack[Holding]
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
         if not num_blocks:
             raise ConfigError("num_blocks must name at least one layer group's pool, got none")
-        if unknown := sorted(options.keys() - GroupOptions.__annotations__.keys()):
+        if unknown := sorted(options.keys() - Holding.__annotations__.keys()):
             raise TypeError(f"BlockManager has no option {unknown[0]!r}")
         num_groups = len(num_blocks)
         self.block_size = block_size

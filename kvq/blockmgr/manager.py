@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Unpack
 
-from kvq.blockmgr.blocks import Blocks, GroupOptions
+from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Order, Subscriber, SwapIn
 from kvq.blockmgr.hits import Match, Prefixes
 from kvq.blockmgr.integrity import check_integrity
@@ -14,6 +14,7 @@ from kvq.blockmgr.sequence import BlockUse, LiveSequences, Sequence, Work
 from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
 from kvq.errors import ConfigError
+from kvq.layout import Holding
 
 
 class BlockManager:  # D61: one class of parts; methods that only forward stay, since callers name them
@@ -39,14 +40,14 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
         identity: bytes = b"",
-        **options: Unpack[GroupOptions],
+        **options: Unpack[Holding],
     ) -> None:
         """Make empty pools. All lists have one entry per layer group.
 
         `block_size` is in tokens. `reserve_blocks` of every pool are kept from new sequences, so that
         running ones can grow. At most `max_pinned_blocks` of every pool may be pinned, by default half.
         `identity` names the model and the recipe: prefixes of another identity never match. `options`:
-        see `GroupOptions`. Raises ConfigError for numbers out of range and lists of other lengths.
+        see `Holding`. Raises ConfigError for numbers out of range and lists of other lengths.
         """
         self.blocks = Blocks(num_blocks, block_size, identity, **options)
         if not 0 <= reserve_blocks < min(num_blocks):
@@ -162,7 +163,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             tenant=tenant,
             state_group=-1 if self.blocks.states is None else self.blocks.states.group,
         )
-        self._live.add(sequence)
+        self._live[sequence] = None
         return sequence
 
     def start(self, prompt: PrefixQuery) -> Sequence:
@@ -211,24 +212,21 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
             OutOfBlocks: a pool has too few blocks; nothing changed.
             ConfigError: a negative count, a sequence twice, or one that can't be used now.
         """
-        self._make_room(work)
-        slots = self._tables.slots(work)
-        for sequence, count in work:
-            sequence.length += count
-        return slots
+        self.extend(work)
+        return self._tables.slots(work)
 
     def extend(self, work: Work) -> None:  # D55: lists no slots: 0.5 us for 16
         """Make room as `append` does, for callers that compute slots from the tables on the device."""
-        self._make_room(work)
+        self._live.check_work(work)
+        self._tables.make_room(work)
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
         for sequence, count in work:
             sequence.length += count
 
-    def commit(
-        self, sequence: Sequence, tokens: Iterable[int] | None = None, *, length: int | None = None
-    ) -> None:
+    def commit(self, sequence: Sequence, tokens: Iterable[int] | None = None) -> None:
         """Declare the KV of appended tokens good, and add the further tokens that are known now.
 
-        `length`: the first `length` tokens are good, by default all; the others are still being computed.
         Full blocks whose tokens are known enter the prefix index and can be reused from here on.
         Blocks of sliding-window groups that no later token sees are given back.
 
@@ -238,7 +236,7 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         self._live.check_ready(sequence)
         if tokens is not None:
             sequence.tokens.extend(token_array(tokens))
-        sequence.committed = sequence.length if length is None else length
+        sequence.committed = sequence.length
         if sequence.indexing:
             self.prefixes.publish(sequence)
         self._tables.release_unseen(sequence)
@@ -384,12 +382,6 @@ class BlockManager:  # D61: one class of parts; methods that only forward stay, 
         sequence.ready = True
         if lost is not None:
             self._tables.drop_lost(sequence, lost)
-
-    def _make_room(self, work: Work) -> None:
-        self._live.check_work(work)
-        self._tables.make_room(work)
-        if self.blocks.events.active:
-            self.blocks.events.deliver()
 
     def _begin(self, prompt: PrefixQuery) -> Sequence:
         sequence = self.new_sequence(tenant=prompt.tenant)

@@ -1,7 +1,6 @@
 """Sequences: tokens, block tables in every layer group, the blocks used, and which sequences are live."""
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvq.blockmgr.pool import BlockId, HostSlot
@@ -175,35 +174,22 @@ def tables_of(starts: list[int], held: list[list[BlockId]]) -> list[list[BlockId
     return [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
 
 
-class LiveSequences:
+class LiveSequences(dict[Sequence, None]):
     """Live sequences in order of their start, and the refusal of every wrong use."""
-
-    def __init__(self) -> None:
-        self._live: dict[Sequence, None] = {}
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._live)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._live
-
-    def add(self, sequence: Sequence) -> None:
-        """Add a new sequence."""
-        self._live[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; from now on it may only be read."""
-        del self._live[sequence]
+        del self[sequence]
         sequence.ready = False
 
     def check_live(self, sequence: Sequence) -> None:
         """Raise ConfigError unless the sequence is one of these."""
-        if sequence not in self._live:
+        if sequence not in self:
             raise ConfigError("the sequence was freed, or is another manager's; start a new one")
 
     def check_ready(self, sequence: Sequence) -> None:
         """Raise ConfigError unless the sequence's blocks are there and trusted."""
-        if sequence.ready and sequence in self._live:
+        if sequence.ready and sequence in self:
             return
         self.check_live(sequence)
         if sequence.is_swapped:
@@ -217,9 +203,8 @@ class LiveSequences:
         """Raise ConfigError unless every sequence of an append is ready, comes once, and grows."""
         if len(dict(work)) != len(work):
             raise ConfigError("a sequence comes twice in one append; add its counts up")
-        live = self._live
         for sequence, count in work:
-            if not sequence.ready or sequence not in live:
+            if not sequence.ready or sequence not in self:
                 self.check_ready(sequence)
             if count < 0:
                 raise ConfigError(f"can't append {count} tokens; truncate drops some")

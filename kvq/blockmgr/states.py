@@ -95,15 +95,12 @@ class States:  # D63: recurrent states: blocks of a group whose window is 2
         move = sequence.move
         if move is not None and move.start == length:
             return True
-        if is_due and move is not None and move.start < length and self._shares_block(sequence, length):
+        shares_block = (length - 1) // self.block_size == (sequence.length - 1) // self.block_size
+        if is_due and move is not None and move.start < length and shares_block:
             return True
         if length > sequence.committed or length % self.block_size:
             return False
         return sequence.holds(self.group, length // self.block_size - 1)
-
-    def _shares_block(self, sequence: Sequence, length: int) -> bool:
-        """True if the state after `length` tokens goes where the one after all tokens goes."""
-        return (length - 1) // self.block_size == (sequence.length - 1) // self.block_size
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         """Put the block back where it was before an append that was not run, if it moved on."""

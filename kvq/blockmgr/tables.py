@@ -165,7 +165,7 @@ class Tables:
                 sequence.note_peak(self._blocks.block_bytes)
 
     def slots(self, work: Work) -> list[list[int]]:
-        """Return the slots of `count` tokens from each sequence's length on, per layer group.
+        """Return the slots of the last `count` tokens of each sequence, per layer group.
 
         A slot beyond a group's limit is -1. A group of recurrent states has no slots.
         """
@@ -178,7 +178,7 @@ class Tables:
         size, limit = self._blocks.block_size, self._blocks.limits[group]
         slots: list[int] = []
         for sequence, count in work:
-            table, at = sequence.tables[group], sequence.length
+            table, at = sequence.tables[group], sequence.length - count
             if count == 1 and limit is None:
                 slots.append(table[-1] * size + at % size)
                 continue

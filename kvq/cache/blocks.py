@@ -73,6 +73,8 @@ class BlockCache:
         return True
 
     def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
+        if not orders:
+            return []
         failed: list[SwapIn] = []
         copies: dict[int, list[tuple[int, int]]] = {}  # per group: groups share no block
         for order in [*orders, None]:  # after the last one, copies are still to be made

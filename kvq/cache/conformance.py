@@ -18,7 +18,7 @@ from kvq.layout import BlockOrder
 
 _POISON = 0xFF  # NaN as fp32, bf16, fp16, E4M3FN and as a scale
 _SLOTS = [3, 2]  # host slots per layer group
-_SLIDING = 1  # the layer with a window
+_SLIDING = 1  # the layer with a window, and its layer group
 
 
 class NotConforming(KVQError):
@@ -227,15 +227,14 @@ def _forgets_what_left_the_window(trial: Trial) -> None:
         trial.write(cache, step, _SLIDING)
     options = trial.options(_SLIDING)
     expected = trial.attend(cache, step, _SLIDING, options)
-    group = trial.group_of(_SLIDING)
     lost = [
         max(0, n - q - WINDOW + 1) // BLOCK_SIZE
         for q, n in zip(step.query_lens, step.context_lens, strict=True)
     ]
     _require(max(lost) > 0, "the trial has no context beyond its window")
-    free = ({(group, i) for i in range(cache.num_blocks[group])} - step.blocks).pop()[1]
-    cache.write_block(group, free, torch.full_like(cache.read_block(group, free), _POISON))
-    stale = step.with_stale_entries(group, lost, free)
+    free = ({(_SLIDING, i) for i in range(cache.num_blocks[_SLIDING])} - step.blocks).pop()[1]
+    cache.write_block(_SLIDING, free, torch.full_like(cache.read_block(_SLIDING, free), _POISON))
+    stale = step.with_stale_entries(_SLIDING, lost, free)
     for a, b in zip(trial.attend(cache, stale, _SLIDING, options), expected, strict=True):
         _require(torch.equal(a, b), "blocks before the window reach the result")
 

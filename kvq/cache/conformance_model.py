@@ -155,11 +155,6 @@ class Trial:
         """Return a step as each layer group sees it."""
         return [step.batch(self.device, group) for group in range(len(self.num_blocks))]
 
-    def group_of(self, layer: int) -> int:
-        """Return a layer's group."""
-        groups = (group.group for group in self.layout.groups)
-        return next(x.index for x in groups if any(own.index == layer for own in x.layers))
-
     def expected(self, step: Step, layer: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp in fp64 on the host, from rows as the formats store them."""
         queries = self.queries(step, layer).double().split(step.query_lens)

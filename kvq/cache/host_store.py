@@ -6,7 +6,6 @@ import os
 import tempfile
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,19 +18,6 @@ from kvq.sizes import binary
 
 _log = logging.getLogger("kvq")
 _ZEROS = bytes(1 << 20)
-
-
-class _Storage(Protocol):
-    """A fixed number of bytes that blocks are written to and read from."""
-
-    def write(self, offset: int, content: Tensor) -> None:
-        """Copy `content`, uint8 [n], to `offset`."""
-
-    def read(self, offset: int, nbytes: int) -> Tensor:
-        """Return the bytes at `offset`, uint8 [nbytes], maybe a view; others where a file was cut short."""
-
-    def close(self) -> None:
-        """Give back the memory or the room on the disk."""
 
 
 class HostStore:
@@ -62,7 +48,7 @@ class HostStore:
         self.host_slots = list(host_slots)
         self._digests = [BlockDigests(group, layout.recipe) for group in layout.groups]
         self._stored: dict[tuple[int, int], bytes] = {}  # (group, slot) -> digest
-        self._storage: _Storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
+        self._storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
 
     def put(self, group: int, slot: int, content: Tensor) -> None:
         """Keep a block's bytes, uint8 [block_bytes] on the host, in a slot.
@@ -109,7 +95,7 @@ class HostStore:
 
 
 class _Memory:
-    """Host memory."""
+    """Host memory; what is read is a view of it."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = allocate_bytes(nbytes, torch.device("cpu"), purpose="the host store")
@@ -125,7 +111,7 @@ class _Memory:
 
 
 class _File:
-    """A nameless file of a fixed size, with its room on the disk taken."""
+    """A nameless file of a fixed size whose room on the disk is taken; zeros are read if it was cut short."""
 
     def __init__(self, nbytes: int, folder: Path) -> None:
         try:

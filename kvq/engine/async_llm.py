@@ -11,8 +11,7 @@ from typing import Self
 from kvq.engine.loop import Command, LoopedEngine
 from kvq.engine.params import Params, as_params
 from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
-from kvq.engine.requests.prompts import Prompt
-from kvq.engine.requests.request_options import RequestOptions
+from kvq.engine.requests.request_options import Prompt, RequestOptions
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepStats, StepSubscriber
 from kvq.errors import EngineError, KVQError

@@ -10,18 +10,19 @@ from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.device.dry_run import dry_run
 from kvq.engine.device.memory import describe_pools, planned_pools, swap_slots
-from kvq.engine.device.runner import Runner, RunnerSizes
+from kvq.engine.device.runner import Runner
 from kvq.engine.requests.marking import read_marking
-from kvq.engine.speculation.make import Helper, check_speculation
+from kvq.engine.speculation.make import Helper, check_speculation, helper_bytes_per_token
 from kvq.engine.speculation_config import parse_speculation
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
-from kvq.layout import KVLayout
+from kvq.layout import Holding, KVLayout
 from kvq.models import Model
 from kvq.models.check.load_check import check_on_load, refuse_known
 from kvq.models.describe.resolve import ModelSource
 from kvq.models.loading.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.model import load_prepared
+from kvq.models.mtp import MtpHead
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
 from kvq.sizes import decimal
 from kvq.sizing.needs import bytes_of
@@ -144,7 +145,7 @@ def build_parts(
         costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
     own, free = layout.kv_bytes_per_token, available_bytes(device)
     if free is not None:
-        free = round(free * own / (own + helper.kv_bytes_per_token))
+        free = round(free * own / (own + helper_bytes_per_token(helper)))
     pools = planned_pools(
         layout,
         config,
@@ -156,19 +157,12 @@ def build_parts(
     num_blocks = pools.num_blocks
     host_slots = swap_slots(layout, config, num_blocks)
     _log_pools(pools, config, layout, max_context)
-    sizes = RunnerSizes(
-        num_blocks=num_blocks,
-        max_num_seqs=pools.sequences,
-        max_context=max_context,
-        host_slots=host_slots,
-        swap_folder=config.swap_folder,
-    )
-    runner = Runner(model, sizes, keeps_hidden=helper.head is not None)
+    swap = None if host_slots is None else (host_slots, config.swap_folder)
+    runner = Runner(model, pools, max_context, swap=swap, keeps_hidden=isinstance(helper, MtpHead))
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        **layout.holding,
-        snapshot_every=config.snapshot_every,
+        **(layout.holding | Holding(snapshot_every=config.snapshot_every)),
         host_slots=host_slots,
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Self, cast
+from typing import Self
 
 from kvq.engine.loop import LoopedEngine
 from kvq.engine.params import Params, as_params, each_params
 from kvq.engine.requests.outputs import Event, Piece, RequestOutput, as_piece
-from kvq.engine.requests.prompts import Prompt, as_prompts
-from kvq.engine.requests.request_options import RequestOptions
+from kvq.engine.requests.request_options import Prompt, RequestOptions, as_prompts
 from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.publisher import StepSubscriber
 from kvq.scheduler import Priority
@@ -49,13 +48,20 @@ class LLM(LoopedEngine):
             RequestOptions(params=one, priority=priority, tenant=tenant, cache_salt=cache_salt)
             for one in each_params(params, len(many))
         ]
-        outputs: list[RequestOutput | None] = [None] * len(many)
+        outputs: dict[int, RequestOutput] = {}  # by index
+
+        def keep(index: int, event: Event) -> None:
+            if isinstance(event, RequestOutput):
+                outputs[index] = event
+                if progress is not None:
+                    progress(len(outputs), len(many))
+
         jobs = [
-            self.core.intake.new_job(prompt, options, listener=partial(_keep, outputs, i, progress))
+            self.core.intake.new_job(prompt, options, listener=partial(keep, i))
             for i, (prompt, options) in enumerate(zip(many, given, strict=True))
         ]
         self._run(jobs)
-        return [cast(RequestOutput, output) for output in outputs]
+        return [outputs[i] for i in range(len(many))]
 
     def stream(
         self, prompt: Prompt, params: Params | None = None, *, tenant: str = "", cache_salt: str | None = None
@@ -119,16 +125,3 @@ class LLM(LoopedEngine):
         finally:
             if not self._is_ending():
                 self.core.cancel(job)
-
-
-def _keep(
-    outputs: list[RequestOutput | None],
-    index: int,
-    progress: Callable[[int, int], object] | None,
-    event: Event,
-) -> None:
-    """Store the output of a request at its index."""
-    if isinstance(event, RequestOutput):
-        outputs[index] = event
-        if progress is not None:
-            progress(sum(output is not None for output in outputs), len(outputs))

@@ -5,8 +5,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -30,19 +29,12 @@ class _Watchdog:
         """`on_stuck` is called from the watchdog's thread with the seconds the step has taken so far."""
         self.deadline_s = deadline_s
         self._on_stuck = on_stuck
-        self._began: float | None = None
+        self.began: float | None = (
+            None  # when the step that runs began, by `monotonic`; set by whoever runs it
+        )
         self._wake = threading.Event()  # set to end the thread
         self._thread = threading.Thread(target=self._watch, name="kvq-watchdog", daemon=True)
         self._thread.start()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Watch the time inside the context."""
-        self._began = monotonic()
-        try:
-            yield
-        finally:
-            self._began = None
 
     def close(self) -> None:
         """End the thread and wait for it."""
@@ -56,7 +48,7 @@ class _Watchdog:
     def _watch(self) -> None:
         reported: float | None = None
         while not self._wake.wait(min(1.0, self.deadline_s / 4)):
-            began = self._began
+            began = self.began
             if began is None or began == reported or monotonic() - began < self.deadline_s:
                 continue
             reported = began
@@ -88,8 +80,11 @@ class EngineLoop:  # D237: one loop for LLM, AsyncLLM and worker
 
     def step(self) -> bool:
         """Run one step; False if there was nothing to run. Sleeps briefly if all work waits for grammars."""
-        with self.watchdog.step():
+        self.watchdog.began = monotonic()
+        try:
             ran = self.core.step()
+        finally:
+            self.watchdog.began = None
         if not ran and self.core.has_work:
             sleep(_GRAMMAR_POLL_S)
         return ran

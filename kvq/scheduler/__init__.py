@@ -2,7 +2,7 @@
 
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
-from kvq.scheduler.fit import PoolShape, Reach, most_blocks, resolve_max_tokens, worst_case
+from kvq.scheduler.fit import PoolShape, Reach, most_blocks, resolve_max_tokens
 from kvq.scheduler.request import Branch, Priority, Request
 from kvq.scheduler.scheduler import Scheduler
 from kvq.scheduler.snapshot import Snapshot
@@ -23,5 +23,4 @@ __all__ = [
     "StepPlan",
     "most_blocks",
     "resolve_max_tokens",
-    "worst_case",
 ]

@@ -12,8 +12,8 @@ from kvq.scheduler.config import SchedulerConfig
 class Reach(NamedTuple):
     """Tokens that a layer group keeps; None for all."""
 
-    window: int | None
-    limit: int | None
+    window: int | None = None
+    limit: int | None = None
     is_state: bool = False  # none, but one block a sequence
 
 
@@ -22,26 +22,8 @@ class PoolShape:
     """Sizes of the empty pools."""
 
     num_blocks: list[int]  # per layer group
-    windows: list[int | None]  # per layer group
+    reaches: list[Reach]  # per layer group
     block_size: int  # tokens
-    limits: list[int | None] | None = None  # per layer group, if any has one
-    state_group: int | None = None  # the layer group of recurrent states
-
-    @property
-    def reaches(self) -> list[Reach]:
-        """Reach per layer group."""
-        limits = [None] * len(self.windows) if self.limits is None else self.limits
-        pairs = enumerate(zip(self.windows, limits, strict=True))
-        return [Reach(window, limit, group == self.state_group) for group, (window, limit) in pairs]
-
-
-def worst_case(
-    prompt_tokens: int, max_tokens: int, shape: PoolShape, chunk: int, num_branches: int = 1
-) -> list[int]:
-    """Return the most blocks per layer group that a request holds; `chunk`: the most tokens of one step."""
-    return most_blocks(
-        prompt_tokens, max_tokens, shape.reaches, shape.block_size, chunk, num_branches=num_branches
-    )
 
 
 def most_blocks(
@@ -110,7 +92,8 @@ def resolve_max_tokens(
         )
 
     def need(tokens: int) -> list[int]:
-        return worst_case(prompt_tokens, tokens, shape, config.max_num_batched_tokens, num_branches)
+        size, chunk = shape.block_size, config.max_num_batched_tokens
+        return most_blocks(prompt_tokens, tokens, shape.reaches, size, chunk, num_branches=num_branches)
 
     least = 1 if max_tokens is None else max_tokens
     if not _fits(need(least), shape):

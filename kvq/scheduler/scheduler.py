@@ -1,14 +1,13 @@
 """Scheduler: fills every step with decodes of running requests first, then with prefill."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from kvq.blockmgr import BlockManager, Match, SwapIn
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
-from kvq.scheduler.admission import Admission, added
+from kvq.scheduler.admission import Admission, added, choose_victim, may_preempt, prefers_swap, swappable
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
-from kvq.scheduler.fit import PoolShape, resolve_max_tokens
-from kvq.scheduler.preemption import choose_victim, may_preempt, prefers_swap, swappable
+from kvq.scheduler.fit import PoolShape, Reach, resolve_max_tokens
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 from kvq.scheduler.running import Running, held
 from kvq.scheduler.snapshot import Counters, Snapshot, take_snapshot
@@ -33,11 +32,10 @@ class Scheduler:
         self.counters = Counters()
         self.waiting = WaitingQueue(config)
         self.running = Running(manager, config)
+        rules = zip(manager.blocks.windows, manager.blocks.limits, strict=True)
         self.shape = PoolShape(
             num_blocks=[pool.num_blocks for pool in manager.pools],
-            windows=manager.blocks.windows,
-            limits=manager.blocks.limits,
-            state_group=manager.blocks.state_group,
+            reaches=[Reach(*rule, group == manager.blocks.state_group) for group, rule in enumerate(rules)],
             block_size=manager.block_size,
         )
         self._admission = Admission(manager, config, costs, self.running, self.shape)
@@ -155,7 +153,7 @@ class Scheduler:
         tokens: Sequence[Sequence[int]],
         *,
         bad: Collection[int] = (),
-        failed_swaps: Iterable[SwapIn] = (),
+        failed_swaps: Sequence[SwapIn] = (),
     ) -> None:
         """Record the result of a plan: per branch its accepted drafts and the next token.
 
@@ -180,10 +178,9 @@ class Scheduler:
             if sequence.length == branch.goal and not branch.is_sampled:
                 self.running.fork_again(branch)
         manager.commit_each(work, known=self.config.prefix_caching)
-        failed = list(failed_swaps)
         for branch in plan.restored:
             if branch.sequence is not None:
-                manager.recover(branch.sequence, failed)
+                manager.recover(branch.sequence, failed_swaps)
                 self.running.active[branch] = None
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
@@ -258,7 +255,7 @@ class Scheduler:
 
         Branches may be preempted to make room.
         """
-        decodes, work, most = step.decodes, [], self.config.max_num_batched_tokens
+        decodes, work, drafts, most = step.decodes, [], 0, self.config.max_num_batched_tokens
         for branch in self.running.active:
             sequence = held(branch)
             left = branch.goal - sequence.length
@@ -266,9 +263,10 @@ class Scheduler:
                 decodes.append(branch)
                 work.append((sequence, left))
                 step.decode_tokens += left
+                drafts += branch.num_drafts
             elif left:
                 step.unfinished.append(branch)
-        if extend_with_drafts(step, work, self.manager, most):
+        if drafts and extend_with_drafts(step, work, self.manager, most):
             return
         try:
             self.manager.extend(work)

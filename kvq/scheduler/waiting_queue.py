@@ -17,7 +17,7 @@ from kvq.scheduler.request import Priority, Request
 _MOST_TENANTS = 10_000  # whose service is remembered
 
 
-class Tenants:
+class _Tenants:
     """Tokens served per tenant. A tenant that was idle starts level with the least served waiting one.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models" (virtual token counters), 2024.
@@ -47,7 +47,7 @@ class Tenants:
 class _Class:
     """Waiting requests of one priority: a line per tenant, the least served tenant first."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: _Tenants) -> None:
         self._tenants = tenants
         self._lines: dict[str, deque[Request]] = {}
         self._order: list[tuple[float, int, str]] = []  # heap of (served when pushed, tie, tenant)
@@ -102,7 +102,7 @@ class _FairQueue:
     """Requests that never held blocks. All operations but `remove` take O(log tenants)."""
 
     def __init__(self, *, aging_s: float) -> None:
-        self.tenants = Tenants()
+        self.tenants = _Tenants()
         self._aging_s = aging_s
         self._classes = {priority: _Class(self.tenants) for priority in Priority}
         self._where: dict[Request, _Class] = {}
@@ -177,21 +177,16 @@ class WaitingQueue:
         # No longer parked; they go before the queued requests of their priority.
         self._ready: dict[Priority, deque[Request]] = {priority: deque() for priority in Priority}
         self._parked: dict[Sequence, _Parked] = {}
-        self._num_parked = 0
+        self.num_parked = 0  # requests that wait for a prefix that another request computes
 
     def __len__(self) -> int:
         ready = sum(map(len, self._ready.values()))
-        return len(self.queue) + ready + self._num_parked + len(self.preempted)
+        return len(self.queue) + ready + self.num_parked + len(self.preempted)
 
     @property
     def num_waiting(self) -> int:
         """Number of requests that were never admitted."""
         return len(self) - len(self.preempted)
-
-    @property
-    def num_parked(self) -> int:
-        """Number of requests that wait for a prefix that another request computes."""
-        return self._num_parked
 
     def requests(self) -> list[Request]:
         """Return all requests."""
@@ -207,14 +202,14 @@ class WaitingQueue:
         """Let a request wait until a sequence has indexed more blocks, or has ended."""
         self.remove(request)
         self._parked.setdefault(owner, _Parked(owner.depth)).requests.append(request)
-        self._num_parked += 1
+        self.num_parked += 1
 
     def wake(self) -> None:
         """Release the requests whose prefix grew or will not come. O(sequences waited for)."""
         for owner, group in list(self._parked.items()):
             if owner.depth != group.depth or not owner.announced:
                 del self._parked[owner]
-                self._num_parked -= len(group.requests)
+                self.num_parked -= len(group.requests)
                 for request in group.requests:
                     self._ready[request.priority].append(request)
 
@@ -253,6 +248,6 @@ class WaitingQueue:
         else:
             owner = next(owner for owner, group in self._parked.items() if request in group.requests)
             self._parked[owner].requests.remove(request)
-            self._num_parked -= 1
+            self.num_parked -= 1
             if not self._parked[owner].requests:
                 del self._parked[owner]

@@ -7,9 +7,8 @@ from math import exp, lgamma, log, log1p, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from kvq.watermark.key import Key
+from kvq.watermark.key import Key, is_green, layer_bits, token_words
 from kvq.watermark.schemes import Green, Scheme, Tournament
-from kvq.watermark.words import is_green, layer_bits, token_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,8 +26,8 @@ def test_each_is_as_one_by_one(windows: list[int | None]):
             if blocks is together:
                 blocks.commit_each(work)
             else:
-                for sequence, token, length in work:
-                    blocks.commit(sequence, [token], length=length)
+                for sequence, token, _ in work:
+                    blocks.commit(sequence, [token])
             blocks.append([(sequence, 1) for sequence in sequences])
         blocks.check_integrity()
     assert together.usage() == apart.usage()

@@ -74,7 +74,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Scene], object], str]] = {
     ),
     "a stray reference": (lambda s: s.blocks.pools[0].share(s.live.tables[0][1]), "tables differ, 2 and 1"),
     "a lost pin": (lambda s: s.blocks.pins._pins.clear(), "references and tables differ, 1 and 0"),
-    "a forgotten sequence": (lambda s: s.blocks._live._live.pop(s.live), "references and tables differ"),
+    "a forgotten sequence": (lambda s: s.blocks._live.pop(s.live), "references and tables differ"),
     "too many pins": (lambda s: setattr(s.blocks.pins, "_max_blocks", 0), "more blocks are pinned than may"),
     "a prefix older than its end": (move_to_end, "is given away after its prefix"),
     "an outlived prefix": (forget_prefix, "outlived the prefix it needs"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache import KvqCache
-from kvq.cache.transformers.eager import eager
+from kvq.cache.transformers.attention import eager
 from tests.cache.hf_kit import attention_of, family_model
 from tests.helpers_models import random_tokens
 

@@ -80,8 +80,8 @@ DEFECTS: dict[str, tuple[object, str, Defect]] = {
     "blocks leak": (Running, "_free", keep_blocks),
     "rows leak": (Running, "_give_row_back", forget_row),
     "host slots leak": (SwapSpace, "discard", forget_slots),
-    "the worst case is one block short": (fit, "worst_case", lambda real, *arguments: [
-        max(1, blocks - 1) for blocks in real(*arguments)
+    "the worst case is one block short": (fit, "most_blocks", lambda real, *arguments, **options: [
+        max(1, blocks - 1) for blocks in real(*arguments, **options)
     ]),
     "who waits for a prefix is not woken": (WaitingQueue, "wake", nothing),
     "the last goes first": (_FairQueue, "first", last_first),

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kvq.engine.device.runner import Runner, RunnerSizes
+from kvq.engine.device.runner import Runner
 from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.models import Model
 from kvq.models.describe.modules import load_module
@@ -19,6 +19,7 @@ from kvq.models.loading import fused_layers, layer_parts
 from kvq.models.loading.fused_layers import fuse_layers
 from kvq.models.loading.prepared import PreparedModel, prepare
 from kvq.models.loading.weights import LoadedWeights, place
+from kvq.sizing.pools import PoolPlan
 from tests.engine.imaginary_gpu import ImaginaryGPU
 from tests.engine.kit import one_character_tokenizer
 from tests.helpers_models import save_model
@@ -63,5 +64,6 @@ def runner_on(
 ) -> Runner:
     """A runner over such a model."""
     model = model_on(gpu, family, kv)
-    sizes = RunnerSizes(num_blocks=[9] * len(model.layout.groups), max_num_seqs=max_num_seqs, max_context=100)
-    return Runner(model, sizes, **options)
+    num_blocks = [9] * len(model.layout.groups)
+    pools = PoolPlan(num_blocks=num_blocks, step_tokens=100, sequences=max_num_seqs)
+    return Runner(model, pools, 100, **options)

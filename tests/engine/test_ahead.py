@@ -159,16 +159,16 @@ def test_a_step_that_raises_when_launched_ahead_is_run_again_with_its_tokens(cap
     llm = watched(engine(model, async_scheduling=True))
     forward, get_ready, raised = llm.core.runner.forward, llm.core.runner.get_ready, []
 
-    def raising(plan, failed, *, tokens=None, **options):
+    def raising(plan, *, tokens=None, **options):
         if plan.follows is not None and plan.number % 2:
             raised.append(plan.number)
             raise RuntimeError("not ahead")
-        return forward(plan, failed, tokens=tokens, **options)
+        return forward(plan, tokens=tokens, **options)
 
-    def refusing(plan, failed):
+    def refusing(plan):
         if plan.number % 2:
             raise RuntimeError("not ready")
-        return get_ready(plan, failed)
+        return get_ready(plan)
 
     llm.core.runner.forward, llm.core.runner.get_ready = raising, refusing
     with caplog.at_level(logging.CRITICAL, "kvq"):
@@ -229,10 +229,10 @@ def test_a_step_that_is_interrupted_while_another_runs_waits_for_that(num_thread
     llm = engine(model, async_scheduling=True)
     get_ready, kept = llm.core.runner.get_ready, []
 
-    def interrupted(plan, failed):
+    def interrupted(plan):
         if plan.number > 8 and not kept:
             raise KeyboardInterrupt
-        return get_ready(plan, failed)
+        return get_ready(plan)
 
     llm.core.runner.get_ready = interrupted
     try:
@@ -323,9 +323,9 @@ def test_costs_are_those_of_the_step_itself(ahead, monkeypatch):
     observe = llm.core.scheduler.costs.observe
     llm.core.scheduler.costs.observe = lambda **step: seen.append(step) or observe(**step)
 
-    def slower(plan, failed, **options):
+    def slower(plan, **options):
         now[0] += slow * len(plan.branches)
-        return forward(plan, failed, **options)
+        return forward(plan, **options)
 
     def later(self):
         now[0] += slow * len(self.bad_tokens) * (self.concurrent is not None)

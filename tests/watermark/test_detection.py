@@ -9,8 +9,7 @@ import pytest
 
 from kvq.watermark import Green, Tournament, detect
 from kvq.watermark.detection import least_p
-from kvq.watermark.key import Key, key_from
-from kvq.watermark.words import is_green, layer_bits, token_words
+from kvq.watermark.key import Key, is_green, key_from, layer_bits, token_words
 
 SCHEMES = [Green(), Green(gamma=0.5, context=1), Tournament(), Tournament(layers=3, context=2)]
 VOCAB = 600

@@ -8,8 +8,7 @@ import torch
 
 from kvq.engine.sampling import watermarks
 from kvq.watermark import Green
-from kvq.watermark.key import key_from
-from kvq.watermark.words import is_green, layer_bits, token_words
+from kvq.watermark.key import is_green, key_from, layer_bits, token_words
 
 
 def seeds(count: int) -> np.ndarray:

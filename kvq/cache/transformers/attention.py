@@ -7,13 +7,14 @@ packed sequences would synchronize the device every step.
 """
 
 import threading
-from typing import Protocol, TypedDict, Unpack
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from kvq.cache.stores.expansion import LatentExpansion
-from kvq.cache.transformers.eager import eager
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions
@@ -21,6 +22,8 @@ from kvq.kernels import AttentionOptions
 NAME = "kvq"
 PACKED_NAME = "kvq_packed"  # D221: `kvq` takes a padding mask, `kvq_packed` none
 EXPANSION = "kvq_expansion"  # attribute of an attention module whose layer stores latents
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PackedAttention(Protocol):
@@ -50,7 +53,7 @@ class PackedAttention(Protocol):
         [tokens, q_heads, dim] in and out."""
 
 
-class BatchAttention(Protocol):
+class _BatchAttention(Protocol):
     """A cache's layer between its `update` and the attention that follows."""
 
     index: int
@@ -87,7 +90,7 @@ class _MaskKeywords(TypedDict, total=False):
 class _Waiting(threading.local):
     """The layer that `update` handed over in this thread and no attention has taken yet."""
 
-    step: BatchAttention | None = None
+    step: _BatchAttention | None = None
 
 
 _waiting = _Waiting()  # of the module, since transformers calls attention by name, without the cache
@@ -114,7 +117,7 @@ def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
     return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
 
 
-def hand_over(step: BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding
+def hand_over(step: _BatchAttention) -> None:  # D222: new rows are written by attention, which knows padding
     """Leave a layer's new tokens for the attention call that follows in this thread.
 
     Raises:
@@ -128,6 +131,28 @@ def hand_over(step: BatchAttention) -> None:  # D222: new rows are written by at
             f"attn_implementation={NAME!r}; pass the model's own config, KvqCache(model.config), and "
             f"choose the attention with model.set_attn_implementation({NAME!r})"
         )
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Let compiled code break its graph here and call the function as it is, with all that it calls.
+
+    `torch.compiler.disable` would do it, but importing what that needs takes seconds; so it waits for the
+    first call out of compiled code.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            if function not in _DISABLED:
+                _DISABLED[function] = torch.compiler.disable(function)
+            return _DISABLED[function](*args, **kwargs)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    return call
+
+
+# torch.compile can't see through functools.cache.
+_DISABLED: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 @eager
@@ -205,7 +230,7 @@ def _place(geometry: ModelGeometry, number: int, claims: dict[str, float | None]
     return place
 
 
-def _take(layer: int, key: Tensor) -> BatchAttention:
+def _take(layer: int, key: Tensor) -> _BatchAttention:
     step, _waiting.step = _waiting.step, None
     if step is None:
         raise ModelError(

@@ -14,7 +14,7 @@ from kvq.cache.transformers.attention import register_attention
 from kvq.cache.transformers.config import read_config
 from kvq.cache.transformers.layer import KvqLayer
 from kvq.cache.transformers.rows import BatchRows
-from kvq.cache.transformers.state import CacheOptions, CacheState
+from kvq.cache.transformers.state import CacheState
 from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.kernels import check_backend
@@ -72,7 +72,8 @@ class KvqCache(Cache):  # type: ignore[misc]
             raise ConfigError(f"residual_length must be a number of tokens per row, got {residual_length!r}")
         check_backend(backend)
         register_attention()
-        options = CacheOptions(
+        self._state = CacheState(
+            config=read_config(config),
             kv=kv,
             scales=scales,
             block_size=block_size,
@@ -81,7 +82,6 @@ class KvqCache(Cache):  # type: ignore[misc]
             backend=backend,
             residual_length=residual_length,
         )
-        self._state = CacheState(read_config(config), options)
         if self._state.plan().recipe.is_quantized:
             warning_once(
                 _log, "what a KV format costs a model its config doesn't tell; kvq.check(model, kv) does"

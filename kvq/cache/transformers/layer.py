@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvq.cache.transformers.attention import hand_over
-from kvq.cache.transformers.eager import eager
+from kvq.cache.transformers.attention import eager, hand_over
 from kvq.cache.transformers.rows import BatchRows
 from kvq.cache.transformers.state import CacheState
 from kvq.errors import ConfigError, RequestError
@@ -47,7 +46,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         self.window = geometry.window  # tokens, the query's own included
         self.is_sliding = self.window is not None
         self.cumulative_length = 0  # tokens per row, padding included
-        self.handed: Tensor | None = None  # see `kvq.cache.transformers.attention.BatchAttention`
+        self.handed: Tensor | None = None  # see `attention._BatchAttention`
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -96,7 +95,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
     ) -> Tensor:
-        """Write, then attend from blocks; see `kvq.cache.transformers.attention.BatchAttention`."""
+        """Write, then attend from blocks; see `attention._BatchAttention`."""
         self.handed = None
         rows, seen = self.state.rows, self.cumulative_length
         assert rows is not None, "opened by update"
@@ -117,7 +116,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the window, or the cache's max_tokens, or -1 for no limit."""
-        return self.window or self.state.options.max_tokens or -1
+        return self.window or self.state.max_tokens or -1
 
     @property
     def _oldest(self) -> int:

@@ -11,8 +11,7 @@ from kvq.cache.kv_cache import KVCache
 from kvq.cache.memory import allocate_bytes
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import rotate_by_product
-
-Rows = tuple[Tensor, Tensor]  # K and V
+from kvq.kernels.paged import Rows
 
 
 class DenseScratch:

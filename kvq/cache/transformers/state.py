@@ -15,10 +15,11 @@ from kvq.layout import BlockOrder, KVLayout, plan_layout
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheOptions:
-    """The user's options, checked when the recipe is planned."""
+@dataclass(kw_only=True, eq=False)
+class CacheState:
+    """The user's options, the rows, opened by the first update, and the step that is under way."""
 
+    config: CacheConfig
     kv: str | Path | KVRecipe
     scales: str | Path | None
     block_size: int  # tokens
@@ -26,19 +27,10 @@ class CacheOptions:
     order: BlockOrder
     backend: str
     residual_length: int  # tokens per row
-
-
-class CacheState:
-    """Rows and scratch memory, opened by the first update, and the step that is under way."""
-
-    def __init__(self, config: CacheConfig, options: CacheOptions) -> None:
-        self.config = config
-        self.options = options
-        self.rows: BatchRows | None = None
-        self.records_past = False
-        self.layers_done = 0  # of the forward pass under way
-        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None
-        self.plan()
+    rows: BatchRows | None = None
+    records_past: bool = False
+    layers_done: int = 0  # of the forward pass under way
+    _dtypes: tuple[torch.dtype, torch.dtype] | None = None
 
     @property
     def length(self) -> int:
@@ -51,20 +43,20 @@ class CacheState:
         Raises:
             ConfigError: they don't fit the model.
         """
-        stored, options = self.config.stored, self.options
-        recipe = read_recipe(options.kv, options.scales, self.config)
+        recipe = read_recipe(self.kv, self.scales, self.config)
         if recipe.exact.sinks:
             raise ConfigError(
                 f"{recipe.name} keeps first tokens unquantized, which KvqCache can't do; leave out +sinks="
             )
-        if recipe.exact.recent and options.residual_length:
+        if recipe.exact.recent and self.residual_length:
             raise ConfigError(
-                f"residual_length={options.residual_length} and {recipe.name} both say how many recent "
+                f"residual_length={self.residual_length} and {recipe.name} both say how many recent "
                 f"tokens stay unquantized; leave one out"
             )
-        if options.residual_length:
-            recipe = replace(recipe, exact=replace(recipe.exact, recent=options.residual_length))
-        return plan_layout(stored, recipe, block_size=options.block_size, order=options.order, staging=False)
+        if self.residual_length:
+            recipe = replace(recipe, exact=replace(recipe.exact, recent=self.residual_length))
+        size, order = self.block_size, self.order
+        return plan_layout(self.config.stored, recipe, block_size=size, order=order, staging=False)
 
     def open(self, layer: int, k: Tensor, v: Tensor) -> BatchRows:
         """Check new rows [batch, heads, tokens, dim] of one layer; allocate if they are the first.
@@ -134,9 +126,9 @@ class CacheState:
             self.rows = BatchRows(
                 layout,
                 batch=batch,
-                max_tokens=self.options.max_tokens,
+                max_tokens=self.max_tokens,
                 device=k.device,
-                backend=self.options.backend,
+                backend=self.backend,
             )
         elif rows.batch != batch:
             rows.start(batch)

@@ -111,7 +111,7 @@ def command(
     from kvq.engine import LLM
     from kvq.engine.build import check_cache
     from kvq.engine.grammar.compiler import check_structured
-    from kvq.engine.requests.prompts import prompt_tokens
+    from kvq.engine.requests.request_options import prompt_tokens
     from kvq.engine.speculation.make import check_speculation
     from kvq.engine.speculation_config import parse_speculation
     from kvq.models.run.prompts import check_length, longest_token

@@ -8,9 +8,10 @@ from time import perf_counter
 import torch
 
 from kvq.blockmgr import HOLE, BlockId, StateMove
-from kvq.engine.device.runner import Runner, RunnerSizes
+from kvq.engine.device.runner import Runner
 from kvq.models import Model
 from kvq.scheduler import Branch, Request, StepPlan
+from kvq.sizing.pools import PoolPlan
 
 _CPU_TOKENS = 256  # on a CPU a full step of a large model takes long; memory grows with the tokens
 
@@ -34,13 +35,13 @@ def dry_run(model: Model, *, max_num_batched_tokens: int, max_context: int) -> _
     plan, blocks = _plan(tokens, min(tokens, max_context), model.layout.block_size)
     layout = model.layout
     num_blocks = [blocks] * len(layout.attended) + ([len(plan.branches)] if layout.states else [])
-    sizes = RunnerSizes(num_blocks=num_blocks, max_num_seqs=len(plan.branches), max_context=max_context)
-    runner = Runner(model, sizes, uses_graphs=False)
-    failed = runner.prepare(plan)
+    pools = PoolPlan(num_blocks=num_blocks, step_tokens=tokens, sequences=len(plan.branches))
+    runner = Runner(model, pools, max_context, uses_graphs=False)
+    runner.prepare(plan)
     before = _reset_peak(device)
-    runner.forward(plan, failed)  # loads, compiles and caches once
+    runner.forward(plan)  # loads, compiles and caches once
     began = perf_counter()
-    output = runner.forward(plan, failed)
+    output = runner.forward(plan)
     output.logits.cpu()
     seconds = perf_counter() - began
     peak = _peak_bytes(device) - before

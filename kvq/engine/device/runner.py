@@ -26,6 +26,7 @@ from kvq.models.parts.states import StepStates
 from kvq.models.parts.step import Observer, PackedStep
 from kvq.models.run.packing import Integers, are_decodes, positions_of, ready_pass, run_packed
 from kvq.scheduler import StepPlan
+from kvq.sizing.pools import PoolPlan
 
 _NONE: Mapping[int, int] = MappingProxyType({})
 
@@ -37,7 +38,6 @@ class StepOutput:
     logits: Tensor  # [wanted rows, vocab] of the model's dtype, packed in the plan's order
     starts: list[int]  # per branch, the index of its first row of logits
     bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
-    failed_swaps: list[SwapIn]
     attention_s: float  # in write and attend; on a GPU the time to launch them
     states: tuple[StepStates | None, ...] = ()  # recurrent states, of all branches together or of each
     hidden: Tensor | None = None  # [new tokens, hidden_size], after the last norm; if the runner keeps it
@@ -77,25 +77,22 @@ class StepOutput:
 _Inputs = tuple[Sequence[int] | Tensor, Integers | Tensor, Sequence[int] | Tensor, tuple[SequenceBatch, ...]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunnerSizes:
-    """Sizes of everything that a runner allocates."""
-
-    num_blocks: list[int]  # per layer group
-    max_num_seqs: int
-    max_context: int  # tokens
-    host_slots: list[int] | None = None  # per layer group; None: nothing is swapped
-    swap_folder: str | Path | None = None  # of host slots on disk
-
-
 class Runner:
     """A model over its own block pools. Everything it needs between steps is allocated at the start."""
 
     def __init__(
-        self, model: Model, sizes: RunnerSizes, *, uses_graphs: bool = True, keeps_hidden: bool = False
+        self,
+        model: Model,
+        pools: PoolPlan,
+        max_context: int,
+        *,
+        swap: tuple[list[int], str | Path | None] | None = None,
+        uses_graphs: bool = True,
+        keeps_hidden: bool = False,
     ) -> None:
-        """Allocate pools, host slots and block tables.
+        """Allocate pools, host slots and block tables, for sequences of `max_context` tokens at most.
 
+        `swap`: host slots per layer group, and the folder if they are on disk; None: nothing is swapped.
         `uses_graphs`: capture decode steps as graphs on a GPU.
         `keeps_hidden`: outputs contain hidden states, valid until the next step.
 
@@ -103,7 +100,8 @@ class Runner:
             OutOfMemory: the pools or the host slots don't fit.
         """
         weights, layout = model.weights, model.layout
-        num_blocks, max_num_seqs = sizes.num_blocks, sizes.max_num_seqs
+        num_blocks, max_num_seqs = pools.num_blocks, pools.sequences
+        host_slots, swap_folder = swap or (None, None)
         spare = int(weights.device.type == "cuda")  # a block and a table row that pad graphs
         self.model = model
         self.cache = KVCache(
@@ -111,8 +109,8 @@ class Runner:
             num_blocks=[count + spare for count in num_blocks],
             device=weights.device,
             backend=model.prepared.backend,
-            host_slots=sizes.host_slots,
-            swap_folder=sizes.swap_folder,
+            host_slots=host_slots,
+            swap_folder=swap_folder,
         )
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
         self.keeps_hidden = keeps_hidden
@@ -120,7 +118,7 @@ class Runner:
         if self._device.type == "cuda":
             ring(self._device)  # made now, since pinning memory is slow
         self._block_size = layout.block_size
-        longest = longest_context(layout, num_blocks, sizes.max_context)
+        longest = longest_context(layout, num_blocks, max_context)
         self._width = -(-longest // layout.block_size)
         shape = (max_num_seqs + spare, self._width)
         groups = layout.attended
@@ -152,7 +150,6 @@ class Runner:
     def forward(
         self,
         plan: StepPlan,
-        failed: list[SwapIn],
         *,
         last_rows: Mapping[int, int] = _NONE,
         tokens: Tensor | None = None,
@@ -166,7 +163,7 @@ class Runner:
         Nothing is committed: a plan that raised may be run again, whole or in parts.
         """
         if not plan.branches:
-            return self.nothing(plan, failed)
+            return self.nothing(plan)
         plainly = self.observer is None and not last_rows and weights is None
         if self._graphs is not None and plainly and self._graphs.takes(plan):
             logits, bad = self._graphs.run(plan, tokens)
@@ -175,7 +172,6 @@ class Runner:
                 logits=logits,
                 starts=list(range(len(plan.branches))),
                 bad_tokens=bad,
-                failed_swaps=failed,
                 attention_s=0.0,
                 hidden=None if hidden is None else hidden[: len(plan.branches)],
             )
@@ -188,7 +184,6 @@ class Runner:
             logits=logits,
             starts=starts,
             bad_tokens=step.bad_tokens,
-            failed_swaps=failed,
             attention_s=step.attention_s,
             states=() if step.states is None else (step.states,),
             hidden=None if step.hidden is None else step.hidden[: plan.num_tokens],
@@ -204,7 +199,7 @@ class Runner:
         return is_plain and short is not None and short.is_whole and torch.get_num_threads() > 1
 
     @torch.inference_mode()
-    def get_ready(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput | None:
+    def get_ready(self, plan: StepPlan) -> StepOutput | None:
         """Lay out a decode pass on a CPU, to `begin` once its tokens are known; None elsewhere.
 
         Another pass may run meanwhile; it has to end before this one begins.
@@ -221,7 +216,6 @@ class Runner:
             logits=ready.logits[: len(wanted)],
             starts=starts,
             bad_tokens=step.bad_tokens,
-            failed_swaps=failed,
             attention_s=0.0,
             concurrent=ready,
         )
@@ -238,12 +232,12 @@ class Runner:
             keeps_hidden=self.keeps_hidden,
         )
 
-    def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:
+    def nothing(self, plan: StepPlan) -> StepOutput:
         """Return the output of a plan that computed nothing."""
         logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
         starts = [0] * len(plan.branches)
         fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
-        return StepOutput(logits=logits, starts=starts, bad_tokens=fine, failed_swaps=failed, attention_s=0.0)
+        return StepOutput(logits=logits, starts=starts, bad_tokens=fine, attention_s=0.0)
 
     def close(self) -> None:
         """Release what lies outside the device."""
@@ -334,7 +328,7 @@ def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: in
     return min(max_context, *full) if full else max_context
 
 
-def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
+def join(parts: list[StepOutput]) -> StepOutput:
     """Return the output of a step whose branches were run one by one."""
     starts, at = [], 0
     for part in parts:
@@ -345,7 +339,6 @@ def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
         logits=torch.cat([part.logits for part in parts]),
         starts=starts,
         bad_tokens=torch.cat([part.bad_tokens for part in parts]),
-        failed_swaps=failed,
         attention_s=sum(part.attention_s for part in parts),
         states=tuple(part.states[0] if part.states else None for part in parts),
         hidden=torch.cat(hidden) if len(hidden) == len(parts) else None,  # one that raised has none

@@ -29,7 +29,7 @@ def check_structured(spec: StructuredOutput) -> None:  # D251: once over bytes, 
 
 
 class GrammarCompiler:  # D250: tried first in a child, under deadline and memory limit
-    """Compiles structured output for one model, on `workers` threads with a child process each.
+    """Compiles structured output for one model, on a thread with a child process.
 
     A grammar that passed in a child is remembered by its text, `limits.max_cached` of them, least
     recently used out first, and later compiled without the child. Refusals aren't remembered: a
@@ -43,12 +43,11 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
         *,
         eos_ids: Sequence[int],
         limits: GrammarLimits | None = None,
-        workers: int = 1,
     ):
         self.limits = limits or GrammarLimits()
         self._vocabulary = read_vocabulary(tokenizer, vocab_size, eos_ids)
-        self._children = [CompileProcess(self._vocabulary, self.limits) for _ in range(workers)]
-        self._threads: list[threading.Thread] = []  # one for each, as they are needed
+        self._child = CompileProcess(self._vocabulary, self.limits)
+        self._thread: threading.Thread | None = None  # once it is needed
         self._line: FairQueue[Future[Matcher]] = FairQueue()
         # Specs by future. An object with both that its callback knows would be a cycle, and keep a grammar
         # of some megabytes until garbage is collected.
@@ -58,7 +57,6 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
         self._is_closed = False
         # How llguidance reads texts that passed, the oldest first
         self._sound: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
 
     def has_room(self, tenant: str = "") -> bool:  # D252: a fair line; three quarters for one key
         """False while so many grammars wait, in total or of this tenant, that `submit` would refuse one."""
@@ -87,30 +85,24 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
             self._num[tenant] += 1
             self._line.put(tenant, future)
             self._specs[future] = spec
-            if len(self._threads) < len(self._children):
-                child = self._children[len(self._threads)]
-                thread = threading.Thread(
-                    target=self._work_off, args=(child,), name="kvq-grammar", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work_off, name="kvq-grammar", daemon=True)
+                self._thread.start()
             self._changed.notify()
         future.add_done_callback(partial(self._leave, tenant))
         return future
 
     def close(self) -> None:
-        """End the children and cancel what waits. May be called again."""
+        """End the child and cancel what waits. May be called again."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         while (taken := self._take(wait=False)) is not None:
             taken[1].cancel()
-        for child in self._children:
-            child.close()
-        for thread in self._threads:
-            thread.join()
-        for child in self._children:  # one may have started in between
-            child.close()
+        self._child.close()
+        if self._thread is not None:
+            self._thread.join()
+        self._child.close()  # it may have started in between
 
     def _has_room(self, tenant: str) -> bool:
         most = self.limits.max_waiting
@@ -131,7 +123,7 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
                 self._changed.wait()
             return None if wait and self._is_closed else self._line.take()
 
-    def _work_off(self, child: CompileProcess) -> None:
+    def _work_off(self) -> None:
         if sys.platform == "linux":  # where threads have a niceness of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (taken := self._take()) is not None:
@@ -142,24 +134,19 @@ class GrammarCompiler:  # D250: tried first in a child, under deadline and memor
             assert spec is not None, "it is forgotten when its future ends"
             began = monotonic()
             try:
-                future.set_result(self._compile(spec, child))
+                future.set_result(self._compile(spec))
             except BaseException as error:  # noqa: BLE001 - for the future
                 future.set_exception(error)
             del taken, future, spec  # otherwise they would live until the next one comes
             with self._changed:
                 self._line.charge(tenant, monotonic() - began)
 
-    def _compile(self, spec: StructuredOutput, child: CompileProcess) -> Matcher:
+    def _compile(self, spec: StructuredOutput) -> Matcher:
         text = grammar_text(spec, self.limits)
-        with self._lock:
-            read = self._sound.get(text)
-        if read is None:
-            read = child.check(text)
-        with self._lock:
-            self._sound[text] = read
-            self._sound.move_to_end(text)
-            if len(self._sound) > self.limits.max_cached:
-                self._sound.popitem(last=False)
+        read = self._sound[text] = self._sound.get(text) or self._child.check(text)
+        self._sound.move_to_end(text)
+        if len(self._sound) > self.limits.max_cached:
+            self._sound.popitem(last=False)
         return Matcher(self._vocabulary, _compile(self._vocabulary.tokenizer, read, self.limits))
 
 

@@ -3,36 +3,28 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from kvq.engine.params import SamplingParams
-
-BeamEnd = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hypothesis:
-    """A finished beam. `tokens`: the generated ones, including the end token if one ended it."""
-
-    tokens: tuple[int, ...]
-    score: float  # log-probability / len(tokens) ** length_penalty
-    finish_reason: BeamEnd
+from kvq.engine.requests.outputs import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class _Beam:
+class Beam:
+    """Tokens generated so far; once it is finished, with the end token if one ended it."""
+
     parent: int  # index of the beam that it continues
     tokens: tuple[int, ...]
     logprob: float  # of all tokens together
-    finish_reason: BeamEnd | None = None
+    finish_reason: FinishReason | None = None  # None: it runs
+    score: float = 0.0  # of a finished one: logprob / len(tokens) ** length_penalty
 
 
 class BeamSearch:
     """Decisions of beam search, without a model. Results equal those of Transformers' `generate`.
 
     Each step orders the continuations of all running beams by log-probability. A continuation that ends is
-    kept as a hypothesis if it is among the first `width`; the first `width` that do not end run on. The
-    best `width` hypotheses by score are kept. The search ends when no running beam can beat the worst of
+    kept if it is among the first `width`; the first `width` that do not end run on. Of those that ended the
+    best `width` by score are kept. The search ends when no running beam can beat the worst of
     them at its present length (with `early_stopping`, as soon as there are `width`), when `max_tokens` are
     reached, or when no beam can continue.
 
@@ -45,8 +37,8 @@ class BeamSearch:
         self._params = params
         self._max_tokens = max_tokens
         self._end_ids = frozenset(end_ids)
-        self._running = [_Beam(0, (), 0.0)]  # best first; before the first step the prompt alone
-        self._finished: list[Hypothesis] = []  # best first
+        self._running = [Beam(0, (), 0.0)]  # best first; before the first step the prompt alone
+        self._finished: list[Beam] = []  # best first
         self.is_done = False
 
     @property
@@ -71,21 +63,18 @@ class BeamSearch:
             f"candidates of {len(candidates)} beams, but {len(self._running)} run"
         )
         best = self._continuations(candidates)
-        for beam in best[: self.width]:
-            if (reason := beam.finish_reason) is not None:
-                found = Hypothesis(tokens=beam.tokens, score=self._score(beam), finish_reason=reason)
-                self._finished.append(found)
-        self._finished.sort(key=lambda hypothesis: -hypothesis.score)
+        self._finished += [beam for beam in best[: self.width] if beam.finish_reason is not None]
+        self._finished.sort(key=lambda beam: -beam.score)
         del self._finished[self.width :]
         self._running = [beam for beam in best if beam.finish_reason is None][: self.width]
         self.is_done = not self._can_improve()
         return [] if self.is_done else [(beam.parent, beam.tokens[-1]) for beam in self._running]
 
-    def results(self) -> list[Hypothesis]:
-        """Return the hypotheses, best first; fewer than `n` if too few could be finished."""
+    def results(self) -> list[Beam]:
+        """Return the finished beams, best first; fewer than `n` if too few could be finished."""
         return self._finished[: self._params.n]
 
-    def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[_Beam]:
+    def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[Beam]:
         """Return the likeliest continuations of all beams, best first."""
         length = len(self._running[0].tokens) + 1
         barred = self._end_ids if length <= self._params.min_tokens else frozenset[int]()
@@ -99,8 +88,9 @@ class BeamSearch:
         best = []
         for logprob, parent, token in scored[: self.num_candidates]:
             ends = token in self._end_ids
-            reason: BeamEnd | None = "stop" if ends else "length" if length >= self._max_tokens else None
-            best.append(_Beam(parent, (*self._running[parent].tokens, token), logprob, reason))
+            reason: FinishReason | None = "stop" if ends else "length" if length >= self._max_tokens else None
+            score = 0.0 if reason is None else self._score(logprob, length)
+            best.append(Beam(parent, (*self._running[parent].tokens, token), logprob, reason, score))
         return best
 
     def _can_improve(self) -> bool:
@@ -110,8 +100,9 @@ class BeamSearch:
             return True
         if self._params.early_stopping:
             return False
-        return self._score(self._running[0]) > self._finished[-1].score
+        best = self._running[0]
+        return self._score(best.logprob, len(best.tokens)) > self._finished[-1].score
 
-    def _score(self, beam: _Beam) -> float:
-        power = self._params.length_penalty * math.log(len(beam.tokens))
-        return beam.logprob / math.exp(max(-700.0, min(700.0, power)))  # within what a float holds
+    def _score(self, logprob: float, length: int) -> float:
+        power = self._params.length_penalty * math.log(length)
+        return logprob / math.exp(max(-700.0, min(700.0, power)))  # within what a float holds

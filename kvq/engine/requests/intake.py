@@ -10,8 +10,13 @@ from kvq.engine.params import MAX_PINS, SamplingParams, check_params
 from kvq.engine.requests.beam import BeamSearch
 from kvq.engine.requests.marking import Marking, marked
 from kvq.engine.requests.outputs import Timing
-from kvq.engine.requests.prompts import Prompt, prompt_tokens
-from kvq.engine.requests.request_options import DEFAULT_OPTIONS, RequestOptions, as_priority
+from kvq.engine.requests.request_options import (
+    DEFAULT_OPTIONS,
+    Prompt,
+    RequestOptions,
+    as_priority,
+    prompt_tokens,
+)
 from kvq.engine.requests.request_state import Job, Listener
 from kvq.errors import RequestError
 from kvq.models import Model

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvq.engine.params import PrefixPin, SamplingParams
-from kvq.engine.requests.beam import BeamSearch, Hypothesis
+from kvq.engine.requests.beam import Beam, BeamSearch
 from kvq.engine.requests.outputs import (
     CompletionOutput,
     Event,
@@ -30,7 +30,7 @@ Listener = Callable[[Event], object]
 
 
 @dataclass(slots=True, eq=False)
-class Result:
+class _Result:
     """Output of one branch in the making."""
 
     output: CompletionOutput
@@ -58,7 +58,7 @@ class Job(Request):
     listener: Listener | None = None
     timing: Timing
     last_token_s: float = 0.0
-    results: list[Result] = field(default_factory=list)  # by branch
+    results: list[_Result] = field(default_factory=list)  # by branch
     beams: BeamSearch | None = None
     candidates: dict[Branch, list[tuple[float, int]]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -139,7 +139,7 @@ class Job(Request):
                 logprobs=None if self.params.logprobs is None else [],
             )
             own = None if matcher is None else matcher.fork()
-            self.results.append(Result(output, stream.fork(), own))
+            self.results.append(_Result(output, stream.fork(), own))
 
     def accept(self, index: int, token: int, logprobs: TokenLogprobs | None) -> bool:
         """Add a token to a result, tell the listener, and return whether it ended the result.
@@ -174,7 +174,7 @@ class Job(Request):
             self._tell(self.listener, result, text)
         return result.is_done
 
-    def _tell(self, listener: Listener, result: Result, text: str) -> None:
+    def _tell(self, listener: Listener, result: _Result, text: str) -> None:
         """Send the last token of a result, and the text that became complete with it."""
         output = result.output
         if self.params.echo and len(output.token_ids) == 1:
@@ -246,20 +246,20 @@ class Job(Request):
                 output.index = index
         return outputs
 
-    def _of_beam(self, index: int, found: Hypothesis) -> CompletionOutput:
+    def _of_beam(self, index: int, found: Beam) -> CompletionOutput:
         stream = self.results[index].stream
         for token in found.tokens:
             stream.push(token, ends=token in self.end_ids)
         stream.finish()
-        length = max(1, len(found.tokens))
-        last = found.tokens[-1] if found.tokens else None
+        last = found.tokens[-1]
+        assert found.finish_reason is not None, "it is finished"
         return CompletionOutput(
             index=index,
             text=stream.text,
             token_ids=list(found.tokens),
             finish_reason=found.finish_reason,
             stop_reason=last if last in self.params.stop_token_ids else None,
-            cumulative_logprob=found.score * length**self.params.length_penalty,
+            cumulative_logprob=found.logprob,
         )
 
     def _receipt(self, generated: list[CompletionOutput]) -> Receipt:

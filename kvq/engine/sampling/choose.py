@@ -22,16 +22,6 @@ Token = tuple[int, TokenLogprobs | None]
 _NO_DRAFTS: Mapping[int, Sequence[Drafted]] = MappingProxyType({})
 
 
-@dataclass(slots=True, eq=False)
-class Choices:
-    """Chosen tokens by the plan's indices, and the errors of requests that can't go on."""
-
-    tokens: dict[int, list[Token]] = field(default_factory=dict)  # accepted drafts, and the token after them
-    forks: dict[Job, list[Token]] = field(default_factory=dict)  # one per branch, after the prompt
-    beams: list[Job] = field(default_factory=list)  # whose candidates are complete
-    errors: dict[Job, KVQError] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class _Draw:  # D256: seeded: the seed's tokens, drafts or not
     """One row of logits from which one branch draws a token."""
@@ -61,21 +51,25 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)  # one a step
-class PendingChoices:
-    """Choices on their way to the host."""
+class Choices:
+    """Chosen tokens of a step, on their way to the host until `wait`, and the requests that can't go on."""
 
     _plan: StepPlan
-    _choices: Choices
+    errors: dict[Job, KVQError]
     _bad_tokens: Readback
     _draws: list[_Draw]
     _samples: PendingSamples | None  # of the draws, if there are any
+    # By the plan's indices: accepted drafts, and the token after them
+    tokens: dict[int, list[Token]] = field(default_factory=dict)
+    forks: dict[Job, list[Token]] = field(default_factory=dict)  # one per branch, after the prompt
+    beams: list[Job] = field(default_factory=list)  # whose candidates are complete
 
     def drew(self, branches: list[int]) -> bool:
         """True if the plan's branches of these indices drew one token each, and nothing failed."""
         places = {draw.plan_index for draw in self._draws}
-        return bool(branches) and not self._choices.errors and places.issuperset(branches)
+        return bool(branches) and not self.errors and places.issuperset(branches)
 
-    def tokens(self, branches: list[int]) -> Tensor:
+    def drawn(self, branches: list[int]) -> Tensor:
         """Return the tokens that branches drew: int64 [branches], on the device."""
         assert self._samples is not None, "some were drawn"
         places = {draw.plan_index: i for i, draw in enumerate(self._draws)}
@@ -84,24 +78,23 @@ class PendingChoices:
             return drawn
         return drawn[upload(wanted, drawn.device)]
 
-    def wait(self) -> Choices:
-        """Wait for the choices and return them."""
-        choices = self._choices
+    def wait(self) -> "Choices":
+        """Wait until all fields are filled; returns itself."""
         if self._samples is not None:
             samples = self._samples.wait()
             for i, draw in enumerate(self._draws):
                 token = (samples.tokens[i], samples.logprobs[i])
                 if draw.plan_index is not None:
-                    chosen = choices.tokens.setdefault(draw.plan_index, [])
+                    chosen = self.tokens.setdefault(draw.plan_index, [])
                     if not draw.follows(chosen):
                         continue
                     chosen.append(token)
                 else:
-                    choices.forks.setdefault(draw.job, []).append(token)
+                    self.forks.setdefault(draw.job, []).append(token)
                 if not samples.finite[i]:
-                    choices.errors.setdefault(draw.job, _not_finite("the logits"))
-        _find_bad(self._plan, self._bad_tokens.wait(), choices.errors)
-        return choices
+                    self.errors.setdefault(draw.job, _not_finite("the logits"))
+        _find_bad(self._plan, self._bad_tokens.wait(), self.errors)
+        return self
 
 
 class Chooser:
@@ -148,16 +141,16 @@ class Chooser:
             self.bind(draw.job, draw.branch)
         return wanted
 
-    def choose(self, wanted: Wanted, output: StepOutput) -> PendingChoices:
+    def choose(self, wanted: Wanted, output: StepOutput) -> Choices:
         """Draw the wanted tokens from the logits of a step whose forward pass has ended."""
-        choices = Choices(errors=wanted.errors)
         bad_tokens = self.sampler.readbacks.begin(output.bad_tokens)
         for job, row, num_rows, end in wanted.prompts:
             _read_prompt(job, output.logits[row : row + num_rows], end)
         samples = self._draw(wanted, output.logits) if wanted.draws else None
+        choices = Choices(wanted.plan, wanted.errors, bad_tokens, wanted.draws, samples)
         if wanted.beams:
             _expand(wanted.beams, output.logits, choices)
-        return PendingChoices(wanted.plan, choices, bad_tokens, wanted.draws, samples)
+        return choices
 
     def record(self, branch: Branch, token: int) -> None:
         """Record an accepted token; penalties count it from now on."""
@@ -196,7 +189,7 @@ class Chooser:
         drafts: dict[int, AfterDrafts] = {}
         contexts: dict[int, list[int]] = {}
         if wanted.plan.num_drafts:
-            drafts = {i: AfterDrafts(draw.ahead, draw.drafted) for i, draw in enumerate(draws)}
+            drafts = {i: (draw.ahead, draw.drafted) for i, draw in enumerate(draws)}
         if self.sampler.has_watermarks:
             marked = [(i, draw) for i, draw in enumerate(draws) if draw.job.params.watermark]
             contexts = {i: [*draw.branch.tokens, *draw.ahead] for i, draw in marked}

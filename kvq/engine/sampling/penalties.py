@@ -1,7 +1,8 @@
-"""Logit changes: penalties, biases, forbidden tokens and grammar masks."""
+"""Logit changes: penalties, and counts of the tokens that these take; biases, bans and grammar masks."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -9,13 +10,8 @@ from torch import Tensor
 
 from kvq.engine.device.transfers import upload
 
-
-@dataclass(frozen=True, slots=True)
-class Bias:
-    """Amounts added to the logits of some tokens of a row; -inf forbids a token."""
-
-    tokens: Tensor  # [tokens], int64
-    amounts: Tensor  # [tokens], fp32
+_SMALLEST_SPAN = 64  # tokens
+Bias = tuple[Tensor, Tensor]  # tokens of a row, int64, and what is added to their logits, fp32; -inf forbids
 
 
 def apply_penalties(
@@ -39,9 +35,8 @@ def apply_penalties(
 
 def apply_biases(logits: Tensor, places: Sequence[int], biases: Sequence[Bias]) -> None:
     """Add `biases[i]` to row `places[i]` of the logits, in place; a row may come more than once."""
-    rows = upload(np.repeat(places, [len(bias.tokens) for bias in biases]), logits.device)
-    tokens = torch.cat([bias.tokens for bias in biases])
-    amounts = torch.cat([bias.amounts for bias in biases])
+    rows = upload(np.repeat(places, [len(tokens) for tokens, _ in biases]), logits.device)
+    tokens, amounts = map(torch.cat, zip(*biases, strict=True))
     logits.index_put_((rows, tokens), amounts, accumulate=True)
 
 
@@ -62,3 +57,151 @@ def apply_masks(logits: Tensor, masks: dict[int, Tensor]) -> None:
     forbidden = forbidden.flatten(1)[:, :vocab_size]
     rows = upload(list(masks), logits.device)
     logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+
+
+@dataclass(slots=True)
+class _Span:
+    """Part of the arena that one row uses; `counts` has its tokens in the arena's order."""
+
+    start: int
+    capacity: int
+    counts: dict[int, int]
+    slots: dict[int, int] = field(init=False)  # token -> offset within the span
+
+    def __post_init__(self) -> None:
+        self.slots = {token: offset for offset, token in enumerate(self.counts)}
+
+
+class TokenCounts:
+    """Unique tokens of every row with their counts, in one arena on the device.
+
+    arena:  | row 3: 64 | row 0: 256           | row 7: 64 | given back: 128 |
+
+    A row's span is a power of two long; a row that fills it moves to one twice as long, and spans given
+    back are taken again by rows of the same length. So memory follows the tokens met, not the
+    vocabulary, and a token is written twice on average. Tokens recorded between two reads reach the
+    device together.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._tokens = torch.zeros(0, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(0, dtype=torch.float32, device=device)  # whole numbers
+        self._spans: dict[int, _Span] = {}
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # capacity -> starts
+        self._end = 0
+        self._unwritten: dict[int, tuple[int, int]] = {}  # place in the arena -> token, count
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._spans
+
+    def add(self, row: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """Begin a row; tokens of the prompt count 0 unless they were generated too."""
+        counts = dict.fromkeys(prompt, 0)
+        for token in generated:
+            counts[token] = counts.get(token, 0) + 1
+        capacity = max(_SMALLEST_SPAN, 1 << len(counts).bit_length())
+        self._spans[row] = self._write(_Span(self._take(capacity), capacity, counts))
+
+    def remove(self, row: int) -> None:
+        """Forget a row."""
+        self._flush()  # pending writes must not reach the next owner of the span
+        span = self._spans.pop(row)
+        self._free[span.capacity].append(span.start)
+
+    def record(self, row: int, token: int) -> None:
+        """Count a token that the row generated."""
+        span = self._spans[row]
+        if token not in span.slots:
+            if len(span.slots) == span.capacity:
+                span = self._moved(row)
+            span.slots[token] = len(span.slots)
+        span.counts[token] = span.counts.get(token, 0) + 1
+        self._unwritten[span.start + span.slots[token]] = (token, span.counts[token])
+
+    def read(
+        self, rows: Sequence[int], ahead: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return every token of `rows`: its place in `rows`, its id and its count. [tokens] each.
+
+        Places and ids are int64, counts fp32. A row may come several times; `ahead`: by place, tokens that
+        count there as if they had been recorded.
+        """
+        self._flush()
+        device = self._tokens.device
+        lengths = [len(self._spans[row].slots) for row in rows]
+        shifts, total = [], 0  # from a token's place in the result to its place in the arena
+        for row, length in zip(rows, lengths, strict=True):
+            shifts.append(self._spans[row].start - total)
+            total += length
+        bounds = upload([lengths, shifts], device)
+        places = torch.arange(len(rows), device=device).repeat_interleave(bounds[0], output_size=total)
+        index = torch.arange(total, device=device) + bounds[1][places]
+        tokens, counts = self._tokens[index], self._counts[index]
+        return (
+            (places, tokens, counts) if ahead is None else self._joined(rows, ahead, places, tokens, counts)
+        )
+
+    def _joined(
+        self,
+        rows: Sequence[int],
+        ahead: Sequence[Sequence[int]],
+        places: Tensor,
+        tokens: Tensor,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens and counts that include the tokens ahead."""
+        first, known, new = 0, [], []
+        for place, (row, coming) in enumerate(zip(rows, ahead, strict=True)):
+            slots = self._spans[row].slots
+            for token, count in Counter(coming).items():
+                if token in slots:
+                    known.append((first + slots[token], count))
+                else:
+                    new.append((place, token, count))
+            first += len(slots)
+        if known:
+            index, more = upload(list(zip(*known, strict=True)), counts.device)
+            counts[index] += more
+        if new:
+            added = upload(list(zip(*new, strict=True)), counts.device)
+            places, tokens = torch.cat((places, added[0])), torch.cat((tokens, added[1]))
+            counts = torch.cat((counts, added[2].float()))
+        return places, tokens, counts
+
+    def _moved(self, row: int) -> _Span:
+        """Move a row to a span twice as long, and return it."""
+        old = self._spans[row]
+        self.remove(row)
+        capacity = 2 * old.capacity
+        self._spans[row] = self._write(_Span(self._take(capacity), capacity, old.counts))
+        return self._spans[row]
+
+    def _take(self, capacity: int) -> int:
+        """Return the start of a free span."""
+        if self._free[capacity]:
+            return self._free[capacity].pop()
+        start, self._end = self._end, self._end + capacity
+        missing = self._end - len(self._tokens)
+        if missing > 0:
+            room = max(missing, len(self._tokens))  # at least double it: amortized
+            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(room)))
+            self._counts = torch.cat((self._counts, self._counts.new_zeros(room)))
+        return start
+
+    def _write(self, span: _Span) -> _Span:
+        """Put a whole span into the arena."""
+        place = slice(span.start, span.start + len(span.counts))
+        self._tokens[place], self._counts[place] = upload(
+            [[*span.counts], [*span.counts.values()]], self._tokens.device
+        )
+        return span
+
+    def _flush(self) -> None:
+        if not self._unwritten:
+            return
+        places, entries = list(self._unwritten), list(self._unwritten.values())
+        tokens, counts = zip(*entries, strict=True)
+        written = upload([places, tokens, counts], self._tokens.device)  # [3, tokens]
+        self._tokens[written[0]] = written[1]
+        self._counts[written[0]] = written[2].float()
+        self._unwritten.clear()

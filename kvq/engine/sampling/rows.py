@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -28,26 +27,13 @@ _COLUMNS = ("temperature", *_FILTERS, *_PENALTIES)
 _TOP_K = _COLUMNS.index("top_k")
 
 
-class Draw(Enum):
-    """Kind of draw of a row. Rows of one kind are drawn together."""
-
-    GREEDY = "the likeliest token"
-    WHOLE = "from the whole vocabulary, in token order"
-    SHORT = "from the few likeliest tokens"
-    LONG = "from the whole vocabulary, sorted"
-
-    @property
-    def kind(self) -> Kind:
-        """Kind for the GPU kernels, which sort nothing."""
-        return {Draw.GREEDY: Kind.GREEDY, Draw.WHOLE: Kind.WHOLE}.get(self, Kind.RANKED)
-
-
 @dataclass(frozen=True, slots=True)
-class Row:
+class _Row:
     """Parameters of one row in use."""
 
     params: SamplingParams
-    draw: Draw
+    kind: Kind
+    is_sorted: bool  # it ranks the whole vocabulary where PyTorch draws; rows of one kind are drawn together
     bias: Bias | None
     forbidden: Bias | None  # until params.min_tokens tokens are generated
 
@@ -57,7 +43,7 @@ class Row:
 
         A draft of such a row is compared with the token that the row draws anyway.
         """
-        return self.draw is Draw.GREEDY or self.params.seed is not None
+        return self.kind is Kind.GREEDY or self.params.seed is not None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -72,7 +58,7 @@ class Row:
     @property
     def is_plain(self) -> bool:
         """True if it needs nothing but its likeliest token."""
-        return self.draw is Draw.GREEDY and not self.changes_logits and not self.wants_logprobs
+        return self.kind is Kind.GREEDY and not self.changes_logits and not self.wants_logprobs
 
 
 class RowTable:
@@ -85,13 +71,13 @@ class RowTable:
     def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: list[Row | None] = [None] * max_rows
+        self._rows: list[_Row | None] = [None] * max_rows
         self._numbers = np.zeros((max_rows, len(_COLUMNS)), dtype=np.float64)
         self._plain = np.array(self._numbers_of(SamplingParams()))  # of rows that filter nothing
         self._lines = np.zeros((max_rows, COLUMNS), dtype=np.int64)  # parameters of the GPU kernels
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
 
-    def __getitem__(self, row: int) -> Row:
+    def __getitem__(self, row: int) -> _Row:
         held = self._rows[row]
         assert held is not None, f"row {row} isn't in use"
         return held
@@ -99,24 +85,26 @@ class RowTable:
     def __contains__(self, row: int) -> bool:
         return self._rows[row] is not None
 
-    def add(self, row: int, params: SamplingParams, *, seed: int, stop_ids: Sequence[int]) -> Row:
+    def add(self, row: int, params: SamplingParams, *, seed: int, stop_ids: Sequence[int]) -> _Row:
         """Begin a row that isn't in use."""
         assert self._rows[row] is None, f"row {row} is in use already"
         self._numbers[row] = self._numbers_of(params)
         self._seeds[row] = seed_words([seed])[0]
         stops = {token for token in stop_ids if token < self._vocab_size} if params.min_tokens else ()
-        held = Row(
+        kind, top_k = self._kind(params), self._top_k(params)
+        held = _Row(
             params=params,
-            draw=self._kind(params),
+            kind=kind,
+            is_sorted=kind is Kind.RANKED and top_k > min(_SHORT_TOP_K, self._vocab_size - 1),
             bias=self._bias(params.logit_bias or {}),
             forbidden=self._bias(dict.fromkeys(stops, -np.inf)),
         )
         self._rows[row] = held
         self._lines[row] = packed(
-            held.draw.kind,
+            kind,
             temperature=max(params.temperature, _LOWEST_TEMPERATURE),
             min_p=params.min_p,
-            top_k=self._top_k(params),
+            top_k=top_k,
             top_p=params.top_p,
         )
         return held
@@ -183,16 +171,13 @@ class RowTable:
     def _top_k(self, params: SamplingParams) -> int:
         return min(params.top_k or self._vocab_size, self._vocab_size)
 
-    def _kind(self, params: SamplingParams) -> Draw:
+    def _kind(self, params: SamplingParams) -> Kind:
         if params.is_greedy:
-            return Draw.GREEDY
-        top_k = self._top_k(params)
-        if top_k <= min(_SHORT_TOP_K, self._vocab_size - 1):
-            return Draw.SHORT
-        return Draw.LONG if top_k < self._vocab_size or params.top_p < 1 else Draw.WHOLE
+            return Kind.GREEDY
+        return Kind.RANKED if self._top_k(params) < self._vocab_size or params.top_p < 1 else Kind.WHOLE
 
     def _bias(self, amounts: Mapping[int, float]) -> Bias | None:
         if not amounts:
             return None
         tokens = upload(list(amounts), self._device)
-        return Bias(tokens, upload(list(amounts.values()), self._device, torch.float32))
+        return tokens, upload(list(amounts.values()), self._device, torch.float32)

@@ -1,7 +1,7 @@
 """Sampler: the logits of one step in, one token per row out."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import and_
@@ -15,15 +15,15 @@ from kvq.engine.device.transfers import Readback, Readbacks, upload
 from kvq.engine.params import SamplingParams, check_params
 from kvq.engine.requests.outputs import TokenLogprobs
 from kvq.engine.sampling.logprobs import chunks, measure, read_logprobs
-from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
-from kvq.engine.sampling.rows import Draw, RowTable
+from kvq.engine.sampling.penalties import TokenCounts, apply_biases, apply_masks, apply_penalties
+from kvq.engine.sampling.rows import RowTable
 from kvq.engine.sampling.seeds import Purpose
-from kvq.engine.sampling.token_counts import TokenCounts
 from kvq.engine.sampling.watermarks import Watermarks
 from kvq.kernels.draw import kernel_for
 from kvq.kernels.draw.parameters import Kind, packed
 from kvq.kernels.draw.reference import (
     MAX_VOCAB,
+    Settings,
     draw,
     draw_ranked,
     draw_whole,
@@ -38,7 +38,7 @@ _NONE: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(slots=True)  # one a step: frozen, it would take four times as long to make
-class Samples:
+class _Samples:
     """Tokens of one step, one entry per row of its logits.
 
     `finite`: False if the row's logits hold NaN or +inf, or if nothing finite is left to choose from; its
@@ -56,21 +56,15 @@ class Drafted:
     """A draft token, and the distribution it was drawn from.
 
     `masses`: int64 [vocab], proportional to the distribution; None if the draft is compared with the token
-    that the row draws anyway, see `Row.repeats`.
+    that the row draws anyway, see `repeats` of a row.
     """
 
     token: int
     masses: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AfterDrafts:
-    """Drafts that precede a row's token, and the draft that the token may keep or replace."""
-
-    tokens: Sequence[int]
-    kept: Drafted | None = None  # if it was drawn from a distribution
-
-
+# Drafts that precede a row's token, and the draft that it may keep or replace, if drawn from a distribution
+AfterDrafts = tuple[Sequence[int], Drafted | None]
 _NO_DRAFTS: Mapping[int, AfterDrafts] = MappingProxyType({})
 
 
@@ -80,9 +74,9 @@ class PendingSamples:
 
     tokens: Tensor  # int64 [batch], on the device
     _numbers: Readback
-    _unpack: Callable[[list[float]], Samples]
+    _unpack: Callable[[list[float]], _Samples]
 
-    def wait(self) -> Samples:
+    def wait(self) -> _Samples:
         """Wait for the samples and return them."""
         return self._unpack(self._numbers.wait())
 
@@ -114,15 +108,11 @@ class Sampler:
             if watermark is None
             else Watermarks(*watermark, max_rows=max_rows, vocab_size=vocab_size, device=device)
         )
+        self.has_watermarks = watermark is not None  # rows may be marked
         self._kernel = kernel_for(device)
         self._demanding: set[int] = set()  # rows that need more than the likeliest token
         self._changing: set[int] = set()  # rows whose logits are changed
         self._measured: set[int] = set()  # rows whose log-probabilities are wanted
-
-    @property
-    def has_watermarks(self) -> bool:
-        """True if rows may be marked."""
-        return self._watermarks is not None
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compile the GPU kernels for logits of that dtype, which takes seconds."""
@@ -202,12 +192,11 @@ class Sampler:
         tokens alone before `min_tokens`. `contexts`: by place, all tokens before it, if its row is marked.
         `drafts`: by place, for rows that occur several times: the drafts before it, which `counts` includes.
         """
-        ahead = {place: one.tokens for place, one in drafts.items()} if drafts else _NONE
+        ahead = {place: tokens for place, (tokens, _) in drafts.items()} if drafts else _NONE
         scores = self._marked(self._scores(logits, rows, counts, masks or {}, ahead), rows, contexts)
         raw = None if scores is logits else logits  # a change may hide values that are not finite
         tokens, numbers = self._drawn(scores, rows, counts, raw)
-        kept = {place: one.kept for place, one in drafts.items() if one.kept is not None} if drafts else None
-        if kept:
+        if kept := {place: one for place, (_, one) in drafts.items() if one is not None} if drafts else None:
             index, chosen = self._kept(scores, rows, counts, kept)
             tokens[index], numbers[index] = chosen, chosen.double()
         return self._pending(logits, rows, tokens, numbers)
@@ -282,16 +271,10 @@ class Sampler:
         peaks, _ = likeliest(scores)
         found = torch.empty(scores.shape, dtype=torch.int64, device=self._device)
         uniform = torch.empty(len(rows), dtype=torch.float64, device=self._device)
-        for places in self._groups(rows).values():
-            mine = [rows[place] for place in places]
-            settings = self._table.settings(mine, [counts[place] for place in places], purpose)
-            width, index = self._table.width(mine), upload(places, self._device)
-            uniform[index] = settings.uniform
-            for part in chunks(len(places), self.vocab_size, self._device):
-                chosen = index[part]
-                some, tops = scores[chosen], peaks[chosen]
-                tokens, masses = kept_masses(some, tops, settings[part], width)
-                found[chosen] = torch.zeros_like(found[chosen]).scatter_(1, tokens.expand_as(masses), masses)
+        for _, chosen, settings, width in self._groups(rows, counts, purpose):
+            uniform[chosen] = settings.uniform
+            tokens, masses = kept_masses(scores[chosen], peaks[chosen], settings, width)
+            found[chosen] = torch.zeros_like(found[chosen]).scatter_(1, tokens.expand_as(masses), masses)
         return found, uniform
 
     def _scores(
@@ -335,31 +318,37 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Return tokens, and the numbers for the host, as the GPU kernel does."""
         peaks, tokens = likeliest(scores)
-        for kind, places in self._groups(rows).items():
-            mine = [rows[place] for place in places]
-            settings = self._table.settings(mine, [counts[place] for place in places])
-            width = self._table.width(mine)
-            index = upload(places, self._device)
-            for part in chunks(len(places), self.vocab_size, self._device):
-                chosen = index[part]
-                whole = len(chosen) == len(rows)  # selecting all would copy them
-                some, tops = (scores, peaks) if whole else (scores[chosen], peaks[chosen])
-                tokens[chosen] = (
-                    draw_whole(some, tops, settings[part])
-                    if kind is Draw.WHOLE
-                    else draw_ranked(some, tops, settings[part], width)
-                )
+        for kind, chosen, settings, width in self._groups(rows, counts, Purpose.TOKEN):
+            whole = len(chosen) == len(rows)  # selecting all would copy them
+            some, tops = (scores, peaks) if whole else (scores[chosen], peaks[chosen])
+            tokens[chosen] = (
+                draw_whole(some, tops, settings)
+                if kind is Kind.WHOLE
+                else draw_ranked(some, tops, settings, width)
+            )
         raw_peaks = peaks if raw is None else raw.amax(dim=-1).float()
         return tokens, _side_by_side(tokens, raw_peaks, peaks)
 
-    def _groups(self, rows: list[int]) -> dict[Draw, list[int]]:
-        """Return the places of rows that draw at random, by the kind of draw."""
-        groups: dict[Draw, list[int]] = {}
-        if not self._demanding.isdisjoint(rows):
-            for place, row in enumerate(rows):
-                groups.setdefault(self._table[row].draw, []).append(place)
-        groups.pop(Draw.GREEDY, None)
-        return groups
+    def _groups(
+        self, rows: list[int], counts: list[int], purpose: Purpose
+    ) -> Iterator[tuple[Kind, Tensor, Settings, int]]:
+        """Yield rows that draw at random, by the kind of draw and in chunks that fit into memory.
+
+        Each: (kind, places in the batch, what they draw with, how many of the likeliest tokens they need).
+        """
+        if self._demanding.isdisjoint(rows):
+            return
+        groups: dict[tuple[Kind, bool], list[int]] = {}
+        for place, row in enumerate(rows):
+            held = self._table[row]
+            if held.kind is not Kind.GREEDY:
+                groups.setdefault((held.kind, held.is_sorted), []).append(place)
+        for (kind, _), places in groups.items():
+            mine = [rows[place] for place in places]
+            settings = self._table.settings(mine, [counts[place] for place in places], purpose)
+            width, index = self._table.width(mine), upload(places, self._device)
+            for part in chunks(len(places), self.vocab_size, self._device):
+                yield kind, index[part], settings[part], width
 
     def _pending(self, logits: Tensor, rows: list[int], tokens: Tensor, numbers: Tensor) -> PendingSamples:
         """Begin one transfer to the host. `numbers`: tokens, peaks before and after changes."""
@@ -384,7 +373,7 @@ def _side_by_side(*numbers: Tensor) -> Tensor:
     return torch.from_numpy(np.concatenate([x.numpy() for x in numbers], dtype=np.float64))
 
 
-def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> Samples:
+def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> _Samples:
     """Read tokens, peaks before and after changes, and the wanted log-probabilities."""
     tokens = list(map(int, numbers[:batch]))
     before = map(math.isfinite, numbers[batch : 2 * batch])
@@ -394,4 +383,4 @@ def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[i
     for start, place, top in zip(range(3 * batch, len(numbers), stride), wanted, tops, strict=True):
         if finite[place]:
             logprobs[place] = read_logprobs(tokens[place], numbers[start : start + stride], top)
-    return Samples(tokens, finite, logprobs)
+    return _Samples(tokens, finite, logprobs)

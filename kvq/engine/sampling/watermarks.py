@@ -1,6 +1,6 @@
 """Watermarks: change the scores of a step, so that green tokens gain or a tournament chooses.
 
-The random words are those of `kvq/watermark/words.py`, in torch.
+The random words are those of `kvq/watermark/key.py`, in torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,8 @@ from kvq.engine.params import SamplingParams
 from kvq.engine.sampling.logprobs import chunks
 from kvq.engine.sampling.rows import RowTable
 from kvq.kernels.draw.reference import kept_masses, likeliest
-from kvq.watermark.key import Key
+from kvq.watermark.key import FIRST, GOLDEN, GREEN_BITS, SECOND, Key, green_bar
 from kvq.watermark.schemes import Green, Scheme, Tournament
-from kvq.watermark.words import FIRST, GOLDEN, GREEN_BITS, SECOND, green_bar
 
 _ARRAYS = 4  # of a place's tokens at once, with 8 bytes a token
 _TOTAL = 2.0**52  # of a row's masses in a tournament: what fp64 adds exactly, with room for rounding

@@ -1,23 +1,35 @@
 """Draft heads: drafts by the multi-token-prediction layer of a checkpoint.
 
 The layer reads the model's hidden state of a token together with the next token, and predicts the token after
-that. Further drafts use its own state, as in vLLM and in DeepSeek-V3's own serving.
+that. Further drafts use its own state, as in vLLM and in DeepSeek-V3's own serving. Its K and V lie in blocks
+of its own, in the model's own type.
 """
+
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from kvq.blockmgr import BlockManager
 from kvq.engine.device.runner import StepOutput
+from kvq.engine.device.transfers import upload
 from kvq.engine.requests.request_state import Job, as_job
 from kvq.engine.sampling.choose import Chooser
 from kvq.engine.sampling.sampler import Drafted
 from kvq.engine.speculation.drafter import Drafter, Growing
-from kvq.engine.speculation.head_contexts import Context, HeadCache, Reading
+from kvq.engine.speculation.head_contexts import Context
 from kvq.errors import ConfigError, ModelError
+from kvq.kernels import SequenceBatch
+from kvq.models.loading.prepared import make_cache
 from kvq.models.mtp import MtpHead
+from kvq.models.parts.step import PackedStep
+from kvq.models.run.packing import padded, positions_of
 from kvq.scheduler import Branch, StepPlan
 
 _WAITING = 256  # states of a branch that wait for the next draft at most; more are read at once
+_Reading = tuple[
+    Context, Tensor, list[int]
+]  # states [rows, hidden_size] that are read, each one's next token
 
 
 class Heads(Drafter):
@@ -31,9 +43,13 @@ class Heads(Drafter):
             OutOfMemory: its K and V don't fit.
         """
         super().__init__(chooser)
+        layout = head.layout
+        num_blocks = [-(-tokens // layout.block_size)] * len(layout.groups)
+        self._manager = BlockManager(num_blocks=num_blocks, block_size=layout.block_size, **layout.holding)
+        self._cache = make_cache(head.prepared, layout, num_blocks=num_blocks)
+        self._head = head
         self._hidden_size = head.geometry.hidden_size
         self._dtype, self._device = head.prepared.dtype, head.prepared.device
-        self._cache = HeadCache(head, tokens)
         self._contexts: dict[Branch, Context] = {}
         self._newest: dict[Branch, Tensor] = {}  # [hidden_size], of the drafts in the making
         self._try()
@@ -56,7 +72,7 @@ class Heads(Drafter):
         if crowded or forking:
             self._read([*crowded, *forking])
         for branch in forking:
-            self._fork(branch)
+            self._share(branch)
 
     def most(self, branch: Branch, job: Job, limit: int) -> int:
         """Return 0 for a branch whose last state is missing, or without room; else `limit`."""
@@ -64,9 +80,11 @@ class Heads(Drafter):
         if context is None or context.end < len(branch.tokens) - 1:
             return 0
         rows = _readable(context, branch) + limit - 1
-        if not self._cache.have_room([(context, rows)]):
-            self._cache.restart(context)
-        return limit if self._cache.have_room([(context, rows)]) else 0
+        if not self._have_room([(context, rows)]):  # drop the states that were read; waiting ones stay
+            context.start = context.read
+            self._manager.free(context.sequence)
+            context.sequence = self._manager.new_sequence()
+        return limit if self._have_room([(context, rows)]) else 0
 
     def propose(self, plan: StepPlan) -> dict[int, list[Drafted]]:
         """Draft, then drop the states of drafts from the head's cache."""
@@ -80,7 +98,7 @@ class Heads(Drafter):
         finally:
             for branch, context in contexts.items():
                 if branch in self._contexts:
-                    self._cache.manager.truncate(context.sequence, lengths[branch])
+                    self._manager.truncate(context.sequence, lengths[branch])
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
         """Return logits of the head: from the model's state first, then from its own state and the drafts."""
@@ -94,29 +112,38 @@ class Heads(Drafter):
                 if (context := self._contexts.get(one.branch)) is not None and context.newest is not None
             }
         nothing = torch.zeros(self._hidden_size, dtype=self._dtype, device=self._device)
-        return self._cache.logits(torch.stack([self._newest.get(one.branch, nothing) for one in growing]))
+        with torch.inference_mode():
+            return self._head.logits(torch.stack([self._newest.get(one.branch, nothing) for one in growing]))
 
     def forget(self, branch: Branch, job: Job) -> None:
         """Free the blocks of a branch that ended."""
         if (context := self._contexts.pop(branch, None)) is not None:
-            self._cache.free(context)
+            self._manager.free(context.sequence)
 
     def _context(self, branch: Branch, first: int) -> Context:
         """Return a branch's context, which has all states before `first`, or a new one that begins there."""
         context = self._contexts.get(branch)
         if context is not None and context.end < first:
-            self._cache.free(context)
+            self._manager.free(context.sequence)
             context = None
         if context is None:
-            context = self._contexts[branch] = self._cache.begin(first)
+            context = self._contexts[branch] = self._begin(first)
         return context
 
-    def _fork(self, branch: Branch) -> None:
+    def _begin(self, start: int) -> Context:
+        return Context(self._manager.new_sequence(), start)
+
+    def _fork(self, context: Context) -> Context:
+        """Return a copy that shares the blocks."""
+        twin = self._manager.fork(context.sequence)
+        return Context(twin, context.start, list(context.waiting), context.newest)
+
+    def _share(self, branch: Branch) -> None:
         """Start the contexts of the request's other branches from this one."""
         context = self._contexts.get(branch)
         for other in branch.request.branches:
             if context is not None and other not in self._contexts:
-                self._contexts[other] = self._cache.fork(context)
+                self._contexts[other] = self._fork(context)
 
     def _read(self, branches: list[Branch]) -> None:
         """Read all states whose next tokens are known."""
@@ -125,69 +152,100 @@ class Heads(Drafter):
             for branch in branches
             if (context := self._contexts.get(branch)) is not None and (count := _readable(context, branch))
         }
-        work: dict[Branch, Reading] = {}
+        work: dict[Branch, _Reading] = {}
         for branch in self._make_room(rows):
             context, count = self._contexts[branch], rows[branch]
             tokens = branch.tokens[context.read + 1 :][:count].tolist()
-            work[branch] = Reading(context, context.take(count), tokens)
+            work[branch] = context, context.take(count), tokens
         for branch, made in self._run(work).items():
             context = self._contexts[branch]
             context.newest = made.clone()
-            self._cache.manager.commit(context.sequence)
+            self._manager.commit(context.sequence)
 
     def _read_drafts(self, growing: list[Growing]) -> None:
         """Read the head's last state with the newest draft, of each branch that has both."""
         rows = {one.branch: 1 for one in growing if one.branch in self._contexts & self._newest.keys()}
         tokens = {one.branch: one.drafts[-1].token for one in growing}
         work = {
-            branch: Reading(self._contexts[branch], self._newest[branch][None], [tokens[branch]])
+            branch: (self._contexts[branch], self._newest[branch][None], [tokens[branch]])
             for branch in self._make_room(rows)
         }
         self._newest |= self._run(work)
 
     def _make_room(self, rows: dict[Branch, int]) -> list[Branch]:
         """Return the branches that can read their states; contexts that get no blocks end."""
-        if self._cache.have_room([(self._contexts[branch], count) for branch, count in rows.items()]):
+        if self._have_room([(self._contexts[branch], count) for branch, count in rows.items()]):
             return list(rows)
         fitting: list[tuple[Context, int]] = []
         kept = []
         for branch, count in rows.items():
             context = self._contexts[branch]
-            if self._cache.have_room([*fitting, (context, count)]):
+            if self._have_room([*fitting, (context, count)]):
                 fitting.append((context, count))
                 kept.append(branch)
             else:
-                self._cache.free(self._contexts.pop(branch))
+                self._manager.free(self._contexts.pop(branch).sequence)
         return kept
 
-    def _run(self, work: dict[Branch, Reading]) -> dict[Branch, Tensor]:
+    def _have_room(self, work: list[tuple[Context, int]]) -> bool:
+        return self._manager.can_append([(context.sequence, rows) for context, rows in work])
+
+    def _run(self, work: dict[Branch, _Reading]) -> dict[Branch, Tensor]:
         """Return the head's state after each branch; contexts with values that are not finite end."""
         if not work:
             return {}
         try:
-            made = self._cache.read(list(work.values()))
+            made = self._state_after(list(work.values()))
         except BaseException:
             for branch in work:
-                self._cache.free(self._contexts.pop(branch))
+                self._manager.free(self._contexts.pop(branch).sequence)
             raise
         found = {branch: row for branch, row in zip(work, made, strict=True) if row is not None}
         for branch in work.keys() - found.keys():
-            self._cache.drop(self._contexts.pop(branch))
+            broken = self._contexts.pop(branch).sequence
+            self._manager.scrub(broken)  # its blocks may hold values that are not finite
+            self._manager.free(broken)
             self._newest.pop(branch, None)
         return found
 
+    @torch.inference_mode()
+    def _state_after(self, work: list[_Reading]) -> list[Tensor | None]:
+        """Return the head's state after each reading, [hidden_size]; None if K or V is not finite.
+
+        There has to be room.
+        """
+        sequences, counts = [one.sequence for one, _, _ in work], [len(tokens) for _, _, tokens in work]
+        slots = self._manager.append(list(zip(sequences, counts, strict=True)))
+        self._cache.carry_out(self._manager.take_orders())
+        device, lens = self._device, [sequence.length for sequence in sequences]
+        ends = [context.read + 1 for context, _, _ in work]
+        positions = padded(positions_of(counts, ends), sum(counts), device)
+        tables = [sequence.tables[0] for sequence in sequences]
+        step = PackedStep(
+            cache=self._cache,
+            geometry=self._head.geometry,
+            batches=(SequenceBatch.of(tables, slots[0], counts, lens, device),),
+            bad_tokens=torch.zeros(sum(counts), dtype=torch.bool, device=device),
+            positions=positions,
+        )
+        tokens = upload([token for _, _, own in work for token in own], device)
+        made = self._head.hidden(tokens, positions, torch.cat([states for _, states, _ in work]), step)
+        bad = [bool(part.any()) for part in step.bad_tokens.split(counts)]
+        last = made[upload([end - 1 for end in accumulate(counts)], device)]
+        return [None if broken else row for row, broken in zip(last, bad, strict=True)]
+
     def _try(self) -> None:
         """Raise ConfigError unless kvq's attention runs the head."""
-        context = self._cache.begin(0)
+        context = self._begin(0)
         states = torch.zeros(3, self._hidden_size, dtype=self._dtype, device=self._device)
         try:
-            self._cache.read([Reading(context, states, [0, 1, 2])])
+            self._state_after([(context, states, [0, 1, 2])])
         except ModelError as error:
             raise ConfigError(
                 f"kvq does not run this model's multi-token-prediction layer: {error}; take the method "
                 f"ngram, self or draft"
             ) from error
-        self._cache.free(context)
+        self._manager.free(context.sequence)
 
 
 def _readable(context: Context, branch: Branch) -> int:

@@ -3,14 +3,13 @@
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvq.engine.device.runner import Runner
 from kvq.engine.sampling.choose import Chooser
 from kvq.engine.speculation.draft_model import DraftModel, check_draft
+from kvq.engine.speculation.drafter import Proposer
 from kvq.engine.speculation.heads import Heads
 from kvq.engine.speculation.ngram import Lookup
-from kvq.engine.speculation.proposer import Proposer
 from kvq.engine.speculation.self_draft import SelfDraft, check_self, load_self
 from kvq.engine.speculation.speculator import Speculator
 from kvq.engine.speculation_config import Speculation
@@ -29,20 +28,15 @@ from kvq.scheduler import Scheduler
 _log = logging.getLogger("kvq")
 
 
-@dataclass(frozen=True, slots=True)
-class Helper:
-    """Drafting weights, loaded before the pools are sized: a model, this model rounded, or a head."""
+# What drafts, loaded before the pools are sized: a model, this model rounded, a head, or no weights
+Helper = Model | LoadedWeights | MtpHead | None
 
-    model: Model | None = None
-    weights: LoadedWeights | None = None
-    head: MtpHead | None = None
 
-    @property
-    def kv_bytes_per_token(self) -> float:
-        """Bytes per token of a cache of its own."""
-        if self.model is not None:
-            return self.model.kv_bytes_per_token
-        return 0.0 if self.head is None else self.head.layout.kv_bytes_per_token
+def helper_bytes_per_token(helper: Helper) -> float:
+    """Return the bytes per token of a cache of its own."""
+    if isinstance(helper, Model):
+        return helper.kv_bytes_per_token
+    return helper.layout.kv_bytes_per_token if isinstance(helper, MtpHead) else 0.0
 
 
 def check_speculation(
@@ -76,7 +70,7 @@ def load_helper(config: Speculation | None, model: Model) -> Helper:
     found = check_speculation(config, model.prepared)
     if config is not None and config.method == "self":
         _log.info("loading the model once more, rounded, to draft")
-        return Helper(weights=load_self(model, config.weights))
+        return load_self(model, config.weights)
     if found is not None:
         _log.info("loading the draft model")
         if found[0].max_context < model.prepared.max_context:
@@ -85,11 +79,11 @@ def load_helper(config: Speculation | None, model: Model) -> Helper:
                 found[0].max_context,
                 model.prepared.max_context,
             )
-        return Helper(model=load_prepared(*found))
+        return load_prepared(*found)
     if config is not None and config.method == "heads":
         _log.info("loading the model's multi-token-prediction layer")
-        return Helper(head=load_mtp(model))
-    return Helper()
+        return load_mtp(model)
+    return None
 
 
 def make_speculator(
@@ -105,13 +99,13 @@ def make_speculator(
         return None
     proposer: Proposer = Lookup()
     tokens = max(pool.num_blocks for pool in scheduler.manager.pools) * scheduler.manager.block_size
-    if helper.weights is not None:
-        proposer = SelfDraft(chooser, runner, helper.weights)
-    elif helper.head is not None:
-        proposer = Heads(chooser, helper.head, tokens=tokens)
-    elif helper.model is not None:
-        weights, layout = helper.model.weights, helper.model.layout
-        session = Session(weights, layout, max_tokens=weights.max_context, pool_tokens=tokens)
+    if isinstance(helper, LoadedWeights):
+        proposer = SelfDraft(chooser, runner, helper)
+    elif isinstance(helper, MtpHead):
+        proposer = Heads(chooser, helper, tokens=tokens)
+    elif helper is not None:
+        weights = helper.weights
+        session = Session(weights, helper.layout, max_tokens=weights.max_context, pool_tokens=tokens)
         proposer = DraftModel(chooser, session)
     _log.info("tokens are drafted by %s, %d of a sequence in a step at most", config.method, config.k)
     return Speculator(config, proposer, scheduler, clock)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
-from kvq.engine.speculation.proposer import Proposer
+from kvq.engine.speculation.drafter import Proposer
 from kvq.scheduler import Branch, StepPlan
 
 _LENGTHS = (8, 4, 3, 2)  # of n-grams, the longest first

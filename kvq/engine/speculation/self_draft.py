@@ -87,7 +87,7 @@ class SelfDraft(Drafter):  # D260: the model's own blocks, not a cache of its ow
 
     def logits(self, plan: StepPlan, growing: list[Growing]) -> Tensor:
         """Return logits after the newest token of each branch, whose K and V go to the step's slots."""
-        return self._runner.forward(_single(plan, growing), [], weights=self.weights).logits
+        return self._runner.forward(_single(plan, growing), weights=self.weights).logits
 
 
 def _single(plan: StepPlan, growing: list[Growing]) -> StepPlan:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kvq.engine.device.runner import StepOutput
 from kvq.engine.requests.request_state import Job, as_job
 from kvq.engine.sampling.sampler import Drafted
-from kvq.engine.speculation.proposer import Proposer
+from kvq.engine.speculation.drafter import Proposer
 from kvq.engine.speculation_config import Speculation
 from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import Depth, drafts_allowed
@@ -128,7 +128,3 @@ class Speculator:  # D259: states wait: kept once all drafts are right
         for branch in job.branches:
             self.depth.forget(branch)
             self.proposer.forget(branch, job)
-
-    def close(self) -> None:
-        """Release what lies outside the device."""
-        self.proposer.close()

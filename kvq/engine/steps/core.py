@@ -14,7 +14,7 @@ from kvq.engine.requests.marking import read_marking
 from kvq.engine.requests.outputs import FinishReason
 from kvq.engine.requests.pinning import Pinning
 from kvq.engine.requests.request_state import Job, as_job
-from kvq.engine.sampling.choose import Choices, Chooser, PendingChoices, Token, Wanted, as_known
+from kvq.engine.sampling.choose import Choices, Chooser, Token, Wanted, as_known
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.speculation.make import load_helper, make_speculator
 from kvq.engine.speculation_config import parse_speculation
@@ -162,9 +162,10 @@ class EngineCore(NotCopyable):
             return False
         try:
             self._run(flight)
-            pending = self._choose(flight)
-            self._launcher.launch_ahead(flight, pending)
-            self._settle(flight, pending)
+            flight.watch.start("sampling")
+            choices = self._chooser.choose(flight.wanted or self._prepare_choices(flight), flight.result())
+            self._launcher.launch_ahead(flight, choices)
+            self._settle(flight, choices)
         except BaseException:  # an interruption too: the plan's tokens have slots and were never committed
             self._abandon()
             raise
@@ -174,7 +175,7 @@ class EngineCore(NotCopyable):
 
     def _resume(self, flight: Flight, began: float) -> Flight | None:
         """Go on with a step that was launched ahead; None if all its branches have ended."""
-        if not flight.has_branches_left:
+        if all(branch.is_done for branch in flight.plan.branches):
             self._forget()
             return None
         flight.watch.start("forward", since=began)
@@ -202,16 +203,10 @@ class EngineCore(NotCopyable):
         if self.speculator is not None:
             flight.watch.start("forward")
             self.speculator.observe(flight.plan, flight.result())
-            flight.watch.stop()
 
     def _prepare_choices(self, flight: Flight) -> Wanted:
         flight.wanted = self._chooser.prepare(flight.plan, flight.result(), flight.errors, flight.drafts)
         return flight.wanted
-
-    def _choose(self, flight: Flight) -> PendingChoices:
-        """Begin to draw the next tokens from a step's output."""
-        flight.watch.start("sampling")
-        return self._chooser.choose(flight.wanted or self._prepare_choices(flight), flight.result())
 
     def _account(self, flight: Flight) -> None:
         """Learn what a step cost, and publish its statistics."""
@@ -242,8 +237,6 @@ class EngineCore(NotCopyable):
                 _log.exception("request %s could not be ended in order", job.id)
                 self._complete(job, error, reason)
         self._publisher.close()
-        if self.speculator is not None:
-            self.speculator.close()
         self.runner.close()
 
     def _abandon(self) -> None:
@@ -279,10 +272,10 @@ class EngineCore(NotCopyable):
         self._jobs[job] = None
         self.pinning.add(job)
 
-    def _settle(self, flight: Flight, pending: PendingChoices) -> None:
+    def _settle(self, flight: Flight, choices: Choices) -> None:
         """Commit a step once its tokens are there, tell all listeners, and end the requests that are done."""
-        choices, plan = pending.wait(), flight.plan
-        now = flight.watch.start("settling")
+        choices.wait()
+        plan, now = flight.plan, flight.watch.start("settling")
         bad: set[int] = set()
         if choices.errors:
             bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}

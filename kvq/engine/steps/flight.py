@@ -55,12 +55,21 @@ class Stopwatch:
         self._part, self._began = part, now
         return now
 
-    def stop(self, *, at_least: float = 0.0) -> None:
-        """End the part that is measured, which took `at_least` seconds even if it began before."""
+    def stop(self, *, at_least: float = 0.0) -> float:
+        """End the part that is measured, which took `at_least` seconds even if it began before.
+
+        Returns the time.
+        """
+        now = self._clock()
         if self._part is not None:
-            seconds = self._clock() - self._began
+            seconds = now - self._began
             self._seconds[self._part] += seconds if seconds > at_least else at_least
             self._part = None
+        return now
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave that out of the part that is measured now: another step had its turn."""
+        self._began += seconds
 
     def overlap(self) -> None:
         """Stop, and leave all that was measured so far out of `seconds`: another step ran meanwhile."""
@@ -81,11 +90,6 @@ class Flight:
     errors: dict[Job, KVQError] = field(default_factory=dict)  # of requests that can't go on
     wanted: Wanted | None = None  # what is to be chosen from the output
     following: "Flight | None" = None  # the next step, if it was planned ahead
-
-    @property
-    def has_branches_left(self) -> bool:
-        """True if any of its branches has not ended."""
-        return any(not branch.is_done for branch in self.plan.branches)
 
     @property
     def runs_concurrently(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kvq.blockmgr import SwapIn, SwapOut
 from kvq.engine.device.runner import Runner, StepOutput, join
 from kvq.engine.requests.request_state import as_job
-from kvq.engine.sampling.choose import PendingChoices, describe
+from kvq.engine.sampling.choose import Choices, describe
 from kvq.engine.speculation.speculator import Speculator
 from kvq.engine.steps.flight import Flight, Phase, Stopwatch
 from kvq.errors import EngineError
@@ -45,15 +45,13 @@ class Launcher:
         """Carry a step to its end. One that was launched ahead and raised runs again with known tokens."""
         if flight.phase is Phase.PLANNED:
             self._get_ready(flight)
-        at_least = 0.0
         if flight.phase is Phase.RUNNING and _has_ended(flight):
-            at_least = flight.result().concurrent_s
+            flight.watch.stop(at_least=flight.result().concurrent_s)
         else:
             if flight.plan.follows is not None:
                 flight.plan, flight.wanted = flight.plan.after_all(), None
             self._forward(flight)
         flight.phase = Phase.DONE
-        flight.watch.stop(at_least=at_least)
 
     def forget(self, flight: Flight) -> None:
         """Drop a step and the one after it. A forward pass is waited for: it writes to blocks of others."""
@@ -73,23 +71,22 @@ class Launcher:
                 self._get_ready(following)
             following.watch.overlap()
 
-    def launch_ahead(self, flight: Flight, pending: PendingChoices) -> None:
+    def launch_ahead(self, flight: Flight, choices: Choices) -> None:
         """Launch the step after `flight` before the host knows its tokens, if it depends on nothing else."""
-        all_drew = pending.drew([i for i, branch in enumerate(flight.plan.branches) if not branch.is_done])
+        all_drew = choices.drew([i for i, branch in enumerate(flight.plan.branches) if not branch.is_done])
         following = flight.following
         if following is None and all_drew:
             following = self._plan_ahead(flight)
         if following is None:
             return
-        flight.watch.stop()
+        began = following.watch.start("forward")
         if following.phase is Phase.PLANNED:
             self._get_ready(following)
         if all_drew:
-            self._begin(following, pending)
+            self._begin(following, choices)
         else:  # some branches end here: it runs once that is settled
             following.output = None
-        following.watch.stop()
-        flight.watch.start("sampling")
+        flight.watch.leave_out(following.watch.stop() - began)
 
     def _plan_ahead(self, flight: Flight) -> Flight | None:
         """Plan the step after `flight`, if it depends on nothing but its tokens and may run ahead."""
@@ -124,20 +121,19 @@ class Launcher:
                 flight.watch.start("forward")
         else:
             try:
-                flight.output = self._runner.get_ready(plan, flight.failed_swaps)
+                flight.output = self._runner.get_ready(plan)
             except Exception:  # noqa: BLE001 - it is launched the other way, which finds the guilty request
                 _log.exception("step %d could not be made ready", plan.number)
         flight.phase = Phase.READY
 
-    def _begin(self, flight: Flight, pending: PendingChoices) -> None:
+    def _begin(self, flight: Flight, choices: Choices) -> None:
         """Launch a step that is ready with the tokens drawn on the device."""
-        flight.watch.start("forward")
         plan, flight.phase = flight.plan, Phase.RUNNING
         assert plan.follows is not None, "planned ahead"
         try:
-            tokens = pending.tokens(plan.follows)
+            tokens = choices.drawn(plan.follows)
             if flight.output is None:
-                flight.output = self._runner.forward(plan, flight.failed_swaps, tokens=tokens)
+                flight.output = self._runner.forward(plan, tokens=tokens)
             else:
                 self._num_in_turns = 0 if flight.output.begin(tokens) else IN_TURNS
         except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
@@ -156,13 +152,13 @@ class Launcher:
             elif wanted := as_job(branch.request).prompt_rows(end - count, end):
                 rows[i] = wanted
         try:
-            flight.output = self._runner.forward(plan, flight.failed_swaps, last_rows=rows)
+            flight.output = self._runner.forward(plan, last_rows=rows)
         except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a hook raises
             _log.exception("step %d failed; running its %d parts apart", plan.number, len(plan.branches))
             if len(plan.branches) > 1:
                 self._forward_apart(flight, rows)
             else:
-                flight.output = self._runner.nothing(plan, flight.failed_swaps)
+                flight.output = self._runner.nothing(plan)
                 flight.errors[as_job(plan.branches[0].request)] = _step_failed(error)
 
     def _forward_apart(self, flight: Flight, rows: dict[int, int]) -> None:
@@ -171,11 +167,11 @@ class Launcher:
         for i, branch in enumerate(flight.plan.branches):
             part = flight.plan.part(i)
             try:
-                parts.append(self._runner.forward(part, [], last_rows={0: rows[i]} if i in rows else {}))
+                parts.append(self._runner.forward(part, last_rows={0: rows[i]} if i in rows else {}))
             except Exception as error:  # noqa: BLE001 - as above
                 flight.errors[as_job(branch.request)] = _step_failed(error)
-                parts.append(self._runner.nothing(part, []))
-        flight.output = join(parts, flight.failed_swaps)
+                parts.append(self._runner.nothing(part))
+        flight.output = join(parts)
 
 
 def _has_ended(flight: Flight) -> bool:

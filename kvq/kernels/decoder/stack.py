@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from ctypes import addressof, c_double, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _MOST_PARTS = 3  # sealed, recent, sinks
 KEPT_BYTES = 64 << 20  # of a step's memory, that stays for the next one
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StackLayer:
     """A layer and where its K and V lie."""
 
@@ -39,7 +40,7 @@ class StackLayer:
         """The blocks that its formats lie in."""
         return self.kv if isinstance(self.kv, PagedKV) else self.kv.sealed
 
-    @property
+    @cached_property  # a step asks each kind of layer
     def held(self) -> dict[int, tuple[PagedKV, AttentionOptions]]:
         """All blocks that it reads by their group, with what is asked of attention over them."""
         if isinstance(self.kv, PagedKV):

@@ -11,7 +11,7 @@ from time import monotonic
 
 from kvq.engine import SamplingParams
 from kvq.errors import RequestError
-from kvq.scheduler import resolve_max_tokens, worst_case
+from kvq.scheduler import most_blocks, resolve_max_tokens
 from kvq.server.admission.concurrency import ConcurrencyLimit, FirstTokens, SequenceSlots
 from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.rate_limits import Tenant, TenantLimits
@@ -267,4 +267,5 @@ def blocks_wanted(params: SamplingParams, num_tokens: int, info: Ready) -> list[
     except RequestError as error:
         is_long = num_tokens + (params.max_tokens or 1) > info.max_context
         raise Problem(400, str(error), code="context_length_exceeded" if is_long else None) from error
-    return worst_case(num_tokens, most, shape, config.max_num_batched_tokens, branches)
+    size, chunk = shape.block_size, config.max_num_batched_tokens
+    return most_blocks(num_tokens, most, shape.reaches, size, chunk, num_branches=branches)

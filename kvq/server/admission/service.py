@@ -10,8 +10,7 @@ from typing import Any
 from kvq.engine import SamplingParams
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece
-from kvq.engine.requests.prompts import check_known
-from kvq.engine.requests.request_options import RequestOptions
+from kvq.engine.requests.request_options import RequestOptions, check_known
 from kvq.errors import EngineError, RequestError
 from kvq.server.admission.admission import Admission, Queued, blocks_wanted
 from kvq.server.admission.concurrency import SequenceSlots

@@ -63,8 +63,8 @@ def test_steps_through_static_buffers_equal_plain_ones(tiny, kv, count):
     graphs, cache = graphs_over(runner, spare=24)
     checked = []
 
-    def forward(plan, failed, **options):
-        output = Runner.forward(runner, plan, failed, **options)
+    def forward(plan, **options):
+        output = Runner.forward(runner, plan, **options)
         if graphs.takes(plan):
             cache.written.clear()
             logits, bad = graphs.run(plan)
@@ -91,8 +91,8 @@ def test_hidden_states_come_out_of_a_graph_if_they_are_wanted(tiny):
     graphs, _ = graphs_over(runner, spare=24, keeps_hidden=True)
     checked = []
 
-    def forward(plan, failed, **options):
-        output = Runner.forward(runner, plan, failed, **options)
+    def forward(plan, **options):
+        output = Runner.forward(runner, plan, **options)
         assert output.hidden.shape == (plan.num_tokens, tiny.geometry.hidden_size)
         if graphs.takes(plan):
             graphs.hidden.fill_(torch.nan)

@@ -67,7 +67,7 @@ def test_a_compile_that_hangs_is_killed(tokenizer):
 def test_a_compile_that_gets_no_processor_is_only_slow(tokenizer):
     with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
         matcher_of(compiler, regex="a")
-        child = compiler._children[0]._child
+        child = compiler._child._child
         stop(child)
         made = compiler.submit(StructuredOutput(regex="ab"))
         with pytest.raises(TimeoutError):
@@ -79,7 +79,7 @@ def test_a_compile_that_gets_no_processor_is_only_slow(tokenizer):
 def test_a_compile_that_takes_no_processor_time_for_minutes_is_ended(tokenizer, monkeypatch):
     with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
         matcher_of(compiler, regex="a")
-        stop(compiler._children[0]._child)
+        stop(compiler._child._child)
         monkeypatch.setattr(process_module, "STUCK_S", 0)
         with pytest.raises(RequestError, match=r"more than 1 s;"):
             matcher_of(compiler, regex="ab")
@@ -95,7 +95,7 @@ def test_a_compile_that_takes_memory_is_ended(tokenizer):
 def test_a_child_that_died_is_replaced(tokenizer):
     with compiler_with(tokenizer) as compiler:
         matcher_of(compiler, regex="a")
-        child = compiler._children[0]._child
+        child = compiler._child._child
         child.kill()
         child.wait()
         assert accepts(compiler, tokenizer, "ab", regex="ab")
@@ -149,19 +149,10 @@ def test_waiting_grammars_are_bounded_and_may_be_cancelled(tokenizer):
         assert third.result(HANG_S).mask().any()
 
 
-def test_workers_compile_side_by_side(tokenizer):
-    limits = GrammarLimits(compile_timeout_s=HANG_S)
-    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, eos_ids=[0], limits=limits, workers=2)
-    slow = compiler.submit(StructuredOutput(lark=ENDLESS))
-    assert accepts(compiler, tokenizer, "ab", regex="ab")
-    assert not slow.done()
-    compiler.close()
-
-
 def test_close_ends_what_runs_and_what_waits(tokenizer):
     with compiler_with(tokenizer, compile_timeout_s=HANG_S) as compiler:
         matcher_of(compiler, regex="a")
-        child = compiler._children[0]._child
+        child = compiler._child._child
         running = compiler.submit(StructuredOutput(lark=ENDLESS))
         waiting = compiler.submit(StructuredOutput(regex="b"))
         wait_for(running.running, "the compile to begin")
@@ -247,7 +238,7 @@ def test_a_grammar_that_nobody_needs_is_freed_at_once(tokenizer):
 def test_compiling_gives_way_to_steps(tokenizer):
     with compiler_with(tokenizer) as compiler:
         compiler.submit(StructuredOutput(regex="a+")).result(HANG_S)
-        [child], [thread] = compiler._children, compiler._threads
+        child, thread = compiler._child, compiler._thread
         assert os.getpriority(os.PRIO_PROCESS, child._child.pid) == process_module.NICENESS
         if sys.platform == "linux":
             assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == process_module.NICENESS

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.requests.beam import BeamSearch, Hypothesis
+from kvq.engine.requests.beam import Beam, BeamSearch
 
 PENALTIES = [0.0, 1.0, 2.0, 0.5, -1.0]
 
@@ -37,7 +37,7 @@ def _model(seed: int, vocab: int) -> LlamaForCausalLM:
 
 
 @torch.inference_mode()
-def _search(model: LlamaForCausalLM, prompt: list[int], search: BeamSearch, **options) -> list[Hypothesis]:
+def _search(model: LlamaForCausalLM, prompt: list[int], search: BeamSearch, **options) -> list[Beam]:
     """Run a search, computing each beam in full at every step."""
     beams = [prompt]
     while not search.is_done:

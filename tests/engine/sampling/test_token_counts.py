@@ -5,7 +5,7 @@ from collections import Counter
 
 import torch
 
-from kvq.engine.sampling.token_counts import TokenCounts
+from kvq.engine.sampling.penalties import TokenCounts
 
 
 def _check(counts: TokenCounts, mirror: dict[int, Counter], rows: list[int]) -> None:

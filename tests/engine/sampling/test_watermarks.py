@@ -12,9 +12,8 @@ from kvq.engine.params import SamplingParams
 from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.sampling.watermarks import Watermarks, play, token_words
 from kvq.watermark import Green, Tournament
-from kvq.watermark.key import key_from
-from kvq.watermark.words import is_green, layer_bits
-from kvq.watermark.words import token_words as words_of
+from kvq.watermark.key import is_green, key_from, layer_bits
+from kvq.watermark.key import token_words as words_of
 from tests.engine.sampling.reference import add, bitmask, distribution
 
 KEY = key_from(b"the key of these tests")

@@ -7,7 +7,7 @@ from typing import Any
 from kvq.engine import LLM
 from kvq.engine.requests.request_state import Job
 from kvq.engine.sampling.sampler import Drafted
-from kvq.engine.speculation.proposer import Proposer
+from kvq.engine.speculation.drafter import Proposer
 from kvq.scheduler import Branch, StepPlan
 from tests.engine.kit import engine
 from tests.helpers_models import VOCAB

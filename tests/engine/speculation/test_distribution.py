@@ -115,7 +115,7 @@ def _batch(
             contexts += [[*branch.tokens, *tokens[:j]] for j in range(k + 1)]
         output = StepOutput(
             logits=logits_of(target, contexts), starts=[i * (k + 1) for i in range(len(running))],
-            bad_tokens=torch.zeros(len(contexts), dtype=torch.bool), failed_swaps=[], attention_s=0.0,
+            bad_tokens=torch.zeros(len(contexts), dtype=torch.bool), attention_s=0.0,
         )  # fmt: skip
         wanted = chooser.prepare(plan, output, {}, drafts)
         choices = chooser.choose(wanted, output).wait()

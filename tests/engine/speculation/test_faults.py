@@ -38,11 +38,11 @@ def test_a_step_with_drafts_that_raises_runs_again_branch_by_branch(plain, monke
     runner, real = llm.core.runner, llm.core.runner.forward
     broken = []
 
-    def forward(plan, failed, **options):
+    def forward(plan, **options):
         if plan.num_drafts and len(plan.branches) > 1:
             broken.append(plan)
             raise RuntimeError("a kernel that dislikes company")
-        return real(plan, failed, **options)
+        return real(plan, **options)
 
     monkeypatch.setattr(runner, "forward", forward)
     assert tokens_of(llm.generate(PROMPTS, NEW)) == plain
@@ -65,8 +65,8 @@ def test_logits_that_are_not_finite_end_the_request_with_drafts_too(plain, monke
     llm = with_oracle(speculating(pair("llama")[0]), PROMPTS, plain, right=1.0)
     real = llm.core.runner.forward
 
-    def forward(plan, failed, **options):
-        output = real(plan, failed, **options)
+    def forward(plan, **options):
+        output = real(plan, **options)
         for i, branch in enumerate(plan.branches):
             if list(branch.request.tokens) == PROMPTS[2] and plan.drafts[i]:
                 with torch.inference_mode():

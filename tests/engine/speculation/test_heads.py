@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from kvq.engine import SamplingParams
-from kvq.engine.speculation import head_contexts, heads
+from kvq.engine.speculation import heads
 from kvq.errors import ConfigError, ModelError
 from kvq.models import load
 from tests.engine.kit import (
@@ -68,9 +68,9 @@ def told(llm):
 
 def assert_nothing_is_kept(drafter):
     assert not drafter._contexts
-    assert not drafter._cache.manager.sequences()
-    assert [pool.live for pool in drafter._cache.manager.usage()] == [0]
-    drafter._cache.manager.check_integrity()
+    assert not drafter._manager.sequences()
+    assert [pool.live for pool in drafter._manager.usage()] == [0]
+    drafter._manager.check_integrity()
 
 
 def recorded(drafter):
@@ -195,8 +195,8 @@ def test_after_a_prefix_from_the_cache_drafts_come_of_what_is_left(model):
     expected = tokens_of(engine(model).generate([prompt, prompt], PARAMS))
     llm, drafter = with_heads(model)
     starts = []
-    begin = drafter._cache.begin
-    drafter._cache.begin = lambda start: (starts.append(start), begin(start))[1]
+    begin = drafter._begin
+    drafter._begin = lambda start: (starts.append(start), begin(start))[1]
     found = llm.generate([prompt], PARAMS) + llm.generate([prompt], PARAMS)
     assert tokens_of(found) == expected
     assert found[1].receipt.cached_tokens == 62
@@ -215,8 +215,8 @@ def test_several_results_share_what_was_read_of_the_prompt(model, temperature):
     expected = results(engine(model))
     llm, drafter = with_heads(model)
     drafts = recorded(drafter)
-    forks, fork = [], drafter._cache.fork
-    drafter._cache.fork = lambda context: (forks.append(context.read), fork(context))[1]
+    forks, fork = [], drafter._fork
+    drafter._fork = lambda context: (forks.append(context.read), fork(context))[1]
     assert results(llm) == expected
     assert forks == [11, 11, 39, 39]  # of all but the last token of each prompt, whose next one nobody knew
     assert told(llm)[1] > 0
@@ -243,10 +243,12 @@ def test_who_comes_back_after_a_preemption_says_the_same(model, swap_memory):
 
 @pytest.mark.parametrize("blocks", [1, 3, 6])
 def test_without_room_for_all_contexts_some_begin_anew(model, monkeypatch, blocks):
-    init = head_contexts.HeadCache.__init__
+    init = heads.Heads.__init__
     monkeypatch.setattr(heads, "_WAITING", 9)
     monkeypatch.setattr(
-        head_contexts.HeadCache, "__init__", lambda self, head, tokens: init(self, head, blocks * BLOCK)
+        heads.Heads,
+        "__init__",
+        lambda self, chooser, head, tokens: init(self, chooser, head, tokens=blocks * BLOCK),
     )
     prompts = mixed_prompts(8, seed=6, longest=60)
     expected = tokens_of(engine(model).generate(prompts, PARAMS))
@@ -284,7 +286,7 @@ def test_a_head_that_breaks_spoils_no_token(model, what):
     prompts = taught()
     expected = tokens_of(engine(model).generate(prompts, PARAMS))
     llm, drafter = with_heads(model)
-    head = drafter._cache._head
+    head = drafter._head
     hidden, count = head.hidden, [0]
 
     def breaking(tokens, positions, states, step):

@@ -18,8 +18,8 @@ def test_they_are_what_the_last_norm_gave_of_every_token(family, fused):
     runner, seen = llm.core.runner, {}
     forward = runner.forward
 
-    def keeping(plan, failed, **options):
-        output = forward(plan, failed, **options)
+    def keeping(plan, **options):
+        output = forward(plan, **options)
         assert output.hidden.shape == (plan.num_tokens, model.geometry.hidden_size)
         for branch, states in zip(plan.branches, output.hidden.split(plan.counts), strict=True):
             seen.setdefault(branch, []).append(states.clone())

@@ -8,7 +8,7 @@ import pytest
 
 from kvq.blockmgr import PoolUsage
 from kvq.engine import SamplingParams
-from kvq.scheduler import PoolShape, SchedulerConfig
+from kvq.scheduler import PoolShape, Reach, SchedulerConfig
 from kvq.server.admission.admission import Admission, AdmissionConfig
 from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.rate_limits import TenantLimits
@@ -24,7 +24,7 @@ def info(max_context=4096, max_num_seqs=8):
         vocab_size=100,
         block_bytes=[1000],
         kv=["int4"],
-        shape=PoolShape(num_blocks=[POOL], windows=[None], block_size=16),
+        shape=PoolShape(num_blocks=[POOL], reaches=[Reach()], block_size=16),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=256, max_context=max_context
         ),

@@ -10,7 +10,7 @@ import pytest
 
 from kvq.engine.requests.outputs import Piece
 from kvq.models.describe.resolve import EMBEDDED
-from kvq.scheduler import PoolShape, SchedulerConfig
+from kvq.scheduler import PoolShape, Reach, SchedulerConfig
 from kvq.server.admission.config import ServerConfig
 from kvq.server.app import create_app
 from kvq.server.assembly import make_service
@@ -62,7 +62,7 @@ def ask(tiny):
             vocab_size=4096,
             block_bytes=[1],
             kv=["int4"],
-            shape=PoolShape(num_blocks=[8], windows=[None], block_size=16),
+            shape=PoolShape(num_blocks=[8], reaches=[Reach()], block_size=16),
             scheduler=SchedulerConfig(max_context=64),
         )
         remote.state = State.READY
