@@ -14,9 +14,10 @@ from typing import Any
 
 from kvq.models.loading.control_tokens import ControlTokens
 from kvq.models.run.prompts import PromptEncoder
+from kvq.models.templates.forms import Forms
 from kvq.server.engine.frames import Decoder, encode
 from kvq.server.reading.host import NO_MEMORY, read_jobs
-from kvq.server.reading.jobs import Chat, Done, FromReader, Refusal, unpack
+from kvq.server.reading.jobs import Done, FromReader, Job, Refusal, unpack
 from tests.models.chat_families import FAMILIES
 
 _PROCESSOR_S = 0.5
@@ -118,7 +119,8 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
         ours.settimeout(_HANG_S)
         try:
             for turns in talks:
-                job = Chat(turns=turns, options={}, max_tokens=100_000, processor_s=_PROCESSOR_S)
+                given = {"turns": turns, "options": {}, "max_tokens": 100_000}
+                job = Job(task="encode_chat", given=given, forms=Forms(), processor_s=_PROCESSOR_S)
                 ours.sendall(encode(job))
                 if (answer := decoder.read(ours)) is None:
                     break

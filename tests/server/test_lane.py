@@ -3,11 +3,11 @@
 import asyncio
 
 from kvq.server.reading import lane as lane_module
-from kvq.server.reading.jobs import Done, Text
+from kvq.server.reading.jobs import Done, Job
 from kvq.server.reading.lane import Lane
 from tests.waiting import HANG_S
 
-JOB = Text(text="a", special=True, plain=False, max_tokens=None)
+JOB = Job(task="encode", given={"text": "a"})
 
 
 class Reader:

@@ -103,7 +103,7 @@ def conversation(body: PromptBody) -> Conversation:
         shown = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=shown, exclude_none=True) for tool in body.tools]
         options["tools"] = [{"type": "function", "function": function} for function in functions]
-    return Conversation(messages=messages, options=options)
+    return messages, options
 
 
 def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessage]:

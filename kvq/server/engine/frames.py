@@ -15,7 +15,7 @@ MAX_FRAME = 64 << 20  # bytes
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct) -> bytes:
+def encode(message: object) -> bytes:
     """Return a message with its length.
 
     Raises:

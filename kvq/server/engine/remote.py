@@ -19,8 +19,6 @@ from kvq.server.engine.messages import (
     Ended,
     EngineSnapshot,
     Gauges,
-    Look,
-    Ping,
     Ready,
     Refused,
     Start,
@@ -181,7 +179,7 @@ class Remote:
         process = self._ready_process()
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_future()
-            process.say(Look())
+            process.say("look")
         return await asyncio.shield(self._looking)
 
     def _ready_process(self) -> EngineProcess:
@@ -267,7 +265,7 @@ class Remote:
                     self._take(message)
                 elif isinstance(message, EngineSnapshot):
                     self._show(message)
-                elif not isinstance(message, Ping):
+                elif message != "ping":
                     raise EngineError(f"the engine sent {type(message).__name__} while it runs")
         finally:
             pinging.cancel()
@@ -277,7 +275,7 @@ class Remote:
     async def _ping(self, process: EngineProcess) -> None:
         """Kill a process that does not answer: it is stopped, or its interpreter is blocked."""
         while True:
-            process.say(Ping())
+            process.say("ping")
             said = monotonic()
             await asyncio.sleep(self._watch.ping_s)
             if monotonic() - said > self._watch.ping_s + 1.0:  # this process stood still

@@ -36,9 +36,9 @@ from kvq.server.engine.introspection import Introspection
 from kvq.server.engine.messages import (
     Cancel,
     Ended,
+    FromEngine,
     Gauges,
     Look,
-    Ping,
     Ready,
     Refused,
     Start,
@@ -166,7 +166,7 @@ class Worker:
         """Carry out a message of the HTTP process between two steps."""
         if isinstance(message, Submit):
             self._submit(core, message, came_s)
-        elif isinstance(message, Look):
+        elif message == "look":
             self._is_looked_at = True
         elif message.number in self._jobs:
             core.cancel(self._jobs[message.number])
@@ -236,9 +236,9 @@ class Worker:
         """Read messages of the HTTP process in a thread, so that pings are answered during steps."""
         try:
             while (message := to_engine.read(self._sock)) is not None:
-                if isinstance(message, Ping):
+                if message == "ping":
                     self._send(message)
-                elif isinstance(message, Submit | Cancel | Look):
+                elif not isinstance(message, Start):
                     loop.ask(partial(self._do, loop.core, message, perf_counter()))
         except ConnectionError:  # it is gone
             pass
@@ -246,7 +246,7 @@ class Worker:
             _log.exception("the HTTP process can't be understood")
         loop.ask(None)
 
-    def _send(self, message: msgspec.Struct) -> None:
+    def _send(self, message: FromEngine) -> None:
         with self._sending:
             self._sock.sendall(encode(message))
 

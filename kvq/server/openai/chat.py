@@ -6,7 +6,6 @@ from typing import Any
 
 from kvq.engine.requests.outputs import Piece
 from kvq.server.admission.bodies import ChatBody, ToolChoiceBody, plain_text
-from kvq.server.admission.prompts import Conversation
 from kvq.server.admission.service import Service
 from kvq.server.openai.answers import Answer, reason_of
 from kvq.server.openai.sampling import chat_params
@@ -46,8 +45,8 @@ class Chat(Answer):
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             options["continue_final_message"] = True
-        conversation = Conversation(messages=body.messages, options=options)
-        tokens = await self._service.prompts.chat(conversation, tenant=self._request.tenant)
+        prompts, tenant = self._service.prompts, self._request.tenant
+        tokens = await prompts.chat((body.messages, options), tenant=tenant)
         begun = plain_text(body.messages[-1]) if body.continue_final_message else None
         self._is_open, params = self._service.thinks(self._request.params, tokens, begun)
         self._request = replace(self._request, params=params)

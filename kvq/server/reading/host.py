@@ -18,7 +18,7 @@ from kvq.errors import KVQError, RequestError
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.server.engine.frames import Decoder, encode
-from kvq.server.reading.jobs import Done, FromReader, Job, Piece, Refusal, Setup, ToReader, put_together
+from kvq.server.reading.jobs import Done, FromReader, Job, Refusal, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 NO_MEMORY = 1  # exit status of a reader
@@ -91,8 +91,8 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
         with socket.socket(fileno=descriptor) as sock:
             pieces: list[str] = []
             while (job := decoder.read(sock)) is not None:
-                if isinstance(job, Piece):
-                    pieces.append(job.text)
+                if isinstance(job, str):
+                    pieces.append(job)
                     continue
                 # Processor time, and the process dies of it: a busy machine is no fault of the job's.
                 signal.setitimer(signal.ITIMER_PROF, job.processor_s)

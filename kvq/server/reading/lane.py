@@ -14,7 +14,7 @@ from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
 from kvq.server.engine.frames import encode
 from kvq.server.http.problems import unavailable
-from kvq.server.reading.jobs import FromReader, Job, Piece, in_pieces
+from kvq.server.reading.jobs import FromReader, Job, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
 _PROCESSOR_S = 1.0  # that a job with little to read may take
@@ -32,7 +32,7 @@ class Overran(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    pieces: list[Piece]  # of the job's long texts
+    pieces: list[str]  # of the job's long texts
     job: bytes  # encoded
     may_s: float  # of processor time
     answer: asyncio.Future[FromReader] = field(
