@@ -18,19 +18,11 @@ from kvq.server.engine.messages import Ended
 from kvq.server.http.problems import Problem
 from kvq.server.openai.respond import Call
 from kvq.server.openai.sampling import params_of, schema_text
-from kvq.server.tools import (
-    CallArguments,
-    CallStart,
-    Named,
-    Offer,
-    Parser,
-    Text,
-    Thoughts,
-    Tool,
-    ToolCalling,
-    ToolChoice,
-)
-from kvq.server.tools import Event as Found
+from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
+from kvq.server.tools.format import Tool
+from kvq.server.tools.parser import Event as Found
+from kvq.server.tools.parser import Parser
+from kvq.server.tools.thoughts import Thoughts
 
 Event = dict[str, Any]
 
@@ -127,7 +119,7 @@ class _Content:
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Add text to the answer, and return the events of it."""
         thought, rest = self._thoughts.feed(text, is_last=is_last)
-        found = [Text(rest)] if self._parser is None else self._parser.feed(rest)
+        found = [Found(rest)] if self._parser is None else self._parser.feed(rest)
         events = self._add("thinking", thought)
         return [*events, *(event for one in found for event in self._take(one))]
 
@@ -137,9 +129,9 @@ class _Content:
         return [*(event for one in found for event in self._take(one)), *self._stop()]
 
     def _take(self, found: Found) -> list[Event]:
-        if isinstance(found, CallStart):
+        if found.name is not None:
             return self._start({"type": "tool_use", "id": found.id, "name": found.name, "input": {}})
-        if isinstance(found, CallArguments):
+        if found.index is not None:
             self._arguments.append(found.text)
             return [self._delta({"type": "input_json_delta", "partial_json": found.text})]
         return self._add("text", found.text)
@@ -178,7 +170,7 @@ def _offer(body: MessagesBody, calling: ToolCalling) -> Offer | None:
     choice = body.tool_choice
     return calling.offer(
         [Tool(name=tool.name, parameters=tool.parameters) for tool in body.tools],
-        choice=_CHOICES[choice.type] if choice.name is None else Named(choice.name),
+        choice=_CHOICES[choice.type] if choice.name is None else Tool(name=choice.name),
         parallel=not choice.disable_parallel_tool_use,
         is_formatted=body.output_config is not None and body.output_config.format is not None,
     )

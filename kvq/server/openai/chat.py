@@ -9,18 +9,10 @@ from kvq.server.admission.bodies import ChatBody, ToolChoiceBody, plain_text
 from kvq.server.admission.service import Service
 from kvq.server.openai.answers import Answer, reason_of
 from kvq.server.openai.sampling import chat_params
-from kvq.server.tools import (
-    CallArguments,
-    CallStart,
-    Event,
-    Named,
-    Offer,
-    Parser,
-    Text,
-    Thoughts,
-    Tool,
-    ToolCalling,
-)
+from kvq.server.tools.calling import Offer, ToolCalling
+from kvq.server.tools.format import Tool
+from kvq.server.tools.parser import Event, Parser
+from kvq.server.tools.thoughts import Thoughts
 
 
 class Chat(Answer):
@@ -118,7 +110,7 @@ class _Reading:
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.close()
-        if content := "".join(event.text for event in events if isinstance(event, Text)):
+        if content := "".join(event.text for event in events if event.index is None):
             added["content"] = content
         if calls := _call_deltas(events):
             added["tool_calls"] = calls
@@ -136,7 +128,7 @@ def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
     choice = body.tool_choice
     return calling.offer(
         [Tool(name=function.name, parameters=function.parameters or {}) for function in functions],
-        choice=Named(choice.function.name) if isinstance(choice, ToolChoiceBody) else choice or "auto",
+        choice=Tool(name=choice.function.name) if isinstance(choice, ToolChoiceBody) else choice or "auto",
         parallel=body.parallel_tool_calls,
         is_formatted=body.response_format is not None and body.response_format.type != "text",
     )
@@ -146,10 +138,12 @@ def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return one delta for each call that has grown: clients read only one of an index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
-        if isinstance(event, CallStart):
+        if event.index is None:
+            continue
+        if event.name is not None:
             begun = {"index": event.index, "id": event.id, "type": "function"}
             deltas[event.index] = begun | {"function": {"name": event.name, "arguments": ""}}
-        elif isinstance(event, CallArguments):
+        else:
             delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text
     return list(deltas.values())

@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvq.server.tools.format import Schemas, ToolFormat
+from kvq.server.tools.format import ToolFormat
 from kvq.server.tools.formats.values import value_of
 from kvq.server.tools.json_calls import is_name, write_json
-from kvq.server.tools.output import Output
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
@@ -21,56 +20,56 @@ _NAME = re.compile(r"[^>\s]+")
 _NO_TAG = re.compile(r"[^<]+")
 
 
-def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
-    name = yield from source.all_of(_NAME)
-    if not is_name(name) or not (yield from source.word(">")):
+def _read(parser: Parser) -> Steps[bool]:
+    name = yield from parser.all_of(_NAME)
+    if not is_name(name) or not (yield from parser.word(">")):
         return False
-    source.drop()
-    output.start(name)
-    yield from _parameters(source, output, tools.get(name, {}))
+    parser.drop()
+    parser.start(name)
+    yield from _parameters(parser, parser.tools.get(name, {}))
     return True
 
 
-def _parameters(source: Source, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
+def _parameters(parser: Parser, schema: Mapping[str, Any]) -> Steps[None]:
     """Give out a call's arguments; those of one that breaks off stay open."""
     before = "{"
-    while (name := (yield from _parameter(source))) is not None:
-        text = yield from _value(source)
+    while (name := (yield from _parameter(parser))) is not None:
+        text = yield from _value(parser)
         if text is None:
             return
-        output.arguments(f"{before}{write_json(name)}: {_as_json(text, name, schema)}")
+        parser.arguments(f"{before}{write_json(name)}: {_as_json(text, name, schema)}")
         before = ", "
-    held = source.release()
+    held = parser.release()
     if held.strip() in (_END_FUNCTION, _END):
-        output.arguments("{}" if before == "{" else "}")
-    elif (yield from source.peek()):
-        output.arguments("{}" if before == "{" else "}")
-        output.text(held)
+        parser.arguments("{}" if before == "{" else "}")
+    elif (yield from parser.peek()):
+        parser.arguments("{}" if before == "{" else "}")
+        parser.show(held)
 
 
-def _parameter(source: Source) -> Steps[str | None]:
+def _parameter(parser: Parser) -> Steps[str | None]:
     """Read a parameter's name; None if something else comes, which is held."""
-    source.hold()
-    yield from source.skip_space()
-    if (yield from source.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
+    parser.hold()
+    yield from parser.skip_space()
+    if (yield from parser.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
         return None
-    name = yield from source.all_of(_NAME)
-    if not name or not (yield from source.word(">")):
+    name = yield from parser.all_of(_NAME)
+    if not name or not (yield from parser.word(">")):
         return None
-    source.drop()
+    parser.drop()
     return name
 
 
-def _value(source: Source) -> Steps[str | None]:
+def _value(parser: Parser) -> Steps[str | None]:
     """Read a parameter's text without the line breaks around it; None if it breaks off."""
     parts: list[str] = []
-    while (yield from source.peek()):
-        if text := source.run(_NO_TAG):
+    while (yield from parser.peek()):
+        if text := parser.run(_NO_TAG):
             parts.append(text)
             continue
-        source.hold()
-        is_end = yield from source.word(_END_PARAMETER)
-        text = source.release()
+        parser.hold()
+        is_end = yield from parser.word(_END_PARAMETER)
+        text = parser.release()
         if is_end:
             return "".join(parts).removeprefix("\n").removesuffix("\n")
         parts.append(text)

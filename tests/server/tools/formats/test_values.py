@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq.server.tools import Tool
+from kvq.server.tools.format import Tool
 from kvq.server.tools.formats.values import value_of
 from tests.server.tools.samples import read
 
