@@ -178,7 +178,7 @@ class Worker:
             self._jobs[number] = job
             self._introspection.meet(options.tenant)
             if self._events is not None:
-                self._events.followed.include(options.tenant)
+                self._events.include(options.tenant)
             core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)

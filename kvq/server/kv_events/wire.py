@@ -25,17 +25,7 @@ class Entered(NamedTuple):
     tokens: bytes
 
 
-class Left(NamedTuple):
-    """A block can't be found any more."""
-
-    name: int
-
-
-class Cleared(NamedTuple):
-    """Nothing can be found any more."""
-
-
-Change = Entered | Left | Cleared
+Change = Entered | int | None  # a name: that block can't be found any more; None: nothing can
 
 
 class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
@@ -88,13 +78,13 @@ def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form
     events: list[_Event] = []
     for change in changes:
         last = events[-1] if events else None
-        if isinstance(change, Cleared):
+        if change is None:
             events.append(_AllBlocksCleared())
-        elif isinstance(change, Left):
+        elif isinstance(change, int):
             if isinstance(last, _BlockRemoved):
-                last.block_hashes.append(change.name)
+                last.block_hashes.append(change)
             else:
-                events.append(_BlockRemoved([change.name], _MEDIUM, 0))
+                events.append(_BlockRemoved([change], _MEDIUM, 0))
         elif isinstance(last, _BlockStored) and last.block_hashes[-1] == change.parent:
             last.block_hashes.append(change.name)
             last.token_ids += array("I", change.tokens)

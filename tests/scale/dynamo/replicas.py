@@ -39,8 +39,8 @@ class Replica:
         self.manager = BlockManager(num_blocks=[24], block_size=SIZE, host_slots=[8])
         self.publisher = Publisher(self.config, block_size=SIZE, on_join=self._joined)
         self._loses, self._rng, self._has_joined = loses, random.Random(seed), False
-        self.stream = EventStream(self.manager, self)
-        self.stream.followed.include("")
+        self.stream = EventStream(self.manager, self.put)
+        self.stream.include("")
         self.flush()
 
     def put(self, changes: Sequence[Change]) -> bool:
