@@ -14,7 +14,7 @@ from kvq.errors import RequestError, nearest
 from kvq.server import health, viewers
 from kvq.server.admission.metrics import CONTENT_TYPE
 from kvq.server.admission.service import Service
-from kvq.server.anthropic import routes as anthropic
+from kvq.server.anthropic import message as anthropic
 from kvq.server.http.body_errors import of_body
 from kvq.server.http.credentials import Access, Credentials
 from kvq.server.http.guard import REASON, Guard, as_response

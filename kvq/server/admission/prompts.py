@@ -19,7 +19,7 @@ from kvq.server.reading import Lane, Overran, Readers
 from kvq.server.reading.jobs import Done, Job, Refusal
 
 _log = logging.getLogger("kvq")
-_DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
+DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
 _MAX_COUNTING = 64  # texts that may wait to be counted only
 _WIDTH = 2  # prompts of a kind read side by side
 _A_FEW = 128  # messages made ready at a stretch
@@ -47,7 +47,7 @@ class Prompts:
         tokenizer: Any,
         *,
         plain_texts: bool = False,
-        deadline_s: float = _DEADLINE_S,
+        deadline_s: float = DEADLINE_S,
         max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`tokenizer`: the readers' own, for quick work in this process. `plain_texts`: texts outside
@@ -227,7 +227,7 @@ class Prompts:
 
     async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> Done:
         try:
-            deadline_s = _DEADLINE_S if job.task == "forms" else self._deadline_s
+            deadline_s = DEADLINE_S if job.task == "forms" else self._deadline_s
             answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=deadline_s)
         except Overran as error:
             if job.task in ("encode_chat", "forms"):

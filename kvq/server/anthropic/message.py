@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: an answer's content, block by block, and the events that stream it."""
+"""`POST /v1/messages`: an answer's content, block by block, and the events that stream it; its routes."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -6,17 +6,21 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece, PromptUse
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
-from kvq.server.anthropic.bodies import MessagesBody
+from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
 from kvq.server.engine.messages import Ended
-from kvq.server.http.problems import Problem
-from kvq.server.openai.respond import Call
+from kvq.server.http.problems import MESSAGES_PATH, Problem
+from kvq.server.openai.openapi import answer, stream_or
+from kvq.server.openai.respond import Call, note_fields, respond, tenant_of, text_request
 from kvq.server.openai.sampling import params_of, schema_text
 from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
 from kvq.server.tools.format import Tool
@@ -24,9 +28,26 @@ from kvq.server.tools.parser import Event as Found
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.thoughts import Thoughts
 
+COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 Event = dict[str, Any]
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes of messages, and of the number of their input tokens."""
+
+    @app.post(MESSAGES_PATH, responses=stream_or("MessageAnswer"))
+    async def messages(request: Request, body: MessagesBody) -> Response:
+        await note_fields(request, service, body)
+        call = MessageCall(service, body, tenant_of(request))
+        return await respond(request, service, call, stream=body.stream)
+
+    @app.post(COUNT_TOKENS_PATH, responses=answer("InputTokens"))
+    async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
+        async with text_request(request, service, body, body.model) as prompts:
+            tokens = await prompts.chat(conversation(body), tenant=tenant_of(request))
+        return {"input_tokens": len(tokens)}
 
 
 class MessageCall(Call):
