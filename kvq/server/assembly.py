@@ -12,7 +12,7 @@ from kvq.server.admission.config import ServerConfig
 from kvq.server.admission.prompts import DEADLINE_S, Prompts
 from kvq.server.admission.service import Service
 from kvq.server.engine.messages import Start
-from kvq.server.engine.remote import Remote, Watch
+from kvq.server.engine.remote import Remote
 from kvq.server.reading import Readers, Setup
 from kvq.server.tools.calling import ToolCalling
 
@@ -32,7 +32,7 @@ def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -
     start = Start(
         folder=str(source.folder), kv=config.kv, options=options, log=config.log, kv_events=config.kv_events
     )
-    return source, Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=on_failed)
+    return source, Remote(start, max_restarts=config.max_restarts, on_failed=on_failed)
 
 
 def make_service(

@@ -241,14 +241,14 @@ class _ChosenFunction(Body):
     name: _FunctionName
 
 
-class ToolChoiceBody(Body):
+class _ToolChoiceBody(Body):
     """The tool that has to be called."""
 
     type: Literal["function"]
     function: _ChosenFunction
 
 
-class CalledFunction(Body):
+class _CalledFunction(Body):
     """A called function, with the arguments as JSON text."""
 
     LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
@@ -256,18 +256,18 @@ class CalledFunction(Body):
     arguments: LongText = ""
 
 
-class ToolCallBody(Body):
+class _ToolCallBody(Body):
     """A call that an assistant's message made."""
 
     LABELS: ClassVar = frozenset(("index",))  # of its place in the stream that it was read from
     id: _CallId | None = None
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: _CalledFunction
 
 
 _Tools = Annotated[list[_ToolBody], Field(max_length=MAX_TOOLS)]
-_ToolCalls = Annotated[list[ToolCallBody], Field(max_length=_MAX_CALLS)]
-_ToolChoices = Literal["none", "auto", "required"] | ToolChoiceBody
+_ToolCalls = Annotated[list[_ToolCallBody], Field(max_length=_MAX_CALLS)]
+_ToolChoices = Literal["none", "auto", "required"] | _ToolChoiceBody
 
 
 class ChatMessage(Body):

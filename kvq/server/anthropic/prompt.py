@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from kvq.engine import PrefixPin
-from kvq.server.admission.bodies import CalledFunction, ChatMessage, ToolCallBody
+from kvq.server.admission.bodies import ChatMessage
 from kvq.server.admission.prompts import Conversation, Prompts
 from kvq.server.anthropic.bodies import (
     CacheControl,
@@ -134,8 +134,8 @@ def _assistant(turns: Sequence[Message], names: dict[str, str]) -> ChatMessage:
     calls = []
     for block in (block for turn in turns for block in _only(ToolUseBlock, turn.content)):
         names[block.id] = block.name
-        function = CalledFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
-        calls.append(ToolCallBody(id=block.id, function=function))
+        function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+        calls.append({"id": block.id, "function": function})
     content = "\n\n".join(text for text in texts if text)
     thoughts = "".join(block.thinking for turn in turns for block in _only(ThinkingBlock, turn.content))
     own = {"reasoning_content": thoughts} if thoughts else {}

@@ -53,14 +53,8 @@ class Submit(Message, frozen=True):
     options: RequestOptions
 
 
-class Cancel(Message, frozen=True):
-    """Request to cancel a request; ignored if it has ended."""
-
-    number: int
-
-
-# "ping" is answered at once with another one, even during a step; "look" by a picture of the engine, taken
-# between two steps, which may answer several
+# A number cancels that request, unless it has ended. "ping" is answered at once with another one, even during
+# a step; "look" by a picture of the engine, taken between two steps, which may answer several
 Ping = Literal["ping"]
 Look = Literal["look"]
 
@@ -151,5 +145,5 @@ class EngineSnapshot(Message, frozen=True):
     past: list[dict[str, Any]]  # a few of each tenant, latest first
 
 
-ToEngine = Start | Submit | Cancel | Ping | Look
+ToEngine = Start | Submit | int | Ping | Look
 FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot

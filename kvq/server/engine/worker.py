@@ -34,7 +34,6 @@ from kvq.lazy import unseen
 from kvq.server.engine.frames import encode, to_engine
 from kvq.server.engine.introspection import Introspection
 from kvq.server.engine.messages import (
-    Cancel,
     Ended,
     FromEngine,
     Gauges,
@@ -162,14 +161,14 @@ class Worker:
         self._events = EventStream(manager, publisher.put)
         self._events.flush()
 
-    def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:
+    def _do(self, core: EngineCore, message: Submit | int | Look, came_s: float) -> None:
         """Carry out a message of the HTTP process between two steps."""
         if isinstance(message, Submit):
             self._submit(core, message, came_s)
         elif message == "look":
             self._is_looked_at = True
-        elif message.number in self._jobs:
-            core.cancel(self._jobs[message.number])
+        elif message in self._jobs:
+            core.cancel(self._jobs[message])
 
     def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
         number, options = command.number, replace(command.options, request_id=str(command.number))

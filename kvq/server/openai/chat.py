@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvq.engine.requests.outputs import Piece
-from kvq.server.admission.bodies import ChatBody, ToolChoiceBody, plain_text
+from kvq.server.admission.bodies import ChatBody, plain_text
 from kvq.server.admission.service import Service
 from kvq.server.openai.answers import Answer, reason_of
 from kvq.server.openai.sampling import chat_params
@@ -125,10 +125,10 @@ class _Reading:
 
 def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
     functions = [tool.function for tool in body.tools or ()]
-    choice = body.tool_choice
+    choice = body.tool_choice or "auto"
     return calling.offer(
         [Tool(name=function.name, parameters=function.parameters or {}) for function in functions],
-        choice=Tool(name=choice.function.name) if isinstance(choice, ToolChoiceBody) else choice or "auto",
+        choice=choice if isinstance(choice, str) else Tool(name=choice.function.name),
         parallel=body.parallel_tool_calls,
         is_formatted=body.response_format is not None and body.response_format.type != "text",
     )
