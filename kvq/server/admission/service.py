@@ -20,7 +20,7 @@ from kvq.server.admission.metrics import Metrics
 from kvq.server.admission.prompts import Prompts
 from kvq.server.engine.messages import Ended, ErrorKind, Ready
 from kvq.server.engine.remote import Remote, State
-from kvq.server.http.ignored import Body, Ignored, find_ignored
+from kvq.server.http.ignored import Body, find_ignored
 from kvq.server.http.loop_budget import LoopBudget
 from kvq.server.http.problems import Problem, failed, timed_out, unavailable
 from kvq.server.logs import log_event
@@ -94,21 +94,21 @@ class Service:
                 param="model",
             )
 
-    async def check_fields(self, given: Any, body: Body) -> Ignored:
-        """Find and count the ignored fields of a decoded body.
+    async def check_fields(self, given: Any, body: Body) -> list[str]:
+        """Count the ignored fields of a decoded body and return their paths, see `find_ignored`.
 
         Raises:
             Problem: this server is strict, and there is an unknown field that is no label.
         """
         is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
-        ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
-        unknown = ignored.first_unknown
+        forms = await self.prompts.forms() if is_for_template else None
+        names, unknown = find_ignored(given, body, forms)
         if unknown is not None and self.is_strict:
             self.metrics.ignored.labels("refused").inc()
             raise unknown.refusal()
-        if ignored.fields:
+        if names:
             self.metrics.ignored.labels("label" if unknown is None else "unknown").inc()
-        return ignored
+        return names
 
     def check_arrival(self, tenant: str) -> None:
         """Raise Problem if a request of a tenant can't be taken, whatever its body is."""

@@ -14,7 +14,7 @@ from kvq.server.admission.service import Service
 from kvq.server.batch.lines import FIELDS, Line
 from kvq.server.engine.remote import State
 from kvq.server.http.body_errors import of_body
-from kvq.server.http.ignored import Ignored, safe_name, unknown_field
+from kvq.server.http.ignored import safe_name, unknown_field
 from kvq.server.http.problems import Problem
 from kvq.server.logs import describe
 from kvq.server.openai.chat import Chat
@@ -104,17 +104,14 @@ class Calls:
             body = kind.model_validate(given)
         except ValidationError as error:
             raise of_body(error.errors(include_url=False), given) from error
-        self._note(line, await self._service.check_fields(given, body))
-        return body
-
-    def _note(self, line: Line, ignored: Ignored) -> None:
-        names = ignored.names
+        names = await self._service.check_fields(given, body)
         if line.unknown is not None:
             if self._service.is_strict:
                 raise Problem(400, unknown_field(line.unknown, line.unknown, FIELDS), code="unknown_field")
             names.append(safe_name(line.unknown))
         if names:
             self._on_ignored(names)
+        return body
 
 
 class _Room:

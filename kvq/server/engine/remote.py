@@ -79,8 +79,8 @@ class Remote:
         stall_s: float = 4.0,
         on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
-        """`max_restarts`: within ten minutes. `ping_s`: between pings. `stall_s`: without an answer, after which
-        the process is killed. `on_failed`: called with the reason when there will be no engine any more.
+        """`max_restarts`: within ten minutes. `ping_s`: between pings. `stall_s`: without an answer until the
+        process is killed. `on_failed`: called with the reason when there will be no engine any more.
         """
         self.state = State.STARTING
         self.info: Ready | None = None  # of the engine, once it was ready

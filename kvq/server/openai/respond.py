@@ -53,10 +53,10 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
     """
     decoded = request.scope.pop(DECODED)
     await asyncio.sleep(0)
-    ignored = await service.check_fields(decoded, body)
+    names = await service.check_fields(decoded, body)
     decoded.clear()  # FastAPI holds it until the answer's end
-    if ignored.fields:
-        request.scope[IGNORED] = ignored.header()
+    if names:
+        request.scope[IGNORED] = ", ".join(names)
     await asyncio.sleep(0)
 
 
