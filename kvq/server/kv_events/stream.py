@@ -1,12 +1,96 @@
-"""Block events from the engine to a publisher: never waits for it, and resends all after a loss."""
+"""Block events from the engine to a publisher, and their wire format.
 
-from collections.abc import Callable, Iterator, Sequence
+Nothing waits for the publisher; all is sent again after a loss. The format is msgpack, byte for byte as vLLM
+0.32 writes it. Each event is a map. Earlier versions wrote arrays, which some readers expect: the kind, then
+the fields.
+
+Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests: vLLM sends 64 bits where
+it sends numbers, and routers keep no more of longer ones.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any, NamedTuple
+
+import msgspec
 
 from kvq.blockmgr import BlockManager, Event, Evicted, Stored
-from kvq.server.kv_events.wire import Change, Entered, name_of
+from kvq.server.kv_events.config import Form
 
+_MEDIUM = "GPU"  # vLLM's name for the memory that a model attends to, also on a CPU
 _PIECE = 1024  # blocks of a batch, where all are reported again
+
+
+class Entered(NamedTuple):
+    """A block can be found from now on."""
+
+    name: int
+    parent: int | None  # None: it begins a prompt
+    tokens: bytes
+
+
+Change = Entered | int | None  # a name: that block can't be found any more; None: nothing can
+
+
+class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
+    """Blocks of one prompt, each after the one before it, can be found."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: None = None
+    group_idx: int | None = None
+
+
+class _BlockRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
+    """Blocks can't be found any more."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class _AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
+    """No block can be found any more."""
+
+
+_Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
+_encoder = msgspec.msgpack.Encoder()
+
+
+def name_of(digest: bytes) -> int:
+    """Return a block's name for routers: the last 64 bits of its digest."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form = "maps") -> bytes:
+    """Encode a batch; neighbouring blocks of a chain, and neighbouring removals, are one event."""
+    events: list[_Event] = []
+    for change in changes:
+        last = events[-1] if events else None
+        if change is None:
+            events.append(_AllBlocksCleared())
+        elif isinstance(change, int):
+            if isinstance(last, _BlockRemoved):
+                last.block_hashes.append(change)
+            else:
+                events.append(_BlockRemoved([change], _MEDIUM, 0))
+        elif isinstance(last, _BlockStored) and last.block_hashes[-1] == change.parent:
+            last.block_hashes.append(change.name)
+            last.token_ids += array("I", change.tokens)
+        else:
+            tokens = array("I", change.tokens).tolist()
+            place = (None, _MEDIUM, None, None, 0)  # no LoRA; the layer group
+            events.append(_BlockStored([change.name], change.parent, tokens, block_size, *place))
+    told: list[Any] = list(events)
+    if form == "arrays":
+        told = [[event.__struct_config__.tag, *msgspec.structs.astuple(event)] for event in events]
+    return _encoder.encode([now, told, 0])  # seconds since 1970, events, rank of data parallelism
 
 
 class EventStream:  # D351: the manager's own events, in vLLM's words

@@ -22,8 +22,7 @@ from kvq.bench.serve.process import free_port
 from kvq.blockmgr import BlockManager
 from kvq.server.kv_events.config import EventsConfig, Form
 from kvq.server.kv_events.publisher import Publisher
-from kvq.server.kv_events.stream import EventStream
-from kvq.server.kv_events.wire import Change
+from kvq.server.kv_events.stream import Change, EventStream
 from tests.waiting import HANG_S
 
 SIZE = 4  # tokens of a block

@@ -18,7 +18,7 @@ from kvq.server import check
 from kvq.server.admission.config import ServerConfig
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.publisher import Publisher
-from kvq.server.kv_events.wire import Entered
+from kvq.server.kv_events.stream import Entered
 from tests.server.kit import Server
 from tests.server.kv_events.router import Router
 from tests.waiting import HANG_S, wait_for

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from kvq.blockmgr import BlockManager
-from kvq.server.kv_events.stream import EventStream
-from kvq.server.kv_events.wire import Change, Entered, encode, name_of
+from kvq.server.kv_events.stream import Change, Entered, EventStream, encode, name_of
 from tests.blockmgr.drive import TENANTS, random_simulation, random_step
 from tests.blockmgr.helpers import cache, manager, run
 from tests.server.kv_events.router import Router, tokens_of
