@@ -17,7 +17,7 @@ from kvq.models.run.prompts import PromptEncoder
 from kvq.models.templates.forms import Forms
 from kvq.server.engine.frames import Decoder, encode
 from kvq.server.reading.host import NO_MEMORY, read_jobs
-from kvq.server.reading.jobs import Done, FromReader, Job, Refusal, unpack
+from kvq.server.reading.jobs import Answer, Job, unpack
 from tests.models.chat_families import FAMILIES
 
 _PROCESSOR_S = 0.5
@@ -54,9 +54,9 @@ def case(odds: random.Random) -> str | None:
     if status is not None and status not in (-signal.SIGPROF, -signal.SIGABRT, NO_MEMORY):
         return f"the reader ended with {status}: {told}"
     for answer in answers:
-        if isinstance(answer, Refusal) and answer.has_failed:
-            return f"{answer.reason}: {told}"
-    if is_whole and all(isinstance(answer, Done) for answer in answers) and len(answers) == 2:
+        if answer.has_failed:
+            return f"{answer.refusal}: {told}"
+    if is_whole and all(answer.refusal is None for answer in answers) and len(answers) == 2:
         found, wanted = (_structure(name, tokenizer, answer) for answer in answers)
         if found != wanted and not any(
             turn["role"] in ("assistant", "system", "developer") for turn in turns
@@ -105,7 +105,7 @@ def _damaged(odds: random.Random, template: str) -> str:
     return template
 
 
-def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[list[FromReader], int | None]:
+def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[list[Answer], int | None]:
     """Return a reader's result for each conversation, and how it ended if that was before the last."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -113,8 +113,8 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
         ours.close()
         read_jobs(theirs.detach(), encoder, _MEMORY_BYTES)
     theirs.close()
-    answers: list[FromReader] = []
-    decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
+    answers: list[Answer] = []
+    decoder: Decoder[Answer] = Decoder(Answer)
     with ours:
         ours.settimeout(_HANG_S)
         try:
@@ -134,8 +134,8 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
     return answers, None if is_done or status == 0 else status
 
 
-def _structure(name: str, tokenizer: Any, answer: FromReader) -> list[int]:
-    assert isinstance(answer, Done), "token ids"
+def _structure(name: str, tokenizer: Any, answer: Answer) -> list[int]:
+    assert answer.refusal is None, "token ids"
     known = {tokenizer.convert_tokens_to_ids(one) for one in _spellings(name)}
     return [
         token

@@ -65,7 +65,8 @@ def create_app(
         access=access,
         credentials=credentials,
         check=partial(_check_arrival, service),
-        charge=service.admission.charge_refused,
+        # D302: a refused request counts toward the minute
+        charge=lambda tenant: service.admission.tenants[tenant].charge_request(),
         count=partial(_count, service),
     )
     if access.origins:  # around the guard: browsers send no key when they ask for permission
@@ -83,7 +84,7 @@ def _check_arrival(service: Service, path: str, tenant: str) -> None:
     if path in _GENERATING:
         service.check_arrival(tenant)
     elif path in _READING:
-        service.admission.check_text_request(tenant)
+        service.admission.tenants[tenant].check_rates()
 
 
 def _count(service: Service, path: str, problem: Problem) -> None:

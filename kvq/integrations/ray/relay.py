@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvq.errors import EngineError
 from kvq.server.http.guard import as_response
 from kvq.server.http.incoming import MAX_BODY, too_large
-from kvq.server.http.problems import dialect_of, unavailable
+from kvq.server.http.problems import error_object, event_of, unavailable
 
 _log = logging.getLogger("kvq")
 _HOP = (b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade")
@@ -167,7 +167,7 @@ class _Relayed(Response):
         self.status_code = head["status"]
         self._head = head
         self._rest = rest
-        self._dialect = dialect_of(path)
+        self._path = path
         self._is_stream = any(
             name == b"content-type" and value.startswith(b"text/event-stream")
             for name, value in head["headers"]
@@ -187,5 +187,5 @@ class _Relayed(Response):
             except Lost as lost:
                 if not self._is_stream:
                     raise
-                event = self._dialect.event(self._dialect.error(unavailable(str(lost))))
+                event = event_of(error_object(unavailable(str(lost)), self._path), self._path)
                 await send({"type": "http.response.body", "body": event, "more_body": False})

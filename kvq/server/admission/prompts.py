@@ -16,7 +16,7 @@ from kvq.server.engine.token_texts import TokenTexts
 from kvq.server.http.json_bounds import MAX_TOKEN_IDS
 from kvq.server.http.problems import Problem, failed, unavailable
 from kvq.server.reading import Lane, Overran, Readers
-from kvq.server.reading.jobs import Done, Job, Refusal
+from kvq.server.reading.jobs import Answer, Job
 
 _log = logging.getLogger("kvq")
 DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
@@ -99,7 +99,7 @@ class Prompts:
                 try:
                     found = await self._do(self._for_chats, Job(task="forms"), PROBE, 0)
                 except Overran:
-                    found = Done()
+                    found = Answer()
                 readers.forms = found.forms
             return readers.forms
 
@@ -225,7 +225,7 @@ class Prompts:
             return error
         return Problem(400, f"the model's chat template takes {error} for this", param="messages")
 
-    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> Done:
+    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> Answer:
         try:
             deadline_s = DEADLINE_S if job.task == "forms" else self._deadline_s
             answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=deadline_s)
@@ -239,13 +239,13 @@ class Prompts:
             raise unavailable(f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
         except KVQError as error:
             raise unavailable(str(error)) from error
-        if isinstance(answer, Refusal):
-            if answer.has_failed:
-                raise failed(answer.reason)
-            if answer.template_fails:
-                raise _TemplateFails(400, answer.reason, param="messages")
-            raise Problem(400, answer.reason, code="context_length_exceeded" if answer.is_too_long else None)
-        return answer
+        if (reason := answer.refusal) is None:
+            return answer
+        if answer.has_failed:
+            raise failed(reason)
+        if answer.template_fails:
+            raise _TemplateFails(400, reason, param="messages")
+        raise Problem(400, reason, code="context_length_exceeded" if answer.is_too_long else None)
 
 
 async def _as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

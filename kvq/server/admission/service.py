@@ -140,7 +140,7 @@ class Service:
         return is_open, thinking.params(params, is_open)
 
     @contextmanager
-    def text_request(self, tenant: str) -> Iterator[None]:
+    def text_request(self, tenant: str) -> Iterator[None]:  # D301
         """Admit a request that the engine does not see.
 
         Raises:
@@ -148,7 +148,9 @@ class Service:
         """
         if self._draining:
             raise unavailable("the server is shutting down")
-        with self.admission.enter_text_request(tenant):
+        limits = self.admission.tenants[tenant]
+        limits.check()
+        with limits.active():
             yield
 
     @contextmanager
@@ -258,7 +260,8 @@ class Service:
                 tenant=tenant or None,
                 failed=None if ended.error is None else ended.kind,
             )
-            self.admission.charge(tenant, used.prompt_tokens - used.cached_tokens + used.generated_tokens)
+            computed = used.prompt_tokens - used.cached_tokens + used.generated_tokens
+            self.admission.tenants[tenant].charge(computed)
 
     def _watch(self) -> None:
         watch, admission = self.metrics.watch, self.admission

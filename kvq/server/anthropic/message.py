@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post(MESSAGES_PATH, responses=stream_or("MessageAnswer"))
     async def messages(request: Request, body: MessagesBody) -> Response:
         await note_fields(request, service, body)
-        call = MessageCall(service, body, tenant_of(request))
+        call = _MessageCall(service, body, tenant_of(request))
         return await respond(request, service, call, stream=body.stream)
 
     @app.post(COUNT_TOKENS_PATH, responses=answer("InputTokens"))
@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return {"input_tokens": len(tokens)}
 
 
-class MessageCall(Call):
+class _MessageCall(Call):
     """One request. The whole answer is the sum of the streamed answer's events."""
 
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:

@@ -16,7 +16,7 @@ from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service
 from kvq.server.http.guard import ADMITTED
 from kvq.server.http.ignored import IGNORED, Body
-from kvq.server.http.problems import Problem, dialect_of
+from kvq.server.http.problems import Problem
 from kvq.server.http.sending import EventStream, WholeAnswer, until_gone
 from kvq.server.http.strict_json import DECODED
 
@@ -89,8 +89,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         if stream:
             chunks = await _while_connected(request, _first_of(call.chunks()))
             if chunks is not None:
-                dialect = dialect_of(request.url.path)
-                return EventStream(chunks, dialect, on_cut=cut, on_end=stack.pop_all().close)
+                return EventStream(chunks, request.url.path, on_cut=cut, on_end=stack.pop_all().close)
         else:
             content = await _while_connected(request, _encoded(call))
             if content is not None:

@@ -19,26 +19,21 @@ class Setup(Message, frozen=True):
     memory_bytes: int = 1 << 30  # that one job may take, beside the tokenizer's own
 
 
-class Done(Message, frozen=True):
-    """Result of a job: `packed` token ids or counts, a text, or the forms of the chat template."""
+class Answer(Message, frozen=True):
+    """Result of a job: `packed` token ids or counts, a text, the forms of the chat template, or a refusal."""
 
     packed: bytes = b""
     text: str = ""
     forms: Forms = Forms()
+    refusal: str | None = None  # why it can't be done; the job's own fault, unless `has_failed`
+    is_too_long: bool = False
+    template_fails: bool = False  # maybe for other conversations, too
+    has_failed: bool = False
 
     @property
     def numbers(self) -> Sequence[int]:
         """The token ids or counts."""
         return unpack(self.packed)
-
-
-class Refusal(Message, frozen=True):
-    """Reason why a job can't be done; the job's own fault, unless `has_failed`."""
-
-    reason: str
-    is_too_long: bool = False
-    template_fails: bool = False  # maybe for other conversations, too
-    has_failed: bool = False
 
 
 class Job(Message, frozen=True):
@@ -50,23 +45,22 @@ class Job(Message, frozen=True):
     processor_s: float = 0.0  # that it may take, or the process is ended
     most_told: int = 1 << 20  # token ids of an answer
 
-    def do(self, encoder: PromptEncoder) -> "FromReader":
+    def do(self, encoder: PromptEncoder) -> Answer:
         """Do the job and return its answer. Raises RequestError: it can't be done."""
         if self.forms is not None:
             encoder.forms = self.forms
         if self.task == "forms":
-            return Done(forms=encoder.forms)
+            return Answer(forms=encoder.forms)
         unpacked = {name: unpack(one) if isinstance(one, bytes) else one for name, one in self.given.items()}
         found: str | list[int] = getattr(encoder, self.task)(**unpacked)
         if isinstance(found, str):
-            return Done(text=found)
+            return Answer(text=found)
         if len(found) > self.most_told:
-            return Refusal(reason=f"it has {len(found)} tokens; {self.most_told} are allowed here")
-        return Done(packed=pack(found))
+            return Answer(refusal=f"it has {len(found)} tokens; {self.most_told} are allowed here")
+        return Answer(packed=pack(found))
 
 
 ToReader = str | Job  # a part of a long text in the job that follows, see `in_pieces`; or the job
-FromReader = Done | Refusal
 
 
 PIECE = 1 << 17  # characters

@@ -15,7 +15,7 @@ from kvq.models.templates.forms import Forms
 from kvq.server.engine.frames import Decoder, encode, receive
 from kvq.server.engine.process import start_module
 from kvq.server.reading.host import FORK, ID_BYTES
-from kvq.server.reading.jobs import Done, FromReader, Refusal, Setup
+from kvq.server.reading.jobs import Answer, Setup
 
 _TRIES = 2  # to fork, since the host may have ended unnoticed
 _LOAD_S = 300.0  # for a large tokenizer on a busy machine
@@ -29,7 +29,7 @@ class Reader:
     sock: socket.socket
     host: subprocess.Popen[bytes] | None  # from which it was forked
 
-    async def do(self, pieces: Sequence[str], job: bytes) -> FromReader | None:
+    async def do(self, pieces: Sequence[str], job: bytes) -> Answer | None:
         """Return the answer to an encoded job and the pieces of its texts; None if the reader ended."""
         loop = asyncio.get_running_loop()
         if self.sock.fileno() < 0:  # closed since it was taken
@@ -147,12 +147,12 @@ class Readers:
         except BaseException:
             self._drop_host()
             raise
-        if not isinstance(loaded, Done):
-            self._drop_host()
-            if isinstance(loaded, Refusal):
-                raise ConfigError(loaded.reason)
-            raise EngineError("the process that reads prompts ended before it was ready")
-        return ours
+        if loaded is not None and loaded.refusal is None:
+            return ours
+        self._drop_host()
+        if loaded is not None:
+            raise ConfigError(loaded.refusal)
+        raise EngineError("the process that reads prompts ended before it was ready")
 
     def _drop_host(self) -> None:
         """End the host; readers at work go on without it."""
@@ -165,7 +165,7 @@ class Readers:
             host.wait()
 
 
-_decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
+_decoder = Decoder(Answer)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
