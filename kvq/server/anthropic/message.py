@@ -152,7 +152,7 @@ class _Content:
     def _take(self, found: Found) -> list[Event]:
         if found.name is not None:
             return self._start({"type": "tool_use", "id": found.id, "name": found.name, "input": {}})
-        if found.index is not None:
+        if found.call is not None:
             self._arguments.append(found.text)
             return [self._delta({"type": "input_json_delta", "partial_json": found.text})]
         return self._add("text", found.text)

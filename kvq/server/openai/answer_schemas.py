@@ -33,7 +33,7 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, _NULL]}
 
 
-def _answer(description: str, optional: Sequence[str] = (), **fields: Schema) -> Schema:
+def _answer(description: str, optional: Sequence[str] = (), /, **fields: Schema) -> Schema:
     """Return the schema of an answer or a part of one. All fields but `optional` ones are always there."""
     titled = {
         name: field if "$ref" in field else field | {"title": name.replace("_", " ").title()}

@@ -110,7 +110,7 @@ class _Reading:
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.close()
-        if content := "".join(event.text for event in events if event.index is None):
+        if content := "".join(event.text for event in events if event.call is None):
             added["content"] = content
         if calls := _call_deltas(events):
             added["tool_calls"] = calls
@@ -138,12 +138,12 @@ def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return one delta for each call that has grown: clients read only one of an index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event.index is None:
+        if event.call is None:
             continue
         if event.name is not None:
-            begun = {"index": event.index, "id": event.id, "type": "function"}
-            deltas[event.index] = begun | {"function": {"name": event.name, "arguments": ""}}
+            begun = {"index": event.call, "id": event.id, "type": "function"}
+            deltas[event.call] = begun | {"function": {"name": event.name, "arguments": ""}}
         else:
-            delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            delta = deltas.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text
     return list(deltas.values())

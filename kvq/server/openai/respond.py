@@ -120,12 +120,13 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T 
 
 async def _first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
     """Wait for the first item, so that an early failure is an error and not a broken stream."""
-    return _chain(await anext(chunks, None), chunks)
+    first = await anext(chunks, None)
 
+    async def all_chunks() -> AsyncGenerator[T]:
+        async with aclosing(chunks):
+            if first is not None:
+                yield first
+            async for item in chunks:
+                yield item
 
-async def _chain(first: T | None, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    async with aclosing(rest):
-        if first is not None:
-            yield first
-        async for item in rest:
-            yield item
+    return all_chunks()

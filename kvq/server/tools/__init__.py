@@ -7,10 +7,10 @@ Independent of any protocol's bodies:
     parser = offer.parser()
     for piece in pieces:
         for event in parser.feed(piece):
-            ...  # Event(text), Event("", index, id, name) where a call begins, Event(text, index) within it
+            ...  # Event(text), Event("", call, id, name) where a call begins, Event(text, call) within it
     parser.close()  # the last events
 
-A call begins once, before its arguments; calls follow each other; their indices count from 0.
+A call begins once, before its arguments; calls follow each other; their numbers count from 0.
 Pieces of arguments join to the text of a JSON object as the model wrote it: cut short if the answer is
 (`max_tokens`), and invalid JSON where the model wrote that. A marker is never shown as text, unless it turns
 out that no call was meant; then all of it is. Without a call the texts join to what was fed. Cutting the text

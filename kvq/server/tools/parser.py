@@ -12,14 +12,14 @@ _SPACE = re.compile(r"\s+")
 
 
 class Event(NamedTuple):
-    """A piece of text to show; with an `index`, a part of the `index`-th call of this answer, from 0.
+    """A piece of text to show; with a `call`, a part of that call of this answer, counted from 0.
 
     A call's first event has its id and name, and no text. The texts of the others join to that of one JSON
     object, its arguments.
     """
 
     text: str
-    index: int | None = None
+    call: int | None = None
     id: str | None = None
     name: str | None = None
 

@@ -119,18 +119,18 @@ def read(format, pieces, tools=TOOLS, **options):
     """(text, [(name, arguments' text)]) of an answer; the events' order is checked."""
     text, calls, ids = "", [], set()
     for event in events_of(format, pieces, tools, **options):
-        if event.index is None:
+        if event.call is None:
             assert event.text
             assert (event.id, event.name) == (None, None)
             text += event.text
         elif event.name is not None:
-            assert event.index == len(calls)
+            assert event.call == len(calls)
             assert event.text == ""
             ids.add(event.id)
             calls.append((event.name, ""))
         else:
             assert event.id is None
-            assert event.index == len(calls) - 1
+            assert event.call == len(calls) - 1
             name, before = calls[-1]
             calls[-1] = (name, before + event.text)
     assert len(ids) == len(calls), "no two calls have the same id"

@@ -61,7 +61,7 @@ def test_nothing_of_a_marker_is_shown_while_a_call_may_follow(spelling):
     format, write, _ = spelling
     parser = ALL[format].parser(TOOLS)
     for char in write(CALLS):
-        assert not any(event.index is None for event in parser.feed(char))
+        assert not any(event.call is None for event in parser.feed(char))
 
 
 def test_arguments_grow_while_they_are_written(spelling):
@@ -71,7 +71,7 @@ def test_arguments_grow_while_they_are_written(spelling):
     text = write([("get_weather", {"city": "x" * 1000})])
     parser = ALL[format].parser(TOOLS)
     events = parser.feed(text[: text.index("xxx") + 500])
-    assert [(event.index, event.name) for event in events] == [(0, "get_weather"), (0, None)]
+    assert [(event.call, event.name) for event in events] == [(0, "get_weather"), (0, None)]
     assert "x" * 499 in events[1].text
 
 
