@@ -15,7 +15,7 @@ from typing import Any
 from kvq.models.loading.control_tokens import ControlTokens
 from kvq.models.run.prompts import PromptEncoder
 from kvq.models.templates.forms import Forms
-from kvq.server.engine.frames import Decoder, encode
+from kvq.server.engine.frames import Decoder, encode, read
 from kvq.server.reading.host import NO_MEMORY, read_jobs
 from kvq.server.reading.jobs import Answer, Job, unpack
 from tests.models.chat_families import FAMILIES
@@ -122,7 +122,7 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
                 given = {"turns": turns, "options": {}, "max_tokens": 100_000}
                 job = Job(task="encode_chat", given=given, forms=Forms(), processor_s=_PROCESSOR_S)
                 ours.sendall(encode(job))
-                if (answer := decoder.read(ours)) is None:
+                if (answer := read(ours, decoder)) is None:
                     break
                 answers.append(answer)
         except (OSError, UnicodeEncodeError):

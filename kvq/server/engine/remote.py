@@ -13,7 +13,7 @@ from time import monotonic
 from kvq.engine import Piece
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import BrokenFormat, ConfigError, EngineError, KVQError
-from kvq.server.engine.frames import from_engine
+from kvq.server.engine.frames import from_engine, read_async
 from kvq.server.engine.messages import (
     Ended,
     EngineSnapshot,
@@ -230,7 +230,7 @@ class Remote:
         receive = process.reader.readexactly
         await process.send(self._start)
         async with asyncio.timeout(_START_S):
-            first = await from_engine.read_async(receive)
+            first = await read_async(receive, from_engine)
         if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
             raise EngineError(first.reason)
         if isinstance(first, Refused):
@@ -253,7 +253,7 @@ class Remote:
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))
         try:
-            while (message := await from_engine.read_async(receive)) is not None:
+            while (message := await read_async(receive, from_engine)) is not None:
                 process.answered_s = monotonic()
                 if isinstance(message, Stepped):
                     self._take(message)

@@ -31,7 +31,7 @@ from kvq.errors import (
 )
 from kvq.layout import GroupLayout
 from kvq.lazy import unseen
-from kvq.server.engine.frames import encode, to_engine
+from kvq.server.engine.frames import encode, read, to_engine
 from kvq.server.engine.introspection import Introspection
 from kvq.server.engine.messages import (
     Ended,
@@ -75,7 +75,7 @@ class Worker:
 
     def run(self) -> None:
         """Build the engine, serve, and end."""
-        start = to_engine.read(self._sock)
+        start = read(self._sock, to_engine)
         if not isinstance(start, Start):
             return
         logs = configure(start.log)
@@ -234,7 +234,7 @@ class Worker:
     def _listen(self, loop: EngineLoop) -> None:  # D295: pings: steps may take seconds
         """Read messages of the HTTP process in a thread, so that pings are answered during steps."""
         try:
-            while (message := to_engine.read(self._sock)) is not None:
+            while (message := read(self._sock, to_engine)) is not None:
                 if message == "ping":
                     self._send(message)
                 elif not isinstance(message, Start):

@@ -17,7 +17,7 @@ from kvq.engine.grammar.worker import limit_memory
 from kvq.errors import KVQError, RequestError
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
-from kvq.server.engine.frames import Decoder, encode
+from kvq.server.engine.frames import Decoder, encode, read
 from kvq.server.reading.jobs import Answer, Job, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
@@ -30,7 +30,7 @@ def main() -> None:  # D289: a thread can't be ended; a forked reader can
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads don't outlive a fork
     with socket.socket(fileno=int(sys.argv[1])) as sock:
-        setup = Decoder(Setup).read(sock)
+        setup = read(sock, Decoder(Setup))
         if setup is None:
             return
         try:
@@ -90,7 +90,7 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
         decoder: Decoder[ToReader] = Decoder(ToReader)  # type: ignore[arg-type]
         with socket.socket(fileno=descriptor) as sock:
             pieces: list[str] = []
-            while (job := decoder.read(sock)) is not None:
+            while (job := read(sock, decoder)) is not None:
                 if isinstance(job, str):
                     pieces.append(job)
                     continue

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvq.errors import ConfigError, EngineError
 from kvq.models.templates.forms import Forms
-from kvq.server.engine.frames import Decoder, encode, receive
+from kvq.server.engine.frames import Decoder, encode, read_async, receive
 from kvq.server.engine.process import start_module
 from kvq.server.reading.host import FORK, ID_BYTES
 from kvq.server.reading.jobs import Answer, Setup
@@ -39,7 +39,7 @@ class Reader:
                 await loop.sock_sendall(self.sock, encode(piece))
                 await asyncio.sleep(0)
             await loop.sock_sendall(self.sock, job)
-        return await _decoder.read_async(partial(receive, self.sock))
+        return await read_async(partial(receive, self.sock), _decoder)
 
     def yield_to_others(self, niceness: int) -> None:
         """Lower the process's priority."""
@@ -143,7 +143,7 @@ class Readers:
             async with asyncio.timeout(_LOAD_S):
                 with contextlib.suppress(ConnectionError):
                     await asyncio.get_running_loop().sock_sendall(ours, encode(self._setup))
-                loaded = await _decoder.read_async(partial(receive, ours))
+                loaded = await read_async(partial(receive, ours), _decoder)
         except BaseException:
             self._drop_host()
             raise

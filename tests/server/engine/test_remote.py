@@ -22,7 +22,7 @@ from kvq.models.describe.checkpoint import content_digest
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.server.engine import process as engine_process
 from kvq.server.engine import worker
-from kvq.server.engine.frames import MAX_FRAME, encode, from_engine, to_engine
+from kvq.server.engine.frames import MAX_FRAME, encode, from_engine, read, to_engine
 from kvq.server.engine.messages import Ended, Refused, Start, Submit, pack
 from kvq.server.engine.remote import Remote, State
 from kvq.server.engine.worker import STUCK, Worker
@@ -290,7 +290,7 @@ def roundtrip(decoder, data: bytes):
     with ours, theirs:
         ours.sendall(data)
         ours.close()
-        return decoder.read(theirs)
+        return read(theirs, decoder)
 
 
 def test_messages_come_out_as_they_went_in():
