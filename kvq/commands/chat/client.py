@@ -62,7 +62,13 @@ class ServerPartner:
                     ttft_s = ttft_s or monotonic() - began
                     show(text)
         total_s = monotonic() - began
-        return Answer(**usage, ttft_s=total_s if ttft_s is None else ttft_s, total_s=total_s)
+        return Answer(
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["cached_tokens"],
+            generated_tokens=usage["generated_tokens"],
+            ttft_s=total_s if ttft_s is None else ttft_s,
+            total_s=total_s,
+        )
 
     def close(self) -> None:
         """Do nothing: no connection is kept between answers."""

@@ -138,10 +138,11 @@ class Prompts:
             self._look_again()
             raise failed(self.why_broken)
         messages, options = conversation
-        given = {"turns": await _as_dicts(messages), "options": options, "max_tokens": self._max_tokens()}
+        turns = await _as_dicts(messages)
+        given = {"turns": turns, "options": options, "max_tokens": self._max_tokens()}
         job = Job(task="encode_chat", given=given, forms=await self.forms(), **self._bounds)
         try:
-            return (await self._do(self._for_chats, job, tenant, _num_bytes(given["turns"]))).numbers
+            return (await self._do(self._for_chats, job, tenant, _num_bytes(turns))).numbers
         except (Overran, _TemplateFails) as error:
             raise await self._problem_of(error) from error
 

@@ -29,8 +29,8 @@ def encode(message: object) -> bytes:
 
 # D294: msgspec: declared types, nothing executable
 Decoder = msgspec.msgpack.Decoder  # of the messages of one side
-to_engine: Decoder[ToEngine] = Decoder(ToEngine)  # type: ignore[arg-type]
-from_engine: Decoder[FromEngine] = Decoder(FromEngine)  # type: ignore[arg-type]
+to_engine: Decoder[ToEngine] = Decoder(ToEngine)
+from_engine: Decoder[FromEngine] = Decoder(FromEngine)
 
 
 def read(sock: socket.socket, decoder: "Decoder[T]") -> T | None:

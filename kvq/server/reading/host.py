@@ -87,7 +87,7 @@ def _end(reader: int) -> int:
 def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoReturn:
     """Do jobs from a socket until it is closed, then end this process, which was forked for it."""
     try:
-        decoder: Decoder[ToReader] = Decoder(ToReader)  # type: ignore[arg-type]
+        decoder: Decoder[ToReader] = Decoder(ToReader)
         with socket.socket(fileno=descriptor) as sock:
             pieces: list[str] = []
             while (job := read(sock, decoder)) is not None:
