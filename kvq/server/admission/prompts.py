@@ -144,7 +144,12 @@ class Prompts:
         try:
             return (await self._do(self._for_chats, job, tenant, _num_bytes(turns))).numbers
         except (Overran, _TemplateFails) as error:
-            raise await self._problem_of(error) from error
+            if await self.probe() is not None:  # it fails for every conversation
+                raise failed(str(self.why_broken)) from error
+            if isinstance(error, Problem):
+                raise
+            words = f"the model's chat template takes {error} for this"
+            raise Problem(400, words, param="messages") from error
 
     async def shared_lengths(
         self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
@@ -217,14 +222,6 @@ class Prompts:
         finally:
             self._probed_s = monotonic()
             self._probing = None
-
-    async def _problem_of(self, error: "Overran | _TemplateFails") -> Problem:
-        """Return the problem: of this conversation, or of a template that fails for every conversation."""
-        if await self.probe() is not None:
-            return failed(str(self.why_broken))
-        if isinstance(error, Problem):
-            return error
-        return Problem(400, f"the model's chat template takes {error} for this", param="messages")
 
     async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> Answer:
         try:

@@ -31,7 +31,6 @@ class _CacheControl(Body):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which it stays cached."""
         return 300.0 if self.ttl == "5m" else 3600.0
 
 

@@ -134,7 +134,6 @@ class _Content:
 
     @property
     def has_calls(self) -> bool:
-        """True if the answer calls a tool."""
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:

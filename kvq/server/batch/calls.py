@@ -70,7 +70,10 @@ class Calls:
             if _MAY_HAVE_GRAMMAR & line.body.keys():
                 await stack.enter_async_context(self._grammars)
             await stack.enter_async_context(self._room.enter(alone=alone))
-            await self._until_ready()
+            while (state := self._service.remote.state) is not State.READY:
+                if state in (State.FAILED, State.CLOSED):
+                    raise EngineError("there is no engine any more")
+                await asyncio.sleep(_POLL_S)
             try:
                 kind: Callable[..., Call] = Chat if isinstance(body, ChatBody) else Completions
                 return await kind(self._service, body, "").answer()
@@ -82,13 +85,6 @@ class Calls:
                 _log.error("line %d failed: %s", line.number, describe(error))
                 problem = Problem(500, f"kvq failed: {type(error).__name__}", type="server_error")
                 raise problem from error
-
-    async def _until_ready(self) -> None:
-        remote = self._service.remote
-        while remote.state is not State.READY:
-            if remote.state in (State.FAILED, State.CLOSED):
-                raise EngineError("there is no engine any more")
-            await asyncio.sleep(_POLL_S)
 
     async def _body(self, line: Line) -> Body:
         """Return a line's body. Raises Problem: it is invalid, or has unknown fields in a strict run."""

@@ -83,7 +83,6 @@ class Summary:
             self.reasons[reason] += 1
 
     def take(self, usage: dict[str, Any]) -> None:
-        """Add an answer's tokens."""
         self.prompt_tokens += usage["prompt_tokens"]
         self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
         self.generated_tokens += usage["completion_tokens"]

@@ -131,7 +131,6 @@ class Introspection:
 
 
 def _live(number: int, job: Job, now: float) -> dict[str, Any]:
-    """Return a request that has not ended."""
     live = job.live
     return {
         "number": number,

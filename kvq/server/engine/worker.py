@@ -74,7 +74,6 @@ class Worker:
         self._events: EventStream | None = None  # sends KV events to routers
 
     def run(self) -> None:
-        """Build the engine, serve, and end."""
         start = read(self._sock, to_engine)
         if not isinstance(start, Start):
             return

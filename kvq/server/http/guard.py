@@ -159,7 +159,6 @@ class Guard:
         self._check_arrival(scope["path"], scope["kvq_tenant"])
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """Return the tenant of a request's key."""
         if path in OPEN:
             return ""
         authorization = headers.get(b"authorization", b"")

@@ -86,7 +86,6 @@ class _Field:
     is_label: bool = False  # it asks for nothing, so that nothing is lost
 
     def refusal(self) -> Problem:
-        """Return a strict server's answer."""
         message = unknown_field(self.path, self.name, self.known)
         return Problem(400, message, code="unknown_field", param=self.path[:_MAX_NAME])
 

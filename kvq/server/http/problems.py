@@ -48,12 +48,10 @@ class Problem(Exception):
 
 
 def unavailable(message: str, *, retry_after_s: int = 1) -> Problem:
-    """Return the problem of a server that can't take a request now."""
     return Problem(503, message, type="service_unavailable", code="unavailable", retry_after_s=retry_after_s)
 
 
 def timed_out(message: str) -> Problem:
-    """Return the problem of a request that took longer than this server allows."""
     return Problem(504, message, type="timeout_error", code="timeout")
 
 

@@ -20,7 +20,6 @@ READING = ("/tokenize", "/detokenize")  # only texts or tokens: the engine sees 
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes to an application."""
     created = int(time())
 
     @app.post("/v1/completions", responses=stream_or("Completion"))

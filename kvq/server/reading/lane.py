@@ -76,7 +76,10 @@ class Lane:
         self._line.put(tenant, work)
         self.num_waiting += 1
         try:
-            self._set_to_work()
+            if len(self._working) < self._width:
+                task = asyncio.create_task(self._work())
+                self._working.add(task)
+                task.add_done_callback(self._working.discard)
             async with asyncio.timeout(deadline_s):
                 return await work.answer
         finally:
@@ -90,12 +93,6 @@ class Lane:
             task.cancel()
         while (taken := self._line.take()) is not None:
             taken[1].fail(_closing())
-
-    def _set_to_work(self) -> None:
-        if len(self._working) < self._width:
-            task = asyncio.create_task(self._work())
-            self._working.add(task)
-            task.add_done_callback(self._working.discard)
 
     async def _work(self) -> None:
         """Do one job after the other until none is left."""

@@ -28,7 +28,6 @@ class Offer:
     kept_special_ids: tuple[int, ...] = ()
 
     def parser(self) -> Parser:
-        """Return a parser for one result."""
         return self.format.parser(self.tools, max_calls=self.max_calls)
 
     def params(self, params: SamplingParams) -> SamplingParams:

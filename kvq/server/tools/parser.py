@@ -100,7 +100,6 @@ class Parser:  # D324: each character once; nothing is taken back
         return "".join(found)
 
     def skip_space(self) -> Steps[None]:
-        """Read white space."""
         yield from self.all_of(_SPACE)
 
     def one_of(self, words: Sequence[str]) -> Steps[str]:
