@@ -96,7 +96,7 @@ class _ResponseFormat(Body):
         return self
 
 
-class StructuredOutputs(Body):
+class _StructuredOutputs(Body):
     """Constraints of the text as newer vLLM names them; the `guided_*` fields are the older names."""
 
     model_config = ConfigDict(extra="forbid")  # a constraint that is ignored is none
@@ -160,7 +160,7 @@ class Common(Body):
     guided_regex: LongText | None = None
     guided_choice: _Choices | None = None
     guided_grammar: LongText | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: _StructuredOutputs | None = None
     watermark: Flag | None = None
 
     @model_validator(mode="before")

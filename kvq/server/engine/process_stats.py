@@ -37,12 +37,20 @@ class Gaps:
 
 
 class Memory:
-    """Bytes that this process holds, read at most once a second."""
+    """Bytes that this process holds, read at most once a second, and those that it gives back now and then.
 
-    def __init__(self, device: torch.device) -> None:
+    A prompt's activations are freed and cut up for smaller things; glibc then keeps most of their pages. On
+    the mixed load of benchmarks/reliability.py that was 49 of 75 MB gained in the first minute. Giving them
+    back takes 0.3 to 2 ms.
+    """
+
+    def __init__(self, device: torch.device, every_s: float = _GIVE_BACK_EVERY_S) -> None:
         self._device = device
         self._bytes: dict[str, int] = {}
         self._looked_s = -_MEMORY_EVERY_S
+        self._every_s = every_s
+        self._trimmed_s = monotonic()
+        self._is_used = False
 
     def look(self) -> dict[str, int]:
         """Return bytes by device: resident on the host, reserved by PyTorch on a GPU."""
@@ -52,27 +60,13 @@ class Memory:
             self._bytes = _host_bytes() | _device_bytes(self._device)
         return self._bytes
 
-
-class Heap:
-    """Returns freed memory of the C library to the system now and then.
-
-    A prompt's activations are freed and cut up for smaller things; glibc then keeps most of their pages. On
-    the mixed load of benchmarks/reliability.py that was 49 of 75 MB gained in the first minute. Giving them
-    back takes 0.3 to 2 ms.
-    """
-
-    def __init__(self, every_s: float = _GIVE_BACK_EVERY_S) -> None:
-        self._every_s = every_s
-        self._trimmed_s = monotonic()
-        self._is_used = False
-
     @property
     def left_s(self) -> float | None:
-        """Seconds until the next time; None if nothing was done since the last one."""
+        """Seconds until memory is given back; None if nothing was done since the last time."""
         return max(0.0, self._trimmed_s + self._every_s - monotonic()) if self._is_used else None
 
     def tend(self) -> bool:
-        """Return memory if it is time; True if it was done. Called after any work."""
+        """Give freed memory back if it is time; True if it was done. Called after any work."""
         now = monotonic()
         self._is_used = now - self._trimmed_s < self._every_s
         if self._is_used:

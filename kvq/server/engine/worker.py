@@ -45,7 +45,7 @@ from kvq.server.engine.messages import (
     Submit,
     unpack,
 )
-from kvq.server.engine.process_stats import Gaps, Heap, Memory
+from kvq.server.engine.process_stats import Gaps, Memory
 from kvq.server.engine.residency import Residency
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.stream import EventStream
@@ -69,7 +69,6 @@ class Worker:
         self._gaps = Gaps()
         self._residency = Residency()
         self._introspection = Introspection()
-        self._heap = Heap()
         self._is_looked_at = False  # a picture was requested since the last one
         self._events: EventStream | None = None  # sends KV events to routers
 
@@ -135,7 +134,7 @@ class Worker:
     def _serve(self, loop: EngineLoop, memory: Memory) -> None:
         core = loop.core
         self._tell(core, memory)
-        while loop.obey(timeout_s=self._heap.left_s):  # until the heap is due
+        while loop.obey(timeout_s=memory.left_s):  # until memory is given back
             ran = core.has_work and loop.step()
             if self._events is not None:
                 self._events.flush()
@@ -144,7 +143,7 @@ class Worker:
             if self._is_looked_at:
                 self._is_looked_at = False
                 self._send(self._introspection.look(core, self._jobs))
-            self._heap.tend()
+            memory.tend()
 
     def _publish(self, loop: EngineLoop, config: EventsConfig) -> None:
         """Publish block events to routers from now on, and all blocks to every new listener."""

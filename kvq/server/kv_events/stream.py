@@ -11,7 +11,7 @@ it sends numbers, and routers keep no more of longer ones.
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -22,15 +22,12 @@ _MEDIUM = "GPU"  # vLLM's name for the memory that a model attends to, also on a
 _PIECE = 1024  # blocks of a batch, where all are reported again
 
 
-class Entered(NamedTuple):
-    """A block can be found from now on."""
-
-    name: int
-    parent: int | None  # None: it begins a prompt
-    tokens: bytes
-
-
-Change = Entered | int | None  # a name: that block can't be found any more; None: nothing can
+Entered = tuple[
+    int, int | None, bytes
+]  # a block's name, its parent's unless it begins a prompt, its token ids
+Change = (
+    Entered | int | None
+)  # a block that can be found from now on; the name of one that can't; None: none can
 
 
 class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
@@ -75,18 +72,21 @@ def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form
         last = events[-1] if events else None
         if change is None:
             events.append(_AllBlocksCleared())
-        elif isinstance(change, int):
+            continue
+        if isinstance(change, int):
             if isinstance(last, _BlockRemoved):
                 last.block_hashes.append(change)
             else:
                 events.append(_BlockRemoved([change], _MEDIUM, 0))
-        elif isinstance(last, _BlockStored) and last.block_hashes[-1] == change.parent:
-            last.block_hashes.append(change.name)
-            last.token_ids += array("I", change.tokens)
+            continue
+        name, parent, packed = change
+        tokens = array("I", packed)
+        if isinstance(last, _BlockStored) and last.block_hashes[-1] == parent:
+            last.block_hashes.append(name)
+            last.token_ids += tokens
         else:
-            tokens = array("I", change.tokens).tolist()
             place = (None, _MEDIUM, None, None, 0)  # no LoRA; the layer group
-            events.append(_BlockStored([change.name], change.parent, tokens, block_size, *place))
+            events.append(_BlockStored([name], parent, tokens.tolist(), block_size, *place))
     told: list[Any] = list(events)
     if form == "arrays":
         told = [[event.__struct_config__.tag, *msgspec.structs.astuple(event)] for event in events]
@@ -165,7 +165,7 @@ class EventStream:  # D351: the manager's own events, in vLLM's words
         if node is None or node.parent is None or node.root not in self._roots:
             return None  # it is not reported; or it has left, which the next event says
         parent = None if node.parent.parent is None else name_of(node.parent.digest)
-        return Entered(name_of(digest), parent, node.tokens)
+        return name_of(digest), parent, node.tokens
 
     def _put(self, changes: Sequence[Change]) -> bool:
         if self._take(changes):

@@ -18,7 +18,6 @@ from kvq.server import check
 from kvq.server.admission.config import ServerConfig
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.publisher import Publisher
-from kvq.server.kv_events.stream import Entered
 from tests.server.kit import Server
 from tests.server.kv_events.router import Router
 from tests.waiting import HANG_S, wait_for
@@ -44,8 +43,8 @@ def socket(kind: int, where: str, topic: str = "") -> Iterator[object]:
         context.destroy(linger=0)
 
 
-def block(name: int) -> Entered:
-    return Entered(name, None, (7).to_bytes(4, "little"))
+def block(name: int) -> tuple[int, None, bytes]:
+    return name, None, (7).to_bytes(4, "little")
 
 
 @pytest.fixture
