@@ -17,7 +17,7 @@ from kvq.models.run.prompts import PromptEncoder
 from kvq.models.templates.forms import Forms
 from kvq.server.engine.frames import Decoder, encode, read
 from kvq.server.reading.host import NO_MEMORY, read_jobs
-from kvq.server.reading.jobs import Answer, Job, unpack
+from kvq.server.reading.jobs import Job, JobResult, unpack
 from tests.models.chat_families import FAMILIES
 
 _PROCESSOR_S = 0.5
@@ -105,7 +105,7 @@ def _damaged(odds: random.Random, template: str) -> str:
     return template
 
 
-def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[list[Answer], int | None]:
+def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[list[JobResult], int | None]:
     """Return a reader's result for each conversation, and how it ended if that was before the last."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -113,8 +113,8 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
         ours.close()
         read_jobs(theirs.detach(), encoder, _MEMORY_BYTES)
     theirs.close()
-    answers: list[Answer] = []
-    decoder: Decoder[Answer] = Decoder(Answer)
+    answers: list[JobResult] = []
+    decoder: Decoder[JobResult] = Decoder(JobResult)
     with ours:
         ours.settimeout(_HANG_S)
         try:
@@ -134,7 +134,7 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
     return answers, None if is_done or status == 0 else status
 
 
-def _structure(name: str, tokenizer: Any, answer: Answer) -> list[int]:
+def _structure(name: str, tokenizer: Any, answer: JobResult) -> list[int]:
     assert answer.refusal is None, "token ids"
     known = {tokenizer.convert_tokens_to_ids(one) for one in _spellings(name)}
     return [

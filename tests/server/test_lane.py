@@ -3,7 +3,7 @@
 import asyncio
 
 from kvq.server.reading import lane as lane_module
-from kvq.server.reading.jobs import Answer, Job
+from kvq.server.reading.jobs import Job, JobResult
 from kvq.server.reading.lane import Lane
 from tests.waiting import HANG_S
 
@@ -18,7 +18,7 @@ class Reader:
         await asyncio.sleep(0)
         if self.yielded is not None:  # a job that takes until somebody minds
             await self.yielded.wait()
-        return Answer(packed=b"")
+        return JobResult(packed=b"")
 
     def yield_to_others(self, niceness):
         if self.yielded is not None:

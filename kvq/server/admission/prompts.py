@@ -16,7 +16,7 @@ from kvq.server.engine.token_texts import TokenTexts
 from kvq.server.http.json_bounds import MAX_TOKEN_IDS
 from kvq.server.http.problems import Problem, failed, unavailable
 from kvq.server.reading import Lane, Overran, Readers
-from kvq.server.reading.jobs import Answer, Job
+from kvq.server.reading.jobs import Job, JobResult
 
 _log = logging.getLogger("kvq")
 DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
@@ -99,7 +99,7 @@ class Prompts:
                 try:
                     found = await self._do(self._for_chats, Job(task="forms"), PROBE, 0)
                 except Overran:
-                    found = Answer()
+                    found = JobResult()
                 readers.forms = found.forms
             return readers.forms
 
@@ -223,7 +223,7 @@ class Prompts:
             self._probed_s = monotonic()
             self._probing = None
 
-    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> Answer:
+    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> JobResult:
         try:
             deadline_s = DEADLINE_S if job.task == "forms" else self._deadline_s
             answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=deadline_s)

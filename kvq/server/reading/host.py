@@ -18,7 +18,7 @@ from kvq.errors import KVQError, RequestError
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.server.engine.frames import Decoder, encode, read
-from kvq.server.reading.jobs import Answer, Job, Setup, ToReader, put_together
+from kvq.server.reading.jobs import Job, JobResult, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 NO_MEMORY = 1  # exit status of a reader
@@ -36,9 +36,9 @@ def main() -> None:  # D289: a thread can't be ended; a forked reader can
         try:
             encoder = _load(setup)
         except KVQError as error:
-            sock.sendall(encode(Answer(refusal=str(error))))
+            sock.sendall(encode(JobResult(refusal=str(error))))
             return
-        sock.sendall(encode(Answer()))
+        sock.sendall(encode(JobResult()))
         _host(sock, encoder, setup.memory_bytes)
 
 
@@ -107,11 +107,11 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
         os._exit(0)
 
 
-def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> Answer:
+def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> JobResult:
     try:
         return put_together(job, pieces).do(encoder)
     except RequestError as error:
-        return Answer(
+        return JobResult(
             refusal=str(error),
             is_too_long=isinstance(error, TooLong),
             template_fails=isinstance(error, TemplateFails),
@@ -119,7 +119,7 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> Answer:
     except MemoryError:  # as if it had crashed, as it would within other libraries
         os._exit(NO_MEMORY)
     except Exception as error:  # noqa: BLE001 - fails this job alone; its message may quote a prompt
-        return Answer(refusal=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
+        return JobResult(refusal=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
 
 
 if __name__ == "__main__":

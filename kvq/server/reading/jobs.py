@@ -19,7 +19,7 @@ class Setup(Message, frozen=True):
     memory_bytes: int = 1 << 30  # that one job may take, beside the tokenizer's own
 
 
-class Answer(Message, frozen=True):
+class JobResult(Message, frozen=True):
     """Result of a job: `packed` token ids or counts, a text, the forms of the chat template, or a refusal."""
 
     packed: bytes = b""
@@ -45,19 +45,19 @@ class Job(Message, frozen=True):
     processor_s: float = 0.0  # that it may take, or the process is ended
     most_told: int = 1 << 20  # token ids of an answer
 
-    def do(self, encoder: PromptEncoder) -> Answer:
+    def do(self, encoder: PromptEncoder) -> JobResult:
         """Do the job and return its answer. Raises RequestError: it can't be done."""
         if self.forms is not None:
             encoder.forms = self.forms
         if self.task == "forms":
-            return Answer(forms=encoder.forms)
+            return JobResult(forms=encoder.forms)
         unpacked = {name: unpack(one) if isinstance(one, bytes) else one for name, one in self.given.items()}
         found: str | list[int] = getattr(encoder, self.task)(**unpacked)
         if isinstance(found, str):
-            return Answer(text=found)
+            return JobResult(text=found)
         if len(found) > self.most_told:
-            return Answer(refusal=f"it has {len(found)} tokens; {self.most_told} are allowed here")
-        return Answer(packed=pack(found))
+            return JobResult(refusal=f"it has {len(found)} tokens; {self.most_told} are allowed here")
+        return JobResult(packed=pack(found))
 
 
 ToReader = str | Job  # a part of a long text in the job that follows, see `in_pieces`; or the job

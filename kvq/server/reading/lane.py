@@ -14,7 +14,7 @@ from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
 from kvq.server.engine.frames import encode
 from kvq.server.http.problems import unavailable
-from kvq.server.reading.jobs import Answer, Job, in_pieces
+from kvq.server.reading.jobs import Job, JobResult, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
 _PROCESSOR_S = 1.0  # that a job with little to read may take
@@ -35,7 +35,9 @@ class _Work:
     pieces: list[str]  # of the job's long texts
     job: bytes  # encoded
     may_s: float  # of processor time
-    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[JobResult] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -58,7 +60,7 @@ class Lane:
         self._wary_until_s: dict[str, float] = {}
         self.num_waiting = 0  # jobs that are not done yet
 
-    async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> Answer:
+    async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> JobResult:
         """Return a job's answer. `num_bytes`: about what it reads; `deadline_s`: the wait in line included.
 
         Raises:

@@ -15,7 +15,7 @@ from kvq.models.templates.forms import Forms
 from kvq.server.engine.frames import Decoder, encode, read_async, receive
 from kvq.server.engine.process import start_module
 from kvq.server.reading.host import FORK, ID_BYTES
-from kvq.server.reading.jobs import Answer, Setup
+from kvq.server.reading.jobs import JobResult, Setup
 
 _TRIES = 2  # to fork, since the host may have ended unnoticed
 _LOAD_S = 300.0  # for a large tokenizer on a busy machine
@@ -29,7 +29,7 @@ class Reader:
     sock: socket.socket
     host: subprocess.Popen[bytes] | None  # from which it was forked
 
-    async def do(self, pieces: Sequence[str], job: bytes) -> Answer | None:
+    async def do(self, pieces: Sequence[str], job: bytes) -> JobResult | None:
         """Return the answer to an encoded job and the pieces of its texts; None if the reader ended."""
         loop = asyncio.get_running_loop()
         if self.sock.fileno() < 0:  # closed since it was taken
@@ -165,7 +165,7 @@ class Readers:
             host.wait()
 
 
-_decoder = Decoder(Answer)
+_decoder = Decoder(JobResult)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
