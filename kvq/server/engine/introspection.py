@@ -38,21 +38,25 @@ class _Memory:
 
 
 class Introspection:
-    """Recent requests of one engine process, and pictures of its state."""
+    """Recent requests of one engine process, times between their tokens, and pictures of its state."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _Memory] = {}
+        self._gaps_s: list[float] = []  # between tokens, since they were taken
+        self._num_taken: dict[int, int] = {}  # gaps of running requests
 
     def meet(self, tenant: str) -> None:
         """Register the tenant of a new request."""
         if tenant not in self._memories and len(self._memories) < _MAX_TENANTS:
             self._memories[tenant] = _Memory()
 
-    def ended(self, number: int, tenant: str, output: RequestOutput) -> None:
-        memory = self._memories.get(tenant)
+    def ended(self, number: int, tenant: str | None, output: RequestOutput) -> None:
+        """Note the end of a request; `tenant`: None for one that was refused."""
+        timing = output.timing
+        self._gaps_s += timing.itl_s[self._num_taken.pop(number, 0) :]
+        memory = self._memories.get(tenant) if tenant is not None else None
         if memory is None:
             return
-        timing = output.timing
         memory.itl_s.extend(timing.itl_s)
         if timing.ttft_s is not None:
             memory.ttft_s.append(timing.ttft_s)
@@ -68,6 +72,15 @@ class Introspection:
                 "e2e_s": timing.e2e_s,
             }
         )
+
+    def take_gaps_s(self, jobs: dict[int, Job]) -> list[float]:
+        """Return the times between neighbouring tokens of all requests, each once."""
+        for number, job in jobs.items():
+            if found := job.timing.itl_s:
+                self._gaps_s += found[self._num_taken.get(number, 0) :]
+                self._num_taken[number] = len(found)
+        gaps, self._gaps_s = self._gaps_s, []
+        return gaps
 
     def look(self, core: EngineCore, jobs: dict[int, Job]) -> EngineSnapshot:
         """Return a picture of the engine now. O(blocks); of large pools only a sample."""

@@ -33,6 +33,7 @@ from kvq.layout import GroupLayout
 from kvq.lazy import unseen
 from kvq.server.engine.frames import encode, read, to_engine
 from kvq.server.engine.introspection import Introspection
+from kvq.server.engine.memory import Memory
 from kvq.server.engine.messages import (
     Ended,
     FromEngine,
@@ -45,7 +46,6 @@ from kvq.server.engine.messages import (
     Submit,
     unpack,
 )
-from kvq.server.engine.process_stats import Gaps, Memory
 from kvq.server.engine.residency import Residency
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.stream import EventStream
@@ -66,7 +66,6 @@ class Worker:
         self._pieces: list[Piece] = []
         self._ended: list[Ended] = []
         self._generated = 0
-        self._gaps = Gaps()
         self._residency = Residency()
         self._introspection = Introspection()
         self._is_looked_at = False  # a picture was requested since the last one
@@ -187,9 +186,7 @@ class Worker:
             self._pieces.append(event)
             return
         job = self._jobs.pop(number, None)
-        self._gaps.end(number, event.timing)
-        if job is not None:
-            self._introspection.ended(number, job.tenant, event)
+        self._introspection.ended(number, None if job is None else job.tenant, event)
         ended = Ended(
             number=number,
             receipt=event.receipt,
@@ -215,7 +212,7 @@ class Worker:
             pieces=self._pieces,
             ended=self._ended,
             gauges=gauges,
-            itl_s=self._gaps.take(self._jobs.items()),
+            itl_s=self._introspection.take_gaps_s(self._jobs),
             block_times=self._residency.take(),
         )
         self._pieces, self._ended = [], []

@@ -12,8 +12,8 @@ from kvq.engine.sampling.logprobs import TokenLogprobs
 from kvq.engine.steps.core import EngineCore
 from kvq.server.engine import frames
 from kvq.server.engine.frames import from_engine, read
+from kvq.server.engine.memory import Memory
 from kvq.server.engine.messages import Ended, Submit, pack
-from kvq.server.engine.process_stats import Memory
 from kvq.server.engine.worker import Worker
 
 

@@ -1,39 +1,14 @@
-"""Process statistics for `/metrics`: inter-token gaps and memory; also returns freed memory to the system."""
+"""Memory of the engine process, for `/metrics`; also returns freed memory to the system."""
 
 import os
-from collections.abc import Iterable
 from time import monotonic
 
 import torch
 
 from kvq.cache.heap import give_back
-from kvq.engine.requests.outputs import Timing
-from kvq.engine.requests.request_state import Job
 
 _MEMORY_EVERY_S = 1.0
 _GIVE_BACK_EVERY_S = 30.0
-
-
-class Gaps:
-    """Times between neighbouring tokens of running requests, each reported once."""
-
-    def __init__(self) -> None:
-        self._reported: dict[int, int] = {}  # request number -> gaps that were reported
-        self._gaps: list[float] = []
-
-    def end(self, number: int, timing: Timing) -> None:
-        """Take the last gaps of a request that ended."""
-        self._gaps += timing.itl_s[self._reported.pop(number, 0) :]
-
-    def take(self, running: Iterable[tuple[int, Job]]) -> list[float]:
-        """Return the gaps since the last call."""
-        for number, job in running:
-            found = job.timing.itl_s
-            if found:
-                self._gaps += found[self._reported.get(number, 0) :]
-                self._reported[number] = len(found)
-        gaps, self._gaps = self._gaps, []
-        return gaps
 
 
 class Memory:

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from kvq.server.engine.process_stats import Memory
+from kvq.server.engine.memory import Memory
 
 _FREED = """
 import torch
-from kvq.server.engine.process_stats import Memory
+from kvq.server.engine.memory import Memory
 
 def resident():
     with open("/proc/self/status", encoding="ascii") as file:
