@@ -1,7 +1,6 @@
 """Typed access to responses of OpenAI-compatible servers; every field may be missing or of another type."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -11,23 +10,6 @@ from kvq.errors import ConfigError, EngineError, first_lines
 _MOST_TOKENS = 1 << 53  # in any count
 _MAX_NAME = 1000  # characters
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenUsage:
-    """Token counts of a response."""
-
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamEvent:
-    """Event of a stream."""
-
-    texts: tuple[str, ...]  # of its choices; empty in an event with usage alone
-    usage: TokenUsage | None
 
 
 def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
@@ -43,8 +25,11 @@ def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
     raise ConfigError(f"--url must be an address such as http://127.0.0.1:8000, got {url!r}")
 
 
-def read_event(data: bytes) -> StreamEvent:
+def read_event(data: bytes) -> tuple[tuple[str, ...], dict[str, int] | None]:
     """Parse an event of `/v1/chat/completions` or `/v1/completions`.
+
+    Returns the texts of its choices, none in an event with usage alone, and its usage, if it has any:
+    `prompt_tokens`, `cached_tokens` and `generated_tokens`.
 
     Raises:
         EngineError: it reports an error, is no JSON, or a field has another type.
@@ -57,7 +42,7 @@ def read_event(data: bytes) -> StreamEvent:
         raise _wrong_type("choices", "a list")
     texts = tuple(_text(f"choices[{index}]", choice) for index, choice in enumerate(choices))
     usage = _field(event, "usage", dict)
-    return StreamEvent(texts=texts, usage=_usage(usage) if usage else None)
+    return texts, _usage(usage) if usage else None
 
 
 def read_model(data: bytes) -> dict[str, Any]:
@@ -110,13 +95,13 @@ def _text(where: str, choice: Any) -> str:
     return _field(_field(choice, "delta", dict, where) or {}, "content", str, f"{where}.delta") or ""
 
 
-def _usage(usage: dict[str, Any]) -> TokenUsage:
+def _usage(usage: dict[str, Any]) -> dict[str, int]:
     details = _field(usage, "prompt_tokens_details", dict, "usage") or {}
-    return TokenUsage(
-        prompt=_count(usage, "prompt_tokens"),
-        cached=_count(details, "cached_tokens"),
-        generated=_count(usage, "completion_tokens"),
-    )
+    return {
+        "prompt_tokens": _count(usage, "prompt_tokens"),
+        "cached_tokens": _count(details, "cached_tokens"),
+        "generated_tokens": _count(usage, "completion_tokens"),
+    }
 
 
 def _field(holder: dict[str, Any], name: str, kind: type[T], where: str = "") -> T | None:

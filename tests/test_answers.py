@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq.answers import TokenUsage, read_address, read_event, read_model, read_refusal
+from kvq.answers import read_address, read_event, read_model, read_refusal
 from kvq.errors import ConfigError, EngineError
 
 
@@ -13,15 +13,16 @@ def event(**fields):
 
 
 def test_events_of_either_kind_are_read():
-    assert event(choices=[{"delta": {"content": "a"}}, {"text": "b"}]).texts == ("a", "b")
-    assert event(choices=[{"delta": None}, {"delta": {"content": None}}, {}], usage=None).texts == (
+    assert event(choices=[{"delta": {"content": "a"}}, {"text": "b"}])[0] == ("a", "b")
+    assert event(choices=[{"delta": None}, {"delta": {"content": None}}, {}], usage=None)[0] == (
         "",
         "",
         "",
     )
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
-    assert event(choices=[], usage=usage, error=None).usage == TokenUsage(prompt=3, cached=1, generated=2)
-    assert event(usage={"prompt_tokens": None, "prompt_tokens_details": None}).usage == TokenUsage()
+    used = {"prompt_tokens": 3, "cached_tokens": 1, "generated_tokens": 2}
+    assert event(choices=[], usage=usage, error=None) == ((), used)
+    assert event(usage={"prompt_tokens": None, "prompt_tokens_details": None})[1] == dict.fromkeys(used, 0)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from typing import Any
 
 from kvq.models.loading.control_tokens import ControlTokens
 from kvq.models.run.prompts import PromptEncoder
-from kvq.server.engine.frames import Decoder, encode
+from kvq.models.templates.forms import Forms
+from kvq.server.engine.frames import Decoder, encode, read
 from kvq.server.reading.host import NO_MEMORY, read_jobs
-from kvq.server.reading.jobs import Chat, Done, FromReader, Refusal, unpack
+from kvq.server.reading.jobs import Job, JobResult, unpack
 from tests.models.chat_families import FAMILIES
 
 _PROCESSOR_S = 0.5
@@ -53,9 +54,9 @@ def case(odds: random.Random) -> str | None:
     if status is not None and status not in (-signal.SIGPROF, -signal.SIGABRT, NO_MEMORY):
         return f"the reader ended with {status}: {told}"
     for answer in answers:
-        if isinstance(answer, Refusal) and answer.has_failed:
-            return f"{answer.reason}: {told}"
-    if is_whole and all(isinstance(answer, Done) for answer in answers) and len(answers) == 2:
+        if answer.has_failed:
+            return f"{answer.refusal}: {told}"
+    if is_whole and all(answer.refusal is None for answer in answers) and len(answers) == 2:
         found, wanted = (_structure(name, tokenizer, answer) for answer in answers)
         if found != wanted and not any(
             turn["role"] in ("assistant", "system", "developer") for turn in turns
@@ -104,7 +105,7 @@ def _damaged(odds: random.Random, template: str) -> str:
     return template
 
 
-def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[list[FromReader], int | None]:
+def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[list[JobResult], int | None]:
     """Return a reader's result for each conversation, and how it ended if that was before the last."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -112,15 +113,16 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
         ours.close()
         read_jobs(theirs.detach(), encoder, _MEMORY_BYTES)
     theirs.close()
-    answers: list[FromReader] = []
-    decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
+    answers: list[JobResult] = []
+    decoder: Decoder[JobResult] = Decoder(JobResult)
     with ours:
         ours.settimeout(_HANG_S)
         try:
             for turns in talks:
-                job = Chat(turns=turns, options={}, max_tokens=100_000, processor_s=_PROCESSOR_S)
+                given = {"turns": turns, "options": {}, "max_tokens": 100_000}
+                job = Job(task="encode_chat", given=given, forms=Forms(), processor_s=_PROCESSOR_S)
                 ours.sendall(encode(job))
-                if (answer := decoder.read(ours)) is None:
+                if (answer := read(ours, decoder)) is None:
                     break
                 answers.append(answer)
         except (OSError, UnicodeEncodeError):
@@ -132,8 +134,8 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
     return answers, None if is_done or status == 0 else status
 
 
-def _structure(name: str, tokenizer: Any, answer: FromReader) -> list[int]:
-    assert isinstance(answer, Done), "token ids"
+def _structure(name: str, tokenizer: Any, answer: JobResult) -> list[int]:
+    assert answer.refusal is None, "token ids"
     known = {tokenizer.convert_tokens_to_ids(one) for one in _spellings(name)}
     return [
         token

@@ -1,6 +1,8 @@
 """HTTP application: all routes behind the guard, and every failure as an error object."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,7 +16,7 @@ from kvq.errors import RequestError, nearest
 from kvq.server import health, viewers
 from kvq.server.admission.metrics import CONTENT_TYPE
 from kvq.server.admission.service import Service
-from kvq.server.anthropic import routes as anthropic
+from kvq.server.anthropic import message as anthropic
 from kvq.server.http.body_errors import of_body
 from kvq.server.http.credentials import Access, Credentials
 from kvq.server.http.guard import REASON, Guard, as_response
@@ -29,6 +31,14 @@ _SHOWN = 100  # characters of an unknown path in an error
 _ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
 _GENERATING = (*openai.GENERATING, MESSAGES_PATH)
 _READING = (*openai.READING, anthropic.COUNT_TOKENS_PATH)
+_PROBLEMS: dict[type[Exception], Callable[[Any], Problem]] = {
+    Problem: lambda problem: problem,
+    RequestError: lambda error: Problem(400, str(error)),
+    RequestValidationError: lambda error: of_body(error.errors(), error.body),
+    # Of a body within one protocol's bounds that exceeds the other's: with joined texts, say
+    ValidationError: lambda error: of_body(error.errors(include_url=False), None),
+    Exception: lambda error: Problem(500, f"the server failed: {type(error).__name__}", type="server_error"),
+}
 
 
 def create_app(
@@ -65,7 +75,8 @@ def create_app(
         access=access,
         credentials=credentials,
         check=partial(_check_arrival, service),
-        charge=service.admission.charge_refused,
+        # D302: a refused request counts toward the minute
+        charge=lambda tenant: service.admission.tenants[tenant].charge_request(),
         count=partial(_count, service),
     )
     if access.origins:  # around the guard: browsers send no key when they ask for permission
@@ -83,7 +94,7 @@ def _check_arrival(service: Service, path: str, tenant: str) -> None:
     if path in _GENERATING:
         service.check_arrival(tenant)
     elif path in _READING:
-        service.admission.check_text_request(tenant)
+        service.admission.tenants[tenant].check_rates()
 
 
 def _count(service: Service, path: str, problem: Problem) -> None:
@@ -95,25 +106,17 @@ def _count(service: Service, path: str, problem: Problem) -> None:
 def _answer_problems(app: FastAPI, service: Service) -> None:
     """Turn every failure into an error object of the route's protocol, and count it once."""
 
-    @app.exception_handler(Problem)
-    async def problem(request: Request, error: Problem) -> JSONResponse:
+    def answer(request: Request, problem: Problem) -> JSONResponse:
         path = request.url.path
-        _count(service, path, error)
-        request.scope[REASON] = error.code or error.type
-        return as_response(error, path)
+        _count(service, path, problem)
+        request.scope[REASON] = problem.code or problem.type
+        return as_response(problem, path)
 
-    @app.exception_handler(RequestError)
-    async def refused(request: Request, error: RequestError) -> JSONResponse:
-        return await problem(request, Problem(400, str(error)))
+    async def failed(problem_of: Callable[[Any], Problem], request: Request, error: Exception) -> Response:
+        return answer(request, problem_of(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return await problem(request, of_body(error.errors(), error.body))
-
-    @app.exception_handler(ValidationError)
-    async def invalid_when_converted(request: Request, error: ValidationError) -> JSONResponse:
-        """Answer a body within one protocol's bounds that exceeds the other's: with joined texts, say."""
-        return await problem(request, of_body(error.errors(include_url=False), None))
+    for kind, problem_of in _PROBLEMS.items():
+        app.add_exception_handler(kind, partial(failed, problem_of))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -125,11 +128,6 @@ def _answer_problems(app: FastAPI, service: Service) -> None:
             reason = f"there is no {path[:_SHOWN]}{hint} /openapi.json tells what there is"
         elif error.status_code == 405:
             reason = f"{path} takes {headers.get('Allow', 'another method')}, not {request.method}"
-        answer = await problem(request, Problem(error.status_code, reason))
-        answer.headers.update(headers)
-        return answer
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        found = Problem(500, f"the server failed: {type(error).__name__}", type="server_error")
-        return await problem(request, found)
+        response = answer(request, Problem(error.status_code, reason))
+        response.headers.update(headers)
+        return response

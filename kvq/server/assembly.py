@@ -9,10 +9,10 @@ from kvq.engine.requests.defaults import read_defaults
 from kvq.errors import KVQError
 from kvq.models.describe.resolve import ModelSource, resolve_model
 from kvq.server.admission.config import ServerConfig
-from kvq.server.admission.prompts import Prompts
+from kvq.server.admission.prompts import DEADLINE_S, Prompts
 from kvq.server.admission.service import Service
 from kvq.server.engine.messages import Start
-from kvq.server.engine.remote import Remote, Watch
+from kvq.server.engine.remote import Remote
 from kvq.server.reading import Readers, Setup
 from kvq.server.tools.calling import ToolCalling
 
@@ -32,7 +32,7 @@ def make_remote(config: ServerConfig, on_failed: Callable[[KVQError], object]) -
     start = Start(
         folder=str(source.folder), kv=config.kv, options=options, log=config.log, kv_events=config.kv_events
     )
-    return source, Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=on_failed)
+    return source, Remote(start, max_restarts=config.max_restarts, on_failed=on_failed)
 
 
 def make_service(
@@ -41,10 +41,11 @@ def make_service(
     folder: Path,
     remote: Remote,
     tokenizer: Any,
-    prompts: Prompts | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
 ) -> Service:
-    """Return the service over an engine. `name`: the model's, unless the configuration has others. `prompts`:
-    a reader with other limits than those for waiting clients.
+    """Return the service over an engine. `name`: the model's, unless the configuration has others.
+    `deadline_s`: for one prompt to be read.
 
     Raises:
         ConfigError: the format of tool calls is unknown, or generation_config.json can't be used.
@@ -54,10 +55,11 @@ def make_service(
         _log.info("%s", text)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser, config.reasoning_parser)
     setup = Setup(folder=str(folder), chat_template=config.chat_template, trusts_chats=config.trusts_chats)
-    prompts = prompts or Prompts(
+    prompts = Prompts(
         Readers(setup),
         tokenizer,
         plain_texts=not config.trusts_completions,
+        deadline_s=deadline_s,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,
     )
     return Service(config.served_model_name or name, remote, prompts, config, tools=tools, defaults=defaults)

@@ -120,7 +120,6 @@ def _checked(engine: CheckedEngine) -> Iterator[_Finding]:
 
 
 def _weights(model: PreparedModel) -> int:
-    """Return the bytes of loaded weights."""
     return model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
 
 

@@ -39,7 +39,7 @@ def serve(config: ServerConfig) -> None:
     """
     logs, stretches = configure(config.log), Stretches()
     try:
-        with asyncio.Runner(loop_factory=stretches.make_loop) as runner:
+        with asyncio.Runner(loop_factory=partial(asyncio.SelectorEventLoop, stretches)) as runner:
             runner.run(_serve(config, stretches))
     finally:
         logs.stop()

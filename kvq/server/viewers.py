@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvq.errors import EngineError
 from kvq.server.admission.service import Service
-from kvq.server.engine.messages import EngineSnapshot, LiveRequest, PastRequest
+from kvq.server.engine.messages import EngineSnapshot
 from kvq.server.http.guard import DOCS
 from kvq.server.http.problems import Problem
 from kvq.server.openai.respond import tenant_of
@@ -84,9 +84,7 @@ class _Viewers:  # D333: pulled: no viewer, no work
 
     def _of(self, snapshot: EngineSnapshot, tenant: str) -> dict[str, Any]:
         tenants = [
-            msgspec.to_builtins(one)
-            | {"name": _name(one.name)}
-            | ({} if one.name == tenant else {"latency": None})
+            one | {"name": _name(one["name"])} | ({} if one["name"] == tenant else {"latency": None})
             for one in snapshot.tenants
         ]
         return {
@@ -128,9 +126,9 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
         return JSONResponse(shown, headers=_HEADERS | {"Cache-Control": "no-store"})
 
 
-def _own(requests: list[LiveRequest] | list[PastRequest], tenant: str) -> list[dict[str, Any]]:
+def _own(requests: list[dict[str, Any]], tenant: str) -> list[dict[str, Any]]:
     """Return a tenant's requests, without its name."""
-    found = [msgspec.to_builtins(request) for request in requests if request.tenant == tenant]
+    found = (one for one in requests if one["tenant"] == tenant)
     return [{name: value for name, value in one.items() if name != "tenant"} for one in found]
 
 

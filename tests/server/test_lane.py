@@ -3,11 +3,11 @@
 import asyncio
 
 from kvq.server.reading import lane as lane_module
-from kvq.server.reading.jobs import Done, Text
+from kvq.server.reading.jobs import Job, JobResult
 from kvq.server.reading.lane import Lane
 from tests.waiting import HANG_S
 
-JOB = Text(text="a", special=True, plain=False, max_tokens=None)
+JOB = Job(task="encode", given={"text": "a"})
 
 
 class Reader:
@@ -18,7 +18,7 @@ class Reader:
         await asyncio.sleep(0)
         if self.yielded is not None:  # a job that takes until somebody minds
             await self.yielded.wait()
-        return Done(packed=b"")
+        return JobResult(packed=b"")
 
     def yield_to_others(self, niceness):
         if self.yielded is not None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvq.server.engine.frames import Decoder, encode
 from kvq.server.reading import jobs
-from kvq.server.reading.jobs import Chat, Text, ToReader, in_pieces, put_together
+from kvq.server.reading.jobs import Job, ToReader, in_pieces, put_together
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +20,13 @@ def sent(job):
     frames = [encode(message) for message in (*before, last)]
     decoder = Decoder(ToReader)
     *texts, job = [decoder.decode(frame[4:]) for frame in frames]
-    return put_together(job, [piece.text for piece in texts]), max(map(len, frames))
+    return put_together(job, texts), max(map(len, frames))
 
 
 @pytest.mark.parametrize("length", [0, 1, 10, 11, 20, 63])
 def test_a_text_arrives_whole(length):
-    job = Text(text="ab\u00e9d\n" * 20, special=True, plain=False, max_tokens=None)
-    job = Text(text=job.text[:length], special=True, plain=False, max_tokens=None)
+    text = ("ab\u00e9d\n" * 20)[:length]
+    job = Job(task="encode", given={"text": text, "special": True, "plain": False, "max_tokens": None})
     assert sent(job)[0] == job
 
 
@@ -37,10 +37,9 @@ def test_a_conversation_arrives_whole(seed):
     for _ in range(rng.randrange(6)):
         content = rng.choice([None, "", "x" * rng.randrange(40), [{"type": "text", "text": "y" * 7}] * 3])
         turns.append({"role": "user", "content": content} if rng.random() < 0.9 else {"role": "user"})
-    job = Chat(turns=turns, options={"a": [1]}, max_tokens=5)
-    arrived = sent(job)[0]
-    assert arrived.options == job.options
-    assert [turn | {"content": said(turn)} for turn in arrived.turns] == [
+    arrived = sent(Job(task="encode_chat", given={"turns": turns, "options": {"a": [1]}}))[0].given
+    assert arrived["options"] == {"a": [1]}
+    assert [turn | {"content": said(turn)} for turn in arrived["turns"]] == [
         turn | {"content": said(turn)} for turn in turns
     ]
 
@@ -52,6 +51,6 @@ def said(turn):
 
 def test_no_frame_is_long():
     turns = [{"role": "user", "content": "z" * 5000}, {"role": "tool", "content": "w" * 300}]
-    arrived, longest = sent(Chat(turns=turns, options={}, max_tokens=None))
-    assert arrived.turns == turns
+    arrived, longest = sent(Job(task="encode_chat", given={"turns": turns, "options": {}}))
+    assert arrived.given["turns"] == turns
     assert longest < 300

@@ -187,6 +187,6 @@ def _take(sent: Sent, part: bytes) -> None:
     for event in part.split(b"\n\n"):
         if event == b"data: [DONE]":
             sent.is_complete = len(sent.token_s) == sent.request.output_tokens
-        elif event and (texts := read_event(event.removeprefix(b"data: ")).texts):
+        elif event and (texts := read_event(event.removeprefix(b"data: "))[0]):
             sent.token_s.append(now)
             sent.text += texts[0]

@@ -9,7 +9,7 @@ from typing import IO, Any, NoReturn
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from kvq.answers import StreamEvent, TokenUsage, read_address, read_event, read_model, read_refusal
+from kvq.answers import read_address, read_event, read_model, read_refusal
 from kvq.commands.chat.partner import Answer, ChatSampling, ContextFull, Message, Show
 from kvq.errors import ConfigError, EngineError, RequestError, first_lines
 
@@ -54,18 +54,18 @@ class ServerPartner:
             "stream_options": {"include_usage": True},
         }
         began, ttft_s = monotonic(), None
-        usage = TokenUsage()
+        usage = dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens"), 0)
         with self._open("/chat/completions", body) as response:
-            for event in _events(response):
-                usage = event.usage or usage
-                for text in filter(None, event.texts):
+            for texts, used in _events(response):
+                usage = used or usage
+                for text in filter(None, texts):
                     ttft_s = ttft_s or monotonic() - began
                     show(text)
         total_s = monotonic() - began
         return Answer(
-            prompt_tokens=usage.prompt,
-            cached_tokens=usage.cached,
-            generated_tokens=usage.generated,
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["cached_tokens"],
+            generated_tokens=usage["generated_tokens"],
             ttft_s=total_s if ttft_s is None else ttft_s,
             total_s=total_s,
         )
@@ -105,7 +105,7 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-def _events(response: IO[bytes]) -> Iterator[StreamEvent]:
+def _events(response: IO[bytes]) -> Iterator[tuple[tuple[str, ...], dict[str, int] | None]]:
     """Yield server-sent events up to [DONE]; nothing after it is read.
 
     Raises:

@@ -11,7 +11,7 @@ from kvq.commands.shared.interrupts import cancelling
 from kvq.errors import ConfigError, EngineError, RequestError
 from kvq.models.loading.prepared import PreparedModel
 from kvq.server.admission.bodies import ChatMessage
-from kvq.server.admission.prompts import Conversation, Prompts
+from kvq.server.admission.prompts import Prompts
 from kvq.server.http.problems import Problem
 from kvq.server.reading import Readers, Setup
 
@@ -45,8 +45,7 @@ def process_reader(  # D337: prompts read aside, as in the server
     def read(messages: list[Message]) -> list[int]:
         # Not validated here: typed text may be invalid Unicode, which the reader reports
         chat = [ChatMessage.model_construct(**message) for message in messages]  # type: ignore[arg-type]
-        conversation = Conversation(messages=chat, options={"add_generation_prompt": True})
-        return list(wait(prompts.chat(conversation)))
+        return list(wait(prompts.chat((chat, {"add_generation_prompt": True}))))
 
     prompts = Prompts(Readers(Setup(folder=str(prepared.folder))), prepared.tokenizer)
     try:

@@ -195,10 +195,12 @@ def _events(options: ServeOptions) -> Any:
 
 
 def _tls(certificate: Path | None, key: Path | None) -> Any:
-    from kvq.server.http.credentials import Tls
+    from kvq.server.http.credentials import tls_context
 
     if certificate is None:
         if key is not None:
             raise ConfigError(f"--ssl-keyfile {key} needs its certificate; give --ssl-certfile, too")
         return None
-    return Tls(certificate=certificate, key=key or certificate)
+    context = partial(tls_context, certificate, key or certificate)
+    context()  # files that can't be used are refused now
+    return context

@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from kvq.integrations.ray.forward import Lost, forward
-from kvq.integrations.ray.relay import RelayedRequest, read
+from kvq.integrations.ray.relay import Lost, RelayedRequest, forward, read
 from kvq.server.http.guard import as_response
 from kvq.server.http.problems import Problem
 

@@ -1,22 +1,30 @@
-"""Requests on their way from the ingress to a replica, and the messages of their answers."""
+"""Requests on their way from the ingress to a replica, and the messages of their answers.
+
+The request of a lost replica goes to another one; an answer that has begun ends with an error object.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvq.errors import EngineError
+from kvq.server.http.guard import as_response
 from kvq.server.http.incoming import MAX_BODY, too_large
+from kvq.server.http.problems import error_object, event_of, unavailable
 
 _log = logging.getLogger("kvq")
 _HOP = (b"connection", b"content-length", b"expect", b"keep-alive", b"te", b"transfer-encoding", b"upgrade")
 _TEXTS = ("tools", "system", "messages")  # of a conversation, in the order in which templates write them
+_ATTEMPTS = 5
+_PAUSE_S = 0.1  # before the second, doubled before each one after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,3 +135,57 @@ async def relay(app: ASGIApp, relayed: RelayedRequest) -> AsyncGenerator[Message
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+class Lost(Exception):
+    """A replica that has ended, or is about to; others may answer."""
+
+
+async def forward(
+    relayed: RelayedRequest,
+    send: Callable[[RelayedRequest], AsyncGenerator[Message]],
+    *,
+    pause_s: float = _PAUSE_S,
+) -> Response:
+    """Return the answer of the first replica that begins one. `send` asks one that a router chooses."""
+    reason = ""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(pause_s * 2 ** (attempt - 1))
+        messages = send(relayed)
+        try:
+            return _Relayed(await anext(messages), messages, relayed.path)
+        except Lost as lost:
+            reason = str(lost)
+    return as_response(unavailable(reason), relayed.path)
+
+
+class _Relayed(Response):
+    """An answer that has begun."""
+
+    def __init__(self, head: Message, rest: AsyncGenerator[Message], path: str) -> None:
+        self.status_code = head["status"]
+        self._head = head
+        self._rest = rest
+        self._path = path
+        self._is_stream = any(
+            name == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in head["headers"]
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on as it comes. A stream whose replica is lost ends with an error object.
+
+        Raises:
+            Lost: the replica of an answer that is no stream, which breaks off.
+        """
+        async with aclosing(self._rest):
+            await send(self._head)
+            try:
+                async for message in self._rest:
+                    await send(message)
+            except Lost as lost:
+                if not self._is_stream:
+                    raise
+                event = event_of(error_object(unavailable(str(lost)), self._path), self._path)
+                await send({"type": "http.response.body", "body": event, "more_body": False})

@@ -8,8 +8,7 @@ from functools import partial
 from starlette.types import Message
 
 from kvq.errors import KVQError
-from kvq.integrations.ray.forward import Lost
-from kvq.integrations.ray.relay import RelayedRequest, relay
+from kvq.integrations.ray.relay import Lost, RelayedRequest, relay
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.admission.config import ServerConfig
 from kvq.server.app import create_app

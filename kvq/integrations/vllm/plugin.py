@@ -77,13 +77,13 @@ def _register_name(cache: Any, name: str) -> None:
     import torch
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    class Handler:
+    class _Handler:
         def torch_dtype(self) -> torch.dtype:
             return torch.uint8
 
         def quant_mode(self) -> Any:
             return KVQuantMode.CUSTOM
 
-    Handler.name = name  # type: ignore[attr-defined]
+    _Handler.name = name  # type: ignore[attr-defined]
     if not cache.is_known_kv_cache_dtype(name):
-        cache.register_kv_cache_dtype(name)(Handler)
+        cache.register_kv_cache_dtype(name)(_Handler)

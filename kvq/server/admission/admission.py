@@ -65,11 +65,10 @@ class Admission:
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.config = config or AdmissionConfig()
-        self._limits = limits or TenantLimits()
         self._clock = clock
         self._chance = chance
         self._first_tokens = FirstTokens(clock)
-        self._tenants: defaultdict[str, Tenant] = defaultdict(lambda: Tenant(self._limits, clock))
+        self.tenants: defaultdict[str, Tenant] = defaultdict(lambda: Tenant(limits or TenantLimits(), clock))
         self._concurrency = ConcurrencyLimit(lambda: engine.num_slots)
         self._queued: set[Queued] = set()
         self._waiting_tokens = 0
@@ -109,16 +108,8 @@ class Admission:
         Raises:
             Problem: 429 or 503, with the seconds after which another try may succeed.
         """
-        self._tenants[tenant].check()
+        self.tenants[tenant].check()
         self._check_bounds()
-
-    def check_text_request(self, tenant: str) -> None:
-        """Raise Problem, with 429, if a tenant has sent too much; called before a body is read."""
-        self._tenants[tenant].check_rates()
-
-    def charge_refused(self, tenant: str) -> None:  # D302: a refused request counts toward the minute
-        """Count an invalid request, which was never admitted."""
-        self._tenants[tenant].charge_request()
 
     @contextmanager
     def enter(self, tenant: str, slots: SequenceSlots) -> Iterator[None]:
@@ -127,7 +118,7 @@ class Admission:
         Raises:
             Problem: 400 if the tenant may never have so many, 429 or 503, with the seconds to wait.
         """
-        limits, sequences = self._tenants[tenant], slots.coming
+        limits, sequences = self.tenants[tenant], slots.coming
         limits.check(sequences)
         self._check_bounds()
         if not self._concurrency.has_room(slots):
@@ -138,18 +129,6 @@ class Admission:
                 yield
         finally:
             self._concurrency.leave(slots)
-
-    @contextmanager
-    def enter_text_request(self, tenant: str) -> Iterator[None]:  # D301
-        """Admit a request of a tenant that the engine does not see.
-
-        Raises:
-            Problem: 429, with the seconds to wait.
-        """
-        limits = self._tenants[tenant]
-        limits.check()
-        with limits.active():
-            yield
 
     @contextmanager
     def queue(
@@ -207,11 +186,6 @@ class Admission:
     def _end(self, entry: Queued, count: int) -> None:
         entry.left -= count
         self._concurrency.end(entry.slots, count, begun=entry.has_started)
-
-    def charge(self, tenant: str, tokens: int) -> None:
-        """Count the tokens that a tenant's request used."""
-        if tenant in self._tenants:
-            self._tenants[tenant].charge(tokens)
 
     def _estimates(self) -> list[float]:
         """Return the estimated shares of the limits that present requests may still take."""

@@ -96,7 +96,7 @@ class _ResponseFormat(Body):
         return self
 
 
-class StructuredOutputs(Body):
+class _StructuredOutputs(Body):
     """Constraints of the text as newer vLLM names them; the `guided_*` fields are the older names."""
 
     model_config = ConfigDict(extra="forbid")  # a constraint that is ignored is none
@@ -160,7 +160,7 @@ class Common(Body):
     guided_regex: LongText | None = None
     guided_choice: _Choices | None = None
     guided_grammar: LongText | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: _StructuredOutputs | None = None
     watermark: Flag | None = None
 
     @model_validator(mode="before")
@@ -241,14 +241,14 @@ class _ChosenFunction(Body):
     name: _FunctionName
 
 
-class ToolChoiceBody(Body):
+class _ToolChoiceBody(Body):
     """The tool that has to be called."""
 
     type: Literal["function"]
     function: _ChosenFunction
 
 
-class CalledFunction(Body):
+class _CalledFunction(Body):
     """A called function, with the arguments as JSON text."""
 
     LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
@@ -256,18 +256,18 @@ class CalledFunction(Body):
     arguments: LongText = ""
 
 
-class ToolCallBody(Body):
+class _ToolCallBody(Body):
     """A call that an assistant's message made."""
 
     LABELS: ClassVar = frozenset(("index",))  # of its place in the stream that it was read from
     id: _CallId | None = None
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: _CalledFunction
 
 
 _Tools = Annotated[list[_ToolBody], Field(max_length=MAX_TOOLS)]
-_ToolCalls = Annotated[list[ToolCallBody], Field(max_length=_MAX_CALLS)]
-_ToolChoices = Literal["none", "auto", "required"] | ToolChoiceBody
+_ToolCalls = Annotated[list[_ToolCallBody], Field(max_length=_MAX_CALLS)]
+_ToolChoices = Literal["none", "auto", "required"] | _ToolChoiceBody
 
 
 class ChatMessage(Body):

@@ -45,7 +45,6 @@ class ConcurrencyLimit:  # D299: counted here: the engine's last step is old
         return slots.at_once <= self._look()[1]
 
     def enter(self, slots: SequenceSlots) -> None:
-        """Count a new request."""
         self._coming[slots] = None
         self._num_new += 1
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.fileio import check_secret
 from kvq.server.admission.admission import AdmissionConfig
 from kvq.server.admission.rate_limits import TenantLimits
-from kvq.server.http.credentials import Access, Tls
+from kvq.server.http.credentials import Access
 from kvq.server.http.guard import LOOPBACK
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
@@ -30,7 +31,7 @@ class ServerConfig:
     served_model_name: str | tuple[str, ...] | None = None  # answers have the first of several
     access: Access = field(default_factory=Access)
     read_access: Callable[[], Access] | None = None  # `access` from the files' present content
-    tls: Tls | None = None
+    tls: Callable[[], SSLContext] | None = None  # the certificate of the files' present content
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tenants: TenantLimits = field(default_factory=TenantLimits)
     log: LogConfig = field(default_factory=LogConfig)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvq.errors import ConfigError, nearest
 
 
-class Named(NamedTuple):
+class _Named(NamedTuple):
     """A metric's name and help text, a histogram's buckets, and the metric's own labels."""
 
     name: str
@@ -24,12 +24,12 @@ class Names:
     it was refused) and for a result's "stop" and "length". Endings without a value are not counted.
     """
 
-    ends: Named  # a label before the last is the model's name
+    ends: _Named  # a label before the last is the model's name
     endings: Mapping[str, str]
-    observed: Mapping[str, Named]
-    totals: Sequence[tuple[str, Named]]
-    gauges: Mapping[str, Named]
-    block_times: Mapping[str, Named] = field(default_factory=dict)
+    observed: Mapping[str, _Named]
+    totals: Sequence[tuple[str, _Named]]
+    gauges: Mapping[str, _Named]
+    block_times: Mapping[str, _Named] = field(default_factory=dict)
     labels: Mapping[str, str | None] = field(default_factory=dict)  # of all; None: the model's name
 
 
@@ -41,78 +41,80 @@ _RATIOS = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
 _STATUSES = ("success", "error", "cancelled", "timeout", "invalid", "limited", "refused")
 
 KVQ = Names(
-    ends=Named("kvq_requests", "Requests that ended, by status.", labels=("status",)),
+    ends=_Named("kvq_requests", "Requests that ended, by status.", labels=("status",)),
     endings={status: status for status in _STATUSES},
     observed={
-        "ttft": Named("kvq_ttft_seconds", "Time from arrival at the engine to the first token.", _TTFT_S),
-        "itl": Named("kvq_itl_seconds", "Time between neighbouring tokens of a request.", _ITL_S),
-        "e2e": Named(
+        "ttft": _Named("kvq_ttft_seconds", "Time from arrival at the engine to the first token.", _TTFT_S),
+        "itl": _Named("kvq_itl_seconds", "Time between neighbouring tokens of a request.", _ITL_S),
+        "e2e": _Named(
             "kvq_request_latency_seconds", "Time from arrival at the engine to the last token.", _LATENCY_S
         ),
-        "queue": Named("kvq_queue_seconds", "Time from arrival at the engine to the first blocks.", _TTFT_S),
-        "prefill": Named("kvq_prefill_seconds", "Time from the first blocks to the first token.", _TTFT_S),
-        "decode": Named("kvq_decode_seconds", "Time from the first token to the last.", _LATENCY_S),
-        "prompt_tokens": Named(
+        "queue": _Named("kvq_queue_seconds", "Time from arrival at the engine to the first blocks.", _TTFT_S),
+        "prefill": _Named("kvq_prefill_seconds", "Time from the first blocks to the first token.", _TTFT_S),
+        "decode": _Named("kvq_decode_seconds", "Time from the first token to the last.", _LATENCY_S),
+        "prompt_tokens": _Named(
             "kvq_request_prompt_tokens", "Prompt tokens of requests that succeeded.", _TOKENS
         ),
-        "generated_tokens": Named(
+        "generated_tokens": _Named(
             "kvq_request_generated_tokens", "Generated tokens of requests that succeeded.", _TOKENS
         ),
-        "hit_ratio": Named(
+        "hit_ratio": _Named(
             "kvq_request_prefix_hit_ratio",
             "Prompt tokens found in the prefix index / prompt tokens.",
             _RATIOS,
         ),
     },
     totals=(
-        ("restarts", Named("kvq_engine_restarts", "Restarts of the engine.")),
-        ("preemptions", Named("kvq_preemptions", "Requests that gave up their blocks.")),
-        ("prompt_tokens", Named("kvq_prompt_tokens", "Prompt tokens of admitted requests.")),
-        ("cached_tokens", Named("kvq_prompt_tokens_cached", "Prompt tokens found in the prefix index.")),
-        ("generated_tokens", Named("kvq_tokens_generated", "Tokens generated.")),
-        ("evictions", Named("kvq_evictions", "Blocks that left the prefix index.")),
-        ("refused_pins", Named("kvq_pins_refused", "Pins refused because there was no room.")),
-        ("kv_events", Named("kvq_kv_events", "Block events sent to routers.")),
+        ("restarts", _Named("kvq_engine_restarts", "Restarts of the engine.")),
+        ("preemptions", _Named("kvq_preemptions", "Requests that gave up their blocks.")),
+        ("prompt_tokens", _Named("kvq_prompt_tokens", "Prompt tokens of admitted requests.")),
+        ("cached_tokens", _Named("kvq_prompt_tokens_cached", "Prompt tokens found in the prefix index.")),
+        ("generated_tokens", _Named("kvq_tokens_generated", "Tokens generated.")),
+        ("evictions", _Named("kvq_evictions", "Blocks that left the prefix index.")),
+        ("refused_pins", _Named("kvq_pins_refused", "Pins refused because there was no room.")),
+        ("kv_events", _Named("kvq_kv_events", "Block events sent to routers.")),
         (
             "dropped_kv_events",
-            Named(
+            _Named(
                 "kvq_kv_events_dropped", "Block events without room, whose blocks were reported again later."
             ),
         ),
-        ("drafts", Named("kvq_drafts", "Number of times that tokens of a sequence were drafted.")),
-        ("drafted_tokens", Named("kvq_tokens_drafted", "Tokens guessed by speculation.")),
-        ("accepted_tokens", Named("kvq_tokens_accepted", "Drafted tokens that the model accepted.")),
-        ("recomputed_tokens", Named("kvq_recomputed_tokens", "Tokens computed again after preemptions.")),
-        ("swapped_blocks", Named("kvq_swapped_blocks", "Blocks moved to host memory.")),
+        ("drafts", _Named("kvq_drafts", "Number of times that tokens of a sequence were drafted.")),
+        ("drafted_tokens", _Named("kvq_tokens_drafted", "Tokens guessed by speculation.")),
+        ("accepted_tokens", _Named("kvq_tokens_accepted", "Drafted tokens that the model accepted.")),
+        ("recomputed_tokens", _Named("kvq_recomputed_tokens", "Tokens computed again after preemptions.")),
+        ("swapped_blocks", _Named("kvq_swapped_blocks", "Blocks moved to host memory.")),
     ),
     gauges={
-        "version": Named("kvq_build_info", "Version of this server.", labels=("version",)),
-        "is_ready": Named("kvq_engine_ready", "1 while the engine takes requests."),
-        "engine": Named(
+        "version": _Named("kvq_build_info", "Version of this server.", labels=("version",)),
+        "is_ready": _Named("kvq_engine_ready", "1 while the engine takes requests."),
+        "engine": _Named(
             "kvq_engine_info",
             "Configuration of the engine; formats of several layer groups are joined by commas.",
             labels=("model", "kv", "block_size", "max_context", "max_num_seqs"),
         ),
-        "requests": Named("kvq_engine_requests", "Requests at the engine.", labels=("state",)),
-        "depth": Named("kvq_queue_depth", "Requests at the engine without blocks."),
-        "queued_tokens": Named("kvq_queued_prompt_tokens", "Prompt tokens of requests that wait."),
-        "blocks": Named("kvq_blocks", "Blocks of the pools.", labels=("group", "state")),
-        "pinned": Named("kvq_blocks_pinned", "Live blocks under a pin.", labels=("group",)),
-        "pool_bytes": Named("kvq_pool_bytes", "Size of each pool.", labels=("group", "kv")),
-        "kv_bytes": Named("kvq_kv_bytes", "Bytes of the pools by format.", labels=("kv", "state")),
-        "memory": Named(
+        "requests": _Named("kvq_engine_requests", "Requests at the engine.", labels=("state",)),
+        "depth": _Named("kvq_queue_depth", "Requests at the engine without blocks."),
+        "queued_tokens": _Named("kvq_queued_prompt_tokens", "Prompt tokens of requests that wait."),
+        "blocks": _Named("kvq_blocks", "Blocks of the pools.", labels=("group", "state")),
+        "pinned": _Named("kvq_blocks_pinned", "Live blocks under a pin.", labels=("group",)),
+        "pool_bytes": _Named("kvq_pool_bytes", "Size of each pool.", labels=("group", "kv")),
+        "kv_bytes": _Named("kvq_kv_bytes", "Bytes of the pools by format.", labels=("kv", "state")),
+        "memory": _Named(
             "kvq_engine_memory_bytes",
             "Memory of the engine process, including weights and pools.",
             labels=("device",),
         ),
     },
     block_times={
-        "lifetime": Named("kvq_block_lifetime_seconds", "Time from entering the prefix index to leaving it."),
-        "idle": Named(
+        "lifetime": _Named(
+            "kvq_block_lifetime_seconds", "Time from entering the prefix index to leaving it."
+        ),
+        "idle": _Named(
             "kvq_block_idle_before_evict_seconds",
             "Time from a block's last use in the prefix index, or its entry, to leaving it.",
         ),
-        "reuse_gap": Named(
+        "reuse_gap": _Named(
             "kvq_block_reuse_gap_seconds", "Time between uses of an indexed block by sequences."
         ),
     },
@@ -134,66 +136,70 @@ _VLLM_LATENCY_S = (
 # Tokens, not blocks, are what `prefix_cache_queries` and `_hits` count. Sources: vllm/v1/metrics/loggers.py;
 # docs/proposals/003-model-server-protocol of kubernetes-sigs/gateway-api-inference-extension.
 VLLM = Names(
-    ends=Named("vllm:request_success", "Results that ended, by reason.", labels=("finished_reason",)),
+    ends=_Named("vllm:request_success", "Results that ended, by reason.", labels=("finished_reason",)),
     endings={"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"},
     observed={
-        "ttft": Named("vllm:time_to_first_token_seconds", "Time to the first token.", _VLLM_TTFT_S),
-        "itl": Named("vllm:inter_token_latency_seconds", "Time between neighbouring tokens.", _VLLM_ITL_S),
-        "e2e": Named("vllm:e2e_request_latency_seconds", "Latency of whole requests.", _VLLM_LATENCY_S),
-        "queue": Named("vllm:request_queue_time_seconds", "Time in the queue.", _VLLM_LATENCY_S),
-        "prefill": Named("vllm:request_prefill_time_seconds", "Time in prefill.", _VLLM_LATENCY_S),
-        "decode": Named("vllm:request_decode_time_seconds", "Time in decode.", _VLLM_LATENCY_S),
-        "prompt_tokens": Named("vllm:request_prompt_tokens", "Prompt tokens of requests.", _TOKENS),
-        "generated_tokens": Named("vllm:request_generation_tokens", "Generated tokens of requests.", _TOKENS),
+        "ttft": _Named("vllm:time_to_first_token_seconds", "Time to the first token.", _VLLM_TTFT_S),
+        "itl": _Named("vllm:inter_token_latency_seconds", "Time between neighbouring tokens.", _VLLM_ITL_S),
+        "e2e": _Named("vllm:e2e_request_latency_seconds", "Latency of whole requests.", _VLLM_LATENCY_S),
+        "queue": _Named("vllm:request_queue_time_seconds", "Time in the queue.", _VLLM_LATENCY_S),
+        "prefill": _Named("vllm:request_prefill_time_seconds", "Time in prefill.", _VLLM_LATENCY_S),
+        "decode": _Named("vllm:request_decode_time_seconds", "Time in decode.", _VLLM_LATENCY_S),
+        "prompt_tokens": _Named("vllm:request_prompt_tokens", "Prompt tokens of requests.", _TOKENS),
+        "generated_tokens": _Named(
+            "vllm:request_generation_tokens", "Generated tokens of requests.", _TOKENS
+        ),
     },
     totals=(
-        ("prompt_tokens", Named("vllm:prompt_tokens", "Prompt tokens of admitted requests.")),
-        ("cached_tokens", Named("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix index.")),
-        ("generated_tokens", Named("vllm:generation_tokens", "Tokens generated.")),
-        ("preemptions", Named("vllm:num_preemptions", "Preemptions.")),
-        ("prompt_tokens", Named("vllm:prefix_cache_queries", "Tokens looked up in the prefix index.")),
-        ("cached_tokens", Named("vllm:prefix_cache_hits", "Tokens found in the prefix index.")),
-        ("drafts", Named("vllm:spec_decode_num_drafts", "Number of times that tokens were drafted.")),
-        ("drafted_tokens", Named("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")),
+        ("prompt_tokens", _Named("vllm:prompt_tokens", "Prompt tokens of admitted requests.")),
+        ("cached_tokens", _Named("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix index.")),
+        ("generated_tokens", _Named("vllm:generation_tokens", "Tokens generated.")),
+        ("preemptions", _Named("vllm:num_preemptions", "Preemptions.")),
+        ("prompt_tokens", _Named("vllm:prefix_cache_queries", "Tokens looked up in the prefix index.")),
+        ("cached_tokens", _Named("vllm:prefix_cache_hits", "Tokens found in the prefix index.")),
+        ("drafts", _Named("vllm:spec_decode_num_drafts", "Number of times that tokens were drafted.")),
+        ("drafted_tokens", _Named("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")),
         (
             "accepted_tokens",
-            Named("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
+            _Named("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
         ),
     ),
     gauges={
-        "running": Named("vllm:num_requests_running", "Requests with blocks."),
-        "depth": Named("vllm:num_requests_waiting", "Requests without blocks."),
-        "kv_use": Named("vllm:kv_cache_usage_perc", "Share of the pools' bytes in live blocks; 1 is all."),
-        "cache": Named(
+        "running": _Named("vllm:num_requests_running", "Requests with blocks."),
+        "depth": _Named("vllm:num_requests_waiting", "Requests without blocks."),
+        "kv_use": _Named("vllm:kv_cache_usage_perc", "Share of the pools' bytes in live blocks; 1 is all."),
+        "cache": _Named(
             "vllm:cache_config_info",
             "Configuration of the first layer group's pool.",
             labels=("block_size", "num_gpu_blocks"),
         ),
     },
     block_times={
-        "lifetime": Named("vllm:kv_block_lifetime_seconds", "Lifetime of indexed blocks."),
-        "idle": Named(
+        "lifetime": _Named("vllm:kv_block_lifetime_seconds", "Lifetime of indexed blocks."),
+        "idle": _Named(
             "vllm:kv_block_idle_before_evict_seconds", "Time from a block's last use to its eviction."
         ),
-        "reuse_gap": Named("vllm:kv_block_reuse_gap_seconds", "Time between uses of a block."),
+        "reuse_gap": _Named("vllm:kv_block_reuse_gap_seconds", "Time between uses of a block."),
     },
     labels={"model_name": None, "engine": "0"},
 )
 
 # Plain names, as in many small servers
 LLM = Names(
-    ends=Named("llm_requests", "Requests that ended, by status.", labels=("model", "status")),
+    ends=_Named("llm_requests", "Requests that ended, by status.", labels=("model", "status")),
     endings=KVQ.endings,
     observed={
-        "ttft": Named("llm_ttft_seconds", "Time to the first token.", (0.1, 0.2, 0.5, 1, 2, 5, 10)),
-        "e2e": Named("llm_request_latency_seconds", "Latency of whole requests.", (0.5, 1, 2, 5, 10, 30, 60)),
+        "ttft": _Named("llm_ttft_seconds", "Time to the first token.", (0.1, 0.2, 0.5, 1, 2, 5, 10)),
+        "e2e": _Named(
+            "llm_request_latency_seconds", "Latency of whole requests.", (0.5, 1, 2, 5, 10, 30, 60)
+        ),
     },
-    totals=(("generated_tokens", Named("llm_tokens_generated", "Tokens generated.")),),
+    totals=(("generated_tokens", _Named("llm_tokens_generated", "Tokens generated.")),),
     gauges={
-        "gpu_memory": Named("llm_gpu_memory_bytes", "Memory reserved on a GPU.", labels=("gpu_id",)),
-        "running": Named("llm_active_requests", "Requests with blocks."),
-        "depth": Named("llm_queue_depth", "Requests without blocks."),
-        "kv_use": Named("llm_kv_cache_utilization", "Share of the pools' bytes in live blocks."),
+        "gpu_memory": _Named("llm_gpu_memory_bytes", "Memory reserved on a GPU.", labels=("gpu_id",)),
+        "running": _Named("llm_active_requests", "Requests with blocks."),
+        "depth": _Named("llm_queue_depth", "Requests without blocks."),
+        "kv_use": _Named("llm_kv_cache_utilization", "Share of the pools' bytes in live blocks."),
     },
 )
 

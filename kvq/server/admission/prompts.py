@@ -5,7 +5,6 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -17,10 +16,10 @@ from kvq.server.engine.token_texts import TokenTexts
 from kvq.server.http.json_bounds import MAX_TOKEN_IDS
 from kvq.server.http.problems import Problem, failed, unavailable
 from kvq.server.reading import Lane, Overran, Readers
-from kvq.server.reading.jobs import Chat, Decode, Done, Job, Refusal, Shared, Text, Trial
+from kvq.server.reading.jobs import Job, JobResult
 
 _log = logging.getLogger("kvq")
-_DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
+DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
 _MAX_COUNTING = 64  # texts that may wait to be counted only
 _WIDTH = 2  # prompts of a kind read side by side
 _A_FEW = 128  # messages made ready at a stretch
@@ -28,21 +27,12 @@ PROBE = "\0probe"  # a tenant of its own, so that it waits for one job of each o
 _FRESH_S = 5.0  # for so long what a probe found holds
 _BROKEN_S = 60.0  # and that a template is broken
 _PING = [ChatMessage(role="user", content="ping")]
-
-
+Conversation = tuple[Sequence[ChatMessage], dict[str, Any]]  # messages, and options for a chat template
 _BROKEN = "the model's chat template is broken: for one short message"
 
 
 class _TemplateFails(Problem):
     """The chat template failed with an unintended error."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversation:
-    """Messages and options for a chat template."""
-
-    messages: Sequence[ChatMessage]
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Prompts:
@@ -57,7 +47,7 @@ class Prompts:
         tokenizer: Any,
         *,
         plain_texts: bool = False,
-        deadline_s: float = _DEADLINE_S,
+        deadline_s: float = DEADLINE_S,
         max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`tokenizer`: the readers' own, for quick work in this process. `plain_texts`: texts outside
@@ -107,9 +97,9 @@ class Prompts:
         async with readers.trying:
             if readers.forms is None:
                 try:
-                    found = await self._do(self._for_chats, Trial(), PROBE, 0)
+                    found = await self._do(self._for_chats, Job(task="forms"), PROBE, 0)
                 except Overran:
-                    found = Done()
+                    found = JobResult()
                 readers.forms = found.forms
             return readers.forms
 
@@ -127,9 +117,13 @@ class Prompts:
         Raises:
             Problem: it is not valid Unicode, or takes too long.
         """
-        job = Text(
-            text=text, special=special, plain=self._plain_texts, max_tokens=self._max_tokens(), **self._bounds
-        )
+        given = {
+            "text": text,
+            "special": special,  # with the special tokens that the tokenizer puts around it
+            "plain": self._plain_texts,
+            "max_tokens": self._max_tokens(),
+        }
+        job = Job(task="encode", given=given, **self._bounds)
         return (await self._do(self._for_texts, job, tenant, len(text))).numbers
 
     async def chat(self, conversation: Conversation, *, tenant: str = "") -> Sequence[int]:
@@ -143,17 +137,19 @@ class Prompts:
         if self.why_broken is not None:
             self._look_again()
             raise failed(self.why_broken)
-        turns, options, forms = (
-            await _as_dicts(conversation.messages),
-            conversation.options,
-            await self.forms(),
-        )
-        most: dict[str, Any] = {"max_tokens": self._max_tokens(), **self._bounds}
-        job = Chat(turns=turns, options=options, forms=forms, **most)
+        messages, options = conversation
+        turns = await _as_dicts(messages)
+        given = {"turns": turns, "options": options, "max_tokens": self._max_tokens()}
+        job = Job(task="encode_chat", given=given, forms=await self.forms(), **self._bounds)
         try:
             return (await self._do(self._for_chats, job, tenant, _num_bytes(turns))).numbers
         except (Overran, _TemplateFails) as error:
-            raise await self._problem_of(error) from error
+            if await self.probe() is not None:  # it fails for every conversation
+                raise failed(str(self.why_broken)) from error
+            if isinstance(error, Problem):
+                raise
+            words = f"the model's chat template takes {error} for this"
+            raise Problem(400, words, param="messages") from error
 
     async def shared_lengths(
         self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
@@ -165,14 +161,16 @@ class Prompts:
         Raises:
             Problem: the template refuses one of the others, or it takes too long.
         """
-        given = [(await _as_dicts(one.messages), one.options) for one in (whole, *others)]
-        job = Shared(tokens=pack(tokens), whole=given[0], others=given[1:], forms=await self.forms())
-        num_bytes = sum(_num_bytes(turns) for turns, _ in given)
+        read = [(await _as_dicts(messages), options) for messages, options in (whole, *others)]
+        given = {"tokens": pack(tokens), "whole": read[0], "others": read[1:]}
+        job = Job(task="shared_lengths", given=given, forms=await self.forms())
+        num_bytes = sum(_num_bytes(turns) for turns, _ in read)
         return (await self._do(self._for_chats, job, tenant, num_bytes)).numbers
 
     async def detokenize(self, tokens: Sequence[int], *, tenant: str = "") -> str:
         """Return the text of token ids, with special tokens."""
-        return (await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))).text
+        job = Job(task="decode", given={"tokens": pack(tokens)})
+        return (await self._do(self._for_texts, job, tenant, 4 * len(tokens))).text
 
     async def probe(self) -> str | None:
         """Return why prompts can't be read, or None, by a recent try with a small one of each kind."""
@@ -190,8 +188,8 @@ class Prompts:
         try:
             await self.tokenize("ping", tenant=PROBE)
             if self._has_template:
-                options, forms = {"add_generation_prompt": True}, await self.forms()
-                job = Chat(turns=await _as_dicts(_PING), options=options, forms=forms, max_tokens=None)
+                given = {"turns": await _as_dicts(_PING), "options": {"add_generation_prompt": True}}
+                job = Job(task="encode_chat", given=given, forms=await self.forms())
                 await self._do(self._for_chats, job, PROBE, 0)
         except Overran as error:
             return f"{_BROKEN} it takes {error}"
@@ -225,20 +223,12 @@ class Prompts:
             self._probed_s = monotonic()
             self._probing = None
 
-    async def _problem_of(self, error: "Overran | _TemplateFails") -> Problem:
-        """Return the problem: of this conversation, or of a template that fails for every conversation."""
-        if await self.probe() is not None:
-            return failed(str(self.why_broken))
-        if isinstance(error, Problem):
-            return error
-        return Problem(400, f"the model's chat template takes {error} for this", param="messages")
-
-    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> Done:
+    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> JobResult:
         try:
-            deadline_s = _DEADLINE_S if isinstance(job, Trial) else self._deadline_s
+            deadline_s = DEADLINE_S if job.task == "forms" else self._deadline_s
             answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=deadline_s)
         except Overran as error:
-            if isinstance(job, Chat | Trial):
+            if job.task in ("encode_chat", "forms"):
                 raise
             raise Problem(400, f"the prompt takes {error} to be tokenized; send a shorter one") from error
         except UnicodeEncodeError as error:
@@ -247,13 +237,13 @@ class Prompts:
             raise unavailable(f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
         except KVQError as error:
             raise unavailable(str(error)) from error
-        if isinstance(answer, Refusal):
-            if answer.has_failed:
-                raise failed(answer.reason)
-            if answer.template_fails:
-                raise _TemplateFails(400, answer.reason, param="messages")
-            raise Problem(400, answer.reason, code="context_length_exceeded" if answer.is_too_long else None)
-        return answer
+        if (reason := answer.refusal) is None:
+            return answer
+        if answer.has_failed:
+            raise failed(reason)
+        if answer.template_fails:
+            raise _TemplateFails(400, reason, param="messages")
+        raise Problem(400, reason, code="context_length_exceeded" if answer.is_too_long else None)
 
 
 async def _as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from kvq.server.admission.metrics import Metrics
 from kvq.server.admission.prompts import Prompts
 from kvq.server.engine.messages import Ended, ErrorKind, Ready
 from kvq.server.engine.remote import Remote, State
-from kvq.server.http.ignored import Body, Ignored, find_ignored
+from kvq.server.http.ignored import Body, find_ignored
 from kvq.server.http.loop_budget import LoopBudget
 from kvq.server.http.problems import Problem, failed, timed_out, unavailable
 from kvq.server.logs import log_event
@@ -93,21 +93,21 @@ class Service:
                 param="model",
             )
 
-    async def check_fields(self, given: Any, body: Body) -> Ignored:
-        """Find and count the ignored fields of a decoded body.
+    async def check_fields(self, given: Any, body: Body) -> list[str]:
+        """Count the ignored fields of a decoded body and return their paths, see `find_ignored`.
 
         Raises:
             Problem: this server is strict, and there is an unknown field that is no label.
         """
         is_for_template = any(map(given.get, ("tools", "chat_template_kwargs", "reasoning_effort")))
-        ignored = find_ignored(given, body, await self.prompts.forms() if is_for_template else None)
-        unknown = ignored.first_unknown
+        forms = await self.prompts.forms() if is_for_template else None
+        names, unknown = find_ignored(given, body, forms)
         if unknown is not None and self.is_strict:
             self.metrics.ignored.labels("refused").inc()
             raise unknown.refusal()
-        if ignored.fields:
+        if names:
             self.metrics.ignored.labels("label" if unknown is None else "unknown").inc()
-        return ignored
+        return names
 
     def check_arrival(self, tenant: str) -> None:
         """Raise Problem if a request of a tenant can't be taken, whatever its body is."""
@@ -139,7 +139,7 @@ class Service:
         return is_open, thinking.params(params, is_open)
 
     @contextmanager
-    def text_request(self, tenant: str) -> Iterator[None]:
+    def text_request(self, tenant: str) -> Iterator[None]:  # D301
         """Admit a request that the engine does not see.
 
         Raises:
@@ -147,7 +147,9 @@ class Service:
         """
         if self._draining:
             raise unavailable("the server is shutting down")
-        with self.admission.enter_text_request(tenant):
+        limits = self.admission.tenants[tenant]
+        limits.check()
+        with limits.active():
             yield
 
     @contextmanager
@@ -257,7 +259,8 @@ class Service:
                 tenant=tenant or None,
                 failed=None if ended.error is None else ended.kind,
             )
-            self.admission.charge(tenant, used.prompt_tokens - used.cached_tokens + used.generated_tokens)
+            computed = used.prompt_tokens - used.cached_tokens + used.generated_tokens
+            self.admission.tenants[tenant].charge(computed)
 
     def _watch(self) -> None:
         watch, admission = self.metrics.watch, self.admission

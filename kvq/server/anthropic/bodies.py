@@ -23,7 +23,7 @@ _NO_THREADS = "thread_unsupported_request"  # D323: threads refused with the cod
 _Id = Annotated[str, Field(max_length=256)]
 
 
-class CacheControl(Body):
+class _CacheControl(Body):
     """Request to keep a block and everything before it cached."""
 
     type: Literal["ephemeral"]
@@ -31,14 +31,13 @@ class CacheControl(Body):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which it stays cached."""
         return 300.0 if self.ttl == "5m" else 3600.0
 
 
 class _Marked(Body):
     """A block or tool that a breakpoint may follow."""
 
-    cache_control: CacheControl | None = None
+    cache_control: _CacheControl | None = None
 
 
 class TextBlock(_Marked):
@@ -178,7 +177,7 @@ class PromptBody(Body):
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] = Field([])
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
     thinking: _Thinking | None = None
-    cache_control: CacheControl | None = None  # behind the last block
+    cache_control: _CacheControl | None = None  # behind the last block
     output_config: _OutputConfig | None = None
     _is_usual = model_validator(mode="before")(check_usual)
 

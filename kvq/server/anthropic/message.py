@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: an answer's content, block by block, and the events that stream it."""
+"""`POST /v1/messages`: an answer's content, block by block, and the events that stream it; its routes."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -6,38 +6,51 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.outputs import Piece, PromptUse
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.server.admission.concurrency import SequenceSlots
 from kvq.server.admission.service import Service
-from kvq.server.anthropic.bodies import MessagesBody
+from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins, text_of
 from kvq.server.engine.messages import Ended
-from kvq.server.http.problems import Problem
-from kvq.server.openai.respond import Call
+from kvq.server.http.problems import MESSAGES_PATH, Problem
+from kvq.server.openai.openapi import answer, stream_or
+from kvq.server.openai.respond import Call, note_fields, respond, tenant_of, text_request
 from kvq.server.openai.sampling import params_of, schema_text
-from kvq.server.tools import (
-    CallArguments,
-    CallStart,
-    Named,
-    Offer,
-    Parser,
-    Text,
-    Thoughts,
-    Tool,
-    ToolCalling,
-    ToolChoice,
-)
-from kvq.server.tools import Event as Found
+from kvq.server.tools.calling import Offer, ToolCalling, ToolChoice
+from kvq.server.tools.format import Tool
+from kvq.server.tools.parser import Event as Found
+from kvq.server.tools.parser import Parser
+from kvq.server.tools.thoughts import Thoughts
 
+COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 Event = dict[str, Any]
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessageCall(Call):
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes of messages, and of the number of their input tokens."""
+
+    @app.post(MESSAGES_PATH, responses=stream_or("MessageAnswer"))
+    async def messages(request: Request, body: MessagesBody) -> Response:
+        await note_fields(request, service, body)
+        call = _MessageCall(service, body, tenant_of(request))
+        return await respond(request, service, call, stream=body.stream)
+
+    @app.post(COUNT_TOKENS_PATH, responses=answer("InputTokens"))
+    async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
+        async with text_request(request, service, body, body.model) as prompts:
+            tokens = await prompts.chat(conversation(body), tenant=tenant_of(request))
+        return {"input_tokens": len(tokens)}
+
+
+class _MessageCall(Call):
     """One request. The whole answer is the sum of the streamed answer's events."""
 
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
@@ -121,13 +134,12 @@ class _Content:
 
     @property
     def has_calls(self) -> bool:
-        """True if the answer calls a tool."""
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Add text to the answer, and return the events of it."""
         thought, rest = self._thoughts.feed(text, is_last=is_last)
-        found = [Text(rest)] if self._parser is None else self._parser.feed(rest)
+        found = [Found(rest)] if self._parser is None else self._parser.feed(rest)
         events = self._add("thinking", thought)
         return [*events, *(event for one in found for event in self._take(one))]
 
@@ -137,9 +149,9 @@ class _Content:
         return [*(event for one in found for event in self._take(one)), *self._stop()]
 
     def _take(self, found: Found) -> list[Event]:
-        if isinstance(found, CallStart):
+        if found.name is not None:
             return self._start({"type": "tool_use", "id": found.id, "name": found.name, "input": {}})
-        if isinstance(found, CallArguments):
+        if found.call is not None:
             self._arguments.append(found.text)
             return [self._delta({"type": "input_json_delta", "partial_json": found.text})]
         return self._add("text", found.text)
@@ -178,7 +190,7 @@ def _offer(body: MessagesBody, calling: ToolCalling) -> Offer | None:
     choice = body.tool_choice
     return calling.offer(
         [Tool(name=tool.name, parameters=tool.parameters) for tool in body.tools],
-        choice=_CHOICES[choice.type] if choice.name is None else Named(choice.name),
+        choice=_CHOICES[choice.type] if choice.name is None else Tool(name=choice.name),
         parallel=not choice.disable_parallel_tool_use,
         is_formatted=body.output_config is not None and body.output_config.format is not None,
     )

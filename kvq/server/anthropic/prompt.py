@@ -6,10 +6,9 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from kvq.engine import PrefixPin
-from kvq.server.admission.bodies import CalledFunction, ChatMessage, ToolCallBody
+from kvq.server.admission.bodies import ChatMessage
 from kvq.server.admission.prompts import Conversation, Prompts
 from kvq.server.anthropic.bodies import (
-    CacheControl,
     CustomTool,
     Message,
     PromptBody,
@@ -42,18 +41,18 @@ async def prompt_pins(
     others = [_changed(body, blocks, at) for blocks, at, _ in found]
     lengths = await prompts.shared_lengths(tokens, conversation(body), others, tenant=tenant)
     return [
-        PrefixPin(length=length, seconds=control.seconds)
-        for length, (_, _, control) in zip(lengths, found, strict=True)
+        PrefixPin(length=length, seconds=seconds)
+        for length, (_, _, seconds) in zip(lengths, found, strict=True)
     ]
 
 
-def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, CacheControl]]:  # D80
-    """Return the blocks with a breakpoint: the list of each, its index there, and the breakpoint."""
+def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, float]]:  # D80
+    """Return the blocks with a breakpoint: the list of each, its index there, and the seconds it holds."""
     lists: list[list[Any]] = [body.tools, body.system, *(message.content for message in body.messages)]
     places = [(blocks, at, block.cache_control) for blocks in lists for at, block in enumerate(blocks)]
     if places and places[-1][2] is None:
         places[-1] = (*places[-1][:2], body.cache_control)
-    found = [(blocks, at, control) for blocks, at, control in places if control is not None]
+    found = [(blocks, at, control.seconds) for blocks, at, control in places if control is not None]
     if len(found) > _MAX_BREAKPOINTS:
         raise Problem(400, f"cache_control may stand {_MAX_BREAKPOINTS} times, it stands {len(found)} times")
     return found
@@ -103,7 +102,7 @@ def conversation(body: PromptBody) -> Conversation:
         shown = {"name", "description", "parameters"}
         functions = [tool.model_dump(include=shown, exclude_none=True) for tool in body.tools]
         options["tools"] = [{"type": "function", "function": function} for function in functions]
-    return Conversation(messages=messages, options=options)
+    return messages, options
 
 
 def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessage]:
@@ -134,8 +133,8 @@ def _assistant(turns: Sequence[Message], names: dict[str, str]) -> ChatMessage:
     calls = []
     for block in (block for turn in turns for block in _only(ToolUseBlock, turn.content)):
         names[block.id] = block.name
-        function = CalledFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
-        calls.append(ToolCallBody(id=block.id, function=function))
+        function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+        calls.append({"id": block.id, "function": function})
     content = "\n\n".join(text for text in texts if text)
     thoughts = "".join(block.thinking for turn in turns for block in _only(ThinkingBlock, turn.content))
     own = {"reasoning_content": thoughts} if thoughts else {}

@@ -14,7 +14,7 @@ from kvq.server.admission.service import Service
 from kvq.server.batch.lines import FIELDS, Line
 from kvq.server.engine.remote import State
 from kvq.server.http.body_errors import of_body
-from kvq.server.http.ignored import Ignored, safe_name, unknown_field
+from kvq.server.http.ignored import safe_name, unknown_field
 from kvq.server.http.problems import Problem
 from kvq.server.logs import describe
 from kvq.server.openai.chat import Chat
@@ -70,7 +70,10 @@ class Calls:
             if _MAY_HAVE_GRAMMAR & line.body.keys():
                 await stack.enter_async_context(self._grammars)
             await stack.enter_async_context(self._room.enter(alone=alone))
-            await self._until_ready()
+            while (state := self._service.remote.state) is not State.READY:
+                if state in (State.FAILED, State.CLOSED):
+                    raise EngineError("there is no engine any more")
+                await asyncio.sleep(_POLL_S)
             try:
                 kind: Callable[..., Call] = Chat if isinstance(body, ChatBody) else Completions
                 return await kind(self._service, body, "").answer()
@@ -82,13 +85,6 @@ class Calls:
                 _log.error("line %d failed: %s", line.number, describe(error))
                 problem = Problem(500, f"kvq failed: {type(error).__name__}", type="server_error")
                 raise problem from error
-
-    async def _until_ready(self) -> None:
-        remote = self._service.remote
-        while remote.state is not State.READY:
-            if remote.state in (State.FAILED, State.CLOSED):
-                raise EngineError("there is no engine any more")
-            await asyncio.sleep(_POLL_S)
 
     async def _body(self, line: Line) -> Body:
         """Return a line's body. Raises Problem: it is invalid, or has unknown fields in a strict run."""
@@ -104,17 +100,14 @@ class Calls:
             body = kind.model_validate(given)
         except ValidationError as error:
             raise of_body(error.errors(include_url=False), given) from error
-        self._note(line, await self._service.check_fields(given, body))
-        return body
-
-    def _note(self, line: Line, ignored: Ignored) -> None:
-        names = ignored.names
+        names = await self._service.check_fields(given, body)
         if line.unknown is not None:
             if self._service.is_strict:
                 raise Problem(400, unknown_field(line.unknown, line.unknown, FIELDS), code="unknown_field")
             names.append(safe_name(line.unknown))
         if names:
             self._on_ignored(names)
+        return body
 
 
 class _Room:

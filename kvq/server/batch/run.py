@@ -16,14 +16,12 @@ from kvq.models.describe.resolve import ModelSource
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.server.admission.admission import AdmissionConfig
 from kvq.server.admission.config import ServerConfig
-from kvq.server.admission.prompts import Prompts
 from kvq.server.assembly import make_remote, make_service
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
 from kvq.server.batch.result_file import ResultFile
 from kvq.server.http.problems import Problem
 from kvq.server.logs import LogConfig
-from kvq.server.reading import Readers, Setup
 
 Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)
 _TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
@@ -85,7 +83,6 @@ class Summary:
             self.reasons[reason] += 1
 
     def take(self, usage: dict[str, Any]) -> None:
-        """Add an answer's tokens."""
         self.prompt_tokens += usage["prompt_tokens"]
         self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
         self.generated_tokens += usage["completion_tokens"]
@@ -149,9 +146,7 @@ class _Batch:
         )
         source, remote = make_remote(config, on_failed=why_failed.append)
         tokenizer = load_without_torch(source.folder, config.chat_template)
-        setup = Setup(folder=str(source.folder), chat_template=config.chat_template)
-        prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
-        service = make_service(config, source.name, source.folder, remote, tokenizer, prompts)
+        service = make_service(config, source.name, source.folder, remote, tokenizer, deadline_s=_TOKENIZE_S)
         try:
             self._on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()

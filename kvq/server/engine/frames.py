@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ MAX_FRAME = 64 << 20  # bytes
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct) -> bytes:
+def encode(message: object) -> bytes:
     """Return a message with its length.
 
     Raises:
@@ -27,54 +27,47 @@ def encode(message: msgspec.Struct) -> bytes:
     return len(payload).to_bytes(4, "little") + payload
 
 
-class Decoder(Generic[T]):  # D294: msgspec: declared types, nothing executable
-    """Reads the messages of one side."""
-
-    def __init__(self, kind: type[T]) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
-
-    def read(self, sock: socket.socket) -> T | None:
-        """Return the next message of a blocking socket; None at its end.
-
-        Raises:
-            EngineError: not a message of this side, too long, or cut off.
-        """
-        head = _receive(sock, 4)
-        if not head:
-            return None
-        payload = _receive(sock, _length(head))
-        if payload is None:
-            raise EngineError("the other process ended within a message")
-        return self.decode(payload)
-
-    async def read_async(self, receive: Callable[[int], Awaitable[bytes]]) -> T | None:
-        """Return the next message; None at the end of the stream, also within a message.
-
-        `receive`: reads that many bytes, or raises IncompleteReadError, as asyncio's `readexactly` does.
-
-        Raises:
-            EngineError: not a message of this side, or too long.
-        """
-        try:
-            payload = await receive(_length(await receive(4)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-        return self.decode(payload)
-
-    def decode(self, payload: bytes) -> T:
-        """Return the message of a payload without its length.
-
-        Raises:
-            EngineError: not a message of this side.
-        """
-        try:
-            return self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"not a message of the other process: {error}") from error
+# D294: msgspec: declared types, nothing executable
+Decoder = msgspec.msgpack.Decoder  # of the messages of one side
+to_engine: Decoder[ToEngine] = Decoder(ToEngine)
+from_engine: Decoder[FromEngine] = Decoder(FromEngine)
 
 
-to_engine: Decoder[ToEngine] = Decoder(ToEngine)  # type: ignore[arg-type]
-from_engine: Decoder[FromEngine] = Decoder(FromEngine)  # type: ignore[arg-type]
+def read(sock: socket.socket, decoder: "Decoder[T]") -> T | None:
+    """Return the next message of a blocking socket; None at its end.
+
+    Raises:
+        EngineError: not a message of this side, too long, or cut off.
+    """
+    head = _receive(sock, 4)
+    if not head:
+        return None
+    payload = _receive(sock, _length(head))
+    if payload is None:
+        raise EngineError("the other process ended within a message")
+    return _decode(payload, decoder)
+
+
+async def read_async(receive: Callable[[int], Awaitable[bytes]], decoder: "Decoder[T]") -> T | None:
+    """Return the next message; None at the end of the stream, also within a message.
+
+    `receive`: reads that many bytes, or raises IncompleteReadError, as asyncio's `readexactly` does.
+
+    Raises:
+        EngineError: not a message of this side, or too long.
+    """
+    try:
+        payload = await receive(_length(await receive(4)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return _decode(payload, decoder)
+
+
+def _decode(payload: bytes, decoder: "Decoder[T]") -> T:
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"not a message of the other process: {error}") from error
 
 
 async def receive(sock: socket.socket, count: int) -> bytes:

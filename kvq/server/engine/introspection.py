@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from math import ceil
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from kvq.blockmgr.snapshot import MAX_OWNERS, take_snapshot
 from kvq.engine.requests.outputs import RequestOutput
@@ -12,15 +13,7 @@ from kvq.engine.requests.request_state import Job
 from kvq.engine.steps.core import EngineCore
 from kvq.layout import GroupLayout
 from kvq.scheduler.request import RequestState
-from kvq.server.engine.messages import (
-    EngineSnapshot,
-    Latency,
-    LiveRequest,
-    Part,
-    PastRequest,
-    PoolSnapshot,
-    TenantSnapshot,
-)
+from kvq.server.engine.messages import EngineSnapshot
 
 _MAX_CELLS = 1 << 17  # blocks of a pool that are looked at
 _MAX_REQUESTS = 32  # of a tenant, living and ended
@@ -32,49 +25,62 @@ class _Memory:
     """Recently ended requests of one tenant."""
 
     def __init__(self) -> None:
-        self.past: deque[PastRequest] = deque(maxlen=_MAX_REQUESTS)
+        self.past: deque[dict[str, Any]] = deque(maxlen=_MAX_REQUESTS)
         self.ttft_s: deque[float] = deque(maxlen=8 * _MAX_REQUESTS)
         self.itl_s: deque[float] = deque(maxlen=_MAX_GAPS)
 
-    def latency(self) -> Latency:
-        """Return percentiles of the remembered requests."""
+    def latency(self) -> dict[str, Any]:
+        """Return percentiles over the remembered requests, in seconds; None if none was measured."""
         ttft, itl = sorted(self.ttft_s), sorted(self.itl_s)
         of_ttft = {f"ttft_p{percent}": _percentile(ttft, percent) for percent in (50, 95)}
         of_itl = {f"itl_p{percent}": _percentile(itl, percent) for percent in (50, 95, 99)}
-        return Latency(requests=len(ttft), **of_ttft, **of_itl)
+        return {"requests": len(ttft), **of_ttft, **of_itl}
 
 
 class Introspection:
-    """Recent requests of one engine process, and pictures of its state."""
+    """Recent requests of one engine process, times between their tokens, and pictures of its state."""
 
     def __init__(self) -> None:
         self._memories: dict[str, _Memory] = {}
+        self._gaps_s: list[float] = []  # between tokens, since they were taken
+        self._num_taken: dict[int, int] = {}  # gaps of running requests
 
     def meet(self, tenant: str) -> None:
         """Register the tenant of a new request."""
         if tenant not in self._memories and len(self._memories) < _MAX_TENANTS:
             self._memories[tenant] = _Memory()
 
-    def ended(self, number: int, tenant: str, output: RequestOutput) -> None:
-        memory = self._memories.get(tenant)
+    def ended(self, number: int, tenant: str | None, output: RequestOutput) -> None:
+        """Note the end of a request; `tenant`: None for one that was refused."""
+        timing = output.timing
+        self._gaps_s += timing.itl_s[self._num_taken.pop(number, 0) :]
+        memory = self._memories.get(tenant) if tenant is not None else None
         if memory is None:
             return
-        timing = output.timing
         memory.itl_s.extend(timing.itl_s)
         if timing.ttft_s is not None:
             memory.ttft_s.append(timing.ttft_s)
         memory.past.appendleft(
-            PastRequest(
-                number=number,
-                tenant=tenant,
-                finish_reason="error" if output.error is not None else output.outputs[0].finish_reason,
-                receipt=output.receipt,
-                queue_s=timing.queue_s,
-                ttft_s=timing.ttft_s,
-                itl_s=median(timing.itl_s) if timing.itl_s else None,
-                e2e_s=timing.e2e_s,
-            )
+            {
+                "number": number,
+                "tenant": tenant,
+                "finish_reason": "error" if output.error is not None else output.outputs[0].finish_reason,
+                "receipt": output.receipt,
+                "queue_s": timing.queue_s,
+                "ttft_s": timing.ttft_s,
+                "itl_s": median(timing.itl_s) if timing.itl_s else None,
+                "e2e_s": timing.e2e_s,
+            }
         )
+
+    def take_gaps_s(self, jobs: dict[int, Job]) -> list[float]:
+        """Return the times between neighbouring tokens of all requests, each once."""
+        for number, job in jobs.items():
+            if found := job.timing.itl_s:
+                self._gaps_s += found[self._num_taken.get(number, 0) :]
+                self._num_taken[number] = len(found)
+        gaps, self._gaps_s = self._gaps_s, []
+        return gaps
 
     def look(self, core: EngineCore, jobs: dict[int, Job]) -> EngineSnapshot:
         """Return a picture of the engine now. O(blocks); of large pools only a sample."""
@@ -93,18 +99,18 @@ class Introspection:
             past=past,
         )
 
-    def _pools(self, core: EngineCore) -> list[PoolSnapshot]:
+    def _pools(self, core: EngineCore) -> list[dict[str, Any]]:
         manager, names = core.scheduler.manager, list(self._memories)
         stride = ceil(max(pool.num_blocks for pool in manager.pools) / _MAX_CELLS)
         return [
-            PoolSnapshot(
-                cells=cells,
-                stride=stride,
-                usage=pool.usage(),
-                window=layout.group.window,
-                block_bytes=layout.block_bytes,
-                parts=_parts(layout),
-            )
+            {
+                "cells": cells,  # a byte for every `stride`-th block, see `kvq.blockmgr.snapshot`
+                "stride": stride,
+                "usage": pool.usage(),
+                "window": layout.group.window,  # tokens; None: full attention
+                "block_bytes": layout.block_bytes,
+                "parts": _parts(layout),
+            }
             for cells, pool, layout in zip(
                 take_snapshot(manager, names, stride=stride),
                 manager.pools,
@@ -113,15 +119,18 @@ class Introspection:
             )
         ]
 
-    def _tenants(self, jobs: Iterable[Job]) -> list[TenantSnapshot]:
+    def _tenants(self, jobs: Iterable[Job]) -> list[dict[str, Any]]:
         counts = {tenant: [0, 0] for tenant in self._memories}
         for job in jobs:
             if job.tenant in counts:
                 counts[job.tenant][job.state is not RequestState.RUNNING] += 1
         return [
-            TenantSnapshot(
-                name=name, running=running, waiting=waiting, latency=self._memories[name].latency()
-            )
+            {
+                "name": name,
+                "running": running,
+                "waiting": waiting,  # preempted ones too
+                "latency": self._memories[name].latency(),
+            }
             for name, (running, waiting) in counts.items()
         ]
 
@@ -134,26 +143,26 @@ class Introspection:
                 yield number, job
 
 
-def _live(number: int, job: Job, now: float) -> LiveRequest:
-    request = job
-    live = request.live
-    return LiveRequest(
-        number=number,
-        tenant=request.tenant,
-        state=request.state,
-        branches=len(live) or job.params.num_sequences,
-        prompt_tokens=request.prompt_length,
-        cached_tokens=request.cached_tokens,
-        generated_tokens=sum(len(result.output.token_ids) for result in job.results),
-        blocks=sum(branch.sequence.num_held for branch in live if branch.sequence is not None),
-        preemptions=request.preemptions,
-        seconds=now - job.timing.arrival_s,
-        ttft_s=job.timing.ttft_s,
-    )
+def _live(number: int, job: Job, now: float) -> dict[str, Any]:
+    live = job.live
+    return {
+        "number": number,
+        "tenant": job.tenant,
+        "state": job.state,
+        "branches": len(live) or job.params.num_sequences,
+        "prompt_tokens": job.prompt_length,
+        "cached_tokens": job.cached_tokens,
+        "generated_tokens": sum(len(result.output.token_ids) for result in job.results),
+        # held now, over all layer groups
+        "blocks": sum(branch.sequence.num_held for branch in live if branch.sequence is not None),
+        "preemptions": job.preemptions,
+        "seconds": now - job.timing.arrival_s,  # since it arrived
+        "ttft_s": job.timing.ttft_s,
+    }
 
 
-def _parts(layout: GroupLayout) -> list[Part]:
-    """Return the formats in a group's blocks, largest first."""
+def _parts(layout: GroupLayout) -> list[dict[str, Any]]:
+    """Return each format's share of a group's blocks, largest first; scales are counted."""
     found: dict[str, tuple[set[str], set[int], int]] = {}
     for layer in layout.layers:
         k_bytes = layer.k_codes.nbytes + layer.k_scales.nbytes
@@ -162,15 +171,15 @@ def _parts(layout: GroupLayout) -> list[Part]:
             sides, layers, total = found.get(form.name, (set(), set(), 0))
             found[form.name] = (sides | {side}, layers | {layer.geometry.index}, total + nbytes)
     parts = [
-        Part(
-            kv=name,
-            side="K and V" if len(sides) == 2 else "K" if "K" in sides else "V",
-            layers=len(layers),
-            block_bytes=total,
-        )
+        {
+            "kv": name,
+            "side": "K and V" if len(sides) == 2 else "K" if "K" in sides else "V",
+            "layers": len(layers),
+            "block_bytes": total,
+        }
         for name, (sides, layers, total) in found.items()
     ]
-    return sorted(parts, key=lambda part: -part.block_bytes)
+    return sorted(parts, key=lambda part: -part["block_bytes"])
 
 
 def _percentile(values: list[float], percent: int) -> float | None:

@@ -7,13 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvq.blockmgr import PoolUsage
 from kvq.engine import Piece, Receipt, Timing, TokenLogprobs
-from kvq.engine.requests.outputs import FinishReason
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
-from kvq.scheduler.request import RequestState
 from kvq.server.engine.residency import BlockTimes
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
@@ -56,18 +53,10 @@ class Submit(Message, frozen=True):
     options: RequestOptions
 
 
-class Cancel(Message, frozen=True):
-    """Request to cancel a request; ignored if it has ended."""
-
-    number: int
-
-
-class Ping(Message, frozen=True):
-    """Sign of life, answered at once with another one even during a step."""
-
-
-class Look(Message, frozen=True):
-    """Request for a picture of the engine. One picture, taken between two steps, may answer several."""
+# A number cancels that request, unless it has ended. "ping" is answered at once with another one, even during
+# a step; "look" by a picture of the engine, taken between two steps, which may answer several
+Ping = Literal["ping"]
+Look = Literal["look"]
 
 
 # From the engine
@@ -141,89 +130,20 @@ class Stepped(Message, frozen=True):
     block_times: BlockTimes | None = None  # since the last message; None: no event
 
 
-# The engine as the web page shows it: blocks and counts, never the text of a prompt
+class EngineSnapshot(Message, frozen=True):
+    """State of the engine between two steps, as the web page shows it, never the text of a prompt.
 
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of a block that one format takes."""
-
-    kv: str  # the format's name
-    side: Literal["K", "V", "K and V"]
-    layers: int
-    block_bytes: int  # scales included
-
-
-class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer group's blocks."""
-
-    cells: bytes  # a byte for every `stride`-th block, see `kvq.blockmgr.snapshot`
-    stride: int
-    usage: PoolUsage
-    window: int | None  # tokens; None: full attention
-    block_bytes: int
-    parts: list[Part]
-
-
-class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has not ended."""
-
-    number: int
-    tenant: str
-    state: RequestState
-    branches: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    blocks: int  # held now, over all layer groups
-    preemptions: int
-    seconds: float  # since it arrived
-    ttft_s: float | None
-
-
-class PastRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended."""
-
-    number: int
-    tenant: str
-    finish_reason: FinishReason
-    receipt: Receipt
-    queue_s: float | None
-    ttft_s: float | None
-    itl_s: float | None  # median of the request
-    e2e_s: float | None
-
-
-class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles over the requests that ended last, in seconds; None if none was measured."""
-
-    requests: int
-    ttft_p50: float | None
-    ttft_p95: float | None
-    itl_p50: float | None
-    itl_p95: float | None
-    itl_p99: float | None
-
-
-class TenantSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant, in the order of the owner codes."""
-
-    name: str
-    running: int
-    waiting: int  # preempted ones too
-    latency: Latency
-
-
-class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """State of the engine between two steps."""
+    The objects are those that `Introspection` makes for the page.
+    """
 
     cost_s: float  # time to make this picture
     kv: str  # the recipe's name
     block_size: int  # tokens
-    pools: list[PoolSnapshot]
-    tenants: list[TenantSnapshot]
-    live: list[LiveRequest]  # a few of each tenant, oldest first
-    past: list[PastRequest]  # a few of each tenant, latest first
+    pools: list[dict[str, Any]]  # one for each layer group
+    tenants: list[dict[str, Any]]  # in the order of the owner codes
+    live: list[dict[str, Any]]  # requests, a few of each tenant, oldest first
+    past: list[dict[str, Any]]  # a few of each tenant, latest first
 
 
-ToEngine = Start | Submit | Cancel | Ping | Look
+ToEngine = Start | Submit | int | Ping | Look
 FromEngine = Ready | Refused | Ping | Stepped | EngineSnapshot

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Self
 
 from kvq.server.engine.frames import encode
-from kvq.server.engine.messages import Message
+from kvq.server.engine.messages import ToEngine
 
 # D297: shutdown waits for no client
 _END_S = 0.4  # for the process to end by itself; nothing of it has to be saved
@@ -61,12 +61,12 @@ class EngineProcess:
             raise
         return cls(popen, reader, writer)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: ToEngine) -> None:
         """Write a message; ignored once the socket is closed."""
         if not self.writer.is_closing():
             self.writer.write(encode(message))
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: ToEngine) -> None:
         """Write a message, and wait while the engine has much to read."""
         self.say(message)
         with contextlib.suppress(ConnectionError):  # the reader notices the end

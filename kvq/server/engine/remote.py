@@ -13,14 +13,11 @@ from time import monotonic
 from kvq.engine import Piece
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import BrokenFormat, ConfigError, EngineError, KVQError
-from kvq.server.engine.frames import from_engine
+from kvq.server.engine.frames import from_engine, read_async
 from kvq.server.engine.messages import (
-    Cancel,
     Ended,
     EngineSnapshot,
     Gauges,
-    Look,
-    Ping,
     Ready,
     Refused,
     Start,
@@ -32,6 +29,7 @@ from kvq.server.engine.process import EngineProcess
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
+_START_S = 1800.0  # to load the model and be ready
 _FIRST_DELAY_S = 0.5  # before a restart of an engine that never was ready; doubled each time
 
 
@@ -43,16 +41,6 @@ class State(Enum):
     RESTARTING = "restarting"
     FAILED = "failed"  # refused to start, or its restarts are used up
     CLOSED = "closed"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Watch:
-    """Timeouts and restarts of the engine process."""
-
-    start_s: float = 1800.0  # to load the model and be ready
-    ping_s: float = 0.5
-    stall_s: float = 4.0  # without an answer to a ping
-    max_restarts: int = 5  # within ten minutes
 
 
 _Heard = Piece | Ended | EngineError
@@ -79,24 +67,28 @@ class Remote:
         await remote.close()
 
     When the process ends or stops answering, all waiting requests get an `EngineError` at once, and it is
-    started again, as often in ten minutes as `watch` allows. All calls come from one event loop.
+    started again, `max_restarts` times in ten minutes. All calls come from one event loop.
     """
 
     def __init__(
         self,
         start: Start,
         *,
-        watch: Watch | None = None,
+        max_restarts: int = 5,
+        ping_s: float = 0.5,
+        stall_s: float = 4.0,
         on_failed: Callable[[KVQError], object] | None = None,
     ) -> None:
-        """`on_failed`: called with the reason when there will be no engine any more."""
+        """`max_restarts`: within ten minutes. `ping_s`: between pings. `stall_s`: without an answer until the
+        process is killed. `on_failed`: called with the reason when there will be no engine any more.
+        """
         self.state = State.STARTING
         self.info: Ready | None = None  # of the engine, once it was ready
         self.gauges: Gauges | None = None  # of the process that runs
         self.num_restarts = 0
         self.on_stepped: Callable[[Stepped], object] | None = None  # called with the result of every step
         self._start = start
-        self._watch = watch or Watch()
+        self._max_restarts, self._ping_s, self._stall_s = max_restarts, ping_s, stall_s
         self._on_failed = on_failed
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
@@ -170,7 +162,7 @@ class Remote:
                 timer.cancel()
             del self._streams[number]
             if not ended and process is self._process:
-                process.say(Cancel(number=number))
+                process.say(number)
 
     async def look(self) -> EngineSnapshot:
         """Return a picture of the engine after the current step.
@@ -181,7 +173,7 @@ class Remote:
         process = self._ready_process()
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_future()
-            process.say(Look())
+            process.say("look")
         return await asyncio.shield(self._looking)
 
     def _ready_process(self) -> EngineProcess:
@@ -237,8 +229,8 @@ class Remote:
         """Read messages of the engine until it ends."""
         receive = process.reader.readexactly
         await process.send(self._start)
-        async with asyncio.timeout(self._watch.start_s):
-            first = await from_engine.read_async(receive)
+        async with asyncio.timeout(_START_S):
+            first = await read_async(receive, from_engine)
         if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
             raise EngineError(first.reason)
         if isinstance(first, Refused):
@@ -261,13 +253,13 @@ class Remote:
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))
         try:
-            while (message := await from_engine.read_async(receive)) is not None:
+            while (message := await read_async(receive, from_engine)) is not None:
                 process.answered_s = monotonic()
                 if isinstance(message, Stepped):
                     self._take(message)
                 elif isinstance(message, EngineSnapshot):
                     self._show(message)
-                elif not isinstance(message, Ping):
+                elif message != "ping":
                     raise EngineError(f"the engine sent {type(message).__name__} while it runs")
         finally:
             pinging.cancel()
@@ -277,13 +269,13 @@ class Remote:
     async def _ping(self, process: EngineProcess) -> None:
         """Kill a process that does not answer: it is stopped, or its interpreter is blocked."""
         while True:
-            process.say(Ping())
+            process.say("ping")
             said = monotonic()
-            await asyncio.sleep(self._watch.ping_s)
-            if monotonic() - said > self._watch.ping_s + 1.0:  # this process stood still
+            await asyncio.sleep(self._ping_s)
+            if monotonic() - said > self._ping_s + 1.0:  # this process stood still
                 process.answered_s = monotonic()
-            if monotonic() - process.answered_s > self._watch.stall_s:
-                _log.error("the engine has not answered for %.1f s and is killed", self._watch.stall_s)
+            if monotonic() - process.answered_s > self._stall_s:
+                _log.error("the engine has not answered for %.1f s and is killed", self._stall_s)
                 process.popen.kill()
                 return
 
@@ -301,7 +293,7 @@ class Remote:
         now = monotonic()
         while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
             self._restarts.popleft()
-        if len(self._restarts) >= self._watch.max_restarts:
+        if len(self._restarts) >= self._max_restarts:
             times = len(self._restarts) + 1
             raise self._failed(EngineError(f"the engine ended {times} times within ten minutes"))
         self._restarts.append(now)

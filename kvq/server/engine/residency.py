@@ -22,7 +22,6 @@ class _Spread(msgspec.Struct, kw_only=True):
     total_s: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count a duration."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 

@@ -31,14 +31,14 @@ from kvq.errors import (
 )
 from kvq.layout import GroupLayout
 from kvq.lazy import unseen
-from kvq.server.engine.frames import encode, to_engine
+from kvq.server.engine.frames import encode, read, to_engine
 from kvq.server.engine.introspection import Introspection
+from kvq.server.engine.memory import Memory
 from kvq.server.engine.messages import (
-    Cancel,
     Ended,
+    FromEngine,
     Gauges,
     Look,
-    Ping,
     Ready,
     Refused,
     Start,
@@ -46,7 +46,6 @@ from kvq.server.engine.messages import (
     Submit,
     unpack,
 )
-from kvq.server.engine.process_stats import Gaps, Heap, Memory
 from kvq.server.engine.residency import Residency
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.stream import EventStream
@@ -67,16 +66,13 @@ class Worker:
         self._pieces: list[Piece] = []
         self._ended: list[Ended] = []
         self._generated = 0
-        self._gaps = Gaps()
         self._residency = Residency()
         self._introspection = Introspection()
-        self._heap = Heap()
         self._is_looked_at = False  # a picture was requested since the last one
         self._events: EventStream | None = None  # sends KV events to routers
 
     def run(self) -> None:
-        """Build the engine, serve, and end."""
-        start = to_engine.read(self._sock)
+        start = read(self._sock, to_engine)
         if not isinstance(start, Start):
             return
         logs = configure(start.log)
@@ -137,7 +133,7 @@ class Worker:
     def _serve(self, loop: EngineLoop, memory: Memory) -> None:
         core = loop.core
         self._tell(core, memory)
-        while loop.obey(timeout_s=self._heap.left_s):  # until the heap is due
+        while loop.obey(timeout_s=memory.left_s):  # until memory is given back
             ran = core.has_work and loop.step()
             if self._events is not None:
                 self._events.flush()
@@ -146,7 +142,7 @@ class Worker:
             if self._is_looked_at:
                 self._is_looked_at = False
                 self._send(self._introspection.look(core, self._jobs))
-            self._heap.tend()
+            memory.tend()
 
     def _publish(self, loop: EngineLoop, config: EventsConfig) -> None:
         """Publish block events to routers from now on, and all blocks to every new listener."""
@@ -162,14 +158,14 @@ class Worker:
         self._events = EventStream(manager, publisher.put)
         self._events.flush()
 
-    def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:
+    def _do(self, core: EngineCore, message: Submit | int | Look, came_s: float) -> None:
         """Carry out a message of the HTTP process between two steps."""
         if isinstance(message, Submit):
             self._submit(core, message, came_s)
-        elif isinstance(message, Look):
+        elif message == "look":
             self._is_looked_at = True
-        elif message.number in self._jobs:
-            core.cancel(self._jobs[message.number])
+        elif message in self._jobs:
+            core.cancel(self._jobs[message])
 
     def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
         number, options = command.number, replace(command.options, request_id=str(command.number))
@@ -178,7 +174,7 @@ class Worker:
             self._jobs[number] = job
             self._introspection.meet(options.tenant)
             if self._events is not None:
-                self._events.followed.include(options.tenant)
+                self._events.include(options.tenant)
             core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)
@@ -190,9 +186,7 @@ class Worker:
             self._pieces.append(event)
             return
         job = self._jobs.pop(number, None)
-        self._gaps.end(number, event.timing)
-        if job is not None:
-            self._introspection.ended(number, job.tenant, event)
+        self._introspection.ended(number, None if job is None else job.tenant, event)
         ended = Ended(
             number=number,
             receipt=event.receipt,
@@ -218,7 +212,7 @@ class Worker:
             pieces=self._pieces,
             ended=self._ended,
             gauges=gauges,
-            itl_s=self._gaps.take(self._jobs.items()),
+            itl_s=self._introspection.take_gaps_s(self._jobs),
             block_times=self._residency.take(),
         )
         self._pieces, self._ended = [], []
@@ -235,10 +229,10 @@ class Worker:
     def _listen(self, loop: EngineLoop) -> None:  # D295: pings: steps may take seconds
         """Read messages of the HTTP process in a thread, so that pings are answered during steps."""
         try:
-            while (message := to_engine.read(self._sock)) is not None:
-                if isinstance(message, Ping):
+            while (message := read(self._sock, to_engine)) is not None:
+                if message == "ping":
                     self._send(message)
-                elif isinstance(message, Submit | Cancel | Look):
+                elif not isinstance(message, Start):
                     loop.ask(partial(self._do, loop.core, message, perf_counter()))
         except ConnectionError:  # it is gone
             pass
@@ -246,7 +240,7 @@ class Worker:
             _log.exception("the HTTP process can't be understood")
         loop.ask(None)
 
-    def _send(self, message: msgspec.Struct) -> None:
+    def _send(self, message: FromEngine) -> None:
         with self._sending:
             self._sock.sendall(encode(message))
 

@@ -41,45 +41,38 @@ class Access:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tls:
-    """A certificate and its key, as PEM files; both may be in one."""
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Return the context for handshakes, from the present content of PEM files; both may be one.
 
-    certificate: Path
-    key: Path
-
-    def __post_init__(self) -> None:
-        self.context()
-
-    def context(self) -> ssl.SSLContext:
-        """Return the context for handshakes, from the files' present content.
-
-        Raises:
-            ConfigError: the files are no certificate with its unencrypted key, or others may read the key.
-        """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
-            holds_key = b"PRIVATE KEY-----" in self.certificate.read_bytes()
-        except (OSError, ValueError) as error:  # SSLError is an OSError
-            is_one = self.certificate == self.key
-            files = f"{self.certificate} is" if is_one else f"{self.certificate} and {self.key} are"
-            advice = "; name a key that has a file of its own with --ssl-keyfile" if is_one else ""
-            raise ConfigError(f"{files} no PEM certificate and its open key: {error}{advice}") from error
-        check_secret(self.key)
-        if holds_key:
-            check_secret(self.certificate)
-        return context
+    Raises:
+        ConfigError: the files are no certificate with its unencrypted key, or others may read the key.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+        holds_key = b"PRIVATE KEY-----" in certificate.read_bytes()
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        is_one = certificate == key
+        files = f"{certificate} is" if is_one else f"{certificate} and {key} are"
+        advice = "; name a key that has a file of its own with --ssl-keyfile" if is_one else ""
+        raise ConfigError(f"{files} no PEM certificate and its open key: {error}{advice}") from error
+    check_secret(key)
+    if holds_key:
+        check_secret(certificate)
+    return context
 
 
 class Credentials:
     """The valid keys. A key keeps its tenant while it is in the file; no other key ever gets that tenant."""
 
     def __init__(
-        self, access: Access, tls: Tls | None = None, read: Callable[[], Access] | None = None
+        self,
+        access: Access,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        read: Callable[[], Access] | None = None,
     ) -> None:
-        """`read` returns the files' present content."""
-        self.context = None if tls is None else tls.context()  # of handshakes that begin from now on
+        """`tls` and `read` return the files' present content."""
+        self.context = None if tls is None else tls()  # of handshakes that begin from now on
         self._tls, self._read = tls, read
         self._tenants: dict[bytes, str] = {}
         self._num_tenants = 0
@@ -89,7 +82,7 @@ class Credentials:
         """Read the files again; if one of them can't be used, log that and keep everything as it was."""
         try:
             access = None if self._read is None else self._read()
-            context = None if self._tls is None else self._tls.context()
+            context = None if self._tls is None else self._tls()
         except ConfigError as error:
             _log.error("keys and certificate stay as they were: %s", error)
             return

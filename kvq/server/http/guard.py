@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvq.server.http.credentials import WATCHER, Access, Credentials
 from kvq.server.http.ignored import HEADER, IGNORED
 from kvq.server.http.incoming import FREE, MAX_BODY, Incoming, skip, too_large
-from kvq.server.http.problems import Problem, dialect_of
+from kvq.server.http.problems import Problem, error_object
 from kvq.server.logs import log_event, request_id
 
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
@@ -159,7 +159,6 @@ class Guard:
         self._check_arrival(scope["path"], scope["kvq_tenant"])
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """Return the tenant of a request's key."""
         if path in OPEN:
             return ""
         authorization = headers.get(b"authorization", b"")
@@ -222,7 +221,7 @@ def _most_bytes(scope: Scope) -> int:
 
 def as_response(problem: Problem, path: str) -> JSONResponse:
     """Return a problem as an answer in the protocol of a path."""
-    return JSONResponse(dialect_of(path).error(problem), problem.status, problem.headers())
+    return JSONResponse(error_object(problem, path), problem.status, problem.headers())
 
 
 def _name(host: str) -> str:

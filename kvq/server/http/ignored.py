@@ -86,7 +86,6 @@ class _Field:
     is_label: bool = False  # it asks for nothing, so that nothing is lost
 
     def refusal(self) -> Problem:
-        """Return a strict server's answer."""
         message = unknown_field(self.path, self.name, self.known)
         return Problem(400, message, code="unknown_field", param=self.path[:_MAX_NAME])
 
@@ -105,30 +104,11 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
     return f"unknown field {path[:_MAX_NAME]!r}{hint}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """The ignored fields of one request."""
-
-    fields: tuple[_Field, ...] = ()  # labels last
-    has_more: bool = False
-
-    @property
-    def first_unknown(self) -> _Field | None:
-        """The first field that is no label."""
-        return next((field for field in self.fields if not field.is_label), None)
-
-    @property
-    def names(self) -> list[str]:
-        """Paths of the fields, safe to show; "..." last if there are more."""
-        return [safe_name(field.path) for field in self.fields] + ["..."] * self.has_more
-
-    def header(self) -> str:
-        """Return the names in printable ASCII, a kilobyte at most."""
-        return ", ".join(self.names)
-
-
-def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> Ignored:
+def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> tuple[list[str], _Field | None]:
     """Find the fields of a decoded body that neither its model nor the chat template reads.
+
+    Returns their paths, safe to show and a kilobyte at most, labels last, with "..." if there are more; and
+    the first field that is no label.
 
     Null counts as left out. Objects of a tool's or a schema's own are not looked into. Stops when enough
     are found: a million unknown fields cost no more than a few.
@@ -141,8 +121,8 @@ def find_ignored(given: Any, body: Body, forms: Forms | None = None) -> Ignored:
             of_kind.append(field)
         if len(unknown) > _MOST:
             break
-    fields = (*unknown, *labels)
-    return Ignored(fields[:_MOST], len(fields) > _MOST)
+    names = [safe_name(field.path) for field in (*unknown, *labels)]
+    return names[:_MOST] + ["..."] * (len(names) > _MOST), unknown[0] if unknown else None
 
 
 def _unread(given: Any, taken: frozenset[str], forms: Forms) -> Iterator[_Field]:

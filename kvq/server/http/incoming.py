@@ -94,7 +94,6 @@ class _RequestBody:
         return again
 
     def release(self) -> None:
-        """Free the bytes."""
         self._incoming.give(self._tenant, self._num_bytes)
         self._num_bytes = 0
 
@@ -110,5 +109,4 @@ async def skip(receive: Receive) -> None:
 
 
 def too_large(most: int) -> Problem:
-    """Return the problem of a body that is too large."""
     return Problem(413, f"a request may have {most} bytes here", code="request_too_large")

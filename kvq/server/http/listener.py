@@ -56,7 +56,6 @@ class Slot:
     transport: asyncio.Transport | None = None  # after its handshake
 
     def enter(self, stage: Stage) -> None:
-        """Enter another stage."""
         self.listener._move(self, stage)
 
     def leave(self) -> None:
@@ -159,7 +158,6 @@ class Listener:  # D306: asyncio accepts without a bound
                 slot.drop()
 
     def drop_all(self) -> None:
-        """Close every connection at once."""
         for slot in self._slots():
             slot.drop()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from time import perf_counter, thread_time
 
+from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
 
 _SHARE = 0.25  # of the loop's time
@@ -25,10 +26,6 @@ class Again(Enum):
 
     def __bool__(self) -> bool:
         return self is not Again.NO
-
-
-class Closing(Exception):
-    """The process ends, so that nothing more is begun."""
 
 
 class LoopBudget:
@@ -60,10 +57,10 @@ class LoopBudget:
         """Run an iterator: to its first yield at once, from there on in turns.
 
         If many do this at the same time, all but a few begin in turn as well. Raises the iterator's
-        exception, or Closing if `close` was called before its end.
+        exception, or EngineError if `close` was called before its end.
         """
         if self._is_closed:
-            raise Closing
+            raise _closing()
         if self._has_spare() and not self._at_once(lambda: next(steps, Again.NO)):
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -90,11 +87,11 @@ class LoopBudget:
             raise failures.pop()
 
     def close(self) -> None:
-        """Raise Closing from all calls of `through`, now and later. Single steps go on."""
+        """Raise EngineError from all calls of `through`, now and later. Single steps go on."""
         self._is_closed = True
         for done, failures in self._waiting.items():
             if not done.done():
-                failures.append(Closing())
+                failures.append(_closing())
                 done.set_result(None)
 
     def _has_spare(self) -> bool:
@@ -139,28 +136,24 @@ class LoopBudget:
             self._is_running = False
 
 
-class Stretches:
-    """Longest time that the event loop computes at a stretch, while nobody else is served.
+def _closing() -> EngineError:
+    return EngineError("the server is shutting down")
+
+
+class Stretches(selectors.DefaultSelector):
+    """Selector of an event loop that notes the longest time that it computes while nobody else is served.
 
     Measures each stretch between two looks at the sockets, in processor time, whatever else the machine does.
     """
 
     def __init__(self) -> None:
-        self.longest_s = 0.0  # since the start
-
-    def make_loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.SelectorEventLoop(_Selector(self))
-
-
-class _Selector(selectors.DefaultSelector):
-    def __init__(self, stretches: Stretches) -> None:
         super().__init__()
-        self._stretches = stretches
+        self.longest_s = 0.0  # since the start
         self._since_s: float | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self._since_s is not None:
-            self._stretches.longest_s = max(self._stretches.longest_s, thread_time() - self._since_s)
+            self.longest_s = max(self.longest_s, thread_time() - self._since_s)
         found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
         self._since_s = thread_time()
         return found

@@ -1,7 +1,5 @@
 """Problems: error answers, in the words of OpenAI's and Anthropic's protocols."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -50,12 +48,10 @@ class Problem(Exception):
 
 
 def unavailable(message: str, *, retry_after_s: int = 1) -> Problem:
-    """Return the problem of a server that can't take a request now."""
     return Problem(503, message, type="service_unavailable", code="unavailable", retry_after_s=retry_after_s)
 
 
 def timed_out(message: str) -> Problem:
-    """Return the problem of a request that took longer than this server allows."""
     return Problem(504, message, type="timeout_error", code="timeout")
 
 
@@ -78,26 +74,15 @@ _ANTHROPICS_TYPES = {
 _encoder = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dialect:
-    """A protocol's form of errors and streams."""
-
-    error: Callable[[Problem], dict[str, Any]]  # the error object
-    event: Callable[[dict[str, Any]], bytes]  # a chunk or an error object as a server-sent event
-    done: bytes  # the end of a complete stream
-
-
 def is_messages_path(path: str) -> bool:
-    """True if requests at this path are in Anthropic's protocol."""
+    """True if requests at this path are in Anthropic's protocol, not in OpenAI's."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
-def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a path."""
-    return ANTHROPIC if is_messages_path(path) else OPENAI
-
-
-def _anthropics_error(problem: Problem) -> dict[str, Any]:
+def error_object(problem: Problem, path: str) -> dict[str, Any]:
+    """Return a problem as the error object of a path's protocol."""
+    if not is_messages_path(path):
+        return problem.body()
     other = "invalid_request_error" if problem.status < 500 else "api_error"
     error: dict[str, Any] = {"type": _ANTHROPICS_TYPES.get(problem.status, other), "message": problem.message}
     if problem.code is not None:
@@ -105,13 +90,12 @@ def _anthropics_error(problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
-def _data(body: dict[str, Any]) -> bytes:
-    return b"data: " + _encoder.encode(body) + b"\n\n"
+def event_of(body: dict[str, Any], path: str) -> bytes:
+    """Return a chunk or an error object as a server-sent event of a path's protocol."""
+    name = f"event: {body['type']}\n".encode() if is_messages_path(path) else b""
+    return b"%bdata: %b\n\n" % (name, _encoder.encode(body))
 
 
-def _named(body: dict[str, Any]) -> bytes:
-    return f"event: {body['type']}\n".encode() + _data(body)
-
-
-OPENAI = Dialect(error=Problem.body, event=_data, done=b"data: [DONE]\n\n")
-ANTHROPIC = Dialect(error=_anthropics_error, event=_named, done=b"")
+def last_event(path: str) -> bytes:
+    """Return the end of a complete stream."""
+    return b"" if is_messages_path(path) else b"data: [DONE]\n\n"

@@ -33,12 +33,10 @@ class _Flow(FlowControl):
         self._is_held = False
 
     def pause_reading(self) -> None:
-        """Pause reading for the application."""
         self._is_asked = True
         super().pause_reading()
 
     def resume_reading(self) -> None:
-        """Resume reading for the application."""
         self._is_asked = False
         if not self._is_held:
             super().resume_reading()
@@ -117,7 +115,6 @@ class Connection(H11Protocol):  # D304: h11: deadlines, plain errors, a small wr
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the slot."""
         self._unwatch_head()
         super().connection_lost(exc)
         if self._slot is not None:

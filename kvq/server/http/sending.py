@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvq.server.http.problems import OPENAI, Dialect, Problem, failed
+from kvq.server.http.problems import Problem, error_object, event_of, failed, last_event
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB
@@ -56,16 +56,18 @@ class EventStream(Response):
     def __init__(
         self,
         chunks: AsyncGenerator[dict[str, Any]],
-        dialect: Dialect = OPENAI,
+        path: str,
         *,
         on_cut: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_cut` is called if the client is too slow, `on_end` when nothing of the stream is left."""
+        """`path`: the request's, which decides the protocol. `on_cut` is called if the client is too slow,
+        `on_end` when nothing of the stream is left.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
-        self._dialect = dialect
+        self._path = path
         self._on_cut = on_cut
         self._on_end = on_end
         self._waiting: list[bytes] = []
@@ -96,8 +98,8 @@ class EventStream(Response):
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
                     await self._wait_for_room()
-                    self._put(self._dialect.event(chunk))
-            self._put(self._dialect.done)
+                    self._put(event_of(chunk, self._path))
+            self._put(last_event(self._path))
         except TimeoutError:
             _cut_off(scope, self._on_cut)
         except Problem as problem:
@@ -137,7 +139,7 @@ class EventStream(Response):
         self._changed.set()
 
     def _put_error(self, problem: Problem) -> None:
-        self._put(self._dialect.event(self._dialect.error(problem)))
+        self._put(event_of(error_object(problem, self._path), self._path))
 
 
 def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:

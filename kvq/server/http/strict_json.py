@@ -12,8 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
+from kvq.errors import EngineError
 from kvq.server.http.json_bounds import scan
-from kvq.server.http.loop_budget import Again, Closing
+from kvq.server.http.loop_budget import Again
 from kvq.strict_json import check_value
 
 DECODED = "kvq_decoded"  # a request's body in its scope, until it is taken
@@ -136,8 +137,8 @@ class _JsonRequest(Request):
 
         try:
             await self.app.state.loop_budget.through(self.scope.get("kvq_tenant", ""), read())
-        except Closing as error:
-            raise HTTPException(503, "the server is shutting down", {"Retry-After": "1"}) from error
+        except EngineError as error:
+            raise HTTPException(503, str(error), {"Retry-After": "1"}) from error
         except RecursionError as error:
             raise HTTPException(400, "the body is nested too deep") from error
         except msgspec.MsgspecError as error:

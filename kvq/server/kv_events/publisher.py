@@ -16,7 +16,7 @@ import zmq
 
 from kvq.errors import ConfigError
 from kvq.server.kv_events.config import EventsConfig
-from kvq.server.kv_events.wire import Change, encode
+from kvq.server.kv_events.stream import Change, encode
 
 _log = logging.getLogger("kvq")
 _QUEUED = 10_000  # batches that wait to be sent

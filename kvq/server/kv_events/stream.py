@@ -1,64 +1,103 @@
-"""Block events from the engine to a publisher: never waits for it, and resends all after a loss."""
+"""Block events from the engine to a publisher, and their wire format.
 
-from collections.abc import Callable, Sequence
+Nothing waits for the publisher; all is sent again after a loss. The format is msgpack, byte for byte as vLLM
+0.32 writes it. Each event is a map. Earlier versions wrote arrays, which some readers expect: the kind, then
+the fields.
+
+Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests: vLLM sends 64 bits where
+it sends numbers, and routers keep no more of longer ones.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
 
 from kvq.blockmgr import BlockManager, Event, Evicted, Stored
-from kvq.server.kv_events.wire import Change, Cleared, Entered, Left, name_of
+from kvq.server.kv_events.config import Form
 
-
-class _Followed:  # D351: the manager's own events, in vLLM's words
-    """A subscriber to block events. O(1) an event; keeps only the digest of a block that is held.
-
-    Blocks of the first layer group stand for all: it is the one with full attention, if any has, whose blocks
-    every hit needs. Prompts with a salt are left out: without the salt they look like others.
-    """
-
-    def __init__(self, manager: BlockManager) -> None:
-        self._index = manager.blocks.index
-        self._roots: set[bytes] = set()
-        self._held: dict[bytes, None] = {}
-        self._changes: list[Change] = []
-
-    def include(self, tenant: str) -> None:  # D353: salted prompts out, tenants' in
-        """Report the blocks of a tenant's prompts without a salt from now on."""
-        self._roots.add(self._index.root_digest(tenant))
-
-    def __call__(self, event: Event) -> None:
-        """Follow one event."""
-        if isinstance(event, Stored) and event.group == 0:
-            entered = self._entered(event.digest)
-            if entered is not None:
-                self._held[event.digest] = None
-                self._changes.append(entered)
-        elif isinstance(event, Evicted) and event.group == 0 and event.digest in self._held:
-            del self._held[event.digest]
-            self._changes.append(Left(name_of(event.digest)))
-
-    def take(self) -> list[Change]:
-        """Return the changes since the last call."""
-        changes, self._changes = self._changes, []
-        return changes
-
-    def held(self, piece: int) -> list[list[Change]]:
-        """Return all that is held, blocks after their parents, in pieces of `piece` blocks. O(blocks)."""
-        found = [node for digest in self._held if (node := self._index.get(digest)) is not None]
-        found.sort(key=lambda node: node.depth)
-        changes: list[Change] = [one for node in found if (one := self._entered(node.digest)) is not None]
-        return [changes[at : at + piece] for at in range(0, len(changes), piece)]
-
-    def _entered(self, digest: bytes) -> Entered | None:
-        node = self._index.get(digest)
-        if node is None or node.parent is None or node.root not in self._roots:
-            return None  # it is not reported; or it has left, which the next event says
-        parent = None if node.parent.parent is None else name_of(node.parent.digest)
-        return Entered(name_of(digest), parent, node.tokens)
-
-
+_MEDIUM = "GPU"  # vLLM's name for the memory that a model attends to, also on a CPU
 _PIECE = 1024  # blocks of a batch, where all are reported again
 
 
-class EventStream:
-    """Changes of one engine's blocks, batch by batch.
+Entered = tuple[
+    int, int | None, bytes
+]  # a block's name, its parent's unless it begins a prompt, its token ids
+Change = (
+    Entered | int | None
+)  # a block that can be found from now on; the name of one that can't; None: none can
+
+
+class _BlockStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
+    """Blocks of one prompt, each after the one before it, can be found."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: None = None
+    group_idx: int | None = None
+
+
+class _BlockRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
+    """Blocks can't be found any more."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class _AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
+    """No block can be found any more."""
+
+
+_Event = _BlockStored | _BlockRemoved | _AllBlocksCleared
+_encoder = msgspec.msgpack.Encoder()
+
+
+def name_of(digest: bytes) -> int:
+    """Return a block's name for routers: the last 64 bits of its digest."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form = "maps") -> bytes:
+    """Encode a batch; neighbouring blocks of a chain, and neighbouring removals, are one event."""
+    events: list[_Event] = []
+    for change in changes:
+        last = events[-1] if events else None
+        if change is None:
+            events.append(_AllBlocksCleared())
+            continue
+        if isinstance(change, int):
+            if isinstance(last, _BlockRemoved):
+                last.block_hashes.append(change)
+            else:
+                events.append(_BlockRemoved([change], _MEDIUM, 0))
+            continue
+        name, parent, packed = change
+        tokens = array("I", packed)
+        if isinstance(last, _BlockStored) and last.block_hashes[-1] == parent:
+            last.block_hashes.append(name)
+            last.token_ids += tokens
+        else:
+            place = (None, _MEDIUM, None, None, 0)  # no LoRA; the layer group
+            events.append(_BlockStored([name], parent, tokens.tolist(), block_size, *place))
+    told: list[Any] = list(events)
+    if form == "arrays":
+        told = [[event.__struct_config__.tag, *msgspec.structs.astuple(event)] for event in events]
+    return _encoder.encode([now, told, 0])  # seconds since 1970, events, rank of data parallelism
+
+
+class EventStream:  # D351: the manager's own events, in vLLM's words
+    """Changes of one engine's blocks, batch by batch. O(1) an event; keeps only the digest of a held block.
+
+    Blocks of the first layer group stand for all: it is the one with full attention, if any has, whose blocks
+    every hit needs. Prompts with a salt are left out: without the salt they look like others.
 
     A batch that found no room is counted. The next ones wait until there is room: everything is cleared then,
     and all that is held is reported again.
@@ -66,23 +105,31 @@ class EventStream:
 
     def __init__(self, manager: BlockManager, put: Callable[[Sequence[Change]], bool]) -> None:
         """`put` takes a batch without waiting; False if there is no room."""
-        self.followed = _Followed(manager)
         self.sent = 0  # changes that were taken
         self.dropped = 0
         self._take = put
+        self._index = manager.blocks.index
+        self._roots: set[bytes] = set()
+        self._held: dict[bytes, None] = {}
+        self._changes: list[Change] = []  # since the last `flush`
         self._is_behind = True  # listeners may know an engine that is gone
-        self._leave = manager.subscribe(self.followed)
+        self._leave = manager.subscribe(self._follow)
+
+    def include(self, tenant: str) -> None:  # D353: salted prompts out, tenants' in
+        """Report the blocks of a tenant's prompts without a salt from now on."""
+        self._roots.add(self._index.root_digest(tenant))
 
     def flush(self) -> None:
         """Hand over the changes since the last call."""
-        changes = self.followed.take()
+        changes, self._changes = self._changes, []
         if not self._is_behind:
             if changes:
                 self._put(changes)
             return
-        if self._put([Cleared()]):
+        if self._put([None]):
             self._is_behind = False
-            for piece in self.followed.held(_PIECE):
+            held = self._all_held()
+            while piece := list(islice(held, _PIECE)):
                 if not self._put(piece):
                     return
         else:
@@ -95,7 +142,30 @@ class EventStream:
     def close(self) -> None:
         """Stop following, and report that nothing is held."""
         self._leave()
-        self._put([Cleared()])
+        self._put([None])
+
+    def _follow(self, event: Event) -> None:
+        if isinstance(event, Stored) and event.group == 0:
+            entered = self._entered(event.digest)
+            if entered is not None:
+                self._held[event.digest] = None
+                self._changes.append(entered)
+        elif isinstance(event, Evicted) and event.group == 0 and event.digest in self._held:
+            del self._held[event.digest]
+            self._changes.append(name_of(event.digest))
+
+    def _all_held(self) -> Iterator[Entered]:
+        """Yield all that is held, blocks after their parents. O(blocks)."""
+        found = [node for digest in self._held if (node := self._index.get(digest)) is not None]
+        found.sort(key=lambda node: node.depth)
+        return (one for node in found if (one := self._entered(node.digest)) is not None)
+
+    def _entered(self, digest: bytes) -> Entered | None:
+        node = self._index.get(digest)
+        if node is None or node.parent is None or node.root not in self._roots:
+            return None  # it is not reported; or it has left, which the next event says
+        parent = None if node.parent.parent is None else name_of(node.parent.digest)
+        return name_of(digest), parent, node.tokens
 
     def _put(self, changes: Sequence[Change]) -> bool:
         if self._take(changes):

@@ -33,7 +33,7 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, _NULL]}
 
 
-def _answer(description: str, fields: Schema, *, optional: Sequence[str] = ()) -> Schema:
+def _answer(description: str, optional: Sequence[str] = (), /, **fields: Schema) -> Schema:
     """Return the schema of an answer or a part of one. All fields but `optional` ones are always there."""
     titled = {
         name: field if "$ref" in field else field | {"title": name.replace("_", " ").title()}
@@ -46,112 +46,93 @@ def _answer(description: str, fields: Schema, *, optional: Sequence[str] = ()) -
 def _whole(description: str, kind: str, choice: str) -> Schema:
     """Return the schema of a whole answer in OpenAI's protocol."""
     head = {"id": TEXT, "object": _one_of(kind), "created": _INTEGER, "model": TEXT}
-    return _answer(description, head | {"choices": _list_of(named(choice)), "usage": named("Usage")})
+    return _answer(description, **head, choices=_list_of(named(choice)), usage=named("Usage"))
 
 
 _FINISH_REASON = _one_of("stop", "length", "tool_calls", "error")
 _ANSWERS = {  # D320: for the document only; fuzzing validates answers
     "Status": _answer(
         "State of the server.",
-        {"status": _one_of("live", "ready", "generating"), "seconds": _NUMBER},
-        optional=["seconds"],
+        ["seconds"],
+        status=_one_of("live", "ready", "generating"),
+        seconds=_NUMBER,
     ),
     "Model": _answer(
         "The served model, under one of its names.",
-        {
-            "id": TEXT,
-            "object": _one_of("model"),
-            "created": _INTEGER,
-            "owned_by": TEXT,
-            "max_model_len": _INTEGER,
-            "vocab_size": _INTEGER,
-        },
-        optional=["max_model_len", "vocab_size"],
+        ["max_model_len", "vocab_size"],
+        id=TEXT,
+        object=_one_of("model"),
+        created=_INTEGER,
+        owned_by=TEXT,
+        max_model_len=_INTEGER,
+        vocab_size=_INTEGER,
     ),
-    "Models": _answer(
-        "All names of the model.", {"object": _one_of("list"), "data": _list_of(named("Model"))}
-    ),
+    "Models": _answer("All names of the model.", object=_one_of("list"), data=_list_of(named("Model"))),
     "Tokens": _answer(
-        "Token ids of a text.",
-        {"tokens": _list_of(_INTEGER), "count": _INTEGER, "max_model_len": _or_null(_INTEGER)},
+        "Token ids of a text.", tokens=_list_of(_INTEGER), count=_INTEGER, max_model_len=_or_null(_INTEGER)
     ),
-    "Prompt": _answer("Text of token ids.", {"prompt": TEXT}),
-    "InputTokens": _answer("Number of a prompt's tokens.", {"input_tokens": _INTEGER}),
-    "CachedTokens": _answer("Prompt tokens found in the cache.", {"cached_tokens": _INTEGER}),
+    "Prompt": _answer("Text of token ids.", prompt=TEXT),
+    "InputTokens": _answer("Number of a prompt's tokens.", input_tokens=_INTEGER),
+    "CachedTokens": _answer("Prompt tokens found in the cache.", cached_tokens=_INTEGER),
     "Usage": _answer(
         "Tokens of a request.",
-        dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER)
-        | {"prompt_tokens_details": named("CachedTokens")},
+        **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER),
+        prompt_tokens_details=named("CachedTokens"),
     ),
     "TextLogprobs": _answer(
         "Log-probabilities of a text's tokens; a prompt's first token has none.",
-        {
-            "tokens": _list_of(TEXT),
-            "token_logprobs": _list_of(_or_null(_NUMBER)),
-            "top_logprobs": _list_of(_or_null({"additionalProperties": _NUMBER, "type": "object"})),
-            "text_offset": _list_of(_INTEGER),
-        },
+        tokens=_list_of(TEXT),
+        token_logprobs=_list_of(_or_null(_NUMBER)),
+        top_logprobs=_list_of(_or_null({"additionalProperties": _NUMBER, "type": "object"})),
+        text_offset=_list_of(_INTEGER),
     ),
     "TextChoice": _answer(
         "One result.",
-        {
-            "index": _INTEGER,
-            "text": TEXT,
-            "logprobs": _or_null(named("TextLogprobs")),
-            "finish_reason": _FINISH_REASON,
-        },
+        index=_INTEGER,
+        text=TEXT,
+        logprobs=_or_null(named("TextLogprobs")),
+        finish_reason=_FINISH_REASON,
     ),
     "Completion": _whole("Completion of a prompt, or of several.", "text_completion", "TextChoice"),
-    "WrittenFunction": _answer(
-        "A function's name, and its arguments as text.", {"name": TEXT, "arguments": TEXT}
-    ),
+    "WrittenFunction": _answer("A function's name, and its arguments as text.", name=TEXT, arguments=TEXT),
     "ToolCall": _answer(
-        "A call that the model wrote.",
-        {"id": TEXT, "type": _one_of("function"), "function": named("WrittenFunction")},
+        "A call that the model wrote.", id=TEXT, type=_one_of("function"), function=named("WrittenFunction")
     ),
     "AssistantMessage": _answer(
         "The message that the model wrote.",
-        {
-            "role": _one_of("assistant"),
-            "content": _or_null(TEXT),
-            "reasoning_content": TEXT,
-            "refusal": _NULL,
-            "tool_calls": _list_of(named("ToolCall")),
-        },
-        optional=["reasoning_content", "tool_calls"],
+        ["reasoning_content", "tool_calls"],
+        role=_one_of("assistant"),
+        content=_or_null(TEXT),
+        reasoning_content=TEXT,
+        refusal=_NULL,
+        tool_calls=_list_of(named("ToolCall")),
     ),
     "ChatChoice": _answer(
         "One result.",
-        {
-            "index": _INTEGER,
-            "message": named("AssistantMessage"),
-            "logprobs": _or_null(_ANY_OBJECT),
-            "finish_reason": _FINISH_REASON,
-        },
+        index=_INTEGER,
+        message=named("AssistantMessage"),
+        logprobs=_or_null(_ANY_OBJECT),
+        finish_reason=_FINISH_REASON,
     ),
     "ChatCompletion": _whole("Answer in a conversation.", "chat.completion", "ChatChoice"),
     "MessageUsage": _answer(
         "Tokens of a request, as Anthropic counts them.",
-        {
-            "input_tokens": _INTEGER,
-            "cache_creation_input_tokens": _INTEGER,
-            "cache_read_input_tokens": _INTEGER,
-            "output_tokens": _INTEGER,
-            "service_tier": _one_of("standard"),
-        },
+        input_tokens=_INTEGER,
+        cache_creation_input_tokens=_INTEGER,
+        cache_read_input_tokens=_INTEGER,
+        output_tokens=_INTEGER,
+        service_tier=_one_of("standard"),
     ),
     "MessageAnswer": _answer(
         "Answer in a conversation, as Anthropic defines it.",
-        {
-            "id": TEXT,
-            "type": _one_of("message"),
-            "role": _one_of("assistant"),
-            "model": TEXT,
-            "content": _list_of(_ANY_OBJECT),
-            "stop_reason": _one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
-            "stop_sequence": _or_null(TEXT),
-            "usage": named("MessageUsage"),
-        },
+        id=TEXT,
+        type=_one_of("message"),
+        role=_one_of("assistant"),
+        model=TEXT,
+        content=_list_of(_ANY_OBJECT),
+        stop_reason=_one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+        stop_sequence=_or_null(TEXT),
+        usage=named("MessageUsage"),
     ),
 }
 _ERRORS = {

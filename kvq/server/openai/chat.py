@@ -5,23 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from kvq.engine.requests.outputs import Piece
-from kvq.server.admission.bodies import ChatBody, ToolChoiceBody, plain_text
-from kvq.server.admission.prompts import Conversation
+from kvq.server.admission.bodies import ChatBody, plain_text
 from kvq.server.admission.service import Service
 from kvq.server.openai.answers import Answer, reason_of
 from kvq.server.openai.sampling import chat_params
-from kvq.server.tools import (
-    CallArguments,
-    CallStart,
-    Event,
-    Named,
-    Offer,
-    Parser,
-    Text,
-    Thoughts,
-    Tool,
-    ToolCalling,
-)
+from kvq.server.tools.calling import Offer, ToolCalling
+from kvq.server.tools.format import Tool
+from kvq.server.tools.parser import Event, Parser
+from kvq.server.tools.thoughts import Thoughts
 
 
 class Chat(Answer):
@@ -46,8 +37,8 @@ class Chat(Answer):
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             options["continue_final_message"] = True
-        conversation = Conversation(messages=body.messages, options=options)
-        tokens = await self._service.prompts.chat(conversation, tenant=self._request.tenant)
+        prompts, tenant = self._service.prompts, self._request.tenant
+        tokens = await prompts.chat((body.messages, options), tenant=tenant)
         begun = plain_text(body.messages[-1]) if body.continue_final_message else None
         self._is_open, params = self._service.thinks(self._request.params, tokens, begun)
         self._request = replace(self._request, params=params)
@@ -119,7 +110,7 @@ class _Reading:
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.close()
-        if content := "".join(event.text for event in events if isinstance(event, Text)):
+        if content := "".join(event.text for event in events if event.call is None):
             added["content"] = content
         if calls := _call_deltas(events):
             added["tool_calls"] = calls
@@ -134,10 +125,10 @@ class _Reading:
 
 def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
     functions = [tool.function for tool in body.tools or ()]
-    choice = body.tool_choice
+    choice = body.tool_choice or "auto"
     return calling.offer(
         [Tool(name=function.name, parameters=function.parameters or {}) for function in functions],
-        choice=Named(choice.function.name) if isinstance(choice, ToolChoiceBody) else choice or "auto",
+        choice=choice if isinstance(choice, str) else Tool(name=choice.function.name),
         parallel=body.parallel_tool_calls,
         is_formatted=body.response_format is not None and body.response_format.type != "text",
     )
@@ -147,10 +138,12 @@ def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return one delta for each call that has grown: clients read only one of an index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
-        if isinstance(event, CallStart):
-            begun = {"index": event.index, "id": event.id, "type": "function"}
-            deltas[event.index] = begun | {"function": {"name": event.name, "arguments": ""}}
-        elif isinstance(event, CallArguments):
-            delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+        if event.call is None:
+            continue
+        if event.name is not None:
+            begun = {"index": event.call, "id": event.id, "type": "function"}
+            deltas[event.call] = begun | {"function": {"name": event.name, "arguments": ""}}
+        else:
+            delta = deltas.setdefault(event.call, {"index": event.call, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text
     return list(deltas.values())

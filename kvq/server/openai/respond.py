@@ -16,7 +16,7 @@ from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service
 from kvq.server.http.guard import ADMITTED
 from kvq.server.http.ignored import IGNORED, Body
-from kvq.server.http.problems import Problem, dialect_of
+from kvq.server.http.problems import Problem
 from kvq.server.http.sending import EventStream, WholeAnswer, until_gone
 from kvq.server.http.strict_json import DECODED
 
@@ -53,10 +53,10 @@ async def note_fields(request: Request, service: Service, body: Body) -> None:
     """
     decoded = request.scope.pop(DECODED)
     await asyncio.sleep(0)
-    ignored = await service.check_fields(decoded, body)
+    names = await service.check_fields(decoded, body)
     decoded.clear()  # FastAPI holds it until the answer's end
-    if ignored.fields:
-        request.scope[IGNORED] = ignored.header()
+    if names:
+        request.scope[IGNORED] = ", ".join(names)
     await asyncio.sleep(0)
 
 
@@ -89,8 +89,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         if stream:
             chunks = await _while_connected(request, _first_of(call.chunks()))
             if chunks is not None:
-                dialect = dialect_of(request.url.path)
-                return EventStream(chunks, dialect, on_cut=cut, on_end=stack.pop_all().close)
+                return EventStream(chunks, request.url.path, on_cut=cut, on_end=stack.pop_all().close)
         else:
             content = await _while_connected(request, _encoded(call))
             if content is not None:
@@ -121,12 +120,13 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T 
 
 async def _first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
     """Wait for the first item, so that an early failure is an error and not a broken stream."""
-    return _chain(await anext(chunks, None), chunks)
+    first = await anext(chunks, None)
 
+    async def all_chunks() -> AsyncGenerator[T]:
+        async with aclosing(chunks):
+            if first is not None:
+                yield first
+            async for item in chunks:
+                yield item
 
-async def _chain(first: T | None, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    async with aclosing(rest):
-        if first is not None:
-            yield first
-        async for item in rest:
-            yield item
+    return all_chunks()

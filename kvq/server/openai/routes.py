@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from kvq.server.admission.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from kvq.server.admission.prompts import Conversation, Prompts
+from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service, describe
 from kvq.server.http.problems import Problem
 from kvq.server.openai.chat import Chat
@@ -20,7 +20,6 @@ READING = ("/tokenize", "/detokenize")  # only texts or tokens: the engine sees 
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes to an application."""
     created = int(time())
 
     @app.post("/v1/completions", responses=stream_or("Completion"))
@@ -65,4 +64,4 @@ async def _tokens(prompts: Prompts, body: TokenizeBody, tenant: str) -> list[int
         special = body.add_special_tokens
         return list(await prompts.tokenize(body.prompt or "", special=special, tenant=tenant))
     options = {"add_generation_prompt": body.add_generation_prompt}
-    return list(await prompts.chat(Conversation(messages=body.messages, options=options), tenant=tenant))
+    return list(await prompts.chat((body.messages, options), tenant=tenant))

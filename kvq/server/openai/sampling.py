@@ -11,7 +11,7 @@ from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.requests.defaults import SamplingDefaults
 from kvq.engine.requests.request_options import RequestOptions
 from kvq.errors import RequestError
-from kvq.server.admission.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
+from kvq.server.admission.bodies import ChatBody, Common, CompletionBody
 from kvq.server.http.ignored import Body
 from kvq.server.http.problems import Problem
 from kvq.strict_json import check_value
@@ -97,15 +97,16 @@ def _take_structured(body: Common) -> StructuredOutput | None:
         schema = {"type": "object"}
     elif format is not None and format.json_schema is not None:
         schema = format.json_schema.definition
-    outputs = body.structured_outputs or StructuredOutputs()
-    any_object = {"type": "object"} if outputs.json_object else None
-    schema = _one("json_schema", schema, _schema(guided), _schema(outputs.definition), any_object)
+    outputs = body.structured_outputs
+    any_object = {"type": "object"} if outputs is not None and outputs.json_object else None
+    newer = None if outputs is None else outputs.definition
+    schema = _one("json_schema", schema, _schema(guided), _schema(newer), any_object)
     body.guided_json = body.structured_outputs = None
     if format is not None:
         format.json_schema = None
     given: dict[str, Any] = {"json_schema": None if schema is None else schema_text(schema)}
     for constraint, name in _CONSTRAINTS.items():
-        given[constraint] = _one(name, getattr(body, f"guided_{name}"), getattr(outputs, name))
+        given[constraint] = _one(name, getattr(body, f"guided_{name}"), getattr(outputs, name, None))
     return StructuredOutput(**given) if any(one is not None for one in given.values()) else None
 
 

@@ -17,8 +17,8 @@ from kvq.engine.grammar.worker import limit_memory
 from kvq.errors import KVQError, RequestError
 from kvq.models.loading.tokenizer import load_without_torch
 from kvq.models.run.prompts import PromptEncoder, TemplateFails, TooLong
-from kvq.server.engine.frames import Decoder, encode
-from kvq.server.reading.jobs import Done, FromReader, Job, Piece, Refusal, Setup, ToReader, put_together
+from kvq.server.engine.frames import Decoder, encode, read
+from kvq.server.reading.jobs import Job, JobResult, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 NO_MEMORY = 1  # exit status of a reader
@@ -30,15 +30,15 @@ def main() -> None:  # D289: a thread can't be ended; a forked reader can
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads don't outlive a fork
     with socket.socket(fileno=int(sys.argv[1])) as sock:
-        setup = Decoder(Setup).read(sock)
+        setup = read(sock, Decoder(Setup))
         if setup is None:
             return
         try:
             encoder = _load(setup)
         except KVQError as error:
-            sock.sendall(encode(Refusal(reason=str(error))))
+            sock.sendall(encode(JobResult(refusal=str(error))))
             return
-        sock.sendall(encode(Done()))
+        sock.sendall(encode(JobResult()))
         _host(sock, encoder, setup.memory_bytes)
 
 
@@ -87,12 +87,12 @@ def _end(reader: int) -> int:
 def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoReturn:
     """Do jobs from a socket until it is closed, then end this process, which was forked for it."""
     try:
-        decoder: Decoder[ToReader] = Decoder(ToReader)  # type: ignore[arg-type]
+        decoder: Decoder[ToReader] = Decoder(ToReader)
         with socket.socket(fileno=descriptor) as sock:
             pieces: list[str] = []
-            while (job := decoder.read(sock)) is not None:
-                if isinstance(job, Piece):
-                    pieces.append(job.text)
+            while (job := read(sock, decoder)) is not None:
+                if isinstance(job, str):
+                    pieces.append(job)
                     continue
                 # Processor time, and the process dies of it: a busy machine is no fault of the job's.
                 signal.setitimer(signal.ITIMER_PROF, job.processor_s)
@@ -107,19 +107,19 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
         os._exit(0)
 
 
-def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
+def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> JobResult:
     try:
         return put_together(job, pieces).do(encoder)
     except RequestError as error:
-        return Refusal(
-            reason=str(error),
+        return JobResult(
+            refusal=str(error),
             is_too_long=isinstance(error, TooLong),
             template_fails=isinstance(error, TemplateFails),
         )
     except MemoryError:  # as if it had crashed, as it would within other libraries
         os._exit(NO_MEMORY)
     except Exception as error:  # noqa: BLE001 - fails this job alone; its message may quote a prompt
-        return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
+        return JobResult(refusal=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from kvq.errors import EngineError
 from kvq.scheduler.fair_queue import FairQueue
 from kvq.server.engine.frames import encode
 from kvq.server.http.problems import unavailable
-from kvq.server.reading.jobs import FromReader, Job, Piece, in_pieces
+from kvq.server.reading.jobs import Job, JobResult, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
 _PROCESSOR_S = 1.0  # that a job with little to read may take
@@ -32,10 +32,10 @@ class Overran(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    pieces: list[Piece]  # of the job's long texts
+    pieces: list[str]  # of the job's long texts
     job: bytes  # encoded
     may_s: float  # of processor time
-    answer: asyncio.Future[FromReader] = field(
+    answer: asyncio.Future[JobResult] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -60,7 +60,7 @@ class Lane:
         self._wary_until_s: dict[str, float] = {}
         self.num_waiting = 0  # jobs that are not done yet
 
-    async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> FromReader:
+    async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> JobResult:
         """Return a job's answer. `num_bytes`: about what it reads; `deadline_s`: the wait in line included.
 
         Raises:
@@ -78,7 +78,10 @@ class Lane:
         self._line.put(tenant, work)
         self.num_waiting += 1
         try:
-            self._set_to_work()
+            if len(self._working) < self._width:
+                task = asyncio.create_task(self._work())
+                self._working.add(task)
+                task.add_done_callback(self._working.discard)
             async with asyncio.timeout(deadline_s):
                 return await work.answer
         finally:
@@ -92,12 +95,6 @@ class Lane:
             task.cancel()
         while (taken := self._line.take()) is not None:
             taken[1].fail(_closing())
-
-    def _set_to_work(self) -> None:
-        if len(self._working) < self._width:
-            task = asyncio.create_task(self._work())
-            self._working.add(task)
-            task.add_done_callback(self._working.discard)
 
     async def _work(self) -> None:
         """Do one job after the other until none is left."""

@@ -12,10 +12,10 @@ from functools import partial
 
 from kvq.errors import ConfigError, EngineError
 from kvq.models.templates.forms import Forms
-from kvq.server.engine.frames import Decoder, encode, receive
+from kvq.server.engine.frames import Decoder, encode, read_async, receive
 from kvq.server.engine.process import start_module
 from kvq.server.reading.host import FORK, ID_BYTES
-from kvq.server.reading.jobs import Done, FromReader, Piece, Refusal, Setup
+from kvq.server.reading.jobs import JobResult, Setup
 
 _TRIES = 2  # to fork, since the host may have ended unnoticed
 _LOAD_S = 300.0  # for a large tokenizer on a busy machine
@@ -29,7 +29,7 @@ class Reader:
     sock: socket.socket
     host: subprocess.Popen[bytes] | None  # from which it was forked
 
-    async def do(self, pieces: Sequence[Piece], job: bytes) -> FromReader | None:
+    async def do(self, pieces: Sequence[str], job: bytes) -> JobResult | None:
         """Return the answer to an encoded job and the pieces of its texts; None if the reader ended."""
         loop = asyncio.get_running_loop()
         if self.sock.fileno() < 0:  # closed since it was taken
@@ -39,7 +39,7 @@ class Reader:
                 await loop.sock_sendall(self.sock, encode(piece))
                 await asyncio.sleep(0)
             await loop.sock_sendall(self.sock, job)
-        return await _decoder.read_async(partial(receive, self.sock))
+        return await read_async(partial(receive, self.sock), _decoder)
 
     def yield_to_others(self, niceness: int) -> None:
         """Lower the process's priority."""
@@ -143,16 +143,16 @@ class Readers:
             async with asyncio.timeout(_LOAD_S):
                 with contextlib.suppress(ConnectionError):
                     await asyncio.get_running_loop().sock_sendall(ours, encode(self._setup))
-                loaded = await _decoder.read_async(partial(receive, ours))
+                loaded = await read_async(partial(receive, ours), _decoder)
         except BaseException:
             self._drop_host()
             raise
-        if not isinstance(loaded, Done):
-            self._drop_host()
-            if isinstance(loaded, Refusal):
-                raise ConfigError(loaded.reason)
-            raise EngineError("the process that reads prompts ended before it was ready")
-        return ours
+        if loaded is not None and loaded.refusal is None:
+            return ours
+        self._drop_host()
+        if loaded is not None:
+            raise ConfigError(loaded.refusal)
+        raise EngineError("the process that reads prompts ended before it was ready")
 
     def _drop_host(self) -> None:
         """End the host; readers at work go on without it."""
@@ -165,7 +165,7 @@ class Readers:
             host.wait()
 
 
-_decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
+_decoder = Decoder(JobResult)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

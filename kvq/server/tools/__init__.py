@@ -7,37 +7,12 @@ Independent of any protocol's bodies:
     parser = offer.parser()
     for piece in pieces:
         for event in parser.feed(piece):
-            ...  # Text(text), CallStart(index, id, name) or CallArguments(index, text)
+            ...  # Event(text), Event("", call, id, name) where a call begins, Event(text, call) within it
     parser.close()  # the last events
 
-A call's `CallStart` comes once, before its arguments; calls follow each other; their indices count from 0.
+A call begins once, before its arguments; calls follow each other; their numbers count from 0.
 Pieces of arguments join to the text of a JSON object as the model wrote it: cut short if the answer is
 (`max_tokens`), and invalid JSON where the model wrote that. A marker is never shown as text, unless it turns
 out that no call was meant; then all of it is. Without a call the texts join to what was fed. Cutting the text
 differently only cuts the events differently.
 """
-
-from kvq.server.tools.calling import Named, Offer, ToolCalling, ToolChoice
-from kvq.server.tools.format import Tool, ToolFormat
-from kvq.server.tools.formats.registry import FORMATS, find_format
-from kvq.server.tools.output import CallArguments, CallStart, Event, Text
-from kvq.server.tools.parser import Parser
-from kvq.server.tools.thoughts import Thinking, Thoughts
-
-__all__ = [
-    "FORMATS",
-    "CallArguments",
-    "CallStart",
-    "Event",
-    "Named",
-    "Offer",
-    "Parser",
-    "Text",
-    "Thinking",
-    "Thoughts",
-    "Tool",
-    "ToolCalling",
-    "ToolChoice",
-    "ToolFormat",
-    "find_format",
-]

@@ -1,28 +1,20 @@
 """Tool calling: the served model's format, and the tools that one request may call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.models.loading.tokenizer import template_source
 from kvq.server.http.problems import Problem
-from kvq.server.tools.format import Tool, ToolFormat, Wording
+from kvq.server.tools.format import Tool, ToolFormat
 from kvq.server.tools.formats.registry import find_format
 from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.thoughts import Thinking
 
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """Choice of the one tool that has to be called."""
-
-    name: str
-
-
 _MAX_FORCED_CALLS = 16  # of one answer; an unsure model would go on for ever
-ToolChoice = Literal["none", "auto", "required"] | Named
+ToolChoice = Literal["none", "auto", "required"] | Tool  # one tool, by its name, has to be called
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +28,7 @@ class Offer:
     kept_special_ids: tuple[int, ...] = ()
 
     def parser(self) -> Parser:
-        """Return a parser for one result."""
-        return Parser(self.format, self.tools, max_calls=self.max_calls)
+        return self.format.parser(self.tools, max_calls=self.max_calls)
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that keep the markers of calls in the text, and force calls that have to be made.
@@ -59,7 +50,8 @@ class ToolCalling:
     """The model's format of calls, if it is known, and its spelling."""
 
     format: ToolFormat | None = None
-    wording: Wording = field(default_factory=Wording)
+    template: str = ""  # of the model's chats
+    special: Mapping[str, int] = field(default_factory=dict)  # special tokens by their text
     is_guess: bool = False  # the format was recognised, not named
     thinking: Thinking | None = None  # before the answer
 
@@ -74,10 +66,10 @@ class ToolCalling:
         """
         template = template_source(tokenizer)
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        wording = Wording(template=template, special=special)
         thinking = Thinking.of(tokenizer, template, thoughts)
         format = find_format(name, template)
-        return cls(format=format, wording=wording, is_guess=name == "auto", thinking=thinking)
+        is_guess = name == "auto"
+        return cls(format=format, template=template, special=special, is_guess=is_guess, thinking=thinking)
 
     @property
     def description(self) -> str:
@@ -97,25 +89,25 @@ class ToolCalling:
     ) -> Offer | None:
         """Return the offer of a request with these tools; None if nothing in its answer is read as a call.
 
-        `parallel`: more than one call may be made. A `Named` choice makes exactly one, of one of the tools.
+        `parallel`: more than one call may be made. A tool as `choice` is called exactly once.
         `is_formatted`: the request asks for structured output.
 
         Raises:
             Problem: the tools, the choice and the output format exclude each other.
         """
         _check(tools, choice, is_formatted)
-        format, special = self.format, self.wording.special
+        format, special = self.format, self.special
         if not tools or choice == "none" or (choice == "auto" and format is None):
             return None
         max_calls, grammar = None if parallel else 1, None
         if choice != "auto" and (format is None or format.spelling is None):
             format = PLAIN
         assert format is not None, "forced calls have one, and others were looked for"
-        if isinstance(choice, Named):
+        if isinstance(choice, Tool):
             tools = [tool for tool in tools if tool.name == choice.name]
         if choice != "auto":
             max_calls = _MAX_FORCED_CALLS if parallel and choice == "required" else 1
-            grammar = format.grammar(tools, self.wording, max_calls)
+            grammar = format.grammar(tools, max_calls, template=self.template, special=special)
         kept = tuple(special[marker] for marker in format.markers if marker in special)
         return Offer(tools=tools, format=format, max_calls=max_calls, grammar=grammar, kept_special_ids=kept)
 
@@ -126,7 +118,7 @@ def _check(tools: Sequence[Tool], choice: ToolChoice, is_formatted: bool) -> Non
         raise Problem(400, "two tools have the same name", param="tools")
     if not tools and choice not in ("none", "auto"):
         raise Problem(400, "tool_choice needs tools", param="tool_choice")
-    if isinstance(choice, Named) and choice.name not in names:
+    if isinstance(choice, Tool) and choice.name not in names:
         raise Problem(400, f"tool_choice names no tool of this request: {choice.name}", param="tool_choice")
     if tools and choice != "none" and is_formatted:
         raise Problem(

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
-from kvq.server.tools.output import Output, call_id
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 # Closed objects end. A schema that is composed of others can't be closed from outside.
 _COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "unevaluatedProperties", "if", "not")
@@ -23,14 +23,6 @@ class Tool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wording:
-    """Parts of a model's tokenizer and template that decide how it spells calls."""
-
-    template: str = ""
-    special: Mapping[str, int] = field(default_factory=dict)  # special tokens by their text
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
     """Text around the arguments, in an answer of calls alone."""
 
@@ -43,8 +35,9 @@ class Spelling:
     rules: Mapping[str, str] = field(default_factory=dict)  # Lark in place of a text
 
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the tools on offer, by name
-ReadCall = Callable[[Source, Output, Schemas], Steps[bool]]
+def call_id() -> str:
+    """Return a new id of a call, as OpenAI writes them."""
+    return f"call_{uuid4().hex[:24]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +46,17 @@ class ToolFormat:
 
     A call stands behind one of the markers `wraps`, behind its `opening`, or behind both; an opening of one
     character counts at the start of a line only. `read` reads a call from there on, or returns False.
-    `spelling` says how forced calls are written; without it they are plain JSON.
+    `spelling` says how a model with some chat template writes calls; without it they are plain JSON.
     """
 
     name: str
-    read: ReadCall
+    read: Callable[[Parser], Steps[bool]]
     is_template: Callable[[str], bool]  # True if a chat template uses this format
     wraps: tuple[str, ...] = ()
     opening: str = ""
     ends: tuple[str, ...] = ()  # markers behind calls, left out once there was a call
     inner: tuple[str, ...] = ()  # and those within
-    spelling: Callable[[Wording], Spelling] | None = None
+    spelling: Callable[[str], Spelling] | None = None
     new_id: Callable[[], str] = call_id
 
     @property
@@ -72,10 +65,54 @@ class ToolFormat:
         words = (*self.wraps, self.opening, *self.ends, *self.inner)
         return tuple(word for word in words if len(word) > 1)
 
-    def grammar(self, tools: Sequence[Tool], wording: Wording, max_calls: int) -> str:
-        """Return the Lark grammar of an answer of 1 to `max_calls` calls and nothing else."""
+    def parser(self, tools: Sequence[Tool] = (), *, max_calls: int | None = None) -> Parser:
+        """Return a parser for one answer. Formats without markers accept only calls of `tools`."""
+        schemas = {tool.name: tool.parameters for tool in tools}
+        return Parser(self._read_answer, schemas, self.new_id, max_calls)
+
+    def _read_answer(self, parser: Parser) -> Steps[None]:
+        starts = [word for word in (*self.wraps, self.opening) if word]
+        while marker := (yield from self._until_marker(parser, starts)):
+            is_open = marker == self.opening
+            if not is_open:  # it wraps a call
+                yield from parser.skip_space()
+                is_open = not self.opening or (yield from parser.word(self.opening))
+            if not is_open or not (yield from self.read(parser)):
+                yield from parser.no_call()
+
+    def _until_marker(self, parser: Parser, starts: Sequence[str]) -> Steps[str]:
+        """Show text up to a marker of `starts`, and read the marker; "" at the end of the text.
+
+        Text from the marker on is held: if no call follows, it is shown.
+        """
+        words = (*starts, *self.ends)
+        plain = re.compile(f"[^{re.escape(''.join({word[0] for word in words}))}]+")
+        while char := (yield from parser.peek()):
+            if text := parser.run(plain):
+                parser.show(text)
+                continue
+            if char in starts and not parser.is_line_start:
+                parser.show(parser.take())
+                continue
+            parser.hold()
+            word = yield from parser.one_of(words)
+            if word and word not in self.ends:
+                return word
+            if word and parser.num_calls:
+                parser.drop()
+            else:
+                yield from parser.no_call()
+        return ""
+
+    def grammar(
+        self, tools: Sequence[Tool], max_calls: int, *, template: str = "", special: Mapping[str, int]
+    ) -> str:
+        """Return the Lark grammar of an answer of 1 to `max_calls` calls and nothing else.
+
+        `template`: the model's chat template; `special`: its special tokens by their text.
+        """
         assert self.spelling is not None, "others are written as plain JSON"
-        spelling, special = self.spelling(wording), wording.special
+        spelling = self.spelling(template)
         rules = {word: f"<[{special[word]}]>" for word in self.markers if word in special}
         rules |= spelling.rules
 

@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Collection
 
 from kvq.server.tools.format import Spelling, ToolFormat, json_call
-from kvq.server.tools.output import Output, no_call
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 _NAME = re.compile(r"[\w.\-:/]{1,256}", re.ASCII)
 _STRING = re.compile(r"""[^"'\\]+""")
@@ -23,9 +22,8 @@ def is_name(name: object) -> bool:
 class _Draft:
     """A call that begins once its name is known and its arguments are an object."""
 
-    def __init__(self, source: Source, output: Output, names: Collection[str] | None) -> None:
-        self._source = source
-        self._output = output
+    def __init__(self, parser: Parser, names: Collection[str] | None) -> None:
+        self._parser = parser
         self._names = names
         self._arguments: list[str] = []  # read before the name was
         self._name: str | None = None
@@ -53,7 +51,7 @@ class _Draft:
         if self._name is not None and not self.has_begun:
             self._begin()
         if self.has_begun:
-            self._output.arguments(text)
+            self._parser.arguments(text)
         else:
             self._arguments.append(text)
 
@@ -65,81 +63,81 @@ class _Draft:
 
     def _begin(self) -> None:
         assert self._name is not None, "a call begins with its name"
-        self._source.drop()
-        self._output.start(self._name)
+        self._parser.drop()
+        self._parser.start(self._name)
         self.has_begun = True
-        self._output.arguments("".join(self._arguments))
+        self._parser.arguments("".join(self._arguments))
 
 
-def call_object(source: Source, output: Output, names: Collection[str] | None = None) -> Steps[bool]:
+def call_object(parser: Parser, names: Collection[str] | None = None) -> Steps[bool]:
     """Read an object behind its `{` and give out its call; False if it is none: what was read is still held.
 
     With `names` only these functions count, and an object without arguments is no call. An object that breaks
     off or becomes invalid once the call has begun is read up to there.
     """
-    draft = _Draft(source, output, names)
+    draft = _Draft(parser, names)
     while True:
-        yield from source.skip_space()
-        if (yield from source.peek()) == "}":
-            source.take()
+        yield from parser.skip_space()
+        if (yield from parser.peek()) == "}":
+            parser.take()
             return draft.finish()
-        if not (yield from _member(source, draft, is_open=names is None)):
+        if not (yield from _member(parser, draft, is_open=names is None)):
             return draft.has_begun
-        yield from source.skip_space()
-        char = yield from source.peek()
+        yield from parser.skip_space()
+        char = yield from parser.peek()
         if char == ",":
-            source.take()
+            parser.take()
         elif char != "}":
             return draft.has_begun
 
 
-def call_array(source: Source, output: Output, names: Collection[str] | None = None) -> Steps[bool]:
+def call_array(parser: Parser, names: Collection[str] | None = None) -> Steps[bool]:
     """Read an array of calls behind its `[`; True if there was one."""
     separator, has_calls = ",", False
     while separator == ",":
-        yield from source.skip_space()
-        if not (yield from source.word("{")) or not (yield from call_object(source, output, names)):
+        yield from parser.skip_space()
+        if not (yield from parser.word("{")) or not (yield from call_object(parser, names)):
             separator = ""
             break
         has_calls = True
-        source.hold()
-        yield from source.skip_space()
-        separator = yield from source.one_of((",", "]"))
+        parser.hold()
+        yield from parser.skip_space()
+        separator = yield from parser.one_of((",", "]"))
     if separator:
-        source.drop()
+        parser.drop()
     elif has_calls:
-        yield from no_call(source, output)
+        yield from parser.no_call()
     return has_calls
 
 
-def bracket(source: Source, sink: Callable[[str], None], plain: re.Pattern[str] = _PLAIN) -> Steps[bool]:
+def bracket(parser: Parser, sink: Callable[[str], None], plain: re.Pattern[str] = _PLAIN) -> Steps[bool]:
     """Pass on a text in brackets, from the opening one to the one that closes it. True if it is complete.
 
     Only brackets and strings are looked at: anything that a model writes between them is passed on. `plain`
     matches text that is neither.
     """
     depth = 0
-    while char := (yield from source.peek()):
-        if text := source.run(plain):
+    while char := (yield from parser.peek()):
+        if text := parser.run(plain):
             sink(text)
         elif char in "\"'":
-            if not (yield from _string_text(source, sink)):
+            if not (yield from _string_text(parser, sink)):
                 return False
         else:
-            sink(source.take())
+            sink(parser.take())
             depth += 1 if char in "([{" else -1
             if depth <= 0:
                 return True
     return False
 
 
-def call_named(source: Source, output: Output, name: str) -> Steps[bool]:
+def call_named(parser: Parser, name: str) -> Steps[bool]:
     """Read the arguments of a call whose name came first; False if it is no call."""
-    if not is_name(name) or (yield from source.peek()) != "{":
+    if not is_name(name) or (yield from parser.peek()) != "{":
         return False
-    source.drop()
-    output.start(name)
-    yield from bracket(source, output.arguments)
+    parser.drop()
+    parser.start(name)
+    yield from bracket(parser, parser.arguments)
     return True
 
 
@@ -158,51 +156,51 @@ def sendable(text: str) -> str:
     return text.encode("utf8", "backslashreplace").decode("utf8")
 
 
-def _member(source: Source, draft: _Draft, *, is_open: bool) -> Steps[bool]:
+def _member(parser: Parser, draft: _Draft, *, is_open: bool) -> Steps[bool]:
     """Read one member of a call; False if it is invalid."""
-    key = yield from _string(source)
+    key = yield from _string(parser)
     if key is None:
         return False
-    yield from source.skip_space()
-    if not (yield from source.word(":")):
+    yield from parser.skip_space()
+    if not (yield from parser.word(":")):
         return False
-    yield from source.skip_space()
+    yield from parser.skip_space()
     if key == "name":
-        return draft.set_name((yield from _string(source)))
+        return draft.set_name((yield from _string(parser)))
     if key in _ARGUMENTS and not draft.has_arguments:
-        return (yield from _arguments(source, draft))
-    return (is_open or key in ("id", "type")) and (yield from _any_value(source))
+        return (yield from _arguments(parser, draft))
+    return (is_open or key in ("id", "type")) and (yield from _any_value(parser))
 
 
-def _arguments(source: Source, draft: _Draft) -> Steps[bool]:
-    char = yield from source.peek()
+def _arguments(parser: Parser, draft: _Draft) -> Steps[bool]:
+    char = yield from parser.peek()
     if char == "{":
-        return (yield from bracket(source, draft.add))
+        return (yield from bracket(parser, draft.add))
     if char == '"':  # JSON within JSON
-        text = yield from _string(source)
+        text = yield from _string(parser)
         if text is None or not text.lstrip().startswith("{"):
             return False
         draft.add(sendable(text))
         return True
-    if (yield from source.word("null")):
+    if (yield from parser.word("null")):
         draft.add("{}")
         return True
     return False
 
 
-def _any_value(source: Source) -> Steps[bool]:
-    char = yield from source.peek()
+def _any_value(parser: Parser) -> Steps[bool]:
+    char = yield from parser.peek()
     if char and char in "{[":
-        return (yield from bracket(source, _forget))
+        return (yield from bracket(parser, _forget))
     if char == '"':
-        return (yield from _string_text(source, _forget))
-    return (yield from source.all_of(_SCALAR)) != ""
+        return (yield from _string_text(parser, _forget))
+    return (yield from parser.all_of(_SCALAR)) != ""
 
 
-def _string(source: Source) -> Steps[str | None]:
+def _string(parser: Parser) -> Steps[str | None]:
     """Read a string; None if something else comes, or it breaks off."""
     parts: list[str] = []
-    if (yield from source.peek()) != '"' or not (yield from _string_text(source, parts.append)):
+    if (yield from parser.peek()) != '"' or not (yield from _string_text(parser, parts.append)):
         return None
     try:
         text: str = json.loads("".join(parts), strict=False)
@@ -211,19 +209,19 @@ def _string(source: Source) -> Steps[str | None]:
     return text
 
 
-def _string_text(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
+def _string_text(parser: Parser, sink: Callable[[str], None]) -> Steps[bool]:
     """Pass on a string with its quotes, as it is written. True if it is complete."""
-    quote = source.take()
+    quote = parser.take()
     sink(quote)
-    while char := (yield from source.peek()):
-        if text := source.run(_STRING):
+    while char := (yield from parser.peek()):
+        if text := parser.run(_STRING):
             sink(text)
             continue
-        sink(source.take())
+        sink(parser.take())
         if char == quote:
             return True
-        if char == "\\" and (yield from source.peek()):  # what is escaped
-            sink(source.take())
+        if char == "\\" and (yield from parser.peek()):  # what is escaped
+            sink(parser.take())
     return False
 
 
@@ -234,7 +232,7 @@ def _forget(_: str) -> None:
 # `[{"name": "f", "arguments": {...}}, ...]`, for forced calls if the model's format has no spelling
 PLAIN = ToolFormat(
     name="plain",
-    read=call_array,
+    read=lambda parser: call_array(parser, parser.tools),
     is_template=lambda _: False,
     opening="[",
     spelling=lambda _: Spelling(call=json_call, before="[", between=", ", after="]"),

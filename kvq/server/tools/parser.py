@@ -1,77 +1,192 @@
-"""Parser of tool calls: text in, events out."""
+"""Parser of tool calls: text in, events out, by generators that wait for more of the text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
-from kvq.server.tools.format import Schemas, Tool, ToolFormat
-from kvq.server.tools.output import Event, Output, no_call
-from kvq.server.tools.source import Source, Steps
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # yields where it needs more text
+Schemas = Mapping[str, Mapping[str, Any]]  # of the tools on offer, by name
+_SPACE = re.compile(r"\s+")
+
+
+class Event(NamedTuple):
+    """A piece of text to show; with a `call`, a part of that call of this answer, counted from 0.
+
+    A call's first event has its id and name, and no text. The texts of the others join to that of one JSON
+    object, its arguments.
+    """
+
+    text: str
+    call: int | None = None
+    id: str | None = None
+    name: str | None = None
 
 
 class Parser:  # D324: each character once; nothing is taken back
-    """Finds the tool calls in one answer of a model, while it is written."""
+    """Finds the tool calls in one answer of a model, while it is written.
+
+    Every character is looked at once: work is linear in the text, however it is cut. Text read after `hold`
+    is kept until `release` returns it or `drop` forgets it. White space before, between and after calls is
+    left out.
+    """
 
     def __init__(
-        self, format: ToolFormat, tools: Sequence[Tool] = (), *, max_calls: int | None = None
+        self,
+        read: Callable[["Parser"], Steps[None]],
+        tools: Schemas,
+        new_id: Callable[[], str],
+        max_calls: int | None = None,
     ) -> None:
-        """`tools`: those on offer. Formats without markers accept only calls of these."""
-        self._source = Source()
-        self._output = Output(format.new_id, max_calls)
-        self._steps = self._read(format, {tool.name: tool.parameters for tool in tools})
-
-    @property
-    def num_calls(self) -> int:
-        """Number of calls that have begun, including those beyond `max_calls`."""
-        return self._output.num_calls
+        """`read` reads a whole answer. `tools`: those on offer. Calls beyond `max_calls` are left out."""
+        self.tools = tools
+        self.num_calls = 0  # that have begun, including those beyond `max_calls`
+        self._steps = read(self)
+        self._new_id = new_id
+        self._max_calls = max_calls
+        self._piece = ""
+        self._at = 0
+        self._is_closed = False
+        self._held: list[str] | None = None
+        self._events: list[Event] = []
+        self._space = ""  # read, and not shown until something other than a call follows
+        self._follows_text = False
 
     def feed(self, text: str) -> list[Event]:
         """Read the next piece of text, and return the events known by then. Never raises."""
-        self._source.add(text)
+        assert self._at == len(self._piece), "a piece is read to its end before the next one comes"
+        self._piece, self._at = text, 0
         next(self._steps, None)
-        return self._output.drain()
+        return self._drain()
 
     def close(self) -> list[Event]:
         """End the text, and return the events that were held back. The parser can't be used afterwards."""
-        self._source.close()
+        self._is_closed = True
         next(self._steps, None)
-        self._output.finish()
-        return self._output.drain()
+        if self._space and (self._follows_text or not self.num_calls):
+            self._events.append(Event(self._space))
+        return self._drain()
 
-    def _read(self, format: ToolFormat, tools: Schemas) -> Steps[None]:
-        source, output = self._source, self._output
-        starts = [word for word in (*format.wraps, format.opening) if word]
-        while marker := (yield from _until_marker(source, output, starts, ends=format.ends)):
-            is_open = marker == format.opening
-            if not is_open:  # it wraps a call
-                yield from source.skip_space()
-                is_open = not format.opening or (yield from source.word(format.opening))
-            if not is_open or not (yield from format.read(source, output, tools)):
-                yield from no_call(source, output)
+    def _drain(self) -> list[Event]:
+        """Return the events since the last time; neighbours of one kind are one event."""
+        by_kind = groupby(self._events, lambda event: event[1:])
+        events = [Event("".join(one.text for one in group), *kind) for kind, group in by_kind]
+        self._events = []
+        return events
 
+    # Text that comes in
 
-def _until_marker(
-    source: Source, output: Output, markers: Sequence[str], *, ends: Sequence[str]
-) -> Steps[str]:
-    """Show text up to a marker, and read the marker; "" at the end of the text.
+    def peek(self) -> Steps[str]:
+        """Return the next character without reading it; "" at the end."""
+        while self._at == len(self._piece) and not self._is_closed:
+            yield
+        return self._piece[self._at : self._at + 1]
 
-    Text from the marker on is held in the source: if no call follows, it is shown. Markers of a single
-    character count at the start of a line only. Markers in `ends` are left out once there was a call.
-    """
-    words = (*markers, *ends)
-    plain = re.compile(f"[^{re.escape(''.join({word[0] for word in words}))}]+")
-    while char := (yield from source.peek()):
-        if text := source.run(plain):
-            output.text(text)
-            continue
-        if char in markers and not output.is_line_start:
-            output.text(source.take())
-            continue
-        source.hold()
-        word = yield from source.one_of(words)
-        if word and word not in ends:
-            return word
-        if word and output.num_calls:
-            source.drop()
+    def take(self) -> str:
+        """Read the character that was peeked at."""
+        return self._read(self._at + 1)
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Read the text that matches here in this piece, without waiting for the next one."""
+        match = pattern.match(self._piece, self._at)
+        return "" if match is None else self._read(match.end())
+
+    def all_of(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read all that matches a pattern of single characters, such as `[a-z]+`."""
+        found = []
+        while (yield from self.peek()) and (piece := self.run(pattern)):
+            found.append(piece)
+        return "".join(found)
+
+    def skip_space(self) -> Steps[None]:
+        yield from self.all_of(_SPACE)
+
+    def one_of(self, words: Sequence[str]) -> Steps[str]:
+        """Read one of some words, none a prefix of another. "" if none comes: the part that fits is read."""
+        read = ""
+        while char := (yield from self.peek()):
+            read += char
+            if not any(word.startswith(read) for word in words):
+                return ""
+            self.take()
+            if read in words:
+                return read
+        return ""
+
+    def word(self, word: str) -> Steps[bool]:
+        """Read a word. False if it does not come: characters that fit are read."""
+        return (yield from self.one_of((word,))) == word
+
+    def hold(self) -> None:
+        """Keep the text that is read from here on."""
+        self._held = []
+
+    def release(self) -> str:
+        """Return the text read since `hold`, and keep no more."""
+        text = "".join(self._held or ())
+        self._held = None
+        return text
+
+    def drop(self) -> None:
+        """Forget the text read since `hold`, and keep no more."""
+        self._held = None
+
+    def _read(self, end: int) -> str:
+        text = self._piece[self._at : end]
+        self._at = end
+        if self._held is not None:
+            self._held.append(text)
+        return text
+
+    # Events that go out
+
+    @property
+    def is_line_start(self) -> bool:
+        """True if only white space, if anything, stands between here and a line's start or a call."""
+        return not self._follows_text or "\n" in self._space
+
+    def show(self, text: str) -> None:
+        """Give out text; white space at its end only if something other than a call follows."""
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._follows_text = True
+            self._events.append(Event(shown))
+
+    def start(self, name: str) -> None:
+        """Give out the beginning of a call."""
+        self._space = ""
+        self._follows_text = False
+        if self._is_wanted(self.num_calls):
+            self._events.append(Event("", self.num_calls, self._new_id(), name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the last call."""
+        index = self.num_calls - 1
+        if text and self._is_wanted(index):
+            self._events.append(Event(text, index))
+
+    def end_of_call(self, end: str) -> Steps[None]:
+        """Read the marker behind a call, if it comes."""
+        self.hold()
+        yield from self.skip_space()
+        if (yield from self.word(end)):
+            self.drop()
         else:
-            yield from no_call(source, output)
-    return ""
+            yield from self.no_call()
+
+    def no_call(self) -> Steps[None]:
+        """Show held text, which was no call. Behind a call, the rest of an answer that breaks off is left
+        out.
+        """
+        is_behind_call = self.num_calls > 0 and not self._follows_text
+        if is_behind_call and not (yield from self.peek()):
+            self.drop()
+        else:
+            self.show(self.release())
+
+    def _is_wanted(self, index: int) -> bool:
+        return self._max_calls is None or index < self._max_calls

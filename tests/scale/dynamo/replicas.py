@@ -22,8 +22,7 @@ from kvq.bench.serve.process import free_port
 from kvq.blockmgr import BlockManager
 from kvq.server.kv_events.config import EventsConfig, Form
 from kvq.server.kv_events.publisher import Publisher
-from kvq.server.kv_events.stream import EventStream
-from kvq.server.kv_events.wire import Change
+from kvq.server.kv_events.stream import Change, EventStream
 from tests.waiting import HANG_S
 
 SIZE = 4  # tokens of a block
@@ -39,8 +38,8 @@ class Replica:
         self.manager = BlockManager(num_blocks=[24], block_size=SIZE, host_slots=[8])
         self.publisher = Publisher(self.config, block_size=SIZE, on_join=self._joined)
         self._loses, self._rng, self._has_joined = loses, random.Random(seed), False
-        self.stream = EventStream(self.manager, self)
-        self.stream.followed.include("")
+        self.stream = EventStream(self.manager, self.put)
+        self.stream.include("")
         self.flush()
 
     def put(self, changes: Sequence[Change]) -> bool:

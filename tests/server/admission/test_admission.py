@@ -354,7 +354,7 @@ def test_a_keys_requests_count_as_often_as_they_generate():
     with pytest.raises(Problem, match="5 sequences at once; 4 are allowed") as refused, enter("a", 5):
         pass
     assert refused.value.status == 400
-    with world.admission.enter_text_request("a"):  # what the engine does not see counts too
+    with world.admission.tenants["a"].active():  # what the engine does not see counts too
         assert [world.status("a") for _ in range(2)] == [200, 200]
         with pytest.raises(Problem), enter("a", 4):
             pass
@@ -392,7 +392,7 @@ def test_requests_a_minute_refill_steadily():
 def test_tokens_a_minute_are_paid_afterwards():
     world = World(TenantLimits(tokens_per_minute=100))
     with world.admission.enter("a", SequenceSlots()):
-        world.admission.charge("a", 250)
+        world.admission.tenants["a"].charge(250)
     assert world.status("a") == 429
     world.now += 60
     assert world.status("a") == 429
@@ -430,4 +430,4 @@ def test_random_comings_and_goings_leave_nothing_behind():
     assert world.admission.load == 0
     assert world.admission._waiting_tokens == 0
     assert world.admission._overcommit == 0
-    assert all(tenant.num_active == 0 for tenant in world.admission._tenants.values())
+    assert all(tenant.num_active == 0 for tenant in world.admission.tenants.values())

@@ -7,7 +7,7 @@ import pytest
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.server.admission.bodies import ChatMessage
-from kvq.server.admission.prompts import Conversation, Prompts
+from kvq.server.admission.prompts import Prompts
 from kvq.server.admission.service import Service, describe
 from kvq.server.http.problems import Problem
 from kvq.server.reading import Readers, Setup
@@ -46,7 +46,7 @@ def test_readers_use_the_template_that_was_given():
         prompts = Prompts(Readers(Setup(folder=str(folder), chat_template=TEMPLATE)), tokenizer)
         try:
             await prompts.start()
-            return list(await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="Lear")])))
+            return list(await prompts.chat(([ChatMessage(role="user", content="Lear")], {})))
         finally:
             prompts.close()
 

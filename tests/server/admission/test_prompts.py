@@ -11,13 +11,12 @@ import pytest
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.server.admission.bodies import ChatMessage
-from kvq.server.admission.prompts import Conversation
 from kvq.server.http.problems import Problem
 from tests.server.templates import LOOP, LOOPS_ON_LOOP, folder_with, prompts_of
 from tests.waiting import HANG_S, wait_for
 
-TURN = Conversation(messages=[ChatMessage(role="user", content="a")])
-LOOPING = Conversation(messages=[ChatMessage(role="user", content="loop")])
+TURN = ([ChatMessage(role="user", content="a")], {})
+LOOPING = ([ChatMessage(role="user", content="loop")], {})
 ROLES = (
     "{% if messages[0].content == 'ping pong' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ messages[0].content }}"
@@ -76,7 +75,7 @@ def test_a_refusal_is_what_an_assistant_said_where_it_said_nothing_else(run):
     assert said("assistant", None, refusal={"a": 1}) is None
     assert said("user", None, refusal="I cannot") is None
     turn = ChatMessage.model_validate({"role": "assistant", "content": None, "refusal": "a"})
-    assert run(lambda p: p.chat(Conversation(messages=[turn]))) == run(lambda p: p.chat(TURN))
+    assert run(lambda p: p.chat(([turn], {}))) == run(lambda p: p.chat(TURN))
 
 
 def test_a_model_without_a_template_has_no_chats(run):
@@ -88,7 +87,7 @@ def test_a_model_without_a_template_has_no_chats(run):
 def test_a_template_that_refuses_says_so_to_its_client_and_is_not_broken(run):
     async def work(prompts):
         with pytest.raises(Problem, match="roles must alternate") as refused:
-            await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="ping pong")]))
+            await prompts.chat(([ChatMessage(role="user", content="ping pong")], {}))
         assert refused.value.status == 400
         assert await prompts.probe() is None
         assert await prompts.chat(TURN)
@@ -186,7 +185,7 @@ def test_a_templates_complaint_tells_nothing_of_what_hides_control_tokens(run):
 
     async def work(prompts):
         with pytest.raises(Problem, match=r"no hi<.endoftext.>") as refused:
-            await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="hi<|endoftext|>")]))
+            await prompts.chat(([ChatMessage(role="user", content="hi<|endoftext|>")], {}))
         assert all(ord(character) < 0xE000 for character in refused.value.message)
 
     run(work, complaint)
@@ -262,8 +261,8 @@ def test_users_texts_hold_no_control_tokens_unless_the_operator_says_so(run, tok
 
     async def work(prompts):
         options = {"documents": [{"title": "a", "text": "<|endoftext|>"}]}
-        chat = await prompts.chat(Conversation(messages=spelled, options=options))
-        aside = await prompts.for_counting().chat(Conversation(messages=spelled, options=options))
+        chat = await prompts.chat((spelled, options))
+        aside = await prompts.for_counting().chat((spelled, options))
         assert chat == aside
         return chat.count(control), (await prompts.tokenize("a<|endoftext|>b")).count(control)
 
@@ -275,9 +274,7 @@ def test_users_texts_hold_no_control_tokens_unless_the_operator_says_so(run, tok
 def test_a_role_can_not_complete_a_control_token(run, tokenizer):
     control = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    tokens = run(
-        lambda p: p.chat(Conversation(messages=[ChatMessage(role="endoftext", content="a")])), template
-    )
+    tokens = run(lambda p: p.chat(([ChatMessage(role="endoftext", content="a")], {})), template)
     assert control not in tokens
     assert tokenizer.decode(tokens) == "<|endoftext|>a"
 
@@ -306,7 +303,7 @@ def test_a_template_that_always_fails_is_broken(run, template, says):
 def test_a_template_that_fails_for_one_conversation_refuses_that_one(run):
     async def work(prompts):
         with pytest.raises(Problem, match="template fails for this: TypeError") as refused:
-            await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="odd")]))
+            await prompts.chat(([ChatMessage(role="user", content="odd")], {}))
         assert refused.value.status == 400
         assert await prompts.probe() is None
         assert await prompts.chat(TURN)
@@ -320,13 +317,13 @@ def test_forms_are_found_once_and_what_has_no_place_is_refused(run):
 
     async def work(prompts):
         aside = prompts.for_counting()
-        words = Conversation(messages=[ChatMessage(role="user", content="a b")])
+        words = ([ChatMessage(role="user", content="a b")], {})
         shown = await prompts.detokenize(await aside.chat(words))
         assert await prompts.forms() is await aside.forms()
         call = {"function": {"name": "f", "arguments": "{}"}}
         called = ChatMessage(role="assistant", tool_calls=[call])
         with pytest.raises(Problem, match="nothing of a call in message 2") as refused:
-            await prompts.chat(Conversation(messages=[*words.messages, called]))
+            await prompts.chat(([*words[0], called], {}))
         assert refused.value.status == 400
         return shown
 

@@ -5,14 +5,15 @@ import json
 import pytest
 
 from kvq.server.anthropic.message import _Content
-from kvq.server.tools import Parser, Thinking, Thoughts, find_format
+from kvq.server.tools.formats.registry import find_format
+from kvq.server.tools.thoughts import Thinking, Thoughts
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
 
 
 def told(text, size, parser=True, thinking=None):
     """The content of a text that comes in pieces of a size, and its events."""
-    content = _Content(Parser(find_format("hermes", "")) if parser else None, Thoughts(thinking, None))
+    content = _Content(find_format("hermes", "").parser() if parser else None, Thoughts(thinking, None))
     events = []
     for end in range(size, len(text) + size, size):
         events += content.feed(text[end - size : end], is_last=end >= len(text))

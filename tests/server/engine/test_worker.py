@@ -11,9 +11,9 @@ from kvq.engine.requests.request_options import RequestOptions
 from kvq.engine.sampling.logprobs import TokenLogprobs
 from kvq.engine.steps.core import EngineCore
 from kvq.server.engine import frames
-from kvq.server.engine.frames import from_engine
+from kvq.server.engine.frames import from_engine, read
+from kvq.server.engine.memory import Memory
 from kvq.server.engine.messages import Ended, Submit, pack
-from kvq.server.engine.process_stats import Memory
 from kvq.server.engine.worker import Worker
 
 
@@ -33,7 +33,7 @@ def test_log_probabilities_beyond_a_frame_fail_their_own_request(core, monkeypat
         worker = Worker(theirs)
         worker._ended = [Ended(number=1, prompt_logprobs=scored), Ended(number=2)]
         worker._tell(core, Memory(core.model.weights.device))
-        stepped = from_engine.read(ours)
+        stepped = read(ours, from_engine)
     large, other = stepped.ended
     assert (large.number, large.kind, large.prompt_logprobs) == (1, "request", None)
     assert "can't be sent: a message of" in large.error

@@ -2,13 +2,14 @@
 
 import logging
 import ssl
+from functools import partial
 
 import pytest
 import trustme
 
 from kvq.errors import ConfigError
 from kvq.server.admission.config import read_keys
-from kvq.server.http.credentials import Access, Credentials, Tls
+from kvq.server.http.credentials import Access, Credentials, tls_context
 from kvq.server.http.guard import Guard
 from tests.server.http.test_guard import ask
 from tests.server.http.test_listener import World
@@ -135,7 +136,7 @@ class Certificates:
 
 def test_handshakes_from_then_on_get_the_new_certificate_and_open_connections_live_on(tmp_path, caplog):
     files = Certificates(tmp_path)
-    credentials = Credentials(Access(), Tls(certificate=files.tls_files[0], key=files.tls_files[1]))
+    credentials = Credentials(Access(), partial(tls_context, *files.tls_files))
     with World(tls=lambda: credentials.context) as world:
         before = files.client.wrap_socket(world.connect(), server_hostname="localhost")
         wanted = files.issue()
@@ -161,8 +162,7 @@ def test_handshakes_from_then_on_get_the_new_certificate_and_open_connections_li
 def test_a_certificate_of_another_key_changes_nothing_not_even_the_keys(tmp_path):
     """All that is read together counts together."""
     files, given = Certificates(tmp_path), [Access(api_keys=("a",)), Access(api_keys=("b",))]
-    tls = Tls(certificate=files.tls_files[0], key=files.tls_files[1])
-    credentials = Credentials(given[0], tls, lambda: given[1])
+    credentials = Credentials(given[0], partial(tls_context, *files.tls_files), lambda: given[1])
     kept, old = credentials.context, files.tls_files[1].read_text()
     files.issue()
     files.tls_files[1].write_text(old)

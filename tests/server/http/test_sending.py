@@ -6,9 +6,11 @@ import json
 import pytest
 
 from kvq.server.http import sending
-from kvq.server.http.problems import OPENAI, unavailable
+from kvq.server.http.problems import last_event, unavailable
 from kvq.server.http.sending import MAX_BEHIND, EventStream
 from tests.waiting import HANG_S, wait_for_async
+
+PATH = "/v1/completions"
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ async def numbers(count, size, closed, fail=None):
 async def run(reader, chunks, **options):
     ends = []
     stream = EventStream(
-        chunks, on_cut=lambda: ends.append("cut"), on_end=lambda: ends.append("end"), **options
+        chunks, PATH, on_cut=lambda: ends.append("cut"), on_end=lambda: ends.append("end"), **options
     )
     await stream({"type": "http", "state": {"kvq_transport": reader}}, reader.receive, reader.send)
     return ends
@@ -70,7 +72,7 @@ def test_everything_arrives_in_order_and_the_stream_ends():
         reader, closed = Reader(), []
         assert await run(reader, numbers(500, 300, closed)) == ["end"]
         assert [event["i"] for event in events(reader.body)] == list(range(500))
-        assert reader.body.endswith(OPENAI.done)
+        assert reader.body.endswith(last_event(PATH))
         assert reader.got[-1]["more_body"] is False
         assert closed == [True]
 
@@ -110,7 +112,7 @@ def test_a_burst_is_no_fault_of_its_reader():
 
         assert await run(reader, burst()) == ["end"]
         assert [event["i"] for event in events(reader.body)] == list(range(300))
-        assert reader.body.endswith(OPENAI.done)
+        assert reader.body.endswith(last_event(PATH))
 
     asyncio.run(main())
 
@@ -161,6 +163,6 @@ def test_failures_are_the_last_event_and_say_nothing_of_foreign_texts():
             *_, last = events(reader.body)
             assert last["error"]["type"] == kind
             assert b"canary" not in reader.body
-            assert OPENAI.done not in reader.body
+            assert last_event(PATH) not in reader.body
 
     asyncio.run(main())

@@ -18,7 +18,6 @@ from kvq.server import check
 from kvq.server.admission.config import ServerConfig
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.publisher import Publisher
-from kvq.server.kv_events.wire import Cleared, Entered
 from tests.server.kit import Server
 from tests.server.kv_events.router import Router
 from tests.waiting import HANG_S, wait_for
@@ -44,8 +43,8 @@ def socket(kind: int, where: str, topic: str = "") -> Iterator[object]:
         context.destroy(linger=0)
 
 
-def block(name: int) -> Entered:
-    return Entered(name, None, (7).to_bytes(4, "little"))
+def block(name: int) -> tuple[int, None, bytes]:
+    return name, None, (7).to_bytes(4, "little")
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_batches_come_in_order_and_missed_ones_again(config):
         with socket(zmq.SUB, config.address, "kv@here") as events:
             wait_for(lambda: joined, "the publisher sees a subscriber")
             publisher.put([block(1)])
-            publisher.put([block(2), Cleared()])
+            publisher.put([block(2), None])
             got = [events.recv_multipart() for _ in range(2)]
         assert [topic for topic, _, _ in got] == [b"kv@here@tiny"] * 2
         first, second = (int.from_bytes(number, "big") for _, number, _ in got)
@@ -86,7 +85,7 @@ def test_numbers_never_fall_from_one_engine_to_the_next_on_an_address(config):
     for _ in range(2):
         publisher = Publisher(config, block_size=1)
         with socket(zmq.DEALER, config.replay) as replay:
-            publisher.put([Cleared()])
+            publisher.put([None])
             wait_for(lambda kept=publisher._kept: kept, "the batch is sent")
             replay.send_multipart((b"", bytes(8)))
             numbers.append(replay.recv_multipart()[2])

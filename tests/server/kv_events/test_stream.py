@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from kvq.blockmgr import BlockManager
-from kvq.server.kv_events.stream import EventStream
-from kvq.server.kv_events.wire import Change, Cleared, Entered, Left, encode, name_of
+from kvq.server.kv_events.stream import Change, EventStream, encode, name_of
 from tests.blockmgr.drive import TENANTS, random_simulation, random_step
 from tests.blockmgr.helpers import cache, manager, run
 from tests.server.kv_events.router import Router, tokens_of
@@ -51,7 +50,7 @@ def following(blocks: BlockManager, *tenants: str, refused: float = 0.0) -> tupl
     sink = Sink(blocks, refused)
     stream = EventStream(blocks, sink.put)
     for tenant in tenants:
-        stream.followed.include(tenant)
+        stream.include(tenant)
     return stream, sink
 
 
@@ -115,7 +114,7 @@ def test_a_prompt_is_one_event_and_so_is_its_eviction() -> None:
 
 def test_earlier_readers_get_the_same_fields_in_their_order() -> None:
     tokens = b"".join(token.to_bytes(4, "little") for token in (5, 6))
-    changes = (Cleared(), Entered(7, None, tokens), Entered(8, 7, tokens), Left(8), Left(7))
+    changes = (None, (7, None, tokens), (8, 7, tokens), 8, 7)
     ts, events, rank = msgspec.msgpack.decode(encode(changes, block_size=2, now=1.5, form="arrays"))
     assert (ts, rank) == (1.5, 0)
     assert events == [

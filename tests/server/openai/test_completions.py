@@ -12,7 +12,8 @@ from kvq.server.engine.messages import Ended
 from kvq.server.http.guard import Access
 from kvq.server.openai.chat import Chat
 from kvq.server.openai.completions import Completions
-from kvq.server.tools import Thinking, ToolCalling
+from kvq.server.tools.calling import ToolCalling
+from kvq.server.tools.thoughts import Thinking
 from tests.server import asgi
 
 BEGIN, END = 1, 2  # what the tokenizer puts before texts; what ends thoughts

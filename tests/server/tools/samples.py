@@ -2,7 +2,8 @@
 
 import json
 
-from kvq.server.tools import FORMATS, CallArguments, CallStart, Parser, Text, Tool
+from kvq.server.tools.format import Tool
+from kvq.server.tools.formats.registry import FORMATS
 from kvq.server.tools.json_calls import PLAIN
 
 BAR, LOW = "\uff5c", "\u2581"
@@ -109,7 +110,7 @@ ALL = FORMATS | {"plain": PLAIN}
 
 def events_of(format, pieces, tools=TOOLS, **options):
     """All events of an answer."""
-    parser = Parser(ALL[format], tools, **options)
+    parser = ALL[format].parser(tools, **options)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return events + parser.close()
 
@@ -118,16 +119,18 @@ def read(format, pieces, tools=TOOLS, **options):
     """(text, [(name, arguments' text)]) of an answer; the events' order is checked."""
     text, calls, ids = "", [], set()
     for event in events_of(format, pieces, tools, **options):
-        if isinstance(event, Text):
+        if event.call is None:
             assert event.text
+            assert (event.id, event.name) == (None, None)
             text += event.text
-        elif isinstance(event, CallStart):
-            assert event.index == len(calls)
+        elif event.name is not None:
+            assert event.call == len(calls)
+            assert event.text == ""
             ids.add(event.id)
             calls.append((event.name, ""))
         else:
-            assert isinstance(event, CallArguments)
-            assert event.index == len(calls) - 1
+            assert event.id is None
+            assert event.call == len(calls) - 1
             name, before = calls[-1]
             calls[-1] = (name, before + event.text)
     assert len(ids) == len(calls), "no two calls have the same id"

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from kvq.server.tools.format import Tool, Wording
+from kvq.server.tools.format import Tool
 from tests.server.tools.samples import ALL, BAR, LOW, read
 
 TOOLS = [
@@ -73,11 +73,11 @@ def written(vocabulary, grammar, rng):
 
 @pytest.mark.parametrize(("name", "template"), TEMPLATES)
 def test_what_a_grammar_lets_through_are_calls_that_fit(vocabulary, name, template):
-    wording = Wording(template=template, special=vocabulary[2])
     tools = {tool.name: tool for tool in TOOLS}
     for seed in range(6):
         most = 1 if seed % 2 else 3
-        text = written(vocabulary, ALL[name].grammar(TOOLS, wording, most), random.Random(seed))
+        grammar = ALL[name].grammar(TOOLS, most, template=template, special=vocabulary[2])
+        text = written(vocabulary, grammar, random.Random(seed))
         shown, calls = read(name, text, TOOLS)
         assert shown == ""
         assert 1 <= len(calls) <= most
@@ -87,8 +87,8 @@ def test_what_a_grammar_lets_through_are_calls_that_fit(vocabulary, name, templa
 
 def test_forced_calls_are_spelled_as_the_model_spells_them(vocabulary):
     def text(name, template):
-        wording = Wording(template=template, special=vocabulary[2])
-        return written(vocabulary, ALL[name].grammar([Tool(name="f")], wording, 1), random.Random(0))
+        grammar = ALL[name].grammar([Tool(name="f")], 1, template=template, special=vocabulary[2])
+        return written(vocabulary, grammar, random.Random(0))
 
     assert text("hermes", "") == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     assert text("llama3_json", "") == '{"name": "f", "parameters": {}}'
@@ -101,5 +101,5 @@ def test_forced_calls_are_spelled_as_the_model_spells_them(vocabulary):
 
 def test_a_schema_may_not_switch_checks_off(vocabulary):
     tool = Tool(name="f", parameters={"x-guidance": {"lenient": True}, "properties": {"a": {"not": {}}}})
-    grammar = ALL["plain"].grammar([tool], Wording(), 1)
+    grammar = ALL["plain"].grammar([tool], 1, special={})
     assert LLMatcher(vocabulary[0], LLMatcher.grammar_from_lark(grammar)).get_error()

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.server.tools import CallArguments, CallStart, Parser, Text
 from tests.server.tools.samples import ALL, BAR, LOW, SPELLINGS, TOOLS, WEATHER, events_of, hermes, read
 
 CALLS = [("get_weather", WEATHER), ("now", {})]
@@ -60,9 +59,9 @@ def chunks(text, rng):
 
 def test_nothing_of_a_marker_is_shown_while_a_call_may_follow(spelling):
     format, write, _ = spelling
-    parser = Parser(ALL[format], TOOLS)
+    parser = ALL[format].parser(TOOLS)
     for char in write(CALLS):
-        assert not any(isinstance(event, Text) for event in parser.feed(char))
+        assert not any(event.call is None for event in parser.feed(char))
 
 
 def test_arguments_grow_while_they_are_written(spelling):
@@ -70,9 +69,9 @@ def test_arguments_grow_while_they_are_written(spelling):
     if format in ("qwen3_coder", "pythonic"):
         pytest.skip("comes value by value, or call by call")
     text = write([("get_weather", {"city": "x" * 1000})])
-    parser = Parser(ALL[format], TOOLS)
+    parser = ALL[format].parser(TOOLS)
     events = parser.feed(text[: text.index("xxx") + 500])
-    assert [type(event) for event in events] == [CallStart, CallArguments]
+    assert [(event.call, event.name) for event in events] == [(0, "get_weather"), (0, None)]
     assert "x" * 499 in events[1].text
 
 

@@ -9,7 +9,7 @@ from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.grammar.source import GrammarLimits, grammar_text
 from kvq.engine.grammar.worker import as_lark
 from kvq.errors import ConfigError
-from kvq.server.tools import Thinking, Thoughts
+from kvq.server.tools.thoughts import Thinking, Thoughts
 
 THINK = Thinking(begin="<think>", end="</think>", end_id=9)
 R1 = "{{ bos_token }}<Assistant><think>\n"

@@ -7,10 +7,9 @@ Source: the chat templates of DeepSeek V3, R1 and V3.1.
 
 import re
 
-from kvq.server.tools.format import Schemas, Spelling, ToolFormat, Wording
+from kvq.server.tools.format import Spelling, ToolFormat
 from kvq.server.tools.json_calls import call_named
-from kvq.server.tools.output import Output, end_of_call
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 
 def _mark(words: str) -> str:
@@ -23,29 +22,29 @@ _FENCE, _CLOSING_FENCE = "```json", "```"
 _WORD = re.compile(r"[^\s<{`]+")
 
 
-def _read(source: Source, output: Output, _: Schemas) -> Steps[bool]:
-    name = yield from source.all_of(_WORD)
-    if not (yield from source.word(_SEPARATOR)):
+def _read(parser: Parser) -> Steps[bool]:
+    name = yield from parser.all_of(_WORD)
+    if not (yield from parser.word(_SEPARATOR)):
         return False
-    yield from source.skip_space()
-    if (yield from source.peek()) not in ("{", "`"):  # what came first was the type
-        name = yield from source.all_of(_WORD)
-        yield from source.skip_space()
-    is_fenced = (yield from source.peek()) == "`"
+    yield from parser.skip_space()
+    if (yield from parser.peek()) not in ("{", "`"):  # what came first was the type
+        name = yield from parser.all_of(_WORD)
+        yield from parser.skip_space()
+    is_fenced = (yield from parser.peek()) == "`"
     if is_fenced:
-        if not (yield from source.word(_FENCE)):
+        if not (yield from parser.word(_FENCE)):
             return False
-        yield from source.skip_space()
-    if not (yield from call_named(source, output, name)):
+        yield from parser.skip_space()
+    if not (yield from call_named(parser, name)):
         return False
     if is_fenced:
-        yield from end_of_call(source, output, _CLOSING_FENCE)
-    yield from end_of_call(source, output, _END)
+        yield from parser.end_of_call(_CLOSING_FENCE)
+    yield from parser.end_of_call(_END)
     return True
 
 
-def _spelling(wording: Wording) -> Spelling:
-    if _FENCE in wording.template:
+def _spelling(template: str) -> Spelling:
+    if _FENCE in template:
         return Spelling(
             call=lambda name: (
                 f"{_BEGIN}function{_SEPARATOR}{name}\n{_FENCE}\n",

@@ -3,22 +3,21 @@
 Source: the chat templates of Hermes 2 Pro, Qwen 2.5 and Qwen 3.
 """
 
-from kvq.server.tools.format import Schemas, Spelling, ToolFormat, Wording, json_call
+from kvq.server.tools.format import Spelling, ToolFormat, json_call
 from kvq.server.tools.json_calls import call_object
-from kvq.server.tools.output import Output, end_of_call
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
-def _read(source: Source, output: Output, _: Schemas) -> Steps[bool]:
-    if not (yield from source.word("{")) or not (yield from call_object(source, output)):
+def _read(parser: Parser) -> Steps[bool]:
+    if not (yield from parser.word("{")) or not (yield from call_object(parser)):
         return False
-    yield from end_of_call(source, output, _END)
+    yield from parser.end_of_call(_END)
     return True
 
 
-def _spelling(_: Wording) -> Spelling:
+def _spelling(_: str) -> Spelling:
     def call(name: str) -> tuple[str, str]:
         begin, end = json_call(name)
         return f"{_BEGIN}\n{begin}", f"{end}\n{_END}"

@@ -6,25 +6,24 @@ Source: the chat templates of Llama 3.1 to 4.
 
 import re
 
-from kvq.server.tools.format import Schemas, Spelling, ToolFormat, json_call
+from kvq.server.tools.format import Spelling, ToolFormat, json_call
 from kvq.server.tools.json_calls import call_object
-from kvq.server.tools.output import Output, no_call
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 _BEGINS = ("<|python_tag|>", "<|python_start|>")
 _BETWEEN = re.compile(r"[\s;,]+")
 
 
-def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
+def _read(parser: Parser) -> Steps[bool]:
     """Read a call; leave out the separator before the next one."""
-    if not (yield from call_object(source, output, tools)):
+    if not (yield from call_object(parser, parser.tools)):
         return False
-    source.hold()
-    yield from source.all_of(_BETWEEN)
-    if (yield from source.peek()) == "{":
-        source.drop()
+    parser.hold()
+    yield from parser.all_of(_BETWEEN)
+    if (yield from parser.peek()) == "{":
+        parser.drop()
     else:
-        yield from no_call(source, output)
+        yield from parser.no_call()
     return True
 
 

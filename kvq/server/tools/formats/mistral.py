@@ -8,41 +8,40 @@ import re
 import secrets
 import string
 
-from kvq.server.tools.format import Schemas, Spelling, ToolFormat, Wording, json_call
+from kvq.server.tools.format import Spelling, ToolFormat, json_call
 from kvq.server.tools.json_calls import call_array, call_named, is_name
-from kvq.server.tools.output import Output
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 _BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _WORD = re.compile(r"[^\s\[{]+")
 _ANY_ID = "\0id"
 
 
-def _read(source: Source, output: Output, _: Schemas) -> Steps[bool]:
-    if (yield from source.peek()) == "[":
-        source.take()
-        return (yield from call_array(source, output))
-    name = yield from source.all_of(_WORD)
+def _read(parser: Parser) -> Steps[bool]:
+    if (yield from parser.peek()) == "[":
+        parser.take()
+        return (yield from call_array(parser))
+    name = yield from parser.all_of(_WORD)
     if not is_name(name):
         return False
-    while (yield from source.peek()) == "[":
-        marker = yield from source.one_of((_ID, _ARGUMENTS))
+    while (yield from parser.peek()) == "[":
+        marker = yield from parser.one_of((_ID, _ARGUMENTS))
         if not marker:
             return False
         if marker == _ID:
-            yield from source.all_of(_WORD)
-    yield from source.skip_space()
-    return (yield from call_named(source, output, name))
+            yield from parser.all_of(_WORD)
+    yield from parser.skip_space()
+    return (yield from call_named(parser, name))
 
 
-def _spelling(wording: Wording) -> Spelling:
-    if _ARGUMENTS in wording.template:
-        call_id = _ID + _ANY_ID if _ID in wording.template else ""
+def _spelling(template: str) -> Spelling:
+    if _ARGUMENTS in template:
+        call_id = _ID + _ANY_ID if _ID in template else ""
         return Spelling(
             call=lambda name: (f"{_BEGIN}{name}{call_id}{_ARGUMENTS}", ""),
             rules={_ANY_ID: "/[a-zA-Z0-9]{9}/"},
         )
-    begin = f"{_BEGIN} [" if f"{_BEGIN} [" in wording.template else f"{_BEGIN}["
+    begin = f"{_BEGIN} [" if f"{_BEGIN} [" in template else f"{_BEGIN}["
     return Spelling(call=json_call, before=begin, between=", ", after="]")
 
 

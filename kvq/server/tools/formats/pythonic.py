@@ -8,38 +8,37 @@ import ast
 import re
 import warnings
 
-from kvq.server.tools.format import Schemas, ToolFormat
+from kvq.server.tools.format import ToolFormat
 from kvq.server.tools.json_calls import bracket, write_json
-from kvq.server.tools.output import Output
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 _NAME = re.compile(r"[\w.]+")
 _PLAIN = re.compile(r"""[^"'()\[\]{}]+""")
 _MAX_CALL = 1 << 18  # characters that Python's parser gets to see
 
 
-def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
+def _read(parser: Parser) -> Steps[bool]:
     """Give out a list's calls; False if the held text is not one of them."""
     separator = ","
     while separator == ",":
-        yield from source.skip_space()
-        name = yield from source.all_of(_NAME)
-        if name not in tools or (yield from source.peek()) != "(":
+        yield from parser.skip_space()
+        name = yield from parser.all_of(_NAME)
+        if name not in parser.tools or (yield from parser.peek()) != "(":
             return False
         parts: list[str] = []
-        is_whole = yield from bracket(source, parts.append, _PLAIN)
+        is_whole = yield from bracket(parser, parts.append, _PLAIN)
         arguments = _arguments("".join(parts)) if is_whole else None
         if arguments is None:
             return False
-        source.drop()
-        output.start(name)
-        output.arguments(arguments)
-        source.hold()
-        yield from source.skip_space()
-        separator = yield from source.one_of((",", "]"))
+        parser.drop()
+        parser.start(name)
+        parser.arguments(arguments)
+        parser.hold()
+        yield from parser.skip_space()
+        separator = yield from parser.one_of((",", "]"))
     if not separator:
         return False
-    source.drop()
+    parser.drop()
     return True
 
 

@@ -4,73 +4,87 @@ A value is text; the tool's schema says what it means. Each is given out when it
 Source: the chat template of Qwen 3 Coder, which puts tags and values on lines of their own.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from ast import literal_eval
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
-from kvq.server.tools.format import Schemas, ToolFormat
-from kvq.server.tools.formats.values import value_of
+from kvq.server.tools.format import ToolFormat
 from kvq.server.tools.json_calls import is_name, write_json
-from kvq.server.tools.output import Output
-from kvq.server.tools.source import Source, Steps
+from kvq.server.tools.parser import Parser, Steps
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^>\s]+")
 _NO_TAG = re.compile(r"[^<]+")
+_MOST_PARTS = 128  # of schemas that are looked at for a value; some refer to themselves
+_OPEN = object()  # of no kind: only schemas that name none allow it
+_PYTHON = {"True": True, "TRUE": True, "False": False, "FALSE": False, "None": None}
+_KINDS: dict[str, Any] = {
+    "string": lambda value: isinstance(value, str),
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: _KINDS["number"](value) and value == value // 1,
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+}
 
 
-def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
-    name = yield from source.all_of(_NAME)
-    if not is_name(name) or not (yield from source.word(">")):
+def _read(parser: Parser) -> Steps[bool]:
+    name = yield from parser.all_of(_NAME)
+    if not is_name(name) or not (yield from parser.word(">")):
         return False
-    source.drop()
-    output.start(name)
-    yield from _parameters(source, output, tools.get(name, {}))
+    parser.drop()
+    parser.start(name)
+    yield from _parameters(parser, parser.tools.get(name, {}))
     return True
 
 
-def _parameters(source: Source, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
+def _parameters(parser: Parser, schema: Mapping[str, Any]) -> Steps[None]:
     """Give out a call's arguments; those of one that breaks off stay open."""
     before = "{"
-    while (name := (yield from _parameter(source))) is not None:
-        text = yield from _value(source)
+    while (name := (yield from _parameter(parser))) is not None:
+        text = yield from _value(parser)
         if text is None:
             return
-        output.arguments(f"{before}{write_json(name)}: {_as_json(text, name, schema)}")
+        parser.arguments(f"{before}{write_json(name)}: {_as_json(text, name, schema)}")
         before = ", "
-    held = source.release()
+    held = parser.release()
     if held.strip() in (_END_FUNCTION, _END):
-        output.arguments("{}" if before == "{" else "}")
-    elif (yield from source.peek()):
-        output.arguments("{}" if before == "{" else "}")
-        output.text(held)
+        parser.arguments("{}" if before == "{" else "}")
+    elif (yield from parser.peek()):
+        parser.arguments("{}" if before == "{" else "}")
+        parser.show(held)
 
 
-def _parameter(source: Source) -> Steps[str | None]:
+def _parameter(parser: Parser) -> Steps[str | None]:
     """Read a parameter's name; None if something else comes, which is held."""
-    source.hold()
-    yield from source.skip_space()
-    if (yield from source.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
+    parser.hold()
+    yield from parser.skip_space()
+    if (yield from parser.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
         return None
-    name = yield from source.all_of(_NAME)
-    if not name or not (yield from source.word(">")):
+    name = yield from parser.all_of(_NAME)
+    if not name or not (yield from parser.word(">")):
         return None
-    source.drop()
+    parser.drop()
     return name
 
 
-def _value(source: Source) -> Steps[str | None]:
+def _value(parser: Parser) -> Steps[str | None]:
     """Read a parameter's text without the line breaks around it; None if it breaks off."""
     parts: list[str] = []
-    while (yield from source.peek()):
-        if text := source.run(_NO_TAG):
+    while (yield from parser.peek()):
+        if text := parser.run(_NO_TAG):
             parts.append(text)
             continue
-        source.hold()
-        is_end = yield from source.word(_END_PARAMETER)
-        text = source.release()
+        parser.hold()
+        is_end = yield from parser.word(_END_PARAMETER)
+        text = parser.release()
         if is_end:
             return "".join(parts).removeprefix("\n").removesuffix("\n")
         parts.append(text)
@@ -82,6 +96,94 @@ def _as_json(text: str, name: str, schema: Mapping[str, Any]) -> str:
         return write_json(value_of(text, name, schema))
     except ValueError:  # a number that JSON does not have
         return write_json(text)
+
+
+class _Schemas:
+    """A schema with the parts that local references name."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = _MOST_PARTS
+
+    def allow(self, schema: object, value: object) -> bool:
+        """True if a value's kind and enumeration fit a schema; members of the value are not looked at."""
+        self._left -= 1
+        if not isinstance(schema, Mapping) or self._left < 0:
+            return schema is not False
+        kinds = schema.get("type", [])
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        is_of_kind = not kinds or any(_KINDS.get(str(kind), lambda _: True)(value) for kind in kinds)
+        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        return (
+            (is_of_kind or (value is None and schema.get("nullable") is True))
+            and (not isinstance(listed, list) or any(_is_same(value, one) for one in listed))
+            and all(self.allow(part, value) for part in self._composed(schema, "$ref", "allOf"))
+            and all(
+                any(self.allow(part, value) for part in self._composed(schema, key))
+                for key in ("anyOf", "oneOf")
+                if schema.get(key)
+            )
+        )
+
+    def member(self, schema: object, name: str) -> object:
+        """Return the schema of an object's member, from all parts that have it, or None."""
+        self._left -= 1
+        if not isinstance(schema, Mapping) or self._left < 0:
+            return None
+        properties = schema.get("properties")
+        own = properties.get(name) if isinstance(properties, Mapping) else None
+        every, some = (
+            [one for part in self._composed(schema, *keys) if (one := self.member(part, name)) is not None]
+            for keys in (("$ref", "allOf"), ("anyOf", "oneOf"))
+        )
+        found = [*([] if own is None else [own]), *every, *([{"anyOf": some}] if some else [])]
+        return {"allOf": found} if found else schema.get("additionalProperties")
+
+    def _composed(self, schema: Mapping[str, Any], *keys: str) -> Iterator[object]:
+        for key in keys:
+            if key == "$ref" and key in schema:
+                yield self._target(str(schema[key]))
+            elif isinstance(parts := schema.get(key), list):
+                yield from parts
+
+    def _target(self, reference: str) -> object:
+        """Return the target of a local reference; a schema that allows anything if there is none."""
+        found: Any = self._root
+        for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(name) if isinstance(found, list) else name]
+            except (KeyError, IndexError, TypeError, ValueError):
+                return {}
+        return found if reference.startswith("#") else {}
+
+
+def value_of(text: str, name: str, parameters: Mapping[str, Any]) -> Any:
+    """Return the value of a tool's parameter: text where the schema allows text and not the JSON value."""
+    schemas = _Schemas(parameters)
+    schema = schemas.member(parameters, name)
+    is_open, is_text = schemas.allow(schema, _OPEN), schemas.allow(schema, text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return _from_python(text.strip(), text) if is_open or not is_text else text
+    if is_text and not is_open and (isinstance(value, str) or not schemas.allow(schema, value)):
+        return text
+    return value
+
+
+def _from_python(written: str, text: str) -> Any:
+    """Return the value that Python's spelling means, or the text itself."""
+    if written[:1] in ("{", "["):
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            value = literal_eval(written)
+            json.dumps(value, allow_nan=False)  # no sets, bytes or complex numbers
+            return value
+    return _PYTHON.get(written, text)
+
+
+def _is_same(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 QWEN3_CODER = ToolFormat(

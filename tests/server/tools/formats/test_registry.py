@@ -3,7 +3,7 @@
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.server.tools import FORMATS, find_format
+from kvq.server.tools.formats.registry import FORMATS, find_format
 from tests.server.tools.samples import deepseek
 
 TEMPLATES = {

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvq.server.tools import Tool
-from kvq.server.tools.formats.values import value_of
+from kvq.server.tools.format import Tool
+from kvq.server.tools.formats.qwen3_coder import value_of
 from tests.server.tools.samples import read
 
 TEXT, NOTHING, WHOLE = {"type": "string"}, {"type": "null"}, {"type": "integer"}

@@ -5,23 +5,25 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from kvq.server.engine.process_stats import Heap
+from kvq.server.engine.memory import Memory
 
 _FREED = """
-from kvq.server.engine.process_stats import Heap
+import torch
+from kvq.server.engine.memory import Memory
 
 def resident():
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) << 10
 
-heap = Heap(every_s=0)
+memory = Memory(torch.device("cpu"), every_s=0)
 held = [b"x" * (64 << 10) for _ in range(1600)]  # 100 MiB in pieces that are not mapped one by one
 last = b"x" * (64 << 10)  # keeps the heap's end where it is
 full = resident()
 del held
 before = resident()
-assert heap.tend()
+assert memory.tend()
 print(full - before >> 20, before - resident() >> 20)
 """
 
@@ -35,14 +37,14 @@ def test_what_was_freed_is_given_back():
 
 
 def test_only_so_often():
-    heap = Heap(every_s=1000)
-    assert heap.left_s is None
-    assert not heap.tend()
-    assert not heap.tend()
-    assert 900 < heap.left_s <= 1000
+    memory = Memory(torch.device("cpu"), every_s=1000)
+    assert memory.left_s is None
+    assert not memory.tend()
+    assert not memory.tend()
+    assert 900 < memory.left_s <= 1000
 
 
 def test_nobody_waits_for_what_was_given_back():
-    heap = Heap(every_s=0)
-    heap.tend()
-    assert heap.left_s is None
+    memory = Memory(torch.device("cpu"), every_s=0)
+    memory.tend()
+    assert memory.left_s is None

@@ -8,8 +8,7 @@ import pytest
 
 from kvq.errors import ConfigError, EngineError
 from kvq.integrations.ray import Fleet
-from kvq.integrations.ray.forward import Lost, forward
-from kvq.integrations.ray.relay import RelayedRequest, prompt_of, relay
+from kvq.integrations.ray.relay import Lost, RelayedRequest, forward, prompt_of, relay
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 WHOLE = HEAD | {"headers": [(b"content-type", b"application/json")]}
