@@ -6,7 +6,7 @@ Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generativ
 
 import logging
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,20 +21,12 @@ _MOST_TRIES = 5
 _log = logging.getLogger(__name__)
 
 
-class ActOrder(Enum):  # D176: groups as inputs lie
-    """Order in which columns are rounded."""
-
-    NONE = "none"  # as they lie
-    STATIC = "static"  # most active inputs first; groups are neighbouring inputs, scales of the first weights
-    GROUP = "group"  # most active inputs first, and groups are neighbours in that order
-
-
-class ScaleSearch(Enum):  # D175: every group's range, inputs by mean square
-    """Choice of a group's range."""
-
-    OFF = "off"  # minimum to maximum
-    SQUARES = "squares"  # least squared error of the weights
-    WEIGHTED = "weighted"  # the same, each input weighted by its mean square
+# D176: groups as inputs lie; "none": columns as they lie. "static": most active inputs first; groups are
+# neighbouring inputs, with scales of the first weights. "group": groups are neighbours in that order
+ActOrder = Literal["none", "static", "group"]
+# D175: every group's range, inputs by mean square; "off": minimum to maximum. "squares": least squared error
+# of the weights. "weighted": the same, each input weighted by its mean square
+ScaleSearch = Literal["off", "squares", "weighted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +34,18 @@ class GPTQOptions:
     """Options of GPTQ."""
 
     damping: float = 0.01  # share of the Hessian's mean diagonal that is added to it
-    order: ActOrder = ActOrder.NONE
-    search: ScaleSearch = ScaleSearch.OFF
+    order: ActOrder = "none"
+    search: ScaleSearch = "off"
 
     def __post_init__(self) -> None:
         if not 0 < self.damping < 1:
             raise ConfigError(f"damping must lie between 0 and 1, got {self.damping}; 0.01 is usual")
+        for name, value, allowed in (
+            ("act-order", self.order, get_args(ActOrder)),
+            ("scale search", self.search, get_args(ScaleSearch)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def gptq(
@@ -72,7 +70,7 @@ def gptq(
     count = weight.shape[1]
     size = count // fmt.groups(count)
     order = None
-    if options.order is not ActOrder.NONE:
+    if options.order != "none":
         order = torch.argsort(gram.diagonal(), descending=True, stable=True)
     weight = weight.float().contiguous()
     columns = weight.T.contiguous()  # [in, out]: a column is rounded at a time
@@ -81,7 +79,7 @@ def gptq(
     work = _Columns(columns, _factor(gram, options.damping, name), fmt)
     price = gram.diagonal()
     static = None
-    if order is not None and options.order is ActOrder.STATIC:
+    if order is not None and options.order == "static":
         static = search_scales(
             weight, fmt, dtype, _cost(torch.empty_like(price).index_copy_(0, order, price), options)
         )
@@ -96,7 +94,7 @@ def gptq(
                 work.start_group(at, size, dtype, _cost(price[at : at + size], options))
             work.round(at, begin, end)
         work.update_later(begin, end)
-    return work.result(static, order, fmt, in_order=options.order is ActOrder.GROUP and size < count)
+    return work.result(static, order, fmt, in_order=options.order == "group" and size < count)
 
 
 class _Columns:
@@ -175,9 +173,9 @@ def _block(size: int, fmt: WeightFormat) -> int:
 
 
 def _cost(price: Tensor, options: GPTQOptions) -> Cost | None:
-    if options.search is ScaleSearch.OFF:
+    if options.search == "off":
         return None
-    return squares if options.search is ScaleSearch.SQUARES else weighted(price)
+    return squares if options.search == "squares" else weighted(price)
 
 
 def _factor(gram: Tensor, damping: float, name: str) -> Tensor:
