@@ -21,7 +21,7 @@ from kvq.errors import ConfigError, KVQError, ModelError, first_lines
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.layout import KVLayout, plan_layout
-from kvq.models.describe.kwargs_bridge import hand_on_steps
+from kvq.models.describe.kwargs_bridge import hand_on_steps, pass_positions
 from kvq.models.describe.modules import build_random, config_of, loading
 from kvq.models.describe.text_part import is_whole, read_tensors
 from kvq.models.loading.prepared import PreparedModel
@@ -29,7 +29,6 @@ from kvq.models.model import Model
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, pack_linears
-from kvq.models.parts.positions import pass_positions
 
 _REMEDY = "take the method ngram, self or draft"
 _TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # names that such layers have

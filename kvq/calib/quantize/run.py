@@ -68,7 +68,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     if prepared.folder == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
     if (skeleton := build_skeleton(prepared)) is not None:
-        _find_targets(skeleton.model, settings, prepared)  # raises before the weights are loaded
+        _find_targets(skeleton[0], settings, prepared)  # raises before the weights are loaded
     text = work.text or calibration_text()
     windows = _draw_windows(settings, prepared, text)
     partial = Partial(work.out, _decisive(work, settings, prepared, text), restart=work.restart)

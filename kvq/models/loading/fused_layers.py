@@ -22,10 +22,9 @@ from kvq.kernels.decoder.whole import CpuPass, ReadyPass
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.models.loading.cpu_layers import CpuLayers
-from kvq.models.loading.fused_norms import FusedRMSNorm
 from kvq.models.loading.layer_parts import describe
 from kvq.models.parts.angles import Angles
-from kvq.models.parts.norms import norm_weight
+from kvq.models.parts.norms import FusedRMSNorm, norm_weight
 from kvq.models.parts.step import PackedStep
 from kvq.weights import PackedLinear, hooks_of, runs_library_code
 from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of

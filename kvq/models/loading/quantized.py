@@ -15,8 +15,7 @@ from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.describe.kv_scales import is_kv_scale
 from kvq.models.describe.modules import load_config, load_module, load_module_from
-from kvq.models.describe.stored import StoredTensors
-from kvq.models.describe.text_part import read_tensors
+from kvq.models.describe.text_part import StoredTensors, read_tensors
 from kvq.weights import (
     EXPERT_PARTS,
     ROUTERS,

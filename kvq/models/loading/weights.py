@@ -10,20 +10,18 @@ import torch
 from kvq.cache.memory import held_bytes
 from kvq.errors import ModelError
 from kvq.geometry import ModelGeometry
-from kvq.models.describe.kwargs_bridge import hand_on_steps
+from kvq.models.describe.kwargs_bridge import hand_on_steps, pass_positions
 from kvq.models.describe.modules import import_class, load_module, pin_rope
 from kvq.models.describe.resolve import ModelSource, hub_name
 from kvq.models.describe.text_part import is_whole
 from kvq.models.loading.fused_layers import FusedPass, is_fused
-from kvq.models.loading.fused_norms import fuse_norms
-from kvq.models.loading.mmap_load import fill
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import load_quantized, load_rounded
-from kvq.models.loading.skeleton import build_skeleton, check_runs
+from kvq.models.loading.skeleton import build_skeleton, check_runs, fill
 from kvq.models.parts.device import pick_dtype
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, invariant_rows, pack_linears, padded_rows
-from kvq.models.parts.positions import pass_positions
+from kvq.models.parts.norms import fuse_norms
 from kvq.models.parts.states import cut_states
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
@@ -104,7 +102,7 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
     else:
         is_own = where.type == "cpu" and has_own_products(prepared.dtype, backend)
-        model = fill(skeleton, prepared) if is_own and skeleton is not None else None
+        model = fill(*skeleton, prepared) if is_own and skeleton is not None else None
         model = load_module(folder, prepared.dtype) if model is None else model
     return settle(prepared, model, before)
 
