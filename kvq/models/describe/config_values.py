@@ -58,33 +58,24 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
         ):
             if is_meant and value > most:
                 raise ModelError(f"{where}: {name} may be up to {most}, got {shown(value)}")
-    _check_architectures(where, config.get("architectures"))
-    for name in ("dtype", "torch_dtype"):
-        check_dtype(where, name, config.get(name))
-    _check_ids(where, config, vocab_size)
-    own = folder / "generation_config.json"
-    if own.is_file():
-        _check_ids(own, read_json(own), vocab_size)
-
-
-def _check_architectures(where: Path, given: object) -> None:
+    given = config.get("architectures")
     is_list = isinstance(given, list) and all(isinstance(one, str) for one in given)
     if given is not None and not is_list:
         raise ModelError(
             f"{where}: architectures must be a list of names such as ['LlamaForCausalLM'], "
             f"got {shown(given)}; correct it"
         )
-
-
-def check_dtype(where: Path, name: str, value: object) -> None:
-    """Raise ModelError for what is no type of torch's."""
-    if value in (None, "auto"):
-        return
-    text = value.removeprefix("torch.") if isinstance(value, str) else ""
-    if not isinstance(getattr(torch, text or "none", None), torch.dtype):
-        raise ModelError(
-            f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got {shown(value)}"
-        )
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name, "auto")
+        text = value.removeprefix("torch.") if isinstance(value, str) else ""
+        if value not in (None, "auto") and not isinstance(getattr(torch, text or "none", None), torch.dtype):
+            raise ModelError(
+                f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got {shown(value)}"
+            )
+    _check_ids(where, config, vocab_size)
+    own = folder / "generation_config.json"
+    if own.is_file():
+        _check_ids(own, read_json(own), vocab_size)
 
 
 def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:

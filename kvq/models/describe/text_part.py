@@ -1,4 +1,4 @@
-"""Config and tensors of a model folder; of a model that reads images or sound too, its language part alone."""
+"""Config and tensors of a model folder; where a model reads images or sound too, of its language part."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -48,9 +48,9 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
         return False
     run: Layers
     if in_triton:
-        from kvq.models.loading.gpu_layers import GpuLayers  # which imports Triton
+        from kvq.models.loading.gpu_layers import gpu_layers  # which imports Triton
 
-        run = GpuLayers(known, norm)
+        run = gpu_layers(known, norm)
     else:
         run = CpuLayers(known, inner.norm)
     inner.forward = _FusedForward(inner, run, known)

@@ -62,13 +62,13 @@ def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
     transformers, unless one of both is imported already, takes torch for not installed, then and later on:
     its tokenizers don't need it, and importing it takes two seconds and 180 MB.
     """
-    log = logging.getLogger("transformers")
-    log.addFilter(_says_nothing)  # such as that there is no torch
+    log, is_silent = logging.getLogger("transformers"), lambda record: False
+    log.addFilter(is_silent)  # says such as that there is no torch
     try:
         with unseen("torch"):
             import transformers  # noqa: F401 - it looks for torch once
     finally:
-        log.removeFilter(_says_nothing)
+        log.removeFilter(is_silent)
     tokenizer = load_tokenizer(folder, chat_template)
     check_knows_text(tokenizer, folder)
     if chat_template is not None:
@@ -85,10 +85,6 @@ def _check_template(text: str) -> None:
         _compile_jinja_template(text)
     except TemplateSyntaxError as error:
         raise ConfigError(f"--chat-template is no Jinja: line {error.lineno}: {error}") from error
-
-
-def _says_nothing(_: logging.LogRecord) -> bool:
-    return False
 
 
 def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:

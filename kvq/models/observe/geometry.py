@@ -76,7 +76,7 @@ class _Watch:
 
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if isinstance(module, nn.Linear) and isinstance(output, Tensor):
-                self.products.append(Product(module, inputs[0], output))
+                self.products.append((module, inputs[0], output))
 
         hook = nn.modules.module.register_module_forward_hook(note)
         try:
@@ -286,10 +286,9 @@ def _observed(
     if watch.states is not None:
         watch.states.attended()
     window, chunk = passed.get("sliding_window"), _chunk_of(watch.about, layer)
-    latent = latent_dims(module, watch.products, query, key, value)
-    kv_heads, k_dim, v_dim = (
-        (key.shape[1], key.shape[3], value.shape[3]) if latent is None else (1, latent.rotary, latent.latent)
-    )
+    kv_heads, k_dim, v_dim, expansion = key.shape[1], key.shape[3], value.shape[3], None
+    if (latent := latent_dims(module, watch.products, query, key, value)) is not None:
+        kv_heads, (v_dim, k_dim, expansion) = 1, latent
     stored = LayerGeometry(
         index=layer,
         kv_heads=kv_heads,
@@ -298,7 +297,7 @@ def _observed(
         window=chunk or window or None,
         is_chunked=chunk is not None,
         is_latent=latent is not None,
-        expansion=None if latent is None else latent.expansion,
+        expansion=expansion,
     )
     watch.calls.append(
         _Call(

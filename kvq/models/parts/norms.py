@@ -1,4 +1,4 @@
-"""RMS norms of transformers' families: their weights, and kvq's own in their place, one call for torch's six."""
+"""RMS norms of transformers' families: their weights, and on CPUs one call in place of torch's six."""
 
 from typing import Any
 
