@@ -1,8 +1,4 @@
-"""Routers of experts: their own code, over products that don't depend on the batch.
-
-A router's last bit decides the experts of a token, so that other requests in a step would now and
-then change a token's result.
-"""
+"""Routers of experts: their own code, over products that don't depend on the batch."""
 
 from typing import Any
 

@@ -3,8 +3,8 @@
 import dataclasses
 import sys
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,7 +28,6 @@ from kvq.errors import ConfigError
 if TYPE_CHECKING:
     from kvq.calib import Observations
     from kvq.calib.domain import DomainCheck
-    from kvq.calib.observe import HeadSummary
     from kvq.evals import EvalText
     from kvq.formats import KVRecipe
     from kvq.models import Model
@@ -167,7 +166,7 @@ def _check(
 
 
 def _print(
-    recipe: "KVRecipe", seen: "Observations", heads: "list[HeadSummary]", options: _CalibrateOptions
+    recipe: "KVRecipe", seen: "Observations", heads: list[dict[str, Any]], options: _CalibrateOptions
 ) -> None:
     echo(
         f"wrote {options.out}: {recipe.name}{', centered' if options.centered else ''}, static scales of "
@@ -187,7 +186,7 @@ def _print(
         echo(line)
 
 
-def _outlier_notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
+def _outlier_notes(heads: list[dict[str, Any]], *, centered: bool) -> list[str]:
     """Return a line on outlier channels, and one on channels with huge biases."""
     notes = []
     removal = "taken out" if centered else "--centered, or K per channel as in int4, takes them out"
@@ -200,13 +199,16 @@ def _outlier_notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
         ),
         ("huge biases", "biased_channels", "largest_bias", removal),
     ):
-        if not (found := [row for row in heads if getattr(row, channels)]):
+        if not (found := [row for row in heads if row[channels]]):
             continue
-        most = max(found, key=attrgetter(size))
-        count = sum(len(getattr(row, channels)) for row in found)
-        layers = sorted({f"{row.part.upper()}{row.layer}" for row in found}, key=lambda x: (x[0], int(x[1:])))
+        most = max(found, key=itemgetter(size))
+        count = sum(len(row[channels]) for row in found)
+        layers = sorted(
+            {f"{row['part'].upper()}{row['layer']}" for row in found}, key=lambda x: (x[0], int(x[1:]))
+        )
         notes.append(
-            f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most.part.upper()} of layer "
-            f"{most.layer}, head {most.head}, is {getattr(most, size):.1f} times the median channel ({why})"
+            f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most['part'].upper()} of "
+            f"layer {most['layer']}, head {most['head']}, is {most[size]:.1f} times the median channel "
+            f"({why})"
         )
     return notes

@@ -70,7 +70,8 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
         text = value.removeprefix("torch.") if isinstance(value, str) else ""
         if value not in (None, "auto") and not isinstance(getattr(torch, text or "none", None), torch.dtype):
             raise ModelError(
-                f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got {shown(value)}"
+                f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got "
+                f"{shown(value)}"
             )
     _check_ids(where, config, vocab_size)
     own = folder / "generation_config.json"

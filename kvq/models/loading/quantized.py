@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvq.errors import ConfigError, ModelError
 from kvq.extras import BITSANDBYTES, require
+from kvq.formats.checkpoints import QuantizationScheme, parse_config
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
@@ -26,7 +27,7 @@ from kvq.weights import (
     runs_library_code,
     stacked_experts,
 )
-from kvq.weights.files import QuantizationScheme, parse_config, read_linear
+from kvq.weights.files import read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
 _PIECE = 1 << 20  # numbers rounded at a time, which takes several times their memory

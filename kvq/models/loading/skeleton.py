@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvq.errors import ModelError, first_lines
+from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
 from kvq.kernels import PlainWeight
@@ -32,7 +33,7 @@ from kvq.models.loading.quantized import (
 from kvq.models.observe.geometry import can_replace_attention
 from kvq.models.observe.support import is_listed
 from kvq.models.parts.linear import install_own, own_linears
-from kvq.weights.files import parse_config, stored_shape
+from kvq.weights.files import stored_shape
 from kvq.weights.files.tensors import FLOATS
 
 _log = logging.getLogger("kvq")
@@ -146,12 +147,8 @@ def fill(  # D214: straight from the file into panels
 ) -> Any:
     """Fill a skeleton with the checkpoint's numbers and kvq's own Linear layers; nothing stays mapped.
 
-    transformers' loader makes every tensor in the type that the model computes in, all of them before the
-    first is packed: of a bf16 checkpoint in fp32 twice its bytes. But of tensors without numbers it has told
-    by then which goes where. Where each is taken as it is stored, they are read here, one after the other.
-
-    None, and nothing changed, if transformers makes some tensor of others: of experts that it stacks, of a
-    piece of one.
+    Tensors are read one after the other. None, and nothing changed, if transformers makes some tensor of
+    others: of experts that it stacks, of a piece of one.
 
     Raises:
         ModelError: a tensor of a type that torch doesn't have.

@@ -1,18 +1,8 @@
 """Unquantized Linear layers on CPUs: packed weights, and results that don't depend on the batch.
 
-PyTorch hands fp32 products to MKL, which reads plain weights and is slow on CPUs of other makers than its
-own: on an AMD EPYC (Zen 5) oneDNN takes a third to a half of its time at any number of rows, and half of
-PyTorch's time at few rows in bf16, once the weights lie in the blocks that its kernels read. kvq's own
-products are faster still at few rows, about as fast at many, keep fp32 weights that were stored in 16 bits
-in 16, and sum a row alike in any batch. oneDNN's are used on CPUs without AVX2.
-
-oneDNN's products of a few rows may be summed in another order than those of many. One differing bit can flip
-a code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
-takes until all are summed alike is measured when a model is first run, not assumed.
-
-oneDNN compiles and keeps a kernel for every shape and number of rows that it meets, up to a MiB
-each. So rows are padded to few sizes, by an eighth at most beyond 64 rows, and more than 256 go in pieces:
-27 sizes are all that a server ever meets, and it meets them soon.
+kvq's own products sum a row alike in any batch. oneDNN's, where there are none of kvq's, may sum few rows in
+another order than many, and one differing bit can flip a code of the KV cache. How many rows it takes until
+all are summed alike is measured when a model is first run.
 """
 
 from collections import Counter
