@@ -25,6 +25,7 @@ from kvq.models.describe.kwargs_bridge import hand_on_steps, pass_positions
 from kvq.models.describe.modules import build_random, config_of, loading
 from kvq.models.describe.text_part import is_whole, read_tensors
 from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.weights import unmap
 from kvq.models.model import Model
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.models.parts.latents import attach_expansions
@@ -195,9 +196,7 @@ def _place(layers: nn.Module, prepared: PreparedModel, geometry: ModelGeometry) 
     attach_expansions(layers, geometry, prepared.dtype, packed=packed)
     if is_cpu:
         pack_linears(layers, backend=prepared.backend)
-        for parameter in layers.parameters():  # those left alone are mapped from the file as yet
-            if not parameter.is_mkldnn:
-                parameter.data = parameter.data.clone()
+        unmap(layers)
 
 
 def _has_none(prepared: PreparedModel, count: object) -> ConfigError:

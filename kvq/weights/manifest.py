@@ -139,7 +139,8 @@ def _faults(
     """Yield differences, file by file: of content if `is_read`, else of size."""
     for name, wanted in files.items():
         try:
-            _check_size(folder / name, wanted[0])
+            if (nbytes := _size(folder / name)) != wanted[0]:
+                raise _damaged(folder / name, f"bytes: {nbytes}, but {MANIFEST} says {wanted[0]}")
             if is_read(name) and (found := _digest(folder / name, tell)) != wanted:
                 raise _damaged(folder / name, f"xxh3: {found[1]}, but {MANIFEST} says {wanted[1]}")
         except ModelError as fault:
@@ -153,15 +154,13 @@ def _holds_weights(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _check_size(path: Path, wanted: int) -> None:
+def _size(path: Path) -> int:
     try:
-        nbytes = path.stat().st_size
+        return path.stat().st_size
     except FileNotFoundError as error:
         raise _damaged(path, f"missing, but {MANIFEST} lists it") from error
     except OSError as error:
         raise _unreadable(path, error) from error
-    if nbytes != wanted:
-        raise _damaged(path, f"bytes: {nbytes}, but {MANIFEST} says {wanted}")
 
 
 def _digest(path: Path, tell: Tell = int) -> FileDigest:

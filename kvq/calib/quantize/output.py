@@ -20,13 +20,8 @@ from kvq.weights.files import check_fits, pack_linear, quantization_config
 from kvq.weights.writer import CheckpointWriter, check_target
 
 _COPIED = (
-    "tokenizer",
-    "special_tokens",
-    "vocab",
-    "merges",
-    "generation_config",
-    "chat_template",
-    "added_tokens",
+    *("tokenizer", "special_tokens", "vocab", "merges"),
+    *("generation_config", "chat_template", "added_tokens"),
 )
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 

@@ -88,10 +88,14 @@ def check_rounded_experts(model: nn.Module, fmt: WeightFormat) -> None:
     for name, form in stacked_experts(model).items():
         for own in ("gate_up_proj", "down_proj"):
             shape = model.get_submodule(name).get_parameter(own).shape
-            try:
-                fmt.groups(shape[1 if form.is_transposed else 2])
-            except ConfigError as error:
-                raise ConfigError(f"{name}.{own}: {error}") from error
+            _check_groups(fmt, shape[1 if form.is_transposed else 2], f"{name}.{own}")
+
+
+def _check_groups(fmt: WeightFormat, in_features: int, name: str) -> None:
+    try:
+        fmt.groups(in_features)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
@@ -114,10 +118,7 @@ def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightForm
         name: _HEAD if linear is head and fmt.code.is_integer else fmt for name, linear in linears.items()
     }
     for name, own in formats.items():
-        try:
-            own.groups(linears[name].in_features)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+        _check_groups(own, linears[name].in_features, name)
     return formats
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvq.cache.memory import held_bytes
 from kvq.errors import ModelError
@@ -126,7 +127,7 @@ def place(model: Any, prepared: PreparedModel) -> Any:
         _log.info("packing weights")
         pack_linears(model, backend=prepared.backend)
         fuse_norms(model)
-        _unmap(model)
+        unmap(model)
     return model
 
 
@@ -179,7 +180,7 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     return load_module(prepared.folder, picked, attention="eager" if exact else "sdpa").eval()
 
 
-def _unmap(model: Any) -> None:
+def unmap(model: nn.Module) -> None:
     """Copy what is still mapped from the checkpoint: one small tensor would keep all its pages resident."""
     for parameter in model.parameters():
         if not parameter.is_mkldnn and parameter.untyped_storage().nbytes() > parameter.nbytes:

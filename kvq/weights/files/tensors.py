@@ -14,9 +14,9 @@ def take(
     tensors: Mapping[str, Tensor],
     name: str,
     dtypes: Sequence[torch.dtype],
-    shape: Sequence[int | None] | None = None,
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the tensor called `name`; None in `shape` allows any length.
+    """Return the tensor called `name`.
 
     Raises:
         ModelError: it is missing, of another type or of another shape.
@@ -27,8 +27,8 @@ def take(
     if found.dtype not in dtypes:
         allowed = " or ".join(_short(dtype) for dtype in dtypes)
         raise ModelError(f"tensor {name} must be {allowed}, got {_short(found.dtype)}")
-    if shape is not None:
-        check_shape(name, found, shape)
+    if shape is not None and list(found.shape) != list(shape):
+        raise ModelError(f"tensor {name} must have shape {list(shape)}, got {list(found.shape)}")
     return found
 
 
@@ -38,16 +38,6 @@ def take_matrix(tensors: Mapping[str, Tensor], name: str, dtypes: Sequence[torch
     if found.dim() != 2 or 0 in found.shape:
         raise ModelError(f"tensor {name} must be a matrix, got shape {list(found.shape)}")
     return found
-
-
-def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
-    """Raise ModelError unless the shape is that one; None allows any length."""
-    found = list(tensor.shape)
-    if len(found) != len(shape) or any(
-        want not in (None, got) for want, got in zip(shape, found, strict=True)
-    ):
-        wanted = ["any" if want is None else want for want in shape]
-        raise ModelError(f"tensor {name} must have shape {wanted}, got {found}")
 
 
 def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
