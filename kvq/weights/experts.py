@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -191,15 +191,12 @@ def _proven(module: nn.Module) -> ExpertsForm | None:  # D171: known by parts, p
         wanted = run(small, *given)
     except Exception:  # noqa: BLE001 - whatever code raises that takes something else
         return None
-    for gating in _gatings(module):
-        for is_interleaved in (False, True):
-            form = ExpertsForm(gating=gating, is_transposed=is_transposed, is_interleaved=is_interleaved)
-            if isinstance(wanted, Tensor) and wanted.shape == x.shape and _agrees(small, form, given, wanted):
-                return form
+    if not isinstance(wanted, Tensor) or wanted.shape != x.shape:
+        return None
+    for gating, is_interleaved in product(_gatings(module), (False, True)):
+        form = ExpertsForm(gating=gating, is_transposed=is_transposed, is_interleaved=is_interleaved)
+        parts = _parts(small, form, lambda _, __, values: PlainWeight(values=values))
+        error = (ReferenceExperts(**parts)(*given) - wanted).abs().amax(1)
+        if (error <= _TOLERANCE * wanted.abs().amax(1)).all():
+            return form
     return None
-
-
-def _agrees(small: Any, form: ExpertsForm, given: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> bool:
-    parts = _parts(small, form, lambda _, __, values: PlainWeight(values=values))
-    found = ReferenceExperts(**parts)(*given)
-    return bool(((found - wanted).abs().amax(1) <= _TOLERANCE * wanted.abs().amax(1)).all())

@@ -22,9 +22,8 @@ from kvq.geometry import ModelGeometry
 from kvq.geometry.support import rope_types
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
-from kvq.models.describe.agreement import check_headers
 from kvq.models.describe.checkpoint import TensorEntry, content_digest, weight_files
-from kvq.models.describe.config_values import check_values
+from kvq.models.describe.config_values import check_headers, check_values
 from kvq.models.describe.ends import read_end_ids
 from kvq.models.describe.kv_scales import is_kv_scale, read_kv_scales
 from kvq.models.describe.resolve import ModelSource, resolve_model

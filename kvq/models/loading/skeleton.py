@@ -18,7 +18,7 @@ from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
 from kvq.kernels import PlainWeight
-from kvq.models.describe.agreement import check_shapes
+from kvq.models.describe.config_values import check_shapes
 from kvq.models.describe.modules import build_on_meta, load_config, load_module_from, unquantized
 from kvq.models.describe.text_part import StoredTensors, read_tensors
 from kvq.models.loading.prepared import PreparedModel

@@ -14,7 +14,7 @@ from kvq.formats.checkpoints.config_groups import INT, PACKED, version_of
 from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.weight import QuantizedWeight
-from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
+from kvq.weights.files.tensors import take, take_matrix, take_order, take_scale
 from kvq.weights.files.words import num_words, offset, pack_words, signed, unpack_words, whole_groups
 
 _NAN_BITS = 0x7F
@@ -59,7 +59,7 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     zero = None if fmt.symmetric else _zero(layer, name, tensors, (out, groups))
     order = None
     if "weight_g_idx" in layer.suffixes:
-        order, _ = take_groups(tensors, f"{name}.weight_g_idx", inputs, groups)
+        order = take_order(tensors, f"{name}.weight_g_idx", inputs, groups)
         q = q if order is None else q[:, order]
     return QuantizedWeight.pack(fmt, q, scale, zero, order)
 

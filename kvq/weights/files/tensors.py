@@ -48,12 +48,8 @@ def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -
     return scale
 
 
-def take_groups(
-    tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int
-) -> tuple[Tensor | None, Tensor]:
-    """Return the order of inputs that makes groups adjacent, and each input's group, both int64 [in].
-
-    The order is None where they lie so already.
+def take_order(tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int) -> Tensor | None:
+    """Return the order of inputs, int64 [in], that makes the groups of a `g_idx` adjacent; None if they are.
 
     Raises:
         ModelError: numbers that are no groups, or groups of unequal sizes.
@@ -70,7 +66,7 @@ def take_groups(
             f"got {int(sizes.min())} to {int(sizes.max())}; kvq reads groups of equal sizes"
         )
     order = index.argsort(stable=True)
-    return (None if torch.equal(order, torch.arange(in_features)) else order), index
+    return None if torch.equal(order, torch.arange(in_features)) else order
 
 
 def _short(dtype: torch.dtype) -> str:
