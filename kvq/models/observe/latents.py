@@ -24,9 +24,12 @@ def latent_dims(  # D201: V is a view of one Linear layer's result
     """
     own = set(module.children())
     made = next((x for x in products if x[0] in own and _storage(x[2]) == _storage(value)), None)
-    if made is None or query.shape[1] != key.shape[1] or made[0].bias is not None:
+    if made is None or query.shape[1] != key.shape[1]:
         return None
     linear, given, output = made
+    bias: Tensor | None = linear.bias
+    if bias is not None:
+        return None
     heads, tokens, v_dim = value.shape[1:]
     width, rest = divmod(linear.out_features, heads)
     k_dim, rotary, latent = width - v_dim, key.shape[3] - (width - v_dim), linear.in_features
