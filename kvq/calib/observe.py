@@ -129,9 +129,7 @@ class Observations:
             )
             for layer in self.layers
         )
-        return StaticScales(
-            model_digest=self.model_digest, text_digest=self.text.digest, tokens=self.tokens, layers=layers
-        )
+        return StaticScales(**self._origin, layers=layers)
 
     def centers(self) -> Centers:
         """Means per channel, for grouped formats; none of K where the model caps its scores."""
@@ -141,9 +139,11 @@ class Observations:
             )
             for layer in self.layers
         )
-        return Centers(
-            model_digest=self.model_digest, text_digest=self.text.digest, tokens=self.tokens, layers=layers
-        )
+        return Centers(**self._origin, layers=layers)
+
+    @property
+    def _origin(self) -> dict[str, Any]:
+        return {"model_digest": self.model_digest, "text_digest": self.text.digest, "tokens": self.tokens}
 
 
 def observe(

@@ -117,7 +117,6 @@ class CheckpointWriter:
         return self._aside
 
     def _flush(self) -> None:
-        """Write one shard, whole and flushed."""
         name = f"shard-{len(self._shards) + 1:05}"
         path = self._check_open() / name
         save_file(_apart(self._shard), path, _METADATA)

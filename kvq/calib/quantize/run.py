@@ -106,7 +106,6 @@ def _find_targets(model: Any, settings: QuantizeSettings, prepared: PreparedMode
 
 
 def _draw_windows(settings: QuantizeSettings, prepared: PreparedModel, text: EvalText) -> list[list[int]]:
-    """Return the samples to calibrate on; none for a method that needs no text."""
     if not settings.needs_text:
         return []
     return draw_samples(
@@ -209,7 +208,6 @@ def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
 def _notes(
     work: Quantizing, settings: QuantizeSettings, targets: Targets, samples: int, text: EvalText
 ) -> tuple[str, ...]:
-    """Return what users of the folder should know."""
     notes = []
     if settings.needs_text and samples != settings.samples:
         notes.append(

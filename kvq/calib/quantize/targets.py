@@ -91,7 +91,6 @@ def find_targets(model: Any, fmt: WeightFormat, held: set[str], *, takes_experts
 
 
 def _check_groups(targets: Targets, fmt: WeightFormat) -> None:
-    """Raise ConfigError naming the layers that groups don't fit."""
     if fmt.group_size is None:
         return
     inputs = {

@@ -141,7 +141,6 @@ def _blamed(
 
 
 def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
-    """Return the error that a config.json's dict causes, or None."""
     try:
         with quiet_logs("transformers"):
             make(config)

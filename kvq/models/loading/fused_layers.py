@@ -26,7 +26,7 @@ from kvq.models.parts.angles import Angles
 from kvq.models.parts.norms import FusedRMSNorm, norm_weight
 from kvq.models.parts.step import PackedStep
 from kvq.weights import PackedLinear, hooks_of, runs_library_code
-from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
+from kvq.weights.linear import PackedEmbedding, is_plain_lookup, scale_of
 
 Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor]
 

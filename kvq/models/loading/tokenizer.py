@@ -124,7 +124,6 @@ def _knows_text(tokenizer: Any) -> bool:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """Return the files of a tokenizer that lie there."""
     return sorted(path.name for path in folder.iterdir() if any(part in path.name for part in _PARTS))
 
 

@@ -27,8 +27,7 @@ from kvq.weights import (
     runs_library_code,
     stacked_experts,
 )
-from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
-from kvq.weights.linear import replace_linear
+from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
