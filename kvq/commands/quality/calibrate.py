@@ -27,7 +27,6 @@ from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.calib import Observations
-    from kvq.calib.domain import DomainCheck
     from kvq.evals import EvalText
     from kvq.formats import KVRecipe
     from kvq.models import Model
@@ -77,6 +76,7 @@ def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
     `--kv kvq.json` uses the formats it names, `--scales kvq.json` its scales under other formats.
     """
     from kvq.calib import observe
+    from kvq.calib.domain import verdict_of
     from kvq.calib.export import check_export_path, write_fp8_scales
     from kvq.calib.observe import summarize
     from kvq.commands.shared.loading import load_checked
@@ -114,13 +114,13 @@ def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
         "text": seen.text.name,
         "text_digest": seen.text.digest,
         "tokens": seen.tokens,
-        **({} if check is None else {"check": dataclasses.asdict(check)}),
+        **({} if check is None else {"check": check}),
     }
     write_rows(heads, options.json_path, loaded.weights.device, facts)
     _print(recipe, seen, heads, options)
     if check is not None:
-        echo(check.line())
-        if check.is_fit is False:
+        echo(verdict_of(check))
+        if check["is_fit"] is False:
             sys.exit(1)
 
 
@@ -155,7 +155,7 @@ def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
 
 def _check(
     model: "Model", recipe: "KVRecipe", seen: "Observations", other: "EvalText", context: int | None
-) -> "DomainCheck":
+) -> dict[str, Any]:
     """Check the recipe on another text; one without scales and centers is checked by its scales in FP8."""
     from kvq.calib.domain import check_domain
 
