@@ -1,8 +1,7 @@
-"""Stacked experts of transformers' modules: known by what they are made of, proven by running a small copy.
+"""Stacked experts of transformers' modules, all of a layer in two tensors of three dimensions.
 
-transformers keeps the weights of all experts of a layer in two tensors of three dimensions. What is computed
-with them is tried: a copy of the module with small random weights runs its own code, and the way of computing
-that gives the same, if one does, is what a kernel does with the real weights.
+They are known by what they are made of, and what is computed with them by running a small copy: the way of
+computing that gives the same, if one does, is what a kernel does with the real weights.
 """
 
 import copy

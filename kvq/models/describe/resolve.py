@@ -1,8 +1,4 @@
-"""Model names resolved to folders: an embedded model, a folder, or a hub name.
-
-A folder that was found is handed on as a `ModelSource` or a `Path`, and neither is ever looked up as a
-name again: a folder called like a built-in model stays that folder, in any process and working directory.
-"""
+"""Model names resolved to folders, once: an embedded model, a folder, or a hub name."""
 
 import importlib
 import logging

@@ -145,9 +145,8 @@ def load_quantized(  # D183: transformers places stand-ins; codes go there
 ) -> Any:
     """Return a folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
 
-    The codes go to kernels as they are; transformers sees stand-ins without memory, so that it checks
-    names and shapes of all tensors as it does for any model. Stacked experts, which are no Linear
-    layers, are dequantized for that, and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
+    The codes go to kernels as they are. Stacked experts, which are no Linear layers, are dequantized first,
+    and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
 
     Raises:
         ModelError: damaged, incomplete, or quantized in a way that isn't read.

@@ -133,11 +133,7 @@ def _files_hint(folder: Path) -> str:
 
 
 def _tokenizers_config(folder: Path) -> Any:
-    """Return the config by which a tokenizer's class is chosen, where its own configuration names one.
-
-    The model's whole configuration would import half of transformers and torch: a second and 150 MB
-    for a process that has no model.
-    """
+    """Return a config by which a tokenizer's class is chosen, without torch, where its own names one."""
     own, model = folder / "tokenizer_config.json", folder / "config.json"
     if not own.is_file() or not model.is_file() or not read_json(own).get("tokenizer_class"):
         return None

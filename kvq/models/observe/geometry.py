@@ -96,10 +96,8 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
     try:
         default_config(config)
     except (KeyError, ValueError) as error:
-        raise ModelError(
-            f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
-            f"were checked, and transformers has no code for it to check (by its config.json)"
-        ) from error
+        why = "it is not among the families that were checked, and transformers has no code for it to check"
+        raise refusal(config.get("model_type"), why) from error
     model: Any = build_on_meta(folder, unquantized(config))
     model = model.to(torch.bfloat16)  # so that states of a type of their own show
     if model._can_set_experts_implementation():
@@ -175,8 +173,13 @@ def can_replace_attention(model: Any) -> bool:
     return can
 
 
+def refusal(model_type: object, why: str) -> ModelError:
+    """Return the error that says why a model is refused."""
+    return ModelError(f"kvq does not run {model_type or 'this model'}: {why} (by its config.json)")
+
+
 def _refusal(model: Any, why: str) -> ModelError:
-    return ModelError(f"kvq does not run {model.config.model_type}: {why} (by its config.json)")
+    return refusal(model.config.model_type, why)
 
 
 def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ...]) -> ModelGeometry:
