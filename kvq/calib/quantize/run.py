@@ -81,7 +81,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
         seen = observe(whole, text, progress=work.progress("observing K and V"))
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
-    with partial:
+    with partial.held():
         if finished := count_finished(partial.folder):
             work.on_resumed(finished)
         progress = work.progress("quantizing layers")
