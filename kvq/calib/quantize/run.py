@@ -17,7 +17,6 @@ from kvq.calib.quantize.walk import Walk, decoder_layers, draw_samples
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
-from kvq.geometry import ModelGeometry
 from kvq.models import load
 from kvq.models.describe.checkpoint import content_digest, weight_files
 from kvq.models.loading.prepared import PreparedModel
@@ -128,8 +127,11 @@ def _write(
     """Write the checkpoint, and a recipe with scales of K and V if those were observed."""
     scales = None if seen is None else fp8_scale_tensors(seen)
     written = write_checkpoint(work, prepared, partial, targets, scales)
-    if seen is not None:
-        _recipe(work.out, seen, prepared.geometry).save(work.out / "kvq.json")
+    if seen is not None:  # static FP8 for K and V, with scales bound to the quantized weights
+        digest = content_digest(weight_files(work.out))
+        recipe = KVRecipe.uniform("fp8_per_head", prepared.geometry.head_dims)
+        bound = replace(seen.scales(), model_digest=digest)
+        replace(recipe, static_scales=bound, model_digest=digest).save(work.out / "kvq.json")
         relist(work.out / "kvq.json")
     return written
 
@@ -195,14 +197,6 @@ def _check_finite(model: Any, dtype: str) -> None:
                 f"{name} holds NaN or infinity in {dtype if dtype != 'auto' else parameter.dtype}; "
                 f"where it is too large for fp16, write compressed-tensors with --dtype bf16"
             )
-
-
-def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
-    """Return static FP8 for K and V, with scales bound to the quantized weights."""
-    digest = content_digest(weight_files(out))
-    scales = replace(seen.scales(), model_digest=digest)
-    recipe = KVRecipe.uniform("fp8_per_head", geometry.head_dims)
-    return replace(recipe, static_scales=scales, model_digest=digest)
 
 
 def _notes(

@@ -92,7 +92,7 @@ def _ends_of(inner: Any, head: nn.Module, scale: float) -> CpuPass | None:
 
 
 def _numbers_of(embedding: nn.Module, norm: Any) -> tuple[Any, ...]:
-    """Where the values of these modules lie."""
+    """Return where the values of these modules lie, and the norm's epsilon."""
     own = embedding.weight.data_ptr() if isinstance(embedding, nn.Embedding) else None
     return own, norm.weight.data_ptr(), norm.eps
 

@@ -1,8 +1,7 @@
 """A loaded model: transformers' own module with kvq's attention, its geometry and its tokenizer."""
 
 import logging
-from functools import cached_property
-from pathlib import Path
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
 
 _log = logging.getLogger("kvq")
-_told: set[Path] = set()  # folders of quantized weights without a manifest
 
 
 class LoadedWeights:
@@ -143,11 +141,9 @@ def adapt(model: Any, prepared: PreparedModel) -> Any:
     return model
 
 
+@cache  # once a process
 def _say_unverified(source: ModelSource) -> None:
-    """Warn, once a folder and process, that a flipped bit of codes would go unnoticed."""
-    if source.folder in _told:
-        return
-    _told.add(source.folder)
+    """Warn that a flipped bit of codes would go unnoticed."""
     remedy = f"`kvq manifest {source.folder}` writes one"
     if (name := hub_name(source.folder)) is not None:
         remedy = f"`hf cache verify {name}` compares its files with the hub's"
