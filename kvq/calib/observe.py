@@ -260,15 +260,10 @@ def _heads(index: int, part: str, seen: _RowStatistics) -> list[dict[str, Any]]:
             "clip_int8": clips[head],  # of least squared error for 8-bit symmetric codes
             "absmax_rotated": float(rotated.absmax[head]),
             "clip_int8_rotated": rotated_clips[head],
-            "outlier_channels": _where(outlying[head] >= _OUTLIER),
-            "biased_channels": _where(is_biased[head]),
+            "outlier_channels": (outlying[head] >= _OUTLIER).nonzero().flatten().tolist(),
+            "biased_channels": is_biased[head].nonzero().flatten().tolist(),
             "largest_outlier": float(outlying[head].max()),  # root mean square, in the median channel's
             "largest_bias": float((bias / middle)[head].max()),  # of channel means, in the same unit
         }
         for head in range(seen.rms.shape[0])
     ]
-
-
-def _where(mask: Tensor) -> list[int]:
-    indices: list[int] = mask.nonzero().flatten().tolist()
-    return indices

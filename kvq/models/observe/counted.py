@@ -53,7 +53,8 @@ def count_module(model: Any) -> Parameters:
                     inner[layer[1]] += module.in_features
             elif parameter.ndim == 3 and _EXPERTS.search(f".{name}."):
                 real = _real(config, parameter.shape[0])
-                chosen = _chosen(config) * real / (real + _without_weights(config))
+                top = next(n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int))
+                chosen = top * real / (real + _without_weights(config))
                 kinds["experts"] += count * real // parameter.shape[0]
                 kinds["active_experts"] += round(count * chosen / parameter.shape[0])
                 width, narrows = _width(config, parameter.shape[1:]), bool(_NARROWS.search(f".{key}"))
@@ -89,11 +90,6 @@ def _width(config: Any, last: tuple[int, int]) -> int:
     """Return an expert's inner width: the side of its last matrix that is not its output."""
     handed_on = {config.hidden_size, getattr(config, "moe_latent_size", None)}
     return last[0] if last[1] in handed_on else last[1]
-
-
-def _chosen(config: Any) -> int:
-    """Experts that a token is sent to."""
-    return next(value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int))
 
 
 def read_shape(folder: Path) -> ModelShape:
