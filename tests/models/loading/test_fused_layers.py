@@ -268,7 +268,7 @@ def test_a_spare_thread_takes_part_where_all_cores_are_shared() -> None:
 
 
 def test_an_embedding_or_a_norm_of_another_width_is_refused() -> None:
-    parts = kvq.load("tiny").weights.fused_pass._ends.parts
+    parts = kvq.load("tiny").weights.fused_pass._ends
     norm = NormWeight(weight=parts.norm.weight[:-1].clone(), eps=1e-5)
     for change in ({"norm": norm}, {"dtype": torch.float64}, {"embedding": torch.zeros(8, 5)}):
         with pytest.raises(ConfigError, match="don't fit a head"):
