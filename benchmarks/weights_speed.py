@@ -20,15 +20,15 @@ import torch
 from kvq.evals.report.results import envelope, source_commit, write_json
 from kvq.formats.weights import parse_weight_format
 from kvq.weights import round_weight
-from kvq.weights.awq import awq_scales
-from kvq.weights.gptq import ActOrder, GPTQOptions, ScaleSearch, gptq
+from kvq.weights.channel_scales import awq_scales
+from kvq.weights.gptq import GPTQOptions, gptq
 from kvq.weights.rounding import clip_weight
 from kvq.weights.statistics import InputStatistics
 
 GPTQ = {
-    "gptq": GPTQOptions(search=ScaleSearch.WEIGHTED),
+    "gptq": GPTQOptions(search="weighted"),
     "gptq, plain ranges": GPTQOptions(),
-    "gptq, act-order": GPTQOptions(search=ScaleSearch.WEIGHTED, order=ActOrder.STATIC),
+    "gptq, act-order": GPTQOptions(search="weighted", order="static"),
 }
 METHODS = ("rtn", *GPTQ, "awq")
 

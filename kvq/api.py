@@ -9,7 +9,7 @@ from kvq.arguments import checked
 from kvq.calib import calibrate
 from kvq.calib.budget import TunePlan, default_codes, parse_budget
 from kvq.calib.candidates import Trial, codes_of
-from kvq.calib.quantize import Quantized, QuantizeSettings, Quantizing, WeightMethod, quantize_model
+from kvq.calib.quantize import Quantized, QuantizeSettings, Quantizing, quantize_model
 from kvq.calib.search import Tuned
 from kvq.calib.search import tune as search
 from kvq.calib.sensitivity import Keep as KeepTrials
@@ -149,7 +149,7 @@ def quantize(
         RequestError: too short a text, or activations that are not finite.
     """
     given, of_settings = _split(options, [field.name for field in fields(QuantizeSettings)])
-    settings = QuantizeSettings(method=WeightMethod.named(method), **of_settings)
+    settings = QuantizeSettings(method=method, **of_settings)
     text = given.pop("text", None)
     named = None if text is None else _named(text, "text")
     return quantize_model(Quantizing(model=model, out=Path(out), text=named, **given), settings)

@@ -1,13 +1,14 @@
 """Domain check of a calibration: scales of one kind of text may clip another's."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from kvq.calib.observe import Observations, observe
 from kvq.evals.divergence import UNWATCHED, Progress, TokenPlan, measure_tokens
 from kvq.evals.perplexity import instrument_facts, look, perplexity_row
-from kvq.evals.report.bootstrap import Bootstrap, Interval
+from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, text_ids, token_windows
 from kvq.formats import KVRecipe
@@ -19,42 +20,21 @@ _LARGER = 1.05  # a maximum counts as exceeded from here on
 _WORSE = 1.25  # times the divergence of what is calibrated on the checked text itself
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DomainCheck:
-    """Result of a calibration tried on another text. Fields are JSON keys of `kvq calibrate --check`."""
-
-    calibrated_on: str
-    checked_on: str
-    kv: str
-    heads: int  # of K and of V, over all layers
-    heads_exceeded: int  # whose maximum on the checked text is over 5% above the calibrated one
-    largest_excess: float  # the checked text's maximum / the calibrated one, of the worst head
-    worst_head: str
-    tokens: int  # predicted
-    kl_mean: float  # from unquantized KV
-    own_kl_mean: float  # of the same formats, calibrated on the checked text itself
-    kl_difference: Interval | None  # at 95%, from resampling windows in pairs; None for too few
-    perplexity_change: float
-    own_perplexity_change: float
-    is_fit: bool | None  # None: too few windows to tell, or `cautions`
-    cautions: list[str]  # why figures of this model on the text say nothing
-
-    def line(self) -> str:
-        """Return the verdict in a sentence."""
-        cause = "see above" if self.cautions else "too few windows to tell"
-        words = {True: "is fit", False: "is NOT fit", None: f"may or may not be fit ({cause})"}
-        span = (
-            ""
-            if self.kl_difference is None
-            else f", a difference of {self.kl_difference[0]:+.6f} to {self.kl_difference[1]:+.6f} at 95%"
-        )
-        return "".join(f"caution: {line}\n" for line in self.cautions) + (
-            f"{self.kv} calibrated on {self.calibrated_on} {words[self.is_fit]} for {self.checked_on}: "
-            f"{self.heads_exceeded} of {self.heads} heads go beyond their maximum (most: "
-            f"{self.largest_excess:.2f}x, {self.worst_head}); mean KL {self.kl_mean:.6f}, calibrated on that "
-            f"text itself {self.own_kl_mean:.6f}{span}; perplexity {self.perplexity_change:+.2%} and "
-            f"{self.own_perplexity_change:+.2%}, over {self.tokens:,} tokens"
-        )
+def verdict_of(check: dict[str, Any]) -> str:
+    """Return the verdict of `check_domain` in a sentence, after its cautions."""
+    cause = "see above" if check["cautions"] else "too few windows to tell"
+    words = {True: "is fit", False: "is NOT fit", None: f"may or may not be fit ({cause})"}[check["is_fit"]]
+    span = ""
+    if check["kl_difference"] is not None:
+        low, high = check["kl_difference"]
+        span = f", a difference of {low:+.6f} to {high:+.6f} at 95%"
+    return "".join(f"caution: {line}\n" for line in check["cautions"]) + (
+        f"{check['kv']} calibrated on {check['calibrated_on']} {words} for {check['checked_on']}: "
+        f"{check['heads_exceeded']} of {check['heads']} heads go beyond their maximum (most: "
+        f"{check['largest_excess']:.2f}x, {check['worst_head']}); mean KL {check['kl_mean']:.6f}, calibrated "
+        f"on that text itself {check['own_kl_mean']:.6f}{span}; perplexity {check['perplexity_change']:+.2%} "
+        f"and {check['own_perplexity_change']:+.2%}, over {check['tokens']:,} tokens"
+    )
 
 
 def check_domain(  # D35: judged by divergence, against the checked text's own scales
@@ -65,8 +45,10 @@ def check_domain(  # D35: judged by divergence, against the checked text's own s
     *,
     context: int | None = None,
     progress: Progress = UNWATCHED.progress,
-) -> DomainCheck:
+) -> dict[str, Any]:
     """Try a calibrated recipe on another text, beside the same formats calibrated on that text.
+
+    Returns the JSON of `kvq calibrate --check`.
 
     It is unfit if it diverges from unquantized KV by over a quarter more, and that beyond chance.
 
@@ -91,23 +73,24 @@ def check_domain(  # D35: judged by divergence, against the checked text's own s
     )
     kl, own_kl = float(given.kl.mean()), float(other.kl.mean())
     is_worse = difference is not None and difference[0] > 0 and kl > _WORSE * own_kl
-    return DomainCheck(
-        calibrated_on=seen.text.name,
-        checked_on=text.name,
-        kv=recipe.name,
-        heads=len(excess),
-        heads_exceeded=sum(ratio > _LARGER for ratio, _ in excess),
-        largest_excess=max(excess)[0],
-        worst_head=max(excess)[1],
-        tokens=given.nll.size,
-        kl_mean=kl,
-        own_kl_mean=own_kl,
-        kl_difference=difference,
-        perplexity_change=float(np.expm1((given.nll - baseline.nll).mean(dtype=np.float64))),
-        own_perplexity_change=float(np.expm1((other.nll - baseline.nll).mean(dtype=np.float64))),
-        is_fit=None if difference is None or cautions else not is_worse,
-        cautions=cautions,
-    )
+    return {
+        "calibrated_on": seen.text.name,
+        "checked_on": text.name,
+        "kv": recipe.name,
+        "heads": len(excess),  # of K and of V, over all layers
+        # Whose maximum on the checked text is over 5% above the calibrated one; the worst of all
+        "heads_exceeded": sum(ratio > _LARGER for ratio, _ in excess),
+        "largest_excess": max(excess)[0],
+        "worst_head": max(excess)[1],
+        "tokens": given.nll.size,  # predicted
+        "kl_mean": kl,  # from unquantized KV
+        "own_kl_mean": own_kl,  # of the same formats, calibrated on the checked text itself
+        "kl_difference": difference,  # at 95%, from resampling windows in pairs; None for too few
+        "perplexity_change": float(np.expm1((given.nll - baseline.nll).mean(dtype=np.float64))),
+        "own_perplexity_change": float(np.expm1((other.nll - baseline.nll).mean(dtype=np.float64))),
+        "is_fit": None if difference is None or cautions else not is_worse,  # None: can't be told
+        "cautions": cautions,  # why figures of this model on the text say nothing
+    }
 
 
 def check_length(model: PreparedModel, text: EvalText, context: int | None) -> None:

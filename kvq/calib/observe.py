@@ -1,6 +1,7 @@
 """Observation of a model's K and V, unquantized, through the attention that serves it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,9 +129,7 @@ class Observations:
             )
             for layer in self.layers
         )
-        return StaticScales(
-            model_digest=self.model_digest, text_digest=self.text.digest, tokens=self.tokens, layers=layers
-        )
+        return StaticScales(**self._origin, layers=layers)
 
     def centers(self) -> Centers:
         """Means per channel, for grouped formats; none of K where the model caps its scores."""
@@ -140,9 +139,11 @@ class Observations:
             )
             for layer in self.layers
         )
-        return Centers(
-            model_digest=self.model_digest, text_digest=self.text.digest, tokens=self.tokens, layers=layers
-        )
+        return Centers(**self._origin, layers=layers)
+
+    @property
+    def _origin(self) -> dict[str, Any]:
+        return {"model_digest": self.model_digest, "text_digest": self.text.digest, "tokens": self.tokens}
 
 
 def observe(
@@ -231,28 +232,8 @@ _OUTLIER = 4.0  # times the median channel's root mean square
 _BIAS = 2.0  # standard deviations from zero, and times the median channel's root mean square
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadSummary:
-    """K or V of one KV head of one layer. Fields are the JSON keys of `kvq calibrate --json`."""
-
-    layer: int
-    part: str  # "k" or "v"
-    head: int
-    absmax: float
-    p99: float  # magnitude that 99% of the elements do not exceed
-    p999: float
-    p9999: float
-    clip_int8: float  # of least squared error for 8-bit symmetric codes
-    absmax_rotated: float
-    clip_int8_rotated: float
-    outlier_channels: tuple[int, ...]  # root mean square of at least 4 times the median channel's
-    biased_channels: tuple[int, ...]  # mean of 2 standard deviations, and of 2 median root mean squares
-    largest_outlier: float  # times the median channel's root mean square
-    largest_bias: float  # of channel means, in median root mean squares
-
-
-def summarize(observations: Observations) -> list[HeadSummary]:
-    """Return one row per layer, K or V, and head."""
+def summarize(observations: Observations) -> list[dict[str, Any]]:
+    """Return one row per layer, K or V, and head: the rows of `kvq calibrate --json`."""
     return [
         row
         for index, layer in enumerate(observations.layers)
@@ -261,7 +242,7 @@ def summarize(observations: Observations) -> list[HeadSummary]:
     ]
 
 
-def _heads(index: int, part: str, seen: _RowStatistics) -> list[HeadSummary]:
+def _heads(index: int, part: str, seen: _RowStatistics) -> list[dict[str, Any]]:
     plain, rotated = seen.magnitudes, seen.rotated
     percentiles = [plain.percentile(share) for share in (0.99, 0.999, 0.9999)]
     clips, rotated_clips = plain.least_squares_clip(127), rotated.least_squares_clip(127)
@@ -270,25 +251,19 @@ def _heads(index: int, part: str, seen: _RowStatistics) -> list[HeadSummary]:
     bias = seen.mean.abs()
     is_biased = (bias >= _BIAS * seen.std) & (bias >= _BIAS * middle)
     return [
-        HeadSummary(
-            layer=index,
-            part=part,
-            head=head,
-            absmax=float(plain.absmax[head]),
-            p99=percentiles[0][head],
-            p999=percentiles[1][head],
-            p9999=percentiles[2][head],
-            clip_int8=clips[head],
-            absmax_rotated=float(rotated.absmax[head]),
-            clip_int8_rotated=rotated_clips[head],
-            outlier_channels=_where(outlying[head] >= _OUTLIER),
-            biased_channels=_where(is_biased[head]),
-            largest_outlier=float(outlying[head].max()),
-            largest_bias=float((bias / middle)[head].max()),
-        )
+        {
+            **{"layer": index, "part": part, "head": head},
+            "absmax": float(plain.absmax[head]),
+            "p99": percentiles[0][head],  # magnitude that 99% of the elements do not exceed
+            "p999": percentiles[1][head],
+            "p9999": percentiles[2][head],
+            "clip_int8": clips[head],  # of least squared error for 8-bit symmetric codes
+            "absmax_rotated": float(rotated.absmax[head]),
+            "clip_int8_rotated": rotated_clips[head],
+            "outlier_channels": (outlying[head] >= _OUTLIER).nonzero().flatten().tolist(),
+            "biased_channels": is_biased[head].nonzero().flatten().tolist(),
+            "largest_outlier": float(outlying[head].max()),  # root mean square, in the median channel's
+            "largest_bias": float((bias / middle)[head].max()),  # of channel means, in the same unit
+        }
         for head in range(seen.rms.shape[0])
     ]
-
-
-def _where(mask: torch.Tensor) -> tuple[int, ...]:
-    return tuple(mask.nonzero().flatten().tolist())

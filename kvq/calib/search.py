@@ -151,7 +151,6 @@ class _Search:
         self._named = [model.prepared.recipe(f"{code.name}{plan.exact}") for code in plan.codes]
 
     def nbytes(self, recipe: KVRecipe) -> Fraction:
-        """Return a recipe's bytes per token."""
         return recipe_bytes(self._model.geometry, recipe, self._model.prepared.block_size)
 
     def recipe(self, budget: Fraction | int, label: str) -> KVRecipe:

@@ -21,15 +21,15 @@ from kvq.errors import ConfigError, KVQError, ModelError, first_lines
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.layout import KVLayout, plan_layout
-from kvq.models.describe.kwargs_bridge import hand_on_steps
+from kvq.models.describe.kwargs_bridge import hand_on_steps, pass_positions
 from kvq.models.describe.modules import build_random, config_of, loading
 from kvq.models.describe.text_part import is_whole, read_tensors
 from kvq.models.loading.prepared import PreparedModel
+from kvq.models.loading.weights import unmap
 from kvq.models.model import Model
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, pack_linears
-from kvq.models.parts.positions import pass_positions
 
 _REMEDY = "take the method ngram, self or draft"
 _TOLD = re.compile(r"(^|\.)mtp[._]|(^|\.)layers\.\d+\.(eh_proj|enorm|hnorm)\.")  # names that such layers have
@@ -145,24 +145,23 @@ def _load(prepared: PreparedModel, skeleton: Any, count: int) -> Any:
 
 
 def _check_whole(prepared: PreparedModel, info: Any) -> None:
-    """Raise ModelError unless every tensor has found its place, and every place its tensor."""
     folder, layers = prepared.folder, "multi-token-prediction layers"
-    if info.missing_keys:
+    apart = f"config and weights don't belong together: correct them, or {_REMEDY}"
+    if names := info.missing_keys:
         raise ModelError(
-            f"{folder} lacks {len(info.missing_keys)} tensors of its {layers}, first "
-            f"{min(info.missing_keys)}; download it again, or {_REMEDY}"
-        )
-    if info.unexpected_keys:
-        raise ModelError(
-            f"{folder} holds {len(info.unexpected_keys)} tensors that its {layers} have no place for, first "
-            f"{min(info.unexpected_keys)}; config and weights don't belong together: correct them, or "
+            f"{folder} lacks {len(names)} tensors of its {layers}, first {min(names)}; download it again, or "
             f"{_REMEDY}"
+        )
+    if names := info.unexpected_keys:
+        raise ModelError(
+            f"{folder} holds {len(names)} tensors that its {layers} have no place for, first {min(names)}; "
+            f"{apart}"
         )
     if info.mismatched_keys:
         name, has, wanted = min(info.mismatched_keys)
         raise ModelError(
             f"{folder}/config.json gives {name} of its {layers} the shape {list(wanted)}, the weights "
-            f"{list(has)}; config and weights don't belong together: correct them, or {_REMEDY}"
+            f"{list(has)}; {apart}"
         )
     if wrong := [*info.error_msgs, *info.conversion_errors]:
         raise ModelError(f"{layers} of {folder} can't be read: {wrong[0]}")
@@ -188,7 +187,6 @@ def _window(kind: str, config: Any) -> int | None:
 
 
 def _place(layers: nn.Module, prepared: PreparedModel, geometry: ModelGeometry) -> None:
-    """Make the layer ready to run on the model's device."""
     pass_positions(layers)
     hand_on_steps(layers)
     is_cpu = prepared.device.type == "cpu"
@@ -196,9 +194,7 @@ def _place(layers: nn.Module, prepared: PreparedModel, geometry: ModelGeometry) 
     attach_expansions(layers, geometry, prepared.dtype, packed=packed)
     if is_cpu:
         pack_linears(layers, backend=prepared.backend)
-        for parameter in layers.parameters():  # those left alone are mapped from the file as yet
-            if not parameter.is_mkldnn:
-                parameter.data = parameter.data.clone()
+        unmap(layers)
 
 
 def _has_none(prepared: PreparedModel, count: object) -> ConfigError:

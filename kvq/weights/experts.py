@@ -1,15 +1,14 @@
-"""Stacked experts of transformers' modules: known by what they are made of, proven by running a small copy.
+"""Stacked experts of transformers' modules, all of a layer in two tensors of three dimensions.
 
-transformers keeps the weights of all experts of a layer in two tensors of three dimensions. What is computed
-with them is tried: a copy of the module with small random weights runs its own code, and the way of computing
-that gives the same, if one does, is what a kernel does with the real weights.
+They are known by what they are made of, and what is computed with them by running a small copy: the way of
+computing that gives the same, if one does, is what a kernel does with the real weights.
 """
 
 import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -191,15 +190,12 @@ def _proven(module: nn.Module) -> ExpertsForm | None:  # D171: known by parts, p
         wanted = run(small, *given)
     except Exception:  # noqa: BLE001 - whatever code raises that takes something else
         return None
-    for gating in _gatings(module):
-        for is_interleaved in (False, True):
-            form = ExpertsForm(gating=gating, is_transposed=is_transposed, is_interleaved=is_interleaved)
-            if isinstance(wanted, Tensor) and wanted.shape == x.shape and _agrees(small, form, given, wanted):
-                return form
+    if not isinstance(wanted, Tensor) or wanted.shape != x.shape:
+        return None
+    for gating, is_interleaved in product(_gatings(module), (False, True)):
+        form = ExpertsForm(gating=gating, is_transposed=is_transposed, is_interleaved=is_interleaved)
+        parts = _parts(small, form, lambda _, __, values: PlainWeight(values=values))
+        error = (ReferenceExperts(**parts)(*given) - wanted).abs().amax(1)
+        if (error <= _TOLERANCE * wanted.abs().amax(1)).all():
+            return form
     return None
-
-
-def _agrees(small: Any, form: ExpertsForm, given: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> bool:
-    parts = _parts(small, form, lambda _, __, values: PlainWeight(values=values))
-    found = ReferenceExperts(**parts)(*given)
-    return bool(((found - wanted).abs().amax(1) <= _TOLERANCE * wanted.abs().amax(1)).all())

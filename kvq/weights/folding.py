@@ -6,8 +6,8 @@ names: the layer's own forward pass is traced, and every fold is proven by runni
 after.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,11 @@ from torch import Tensor, nn
 from kvq.weights.linear import linear_at
 
 Run = Callable[[], Tensor]  # the layer's output on a sample, fp32
+# Linear layers that multiply one tensor, by their names in the decoder layer, and the module that made the
+# tensor, if it is a norm
+SharedInput = tuple[tuple[str, ...], str | None]
 
 _PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SharedInput:
-    """Linear layers that multiply one tensor, by their names in the decoder layer."""
-
-    names: tuple[str, ...]
-    norm: str | None  # the module that made the tensor, if it is a norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,16 +32,7 @@ class Fold:
     tied: Tensor | None = None  # int64 [in]: which row of a Linear source made which input; None for norms
 
 
-@dataclass(kw_only=True, slots=True)
-class Folds:
-    """Shared inputs of a decoder layer's Linear layers, and the places of their scales."""
-
-    shared: list[_SharedInput] = field(default_factory=list)
-    folds: list[Fold] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why it takes no scales
-
-
-def trace_inputs(layer: nn.Module, run: Run) -> list[_SharedInput]:
+def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
     """Return the Linear layers that share an input, and the norm that made it, in order of their calls."""
     made: dict[int, str] = {}
     users: dict[int, list[str]] = {}
@@ -72,32 +58,34 @@ def trace_inputs(layer: nn.Module, run: Run) -> list[_SharedInput]:
     finally:
         for handle in handles:
             handle.remove()
-    return [_SharedInput(names=tuple(names), norm=made.get(at)) for at, names in users.items()]
+    return [(tuple(names), made.get(at)) for at, names in users.items()]
 
 
-def find_folds(layer: nn.Module, run: Run, *, head_dim: int | None = None) -> Folds:  # D178
-    """Return every fold of a decoder layer that is proven to change nothing.
+def find_folds(  # D178
+    layer: nn.Module, run: Run, shared: Iterable[SharedInput], *, head_dim: int | None = None
+) -> tuple[list[Fold], dict[str, str]]:
+    """Return every fold of a decoder layer that is proven to change nothing; of other Linear layers, why not.
 
-    `run` computes the layer's output on a sample in fp32. `head_dim`: of V, by which the heads of grouped
-    query attention are recognized.
+    `run` computes the layer's output on a sample in fp32. `shared`: what `trace_inputs` found. `head_dim`: of
+    V, by which the heads of grouped query attention are recognized.
     """
-    found = Folds(shared=trace_inputs(layer, run))
+    folds: list[Fold] = []
+    skipped: dict[str, str] = {}
     before: list[str] = []
-    for group in found.shared:
-        if group.norm is not None:
-            candidates = [Fold(names=group.names, source=group.norm, offset=offset) for offset in (0.0, 1.0)]
-        elif len(group.names) == 1:
-            candidates = list(_linear_sources(layer, group.names[0], before, head_dim))
+    for names, norm in shared:
+        if norm is not None:
+            candidates = [Fold(names=names, source=norm, offset=offset) for offset in (0.0, 1.0)]
+        elif len(names) == 1:
+            candidates = list(_linear_sources(layer, names[0], before, head_dim))
         else:
             candidates = []
-        before += group.names
-        proven = next((fold for fold in candidates if _try(layer, run, fold)), None)
-        if proven is not None:
-            found.folds.append(proven)
-            continue
-        why = "no place before it takes scales without changing the layer's output"
-        found.skipped |= dict.fromkeys(group.names, why)
-    return found
+        before += names
+        if (proven := next((fold for fold in candidates if _try(layer, run, fold)), None)) is not None:
+            folds.append(proven)
+        else:
+            why = "no place before it takes scales without changing the layer's output"
+            skipped |= dict.fromkeys(names, why)
+    return folds, skipped
 
 
 def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,8 +5,10 @@ Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generativ
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from itertools import repeat
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,20 +23,12 @@ _MOST_TRIES = 5
 _log = logging.getLogger(__name__)
 
 
-class ActOrder(Enum):  # D176: groups as inputs lie
-    """Order in which columns are rounded."""
-
-    NONE = "none"  # as they lie
-    STATIC = "static"  # most active inputs first; groups are neighbouring inputs, scales of the first weights
-    GROUP = "group"  # most active inputs first, and groups are neighbours in that order
-
-
-class ScaleSearch(Enum):  # D175: every group's range, inputs by mean square
-    """Choice of a group's range."""
-
-    OFF = "off"  # minimum to maximum
-    SQUARES = "squares"  # least squared error of the weights
-    WEIGHTED = "weighted"  # the same, each input weighted by its mean square
+# D176: groups as inputs lie; "none": columns as they lie. "static": most active inputs first; groups are
+# neighbouring inputs, with scales of the first weights. "group": groups are neighbours in that order
+ActOrder = Literal["none", "static", "group"]
+# D175: every group's range, inputs by mean square; "off": minimum to maximum. "squares": least squared error
+# of the weights. "weighted": the same, each input weighted by its mean square
+ScaleSearch = Literal["off", "squares", "weighted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +36,18 @@ class GPTQOptions:
     """Options of GPTQ."""
 
     damping: float = 0.01  # share of the Hessian's mean diagonal that is added to it
-    order: ActOrder = ActOrder.NONE
-    search: ScaleSearch = ScaleSearch.OFF
+    order: ActOrder = "none"
+    search: ScaleSearch = "off"
 
     def __post_init__(self) -> None:
         if not 0 < self.damping < 1:
             raise ConfigError(f"damping must lie between 0 and 1, got {self.damping}; 0.01 is usual")
+        for name, value, allowed in (
+            ("act-order", self.order, get_args(ActOrder)),
+            ("scale search", self.search, get_args(ScaleSearch)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def gptq(
@@ -72,97 +72,73 @@ def gptq(
     count = weight.shape[1]
     size = count // fmt.groups(count)
     order = None
-    if options.order is not ActOrder.NONE:
+    if options.order != "none":
         order = torch.argsort(gram.diagonal(), descending=True, stable=True)
     weight = weight.float().contiguous()
     columns = weight.T.contiguous()  # [in, out]: a column is rounded at a time
     if order is not None:
         columns, gram = columns[order], gram[order][:, order]
-    work = _Columns(columns, _factor(gram, options.damping, name), fmt)
-    price = gram.diagonal()
-    static = None
-    if order is not None and options.order is ActOrder.STATIC:
-        static = search_scales(
-            weight, fmt, dtype, _cost(torch.empty_like(price).index_copy_(0, order, price), options)
-        )
-    block = _block(size, fmt)
+    factor, price = _factor(gram, options.damping, name), gram.diagonal()
+    found: list[tuple[Tensor, Tensor | None]] = []  # scales and zero points
+
+    def search_as_reached() -> Iterator[tuple[Tensor, Tensor]]:
+        whole = WeightFormat(code=fmt.code, symmetric=fmt.symmetric)
+        for at in range(0, count, size):
+            group = columns[at : at + size].T.contiguous()  # with all updates so far
+            found.append(search_scales(group, whole, dtype, _cost(price[at : at + size], options)))
+            yield from repeat(_of_group(*found[-1], 0), size)
+
+    scales = search_as_reached()
+    if order is not None and options.order == "static":
+        cost = _cost(torch.empty_like(price).index_copy_(0, order, price), options)
+        found.append(search_scales(weight, fmt, dtype, cost))
+        scales = (_of_group(*found[0], group) for group in (order // size).tolist())
+    codes = _round(columns, factor, fmt, _block(size, fmt), scales)
+    in_order = order if options.order == "group" and size < count else None  # as groups follow it
+    if order is not None and in_order is None:
+        codes = torch.empty_like(codes).index_copy_(0, order, codes)
+    zeros = [zero for _, zero in found if zero is not None]
+    return QuantizedWeight.pack(
+        fmt,
+        codes.T.contiguous(),
+        torch.cat([scale for scale, _ in found], 1),
+        torch.cat(zeros, 1) if zeros else None,
+        in_order,
+    )
+
+
+def _of_group(scale: Tensor, zero: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
+    """fp32 [out] each."""
+    own = scale[:, group].float()
+    return own, torch.zeros_like(own) if zero is None else zero[:, group].float()
+
+
+def _round(
+    columns: Tensor, factor: Tensor, fmt: WeightFormat, block: int, scales: Iterator[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Return codes int8 [in, out] of columns fp32 [in, out], which are updated as those before them round.
+
+    `factor`: fp32 [in, in], upper; factor^T factor is the inverse Hessian. `scales`: each column's, and its
+    zero points, asked for when the column is reached.
+    """
+    count, half = len(columns), 1 << (fmt.code.bits - 1)
+    codes = torch.empty(columns.shape, dtype=torch.int8, device=columns.device)
+    errors = torch.empty(min(count, block), columns.shape[1], device=columns.device)
+    pivots: list[float] = factor.diagonal().tolist()
     for begin in range(0, count, block):
         end = min(begin + block, count)
         for at in range(begin, end):
-            if static is not None:
-                assert order is not None, "static scales go with an order"
-                work.use(*static, int(order[at]) // size)
-            elif at % size == 0:
-                work.start_group(at, size, dtype, _cost(price[at : at + size], options))
-            work.round(at, begin, end)
-        work.update_later(begin, end)
-    return work.result(static, order, fmt, in_order=options.order is ActOrder.GROUP and size < count)
-
-
-class _Columns:
-    """Columns of a weight while they are rounded to codes."""
-
-    def __init__(self, columns: Tensor, factor: Tensor, fmt: WeightFormat) -> None:
-        self.columns = columns  # fp32 [in, out]; from the first not yet rounded on, as updated so far
-        self.factor = factor  # fp32 [in, in], upper; factor^T factor is the inverse Hessian
-        self.fmt = fmt
-        self.codes = torch.empty(columns.shape, dtype=torch.int8, device=columns.device)
-        self.error = torch.empty(min(len(columns), 2 * _BLOCK), columns.shape[1], device=columns.device)
-        self.pivots: list[float] = factor.diagonal().tolist()
-        self.scales: list[Tensor] = []
-        self.zeros: list[Tensor] = []
-        self.scale = self.zero = columns  # of the group at hand, fp32 [out]
-
-    def start_group(self, at: int, size: int, dtype: torch.dtype, cost: Cost | None) -> None:
-        """Choose scales for the columns from `at` on, with all updates so far."""
-        group = self.columns[at : at + size].T.contiguous()
-        whole = WeightFormat(code=self.fmt.code, symmetric=self.fmt.symmetric)
-        scale, zero = search_scales(group, whole, dtype, cost)
-        self.scales.append(scale)
-        if zero is not None:
-            self.zeros.append(zero)
-        self.use(scale, zero, 0)
-
-    def use(self, scale: Tensor, zero: Tensor | None, group: int) -> None:
-        """Use scales chosen before."""
-        self.scale = scale[:, group].float()
-        self.zero = torch.zeros_like(self.scale) if zero is None else zero[:, group].float()
-
-    def round(self, at: int, begin: int, end: int) -> None:
-        """Round column `at`, and compensate in the later ones of the block [begin, end)."""
-        column = self.columns[at]
-        half = 1 << (self.fmt.code.bits - 1)
-        q = torch.div(column, self.scale).round_().add_(self.zero).clamp_(-half, half - 1)
-        self.codes[at] = q
-        error = self.error[at - begin]
-        torch.sub(column, q.sub_(self.zero).mul_(self.scale), out=error)
-        error /= self.pivots[at]
-        if at + 1 < end:
-            later = self.columns[at + 1 : end]
-            later.addcmul_(self.factor[at, at + 1 : end, None], error[None], value=-1)
-
-    def update_later(self, begin: int, end: int) -> None:
-        """Compensate the errors of a block in all columns after it."""
-        if end < len(self.columns):
-            self.columns[end:].addmm_(self.factor[begin:end, end:].T, self.error[: end - begin], alpha=-1)
-
-    def result(
-        self,
-        static: "tuple[Tensor, Tensor | None] | None",
-        order: Tensor | None,
-        fmt: WeightFormat,
-        *,
-        in_order: bool,
-    ) -> QuantizedWeight:
-        """Return the codes with their scales; columns stay in their order only if groups follow it."""
-        codes = self.codes
-        if order is not None and not in_order:
-            codes = torch.empty_like(codes).index_copy_(0, order, codes)
-        if static is not None:
-            scale, zero = static
-        else:
-            scale, zero = torch.cat(self.scales, 1), torch.cat(self.zeros, 1) if self.zeros else None
-        return QuantizedWeight.pack(fmt, codes.T.contiguous(), scale, zero, order if in_order else None)
+            scale, zero = next(scales)
+            column, error = columns[at], errors[at - begin]
+            q = torch.div(column, scale).round_().add_(zero).clamp_(-half, half - 1)
+            codes[at] = q
+            torch.sub(column, q.sub_(zero).mul_(scale), out=error)
+            error /= pivots[at]
+            if at + 1 < end:
+                columns[at + 1 : end].addcmul_(factor[at, at + 1 : end, None], error[None], value=-1)
+        if end < count:
+            columns[end:].addmm_(factor[begin:end, end:].T, errors[: end - begin], alpha=-1)
+    return codes
 
 
 def _block(size: int, fmt: WeightFormat) -> int:
@@ -175,9 +151,9 @@ def _block(size: int, fmt: WeightFormat) -> int:
 
 
 def _cost(price: Tensor, options: GPTQOptions) -> Cost | None:
-    if options.search is ScaleSearch.OFF:
+    if options.search == "off":
         return None
-    return squares if options.search is ScaleSearch.SQUARES else weighted(price)
+    return squares if options.search == "squares" else weighted(price)
 
 
 def _factor(gram: Tensor, damping: float, name: str) -> Tensor:

@@ -6,7 +6,6 @@ the listed files, or in the manifest, is found. It is no defence against forged 
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +23,23 @@ _READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors")
 _RECIPE = "kvq.json"
 
 Tell = Callable[[int], object]  # hears of every chunk that was read, in bytes
+FileDigest = tuple[int, str]  # a file's size in bytes, and its xxh3_128 in hex
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileDigest:
-    """Size and digest of a file."""
-
-    nbytes: int
-    xxh3: str  # xxh3_128 in hex
-
-    @classmethod
-    def of(cls, path: Path, tell: Tell = int) -> "FileDigest":
-        """Read a file whole; OSError is the caller's to explain."""
-        hasher, nbytes = xxhash.xxh3_128(), 0
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                hasher.update(chunk)
-                nbytes += len(chunk)
-                tell(len(chunk))
-        return cls(nbytes=nbytes, xxh3=hasher.hexdigest())
+def file_digest(path: Path, tell: Tell = int) -> FileDigest:
+    """Read a file whole; OSError is the caller's to explain."""
+    hasher, nbytes = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            nbytes += len(chunk)
+            tell(len(chunk))
+    return nbytes, hasher.hexdigest()
 
 
 def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
     """Return the manifest of these files; equal files give equal bytes."""
-    listed = {name: {"bytes": file.nbytes, "xxh3": file.xxh3} for name, file in files.items()}
+    listed = {name: dict(zip(_FIELDS, file, strict=True)) for name, file in files.items()}
     content = {"files": listed, "format_version": _FORMAT_VERSION}
     return _canonical({**content, "digest": xxhash.xxh3_128(_canonical(content)).hexdigest()})
 
@@ -147,9 +139,10 @@ def _faults(
     """Yield differences, file by file: of content if `is_read`, else of size."""
     for name, wanted in files.items():
         try:
-            _check_size(folder / name, wanted)
+            if (nbytes := _size(folder / name)) != wanted[0]:
+                raise _damaged(folder / name, f"bytes: {nbytes}, but {MANIFEST} says {wanted[0]}")
             if is_read(name) and (found := _digest(folder / name, tell)) != wanted:
-                raise _damaged(folder / name, f"xxh3: {found.xxh3}, but {MANIFEST} says {wanted.xxh3}")
+                raise _damaged(folder / name, f"xxh3: {found[1]}, but {MANIFEST} says {wanted[1]}")
         except ModelError as fault:
             yield fault
     for path in sorted(folder.glob("*.safetensors*")) if files else []:
@@ -161,20 +154,18 @@ def _holds_weights(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _check_size(path: Path, wanted: FileDigest) -> None:
+def _size(path: Path) -> int:
     try:
-        nbytes = path.stat().st_size
+        return path.stat().st_size
     except FileNotFoundError as error:
         raise _damaged(path, f"missing, but {MANIFEST} lists it") from error
     except OSError as error:
         raise _unreadable(path, error) from error
-    if nbytes != wanted.nbytes:
-        raise _damaged(path, f"bytes: {nbytes}, but {MANIFEST} says {wanted.nbytes}")
 
 
 def _digest(path: Path, tell: Tell = int) -> FileDigest:
     try:
-        return FileDigest.of(path, tell)
+        return file_digest(path, tell)
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -196,7 +187,7 @@ def _file(path: Path, name: str, entry: object) -> FileDigest:
     nbytes, digest = entry["bytes"], entry["xxh3"]
     if type(nbytes) is not int or nbytes < 0 or not isinstance(digest, str):
         raise _damaged(path, f"files: bytes or xxh3 of {name!r:.80} is no number or no text")
-    return FileDigest(nbytes=nbytes, xxh3=digest)
+    return nbytes, digest
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -1,8 +1,4 @@
-"""Routers of experts: their own code, over products that don't depend on the batch.
-
-A router's last bit decides the experts of a token, so that other requests in a step would now and
-then change a token's result.
-"""
+"""Routers of experts: their own code, over products that don't depend on the batch."""
 
 from typing import Any
 
@@ -45,11 +41,7 @@ def _product(x: Tensor, weight: _RouterWeight, bias: Tensor | None = None) -> Te
 
 
 def _apart(x: Tensor) -> Tensor:  # D173: rows kept apart: the sigmoid's rest has other bits
-    """Return `x` [rows, n] with a gap between its rows, unless rows are whole vectors.
-
-    torch computes functions such as sigmoid a vector at a time, and what is left over otherwise, to other
-    bits: of neighbouring rows as of one array, so that a number's bits would depend on the rows before it.
-    """
+    """Return `x` [rows, n] with a gap between its rows, unless rows are whole vectors."""
     if x.shape[1] % _WHOLE == 0:
         return x
     return x.new_empty(x.shape[0], x.shape[1] + 1)[:, :-1].copy_(x)

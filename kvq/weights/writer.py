@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvq import fileio
 from kvq.errors import ConfigError, first_lines
-from kvq.weights.manifest import MANIFEST, FileDigest, manifest_bytes, read_manifest
+from kvq.weights.manifest import MANIFEST, FileDigest, file_digest, manifest_bytes, read_manifest
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 INDEX = "model.safetensors.index.json"
@@ -117,13 +117,12 @@ class CheckpointWriter:
         return self._aside
 
     def _flush(self) -> None:
-        """Write one shard, whole and flushed."""
         name = f"shard-{len(self._shards) + 1:05}"
         path = self._check_open() / name
         save_file(_apart(self._shard), path, _METADATA)
         fileio.as_new(path)  # safetensors' own are their owner's alone
         _sync(path)
-        self._shards[name] = FileDigest.of(path)
+        self._shards[name] = file_digest(path)
         self._shard_of.update(dict.fromkeys(self._shard, name))
         self._total_bytes += self._shard_bytes
         self._shard, self._shard_bytes = {}, 0
@@ -147,7 +146,7 @@ class CheckpointWriter:
         if Path(name).name != name or name == MANIFEST or name.endswith(".safetensors") or path.exists():
             raise ConfigError(f"can't write {self._out}: {name!r} is taken, or is no file name")
         _write_synced(path, content)
-        files[name] = FileDigest.of(path)
+        files[name] = file_digest(path)
 
     def _put_in_place(self, folder: Path) -> None:
         """Rename; a folder that is replaced gets its name back if that fails."""

@@ -211,10 +211,10 @@ def test_calibration_flags_the_huge_biases_and_nothing_like_them_elsewhere(biase
     from kvq.calib.observe import summarize
 
     rows = summarize(observe(biased, calibration_text(), context=256, max_windows=2))
-    flagged = {(row.layer, row.part): set() for row in rows}
+    flagged = {(row["layer"], row["part"]): set() for row in rows}
     for row in rows:
-        if row.largest_outlier > 10:
-            flagged[row.layer, row.part] |= set(row.outlier_channels)
+        if row["largest_outlier"] > 10:
+            flagged[row["layer"], row["part"]] |= set(row["outlier_channels"])
     wanted = set(SLOW)
     assert {half for half, found in flagged.items() if found} == {(1, "k"), (3, "k")}
     assert all(wanted <= found for found in flagged.values() if found)

@@ -15,8 +15,7 @@ from kvq.errors import RequestError
 from kvq.models.describe.resolve import EMBEDDED
 from kvq.models.loading.tokenizer import load_tokenizer
 from kvq.models.run.prompts import PromptEncoder
-from kvq.models.templates.forms import CALLS, TOOLS
-from kvq.models.templates.trial import try_out
+from kvq.models.templates.forms import CALLS, TOOLS, try_out
 
 FOLDER = Path(__file__).parent / "chat_templates"
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

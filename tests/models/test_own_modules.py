@@ -16,8 +16,8 @@ from kvq.errors import ModelError
 from kvq.kernels.native.library import load
 from kvq.models.loading import weights
 from kvq.models.loading.fused_layers import fuse_layers
-from kvq.models.loading.fused_norms import FusedRMSNorm, fuse_norms
 from kvq.models.parts.linear import pack_linears
+from kvq.models.parts.norms import FusedRMSNorm, fuse_norms
 from kvq.weights import PackedLinear, packed_layers, runs_library_code
 from kvq.weights.install import GatedMLP
 from tests.helpers_models import build_model, eager_logits, load_eager, random_tokens, small_config

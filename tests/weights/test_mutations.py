@@ -17,7 +17,7 @@ from kvq.errors import KVQError, ModelError
 from kvq.formats.weights import WeightCode, WeightFormat, parse_weight_format
 from kvq.kernels import QuantizedWeight
 from kvq.models.describe.checkpoint import read_header, read_json, weight_files
-from kvq.models.describe.stored import StoredTensors
+from kvq.models.describe.text_part import StoredTensors
 from kvq.models.loading.prepared import prepare
 from kvq.models.loading.quantized import plain_tensors, read_weights
 from kvq.models.loading.weights import load_weights

@@ -2,24 +2,22 @@
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvq.calib.quantize.settings import QuantizeSettings, WeightMethod
+from kvq.calib.quantize.settings import QuantizeSettings
 from kvq.calib.quantize.targets import Targets
 from kvq.calib.quantize.walk import Walk
 from kvq.formats.weights import Inputs
 from kvq.kernels import QuantizedWeight
 from kvq.kernels.linear.reference import rounded_inputs
 from kvq.weights import UnstackedExperts
-from kvq.weights.awq import ChannelScales, awq_scales
-from kvq.weights.folding import Fold, Folds, Run, apply_fold, find_folds, is_same, trace_inputs, undoing
+from kvq.weights.channel_scales import ALPHAS, ChannelScales, awq_scales, smooth_scales
+from kvq.weights.folding import Fold, Run, apply_fold, find_folds, is_same, trace_inputs, undoing
 from kvq.weights.gptq import gptq
 from kvq.weights.linear import linear_at
 from kvq.weights.rounding import clip_weight, round_weight
-from kvq.weights.smoothquant import ALPHAS, smooth_scales
 from kvq.weights.statistics import InputStatistics
 
 _ROWS = 512  # tokens kept where the rounding of inputs has to be seen
@@ -53,33 +51,18 @@ class LayerResult:
     skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why its inputs are not scaled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceModel:
-    """The model to quantize, as transformers has loaded it."""
-
-    model: Any
-    targets: Targets
-    head_dims: tuple[int, ...]  # of V, layer by layer
-    device: torch.device  # that computes; the model itself lies in main memory
-
-    def layer(self, index: int) -> nn.Module:
-        """Return a decoder layer."""
-        layer: nn.Module = self.model.get_submodule(f"{self.targets.prefix}.{index}")
-        return layer
-
-
 class LayerQuantizer:
     """Quantizer of one decoder layer, held in fp32."""
 
-    def __init__(
-        self, source: SourceModel, settings: QuantizeSettings, index: int, dtype: torch.dtype
-    ) -> None:
-        """`dtype`: of the checkpoint's weights."""
-        self.settings, self.index, self.dtype = settings, index, dtype
-        self.layer, self.names = source.layer(index), source.targets.layers[index]
-        self.prefix, self.head_dim = source.targets.full_name(index, ""), source.head_dims[index]
+    def __init__(self, targets: Targets, settings: QuantizeSettings, index: int, head_dim: int) -> None:
+        """`head_dim`: of V. Call `quantize` when the layer is in fp32."""
+        self.settings, self.index = settings, index
+        self.layer, self.names = targets.layer(index), targets.layers[index]
+        self.dtype = next(self.layer.parameters()).dtype  # of the checkpoint's weights
+        self.prefix, self.head_dim = targets.full_name(index, ""), head_dim
         self.run: Run = lambda: torch.empty(0)
-        self.folds = Folds()
+        self.folds: list[Fold] = []
+        self.skipped: dict[str, str] = {}
         self.alphas: dict[str, float] = {}
         self.statistics: dict[str, InputStatistics] = {}
 
@@ -93,9 +76,9 @@ class LayerQuantizer:
         if walk is not None:
             self.run = lambda: walk.probe(self.index)
             self._look(walk)
-        result = LayerResult(skipped=dict(self.folds.skipped))
+        result = LayerResult(skipped=self.skipped)
         before = {name: p.detach().clone() for name, p in self.layer.named_parameters()}
-        for fold in self.folds.folds:
+        for fold in self.folds:
             if not self._fold(fold):
                 result.skipped |= dict.fromkeys(fold.names, "scales changed the layer's output; left out")
         spent_s = {}
@@ -119,11 +102,9 @@ class LayerQuantizer:
 
     def _look(self, walk: Walk) -> None:
         """Find shared inputs, places for scales, and the inputs' statistics."""
-        if self.settings.method.folds:
-            self.folds = find_folds(self.layer, self.run, head_dim=self.head_dim)
-        else:
-            self.folds = Folds(shared=trace_inputs(self.layer, self.run))
-        shared = [group.names for group in self.folds.shared]
+        shared = trace_inputs(self.layer, self.run)
+        if self.settings.folds:
+            self.folds, self.skipped = find_folds(self.layer, self.run, shared, head_dim=self.head_dim)
         experts = {
             tuple(f"{name}.{own}" for own in names)
             for name, module in self.layer.named_modules()
@@ -131,7 +112,7 @@ class LayerQuantizer:
             for names in module.shared_inputs()
         }
         own = {name for names in experts for name in names}  # most of them are not seen to share their input
-        groups = [*(names for names in shared if own.isdisjoint(names)), *sorted(experts)]
+        groups = [*(names for names, _ in shared if own.isdisjoint(names)), *sorted(experts)]
         handles = [hook for names in groups for hook in self._listen(names)]
         walk.see(self.index)
         for handle in handles:
@@ -143,7 +124,7 @@ class LayerQuantizer:
         if not chosen:
             return []
         first = linear_at(self.layer, chosen[0])
-        rows = _ROWS if self.settings.method is WeightMethod.SMOOTHQUANT else 0
+        rows = _ROWS if self.settings.method == "smoothquant" else 0
         full = self.prefix + chosen[0]
         found = InputStatistics(full, first.in_features, first.weight.device, rows=rows)
         self.statistics |= dict.fromkeys(chosen, found)
@@ -170,7 +151,7 @@ class LayerQuantizer:
         weights = [linear_at(self.layer, name).weight.detach() for name in fold.names if name in self.names]
         found = next(self.statistics[name] for name in fold.names if name in self.statistics)
         fmt, dtype, alpha = self.settings.fmt, self.dtype, self.settings.alpha
-        if self.settings.method is WeightMethod.AWQ:
+        if self.settings.method == "awq":
             return awq_scales(weights, found, fmt, dtype, tied=fold.tied)
         alphas = ALPHAS if alpha is None else (alpha,)
         return smooth_scales(weights, found, fmt, dtype, alphas=alphas, tied=fold.tied)
@@ -178,9 +159,9 @@ class LayerQuantizer:
     def _codes(self, name: str) -> QuantizedWeight:
         settings, weight = self.settings, linear_at(self.layer, name).weight.detach()
         full, seen = self.prefix + name, self._seen(name)
-        if settings.method is WeightMethod.GPTQ and seen is not None:
+        if settings.method == "gptq" and seen is not None:
             return gptq(weight, seen.gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
-        if settings.method is WeightMethod.AWQ and seen is not None:
+        if settings.method == "awq" and seen is not None:
             return clip_weight(weight, settings.fmt, self.dtype, seen.gram)
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 
@@ -199,7 +180,7 @@ class LayerQuantizer:
         return ModuleReport(
             layer=self.index,
             module=self.prefix + name,
-            method=self.settings.method.value,
+            method=self.settings.method,
             format=weight.fmt.name,
             in_features=weight.in_features,
             out_features=weight.out_features,

@@ -17,17 +17,11 @@ from kvq.models.describe.resolve import tokenizer_folder
 from kvq.models.loading.prepared import QUANTIZED_FROM, PreparedModel
 from kvq.models.parts.device import DTYPES
 from kvq.weights.files import check_fits, pack_linear, quantization_config
-from kvq.weights.gptq import ActOrder
 from kvq.weights.writer import CheckpointWriter, check_target
 
 _COPIED = (
-    "tokenizer",
-    "special_tokens",
-    "vocab",
-    "merges",
-    "generation_config",
-    "chat_template",
-    "added_tokens",
+    *("tokenizer", "special_tokens", "vocab", "merges"),
+    *("generation_config", "chat_template", "added_tokens"),
 )
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
@@ -38,7 +32,7 @@ def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
     """Raise ConfigError, before any work, unless the folder can be written and hold the weights."""
     file_format = work.file_format
     check_fits(file_format, settings.fmt)
-    grouped = settings.gptq.order is ActOrder.GROUP and settings.fmt.group_size is not None
+    grouped = settings.act_order == "group" and settings.fmt.group_size is not None
     if grouped and file_format != "autogptq":
         raise ConfigError(
             f"{file_format} can't hold groups in the order of activity; use --act-order static, whose groups "

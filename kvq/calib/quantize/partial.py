@@ -5,9 +5,10 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self
 
 from safetensors import safe_open
 from safetensors.torch import save
@@ -37,10 +38,7 @@ def count_finished(folder: Path) -> int:
 
 
 class Partial:
-    """The folder OUT.partial: a settings file, and a file for each finished layer.
-
-    `with partial:` makes it, holds it for this process alone, and lets it go.
-    """
+    """The folder OUT.partial: a settings file, and a file for each finished layer."""
 
     def __init__(self, out: Path, settings: dict[str, object], *, restart: bool) -> None:
         """`settings`: all that decides the layers' bytes. `restart`: throws finished ones away."""
@@ -74,36 +72,28 @@ class Partial:
             f"use those settings again, or --restart to throw it away"
         )
 
-    def __enter__(self) -> Self:
-        """Open or make it.
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the folder if it is not there, and hold it for this process alone inside the block.
 
         Raises:
             ConfigError: it was made with other settings, is another process's, or can't be made.
         """
         try:
             self.folder.mkdir(exist_ok=True)
-            self._lock = _locked(self.folder)
+            lock = _locked(self.folder)
         except OSError as error:
             raise ConfigError(f"can't make {self.folder}: {error.strerror}") from error
         try:
-            self._begin()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
-
-    def _begin(self) -> None:
-        if self._restart:
-            for path in self.folder.iterdir():
+            for path in self.folder.iterdir() if self._restart else ():
                 path.unlink()
-        self.check()
-        path = self.folder / _SETTINGS
-        if not path.is_file():
-            header = {"format_version": _VERSION, "digest": self._digest, "settings": self._settings}
-            fileio.write_text(path, json.dumps(header, indent=1) + "\n")
+            self.check()
+            if not (path := self.folder / _SETTINGS).is_file():
+                header = {"format_version": _VERSION, "digest": self._digest, "settings": self._settings}
+                fileio.write_text(path, json.dumps(header, indent=1) + "\n")
+            yield
+        finally:
+            os.close(lock)
 
     def save(self, index: int, result: LayerResult) -> None:
         """Keep a layer."""

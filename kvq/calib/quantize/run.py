@@ -8,7 +8,7 @@ import torch
 
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
-from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, SourceModel, install
+from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, install
 from kvq.calib.quantize.output import check_output, write_checkpoint
 from kvq.calib.quantize.partial import Partial, count_finished
 from kvq.calib.quantize.settings import Progress, QuantizeSettings, Quantizing
@@ -17,7 +17,6 @@ from kvq.calib.quantize.walk import Walk, decoder_layers, draw_samples
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
-from kvq.geometry import ModelGeometry
 from kvq.models import load
 from kvq.models.describe.checkpoint import content_digest, weight_files
 from kvq.models.loading.prepared import PreparedModel
@@ -68,7 +67,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     if prepared.folder == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
     if (skeleton := build_skeleton(prepared)) is not None:
-        _find_targets(skeleton.model, settings, prepared)  # raises before the weights are loaded
+        _find_targets(skeleton[0], settings, prepared)  # raises before the weights are loaded
     text = work.text or calibration_text()
     windows = _draw_windows(settings, prepared, text)
     partial = Partial(work.out, _decisive(work, settings, prepared, text), restart=work.restart)
@@ -80,17 +79,12 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     if work.kv_scales:  # of the model as it is: quantized weights move the maxima of K and V little
         whole = load(prepared.source, kv="fp32", device=work.device, dtype=work.dtype)
         seen = observe(whole, text, progress=work.progress("observing K and V"))
-    source = SourceModel(
-        model=model,
-        targets=targets,
-        head_dims=tuple(layer.v_head_dim for layer in geometry.layers),
-        device=prepared.device,
-    )
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
-    with partial:
+    with partial.held():
         if finished := count_finished(partial.folder):
             work.on_resumed(finished)
-        _quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
+        progress = work.progress("quantizing layers")
+        _quantize_layers(prepared, targets, settings, windows, partial, progress)
         rows, skipped = _write(work, prepared, partial, targets, seen)
         partial.remove()
     return Quantized(
@@ -106,13 +100,12 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
 
 def _find_targets(model: Any, settings: QuantizeSettings, prepared: PreparedModel) -> Targets:
     held = {entry.name for entry in prepared.entries}
-    takes_experts = not settings.method.folds  # scales of a norm would have to go into all experts at once
+    takes_experts = not settings.folds  # scales of a norm would have to go into all experts at once
     return find_targets(model, settings.fmt, held, takes_experts=takes_experts)
 
 
 def _draw_windows(settings: QuantizeSettings, prepared: PreparedModel, text: EvalText) -> list[list[int]]:
-    """Return the samples to calibrate on; none for a method that needs no text."""
-    if not settings.method.needs_text:
+    if not settings.needs_text:
         return []
     return draw_samples(
         prepared.tokenizer,
@@ -134,14 +127,18 @@ def _write(
     """Write the checkpoint, and a recipe with scales of K and V if those were observed."""
     scales = None if seen is None else fp8_scale_tensors(seen)
     written = write_checkpoint(work, prepared, partial, targets, scales)
-    if seen is not None:
-        _recipe(work.out, seen, prepared.geometry).save(work.out / "kvq.json")
+    if seen is not None:  # static FP8 for K and V, with scales bound to the quantized weights
+        digest = content_digest(weight_files(work.out))
+        recipe = KVRecipe.uniform("fp8_per_head", prepared.geometry.head_dims)
+        bound = replace(seen.scales(), model_digest=digest)
+        replace(recipe, static_scales=bound, model_digest=digest).save(work.out / "kvq.json")
         relist(work.out / "kvq.json")
     return written
 
 
 def _quantize_layers(
-    source: SourceModel,
+    prepared: PreparedModel,
+    targets: Targets,
     settings: QuantizeSettings,
     windows: list[list[int]],
     partial: Partial,
@@ -157,23 +154,23 @@ def _quantize_layers(
     Raises:
         RequestError: activations that are not finite; the message names the layer.
     """
-    total = len(source.targets.layers)
+    total, device = len(targets.layers), prepared.device  # the model itself lies in main memory
     finished = count_finished(partial.folder)
-    walk = Walk(source.model, windows, source.device) if settings.method.needs_text else None
+    walk = Walk(targets.model, windows, device) if settings.needs_text else None
     for index in range(total):
         progress(index, total)
         if index < finished and walk is None:
             continue
-        layer = source.layer(index)
-        dtype = next(layer.parameters()).dtype
-        layer.to(source.device, torch.float32)
+        layer = targets.layer(index)
+        quantizer = LayerQuantizer(targets, settings, index, prepared.geometry.layers[index].v_head_dim)
+        layer.to(device, torch.float32)
         if index < finished:
             result = partial.load(index)
         else:
-            result = LayerQuantizer(source, settings, index, dtype).quantize(walk)
+            result = quantizer.quantize(walk)
             partial.save(index, result)
         if walk is not None and index + 1 < total:
-            install(layer, result, source.device)
+            install(layer, result, device)
             walk.advance(index)
         layer.to("meta")
     progress(total, total)
@@ -185,7 +182,7 @@ def _decisive(
     """Return all settings that decide the bytes of a layer."""
     return settings.described() | {
         "model": prepared.digest,
-        "text": text.digest if settings.method.needs_text else None,
+        "text": text.digest if settings.needs_text else None,
         "dtype": work.stored_dtype(),
         "device": prepared.device.type,
         "kvq": __version__,
@@ -202,20 +199,11 @@ def _check_finite(model: Any, dtype: str) -> None:
             )
 
 
-def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
-    """Return static FP8 for K and V, with scales bound to the quantized weights."""
-    digest = content_digest(weight_files(out))
-    scales = replace(seen.scales(), model_digest=digest)
-    recipe = KVRecipe.uniform("fp8_per_head", geometry.head_dims)
-    return replace(recipe, static_scales=scales, model_digest=digest)
-
-
 def _notes(
     work: Quantizing, settings: QuantizeSettings, targets: Targets, samples: int, text: EvalText
 ) -> tuple[str, ...]:
-    """Return what users of the folder should know."""
     notes = []
-    if settings.method.needs_text and samples != settings.samples:
+    if settings.needs_text and samples != settings.samples:
         notes.append(
             f"{text.name} has {samples} samples of that context, fewer than the {settings.samples} asked for"
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,53 +18,23 @@ Progress = Callable[[int, int], None]  # (layers done, layers in all)
 MOST_SAMPLES = 1024
 FEWEST_SAMPLES = 8
 WHOLE_ROW = -1  # as a group size, in other programs too
-PACKAGE_METHODS = ("nf4", "int8-bnb")  # bitsandbytes' own
+_OWN_METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8")  # rtn and fp8: to nearest, no data
+METHODS = (*_OWN_METHODS, "nf4", "int8-bnb")  # the last two are bitsandbytes' own
 _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
-
-
-class WeightMethod(Enum):
-    """Quantization method; the value is its name."""
-
-    RTN = "rtn"  # to nearest, no data
-    GPTQ = "gptq"
-    AWQ = "awq"
-    SMOOTHQUANT = "smoothquant"
-    FP8 = "fp8"  # to nearest, no data
-
-    @classmethod
-    def named(cls, name: str) -> "WeightMethod":
-        """Return the method of that name, or raise ConfigError."""
-        if name not in [method.value for method in cls]:
-            hint = nearest(name, list(METHODS)) or ";"
-            raise ConfigError(f"unknown method {name!r}{hint} allowed: {', '.join(METHODS)}")
-        return cls(name)
-
-    @property
-    def needs_text(self) -> bool:
-        """True if the model has to run over a text."""
-        return self not in (WeightMethod.RTN, WeightMethod.FP8)
-
-    @property
-    def folds(self) -> bool:
-        """True if inputs are scaled."""
-        return self in (WeightMethod.AWQ, WeightMethod.SMOOTHQUANT)
-
-
-METHODS = (*(method.value for method in WeightMethod), *PACKAGE_METHODS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSettings:
     """A method, the format it makes, and what it is calibrated on; what isn't said follows from it."""
 
-    method: WeightMethod
+    method: str  # one of kvq's own
     bits: int | None = None  # 8 for smoothquant and fp8, else 4
     group_size: int | None = None  # 128 inputs; of 8-bit codes the whole row (-1)
     symmetric: bool = True
     activations: str | None = None  # int8 for smoothquant, else none
-    act_order: str = ActOrder.NONE.value
+    act_order: ActOrder = "none"
     damp: float = 0.01
-    scale_search: str = ScaleSearch.WEIGHTED.value
+    scale_search: ScaleSearch = "weighted"
     alpha: float | None = None  # SmoothQuant's; None: the best of a grid
     samples: int = 128
     context: int | None = None  # tokens of a sample; None: 2,048 or what the model takes
@@ -73,13 +42,16 @@ class QuantizeSettings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that don't go together."""
-        name = self.method.value
+        name = self.method
+        if name not in _OWN_METHODS:
+            hint = nearest(name, list(METHODS)) or ";"
+            raise ConfigError(f"unknown method {name!r}{hint} allowed: {', '.join(METHODS)}")
         own_of_gptq = (self.act_order, self.damp, self.scale_search)
-        if self.method is not WeightMethod.GPTQ and own_of_gptq != ("none", 0.01, "weighted"):
+        if name != "gptq" and own_of_gptq != ("none", 0.01, "weighted"):
             raise ConfigError(
                 f"act-order, damp and scale search are gptq's, got method {name}; leave them out"
             )
-        if self.method is not WeightMethod.SMOOTHQUANT and self.alpha is not None:
+        if name != "smoothquant" and self.alpha is not None:
             raise ConfigError(f"alpha is smoothquant's, got method {name}; leave it out")
         if not FEWEST_SAMPLES <= self.samples <= MOST_SAMPLES:
             raise ConfigError(f"samples must be {FEWEST_SAMPLES} to {MOST_SAMPLES}, got {self.samples}")
@@ -89,11 +61,20 @@ class QuantizeSettings:
             raise ConfigError(f"alpha must lie between 0 and 1, got {self.alpha}; 0.5 is usual")
         _ = self.gptq, self.fmt  # checks them
 
+    @property
+    def needs_text(self) -> bool:
+        """True if the model has to run over a text."""
+        return self.method not in ("rtn", "fp8")
+
+    @property
+    def folds(self) -> bool:
+        """True if inputs are scaled."""
+        return self.method in ("awq", "smoothquant")
+
     @cached_property
     def gptq(self) -> GPTQOptions:
         """Options of GPTQ."""
-        order, search = ActOrder(self.act_order), ScaleSearch(self.scale_search)
-        return GPTQOptions(damping=self.damp, order=order, search=search)
+        return GPTQOptions(damping=self.damp, order=self.act_order, search=self.scale_search)
 
     @cached_property
     def fmt(self) -> WeightFormat:
@@ -102,12 +83,12 @@ class QuantizeSettings:
         Raises:
             ConfigError: there is none such, or the method doesn't make it.
         """
-        is_smooth = self.method is WeightMethod.SMOOTHQUANT
-        eight = is_smooth or self.method is WeightMethod.FP8
+        is_smooth, is_fp8 = self.method == "smoothquant", self.method == "fp8"
+        eight = is_smooth or is_fp8
         bits, size = self.bits or (8 if eight else 4), self.group_size
         if bits not in INTEGER_CODES or (eight and bits != 8):
             allowed = "8" if eight else "8, 4 or 3"
-            raise ConfigError(f"bits must be {allowed} for {self.method.value}, got {bits}")
+            raise ConfigError(f"bits must be {allowed} for {self.method}, got {bits}")
         if size is not None and size < 8 and size != WHOLE_ROW:
             raise ConfigError(f"group size must be -1 (one scale a row) or 8 and more, got {size}")
         if size is None:
@@ -116,7 +97,7 @@ class QuantizeSettings:
         if named not in _INPUTS:
             raise ConfigError(f"activations must be none, int8 or fp8, got {named!r}")
         fmt = WeightFormat(
-            code=WeightCode.FP8 if self.method is WeightMethod.FP8 else INTEGER_CODES[bits],
+            code=WeightCode.FP8 if is_fp8 else INTEGER_CODES[bits],
             group_size=None if size == WHOLE_ROW else size,
             symmetric=self.symmetric,
             inputs=_INPUTS[named],
@@ -130,9 +111,9 @@ class QuantizeSettings:
 
     def described(self) -> dict[str, Any]:
         """Return the settings as JSON."""
-        is_gptq, has_samples = self.method is WeightMethod.GPTQ, self.method.needs_text
+        is_gptq, has_samples = self.method == "gptq", self.needs_text
         return {
-            "method": self.method.value,
+            "method": self.method,
             "format": self.fmt.name,
             "damping": self.damp if is_gptq else None,
             "act_order": self.act_order if is_gptq else None,

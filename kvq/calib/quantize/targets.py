@@ -9,6 +9,7 @@ from kvq.calib.quantize.walk import decoder_layers
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WeightFormat
 from kvq.weights import ROUTERS, unstack_experts
+from kvq.weights.linear import linear_at
 
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
 _SHOWN = 8
@@ -19,10 +20,16 @@ _STACKED = "not a Linear layer: the weights of all experts in one"
 class Targets:
     """Names of Linear layers inside the model."""
 
+    model: Any
     prefix: str  # of the list of decoder layers, such as model.layers
     layers: tuple[tuple[str, ...], ...]  # of every decoder layer the Linear layers, named inside it
     ignored: dict[str, str]  # module or parameter -> why it keeps its weights
     stored: dict[str, str]  # experts' Linear layers -> their names in the checkpoint
+
+    def layer(self, index: int) -> nn.Module:
+        """Return a decoder layer."""
+        layer: nn.Module = self.model.get_submodule(f"{self.prefix}.{index}")
+        return layer
 
     def full_name(self, index: int, name: str) -> str:
         """Return the name in the checkpoint; except for experts, it is that in the model."""
@@ -78,24 +85,23 @@ def find_targets(model: Any, fmt: WeightFormat, held: set[str], *, takes_experts
             f"{model.config.model_type} has no Linear layers in its decoder layers (GPT-2 has Conv1D): "
             f"kvq can't quantize its weights; --kv quantizes its KV cache"
         )
-    targets = Targets(prefix=prefix, layers=tuple(chosen), ignored=ignored, stored=stored)
-    _check_groups(model, targets, fmt)
+    targets = Targets(model=model, prefix=prefix, layers=tuple(chosen), ignored=ignored, stored=stored)
+    _check_groups(targets, fmt)
     return targets
 
 
-def _check_groups(model: nn.Module, targets: Targets, fmt: WeightFormat) -> None:
-    """Raise ConfigError naming the layers that groups don't fit."""
+def _check_groups(targets: Targets, fmt: WeightFormat) -> None:
     if fmt.group_size is None:
         return
     inputs = {
-        targets.full_name(index, name): model.get_submodule(f"{targets.prefix}.{index}.{name}").in_features
+        targets.full_name(index, name): linear_at(targets.layer(index), name).in_features
         for index, names in enumerate(targets.layers)
         for name in names
     }
-    bad = [f"{name} ({count})" for name, count in inputs.items() if count % fmt.group_size]  # type: ignore[operator]
+    bad = [f"{name} ({count})" for name, count in inputs.items() if count % fmt.group_size]
     if not bad:
         return
-    fits = [size for size in _SIZES if not any(count % size for count in inputs.values())]  # type: ignore[operator]
+    fits = [size for size in _SIZES if not any(count % size for count in inputs.values())]
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     raise ConfigError(
         f"groups of {fmt.group_size} don't divide the inputs of {', '.join(bad[:_SHOWN])}{more}; "

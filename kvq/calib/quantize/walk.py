@@ -145,7 +145,6 @@ def _record(
 
 @contextmanager
 def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
-    """Replace the layers' forward functions."""
     for index, layer in enumerate(layers):
         layer.forward = stand_in(index)
     try:

@@ -3,8 +3,8 @@
 import dataclasses
 import sys
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,8 +27,6 @@ from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.calib import Observations
-    from kvq.calib.domain import DomainCheck
-    from kvq.calib.observe import HeadSummary
     from kvq.evals import EvalText
     from kvq.formats import KVRecipe
     from kvq.models import Model
@@ -78,6 +76,7 @@ def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
     `--kv kvq.json` uses the formats it names, `--scales kvq.json` its scales under other formats.
     """
     from kvq.calib import observe
+    from kvq.calib.domain import verdict_of
     from kvq.calib.export import check_export_path, write_fp8_scales
     from kvq.calib.observe import summarize
     from kvq.commands.shared.loading import load_checked
@@ -115,13 +114,13 @@ def command(model: str, kv: list[str], options: _CalibrateOptions) -> None:
         "text": seen.text.name,
         "text_digest": seen.text.digest,
         "tokens": seen.tokens,
-        **({} if check is None else {"check": dataclasses.asdict(check)}),
+        **({} if check is None else {"check": check}),
     }
     write_rows(heads, options.json_path, loaded.weights.device, facts)
     _print(recipe, seen, heads, options)
     if check is not None:
-        echo(check.line())
-        if check.is_fit is False:
+        echo(verdict_of(check))
+        if check["is_fit"] is False:
             sys.exit(1)
 
 
@@ -156,7 +155,7 @@ def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
 
 def _check(
     model: "Model", recipe: "KVRecipe", seen: "Observations", other: "EvalText", context: int | None
-) -> "DomainCheck":
+) -> dict[str, Any]:
     """Check the recipe on another text; one without scales and centers is checked by its scales in FP8."""
     from kvq.calib.domain import check_domain
 
@@ -167,7 +166,7 @@ def _check(
 
 
 def _print(
-    recipe: "KVRecipe", seen: "Observations", heads: "list[HeadSummary]", options: _CalibrateOptions
+    recipe: "KVRecipe", seen: "Observations", heads: list[dict[str, Any]], options: _CalibrateOptions
 ) -> None:
     echo(
         f"wrote {options.out}: {recipe.name}{', centered' if options.centered else ''}, static scales of "
@@ -187,7 +186,7 @@ def _print(
         echo(line)
 
 
-def _outlier_notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
+def _outlier_notes(heads: list[dict[str, Any]], *, centered: bool) -> list[str]:
     """Return a line on outlier channels, and one on channels with huge biases."""
     notes = []
     removal = "taken out" if centered else "--centered, or K per channel as in int4, takes them out"
@@ -200,13 +199,16 @@ def _outlier_notes(heads: "list[HeadSummary]", *, centered: bool) -> list[str]:
         ),
         ("huge biases", "biased_channels", "largest_bias", removal),
     ):
-        if not (found := [row for row in heads if getattr(row, channels)]):
+        if not (found := [row for row in heads if row[channels]]):
             continue
-        most = max(found, key=attrgetter(size))
-        count = sum(len(getattr(row, channels)) for row in found)
-        layers = sorted({f"{row.part.upper()}{row.layer}" for row in found}, key=lambda x: (x[0], int(x[1:])))
+        most = max(found, key=itemgetter(size))
+        count = sum(len(row[channels]) for row in found)
+        layers = sorted(
+            {f"{row['part'].upper()}{row['layer']}" for row in found}, key=lambda x: (x[0], int(x[1:]))
+        )
         notes.append(
-            f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most.part.upper()} of layer "
-            f"{most.layer}, head {most.head}, is {getattr(most, size):.1f} times the median channel ({why})"
+            f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most['part'].upper()} of "
+            f"layer {most['layer']}, head {most['head']}, is {most[size]:.1f} times the median channel "
+            f"({why})"
         )
     return notes

@@ -39,7 +39,7 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
     else:
         _compare(folder, files, is_check=check)
         done = "nothing differs from"
-    size = decimal(sum(file.nbytes for file in files.values()))
+    size = decimal(sum(nbytes for nbytes, _ in files.values()))
     echo(f"{done} {folder / MANIFEST}: {len(files)} files, {size}")
 
 

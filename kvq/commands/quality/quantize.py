@@ -71,10 +71,10 @@ class _MethodOptions:
 
     def settings(self) -> "QuantizeSettings":
         """Return the options as settings of the quantizer."""
-        from kvq.calib.quantize import QuantizeSettings, WeightMethod
+        from kvq.calib.quantize import QuantizeSettings
 
         bits = None if self.bits is None else int(self.bits)
-        return QuantizeSettings(**asdict(self) | {"method": WeightMethod.named(self.method), "bits": bits})
+        return QuantizeSettings(**asdict(self) | {"bits": bits})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ def command(model: str, method: _MethodOptions, options: _QuantizeOptions) -> No
         _by_package(model, method.method, options)
         return
     settings = method.settings()
-    if options.text is not None and not (settings.method.needs_text or options.kv_scales):
+    if options.text is not None and not (settings.needs_text or options.kv_scales):
         raise ConfigError(f"method {method.method} uses no text, but --text names one; drop it")
     _quantize(options.work(model), settings, _held_out(options.eval_text), options)
 

@@ -14,8 +14,8 @@ from kvq.engine.device.transfers import send
 from kvq.errors import first_lines
 from kvq.kernels import SequenceBatch
 from kvq.models import Model
-from kvq.models.parts.hidden import kept_hidden
 from kvq.models.parts.step import PackedStep
+from kvq.models.run.packing import kept_hidden
 from kvq.scheduler import StepPlan
 
 _log = logging.getLogger("kvq")

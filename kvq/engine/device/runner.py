@@ -228,7 +228,7 @@ class Runner:
             batches=batches,
             bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
             observer=self.observer,
-            states=None if slots is None else StepStates.of(slots, plan.moves, self._device, plan.drafts),
+            states=None if slots is None else StepStates(slots, plan.moves, self._device, plan.drafts),
             keeps_hidden=self.keeps_hidden,
         )
 

@@ -22,8 +22,7 @@ from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.weights import LoadedWeights
 from kvq.models.model import load_prepared
 from kvq.scheduler import StepPlan
-from kvq.weights.embedding import PackedEmbedding
-from kvq.weights.linear import replace_linear
+from kvq.weights.linear import PackedEmbedding, replace_linear
 
 _LARGEST_GROUP = 128
 

@@ -1,15 +1,23 @@
-"""Values of a config.json that no model has: refused before a size of 10^18 is looped over or allocated."""
+"""Checks of a config.json: its values, and whether it and the headers of the weights describe one model.
+
+Values that no model has are refused before a size of 10^18 is looped over or allocated. A wrong shape is
+traced to its fields by trying: those count whose doubling changes it. So no family's rules are written down
+here.
+"""
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvq.errors import ModelError
 from kvq.formats.checkpoints.fields import shown
-from kvq.models.describe.checkpoint import read_json
+from kvq.geometry import ModelGeometry, field_name
+from kvq.models.describe.checkpoint import TensorEntry, read_json
 
 _LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # since a module is made for each
@@ -18,6 +26,9 @@ _NUMBERS_OF_LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers", "sha
 _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
 _MAY_BE_ZERO = "loss"  # in names, which nothing but training reads
 _MAY_BE_INFINITE = "_limit"  # ends of names
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,9})\.")
+_APART = "config.json and weights belong to different models, or config.json was edited"
+_PACKED = 32  # at most so many numbers lie in one of a packed tensor's
 _FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
 
 
@@ -58,33 +69,25 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
         ):
             if is_meant and value > most:
                 raise ModelError(f"{where}: {name} may be up to {most}, got {shown(value)}")
-    _check_architectures(where, config.get("architectures"))
-    for name in ("dtype", "torch_dtype"):
-        check_dtype(where, name, config.get(name))
-    _check_ids(where, config, vocab_size)
-    own = folder / "generation_config.json"
-    if own.is_file():
-        _check_ids(own, read_json(own), vocab_size)
-
-
-def _check_architectures(where: Path, given: object) -> None:
+    given = config.get("architectures")
     is_list = isinstance(given, list) and all(isinstance(one, str) for one in given)
     if given is not None and not is_list:
         raise ModelError(
             f"{where}: architectures must be a list of names such as ['LlamaForCausalLM'], "
             f"got {shown(given)}; correct it"
         )
-
-
-def check_dtype(where: Path, name: str, value: object) -> None:
-    """Raise ModelError for what is no type of torch's."""
-    if value in (None, "auto"):
-        return
-    text = value.removeprefix("torch.") if isinstance(value, str) else ""
-    if not isinstance(getattr(torch, text or "none", None), torch.dtype):
-        raise ModelError(
-            f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got {shown(value)}"
-        )
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name, "auto")
+        text = value.removeprefix("torch.") if isinstance(value, str) else ""
+        if value not in (None, "auto") and not isinstance(getattr(torch, text or "none", None), torch.dtype):
+            raise ModelError(
+                f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got "
+                f"{shown(value)}"
+            )
+    _check_ids(where, config, vocab_size)
+    own = folder / "generation_config.json"
+    if own.is_file():
+        _check_ids(own, read_json(own), vocab_size)
 
 
 def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
@@ -113,3 +116,98 @@ def _values(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _values(inner, name)
     else:
         yield name, value
+
+
+Shape = tuple[int, ...]
+Build = Callable[[Mapping[str, Any]], nn.Module]  # a module on the meta device, of a config.json's dict
+
+
+def check_headers(
+    folder: Path, config: Mapping[str, Any], geometry: ModelGeometry, entries: Iterable[TensorEntry]
+) -> None:
+    """Compare what needs no module: how many layers there are, and that heads are not beyond every tensor.
+
+    Raises:
+        ModelError: config.json says otherwise than the weights.
+    """
+    entries = list(entries)
+    found = {int(match[1]) for entry in entries if (match := _LAYER.search(entry.name))}
+    name = field_name(geometry.model_type, "num_hidden_layers")
+    name = name if name in config or "num_layers" not in config else "num_layers"
+    said, extra = config.get(name), config.get("num_nextn_predict_layers") or 0  # which nothing runs
+    if type(said) is not int:
+        kinds = config.get("layers_block_type")
+        said = len(kinds) if isinstance(kinds, list) else 1 + geometry.last_layer
+    if found and not said <= max(found) + 1 <= said + (extra if type(extra) is int else 0):
+        says = f"says {name}" if name in config else f"leaves {name} at"
+        raise ModelError(
+            f"{folder}/config.json {says} {said}, but the weights hold layers {min(found)} to {max(found)}; "
+            f"{_APART}"
+        )
+    longest = max((max(entry.shape, default=0) for entry in entries), default=0)
+    for layer in geometry.layers:
+        if (width := layer.kv_heads * max(layer.k_head_dim, layer.v_head_dim)) > longest * _PACKED:
+            raise ModelError(
+                f"{folder}/config.json says {layer.kv_heads} KV heads of {layer.k_head_dim} and "
+                f"{layer.v_head_dim} numbers, {width} in all, but no tensor has more than {longest} rows; "
+                f"{_APART}"
+            )
+
+
+def check_shapes(
+    folder: Path, config: Mapping[str, Any], build: Build, shapes: Mapping[str, Shape], stored_bytes: int
+) -> None:
+    """Compare every parameter's shape with that of the tensor of its name.
+
+    Parameters that transformers makes of several tensors have none; their number is held against the bytes.
+
+    Raises:
+        ModelError: a tensor of another shape; the message names the fields that it follows from.
+    """
+    model = build(config)
+    unnamed = 0
+    prefix = f"{model.base_model_prefix}."
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stored = shapes.get(name, shapes.get(name.removeprefix(prefix)))
+        if stored is None:
+            unnamed += parameter.numel()
+        elif stored != tuple(parameter.shape):
+            raise ModelError(_explained(folder, config, build, name, stored, tuple(parameter.shape)))
+    if unnamed > _PACKED * stored_bytes:
+        raise ModelError(
+            f"{folder}/config.json describes a model of {unnamed:,} numbers and more, but the weights are "
+            f"{stored_bytes:,} bytes; {_APART}"
+        )
+
+
+def _explained(
+    folder: Path, config: Mapping[str, Any], build: Build, name: str, stored: Shape, wanted: Shape
+) -> str:
+    """Return the fields of config.json that a parameter's shape follows from, against what is stored."""
+    axis = next((i for i, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b), None)
+    if axis is None or len(stored) != len(wanted):
+        shapes = f"the shape {list(wanted)}, the weights {list(stored)}"
+        return f"{folder}/config.json gives {name} {shapes}; {_APART}"
+    fields = _fields_behind(config, build, name, axis)
+    what = ("numbers" if len(stored) == 1 else ("rows", "columns", "layers")[axis]) if axis < 3 else "parts"
+    has = f"{name} has {stored[axis]} {what}"
+    if not fields:
+        return f"{folder}/config.json leads to {wanted[axis]} {what}, but {has}; {_APART}"
+    said = " and ".join(f"{field} {config[field]}" for field in fields)
+    rest = "" if [config[field] for field in fields] == [wanted[axis]] else f", not {wanted[axis]}"
+    return f"{folder}/config.json says {said}, but {has}{rest}; {_APART}"
+
+
+def _fields_behind(config: Mapping[str, Any], build: Build, name: str, axis: int) -> list[str]:  # D211
+    def size(changed: Mapping[str, Any]) -> int | None:
+        try:
+            return build(changed).get_parameter(name).shape[axis]
+        except (ModelError, AttributeError, IndexError):  # another kind of model; it tells nothing
+            return None
+
+    now = size(config)
+    return [
+        field
+        for field, value in config.items()
+        if type(value) is int and value > 0 and size({**config, field: 2 * value}) not in (None, now)
+    ]

@@ -1,14 +1,20 @@
-"""Layers that don't hand keywords on to their attention, which kvq's needs one of: the step."""
+"""Hooks by which model code that was not made for steps gets what kvq's attention needs of one.
+
+Layers that don't hand keywords on hand on the step; attention that counts positions by the length of a cache
+gets those of a step's tokens.
+"""
 
 import dis
 import inspect
 import threading
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _STEP = "kvq_step"
 _HOOKED = "kvq_hands_on"  # attribute of a layer that does by now
+_COUNTS = "get_seq_length"  # the method of a cache that attention counts positions by
 
 
 class _Given(threading.local):
@@ -61,3 +67,38 @@ def _hand_on(
     module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, given if _given.step is None else {_STEP: _given.step} | given
+
+
+class _Unused(TypedDict, total=False):
+    layer_idx: int
+    cache_kwargs: dict[str, Any]
+
+
+class _Before:
+    """The tokens before a step's, as such code asks a cache for them."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """`positions`: int64 [tokens]."""
+        self._positions = positions
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """int64 [tokens]: a token's position, less its place in the row."""
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def update(self, key: Tensor, value: Tensor, *_: object, **__: Unpack[_Unused]) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def pass_positions(model: nn.Module) -> None:  # D206: code that counts by a cache gets one that counts
+    """Give a model's attention the positions of a step's tokens wherever it would count them by a cache."""
+    for module in model.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if hasattr(module, "layer_idx") and code is not None and _COUNTS in code.co_names:
+            module.register_forward_pre_hook(_with_positions, with_kwargs=True)
+
+
+def _with_positions(
+    module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positions = getattr(given.get("kvq_step"), "positions", None)
+    return args, given if positions is None else given | {"past_key_values": _Before(positions)}

@@ -28,6 +28,16 @@ _loading = threading.Lock()  # two loads at a time confuse transformers for good
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
 
 
+@contextmanager
+def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelError
+    """Load with transformers in one thread at a time, without its log lines."""
+    register_attention()
+    settle_threads()
+    watch_other_threads()
+    with _loading, quiet_logs("transformers"):
+        yield
+
+
 def import_class(config_dict: Mapping[str, Any]) -> None:
     """Import what the model is made of, whose memory is not the weights'."""
     import_whole("transformers")
@@ -65,11 +75,10 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     def build(given: Mapping[str, Any]) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        with _loading, quiet_logs("transformers"), torch.device("meta"):
+        with loading(), torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config_of(given))
             return model
 
-    _prepare_process()
     try:
         return build(config)
     except Exception as error:  # whatever numbers that don't fit make the family's code raise
@@ -83,8 +92,7 @@ def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.de
     """
     from transformers import AutoModelForCausalLM
 
-    _prepare_process()
-    with _loading, quiet_logs("transformers"), device:
+    with loading(), device:
         return AutoModelForCausalLM.from_config(
             config_of(config), dtype=dtype, attn_implementation=PACKED_NAME
         )
@@ -133,7 +141,6 @@ def _blamed(
 
 
 def _error(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
-    """Return the error that a config.json's dict causes, or None."""
     try:
         with quiet_logs("transformers"):
             make(config)
@@ -191,21 +198,12 @@ def load_module_from(
     return _load(folder, make, {"dtype": dtype, "attn_implementation": attention})
 
 
-@contextmanager
-def loading() -> Iterator[None]:  # D210: a dozen unrelated errors become ModelError
-    """Load with transformers in one thread at a time, without its log lines."""
-    _prepare_process()
-    with _loading, quiet_logs("transformers"):
-        yield
-
-
 def _load(
     folder: Path, make: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]], settings: dict[str, Any]
 ) -> Any:
     """Return the module that `make` makes, with every tensor accounted for."""
-    _prepare_process()
     try:
-        with _loading, quiet_logs("transformers"):  # mismatches are told below, in kvq's words
+        with loading():  # mismatches are told below, in kvq's words
             model, info = make({**settings, "output_loading_info": True, "ignore_mismatched_sizes": True})
     except Exception as error:  # whatever a damaged folder makes transformers raise
         raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
@@ -239,12 +237,6 @@ def pin_rope(model: Any, max_context: int) -> None:
             module.inv_freq.data = frequencies.to(module.inv_freq.dtype)
             module.attention_scaling = scaling
             module.rope_type = f"pinned at {max_context} tokens"
-
-
-def _prepare_process() -> None:
-    register_attention()
-    settle_threads()
-    watch_other_threads()
 
 
 def _check_whole(folder: Path, info: dict[str, Any]) -> None:

@@ -1,13 +1,10 @@
-"""Model names resolved to folders: an embedded model, a folder, or a hub name.
-
-A folder that was found is handed on as a `ModelSource` or a `Path`, and neither is ever looked up as a
-name again: a folder called like a built-in model stays that folder, in any process and working directory.
-"""
+"""Model names resolved to folders, once: an embedded model, a folder, or a hub name."""
 
 import importlib
 import logging
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +94,6 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def _local(name: str) -> ModelSource | None:
-    """Return the folder of that name, or None."""
     if not name.strip():
         raise ModelError("the model's name is empty; give a folder, a hub name or 'tiny'")
     try:
@@ -122,19 +118,11 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    unreachable: tuple[type[Exception], ...] = (
-        LocalEntryNotFoundError,
-        HfHubHTTPError,
-        OSError,
-        *_transport_errors(),
-    )
     try:
         return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
     except GatedRepoError as error:
@@ -152,7 +140,7 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
         ) from error
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder here nor a valid hub name (org/name)") from error
-    except unreachable as error:
+    except _transport_errors() as error:
         raise ModelError(
             f"{name} is not a folder here and the hub can't be reached ({type(error).__name__}); check the "
             f"network and try again, a broken download resumes, or give a local folder"
@@ -160,11 +148,9 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """Base errors of the HTTP clients that releases of huggingface_hub use."""
-    found: list[type[Exception]] = []
+    """Base errors of the HTTP clients that releases of huggingface_hub use; its own are OSErrors."""
+    found: list[type[Exception]] = [OSError]
     for name in ("httpx2", "httpx"):
-        try:
+        with suppress(ImportError):
             found.append(importlib.import_module(name).HTTPError)
-        except ImportError:
-            continue
     return tuple(found)

@@ -54,7 +54,6 @@ def _convert_alike(name: str, model_type: str) -> None:
 
 
 def _with_head(config_class: Any, body: Any) -> Any:
-    """Return a class of the layers of class `body` and a head."""
     from transformers import GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 

@@ -1,14 +1,17 @@
-"""The language part of a checkpoint that reads images or sound too; nothing of the other parts is read."""
+"""Config and tensors of a model folder; where a model reads images or sound too, of its language part."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvq.errors import ModelError, first_lines
 from kvq.formats.checkpoints import with_modelopt_config
 from kvq.geometry.support import KINDS, text_config, text_name
 from kvq.models.describe.checkpoint import UNREAD, TensorEntry, read_header, read_json, weight_files
-from kvq.models.describe.stored import StoredTensors
 
 
 def is_whole(folder: Path) -> bool:
@@ -51,6 +54,46 @@ def _all_entries(folder: Path) -> Iterator[TensorEntry]:
         for entry in read_header(path):
             if (name := named(entry.name)) is not None:
                 yield replace(entry, name=name)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Names to tensors of several files; a tensor is mapped from its file when it is asked for."""
+
+    def __init__(self, files: list[Path], named: Callable[[str], str | None] = str) -> None:
+        """Open the files. `named`: what a tensor is called here, None for one that is left out.
+
+        Raises:
+            ModelError: one is damaged.
+        """
+        self._files: dict[str, tuple[Path, Any, str]] = {}  # and its name there
+        for path in files:
+            try:
+                opened = safe_open(path, "pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{path} is damaged: {first_lines(error)}; download or copy it again"
+                ) from error
+            for name in opened.keys():  # noqa: SIM118
+                if (own := named(name)) is not None:
+                    self._files[own] = path, opened, name
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, opened, there = self._files[name]
+        try:
+            tensor: Tensor = opened.get_tensor(there)
+        except (SafetensorError, TypeError, AttributeError) as error:  # a type that torch doesn't have
+            raise ModelError(f"{path}: tensor {name} can't be read: {first_lines(error)}") from error
+        return tensor
+
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._files[name][0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def read_tensors(folder: Path) -> StoredTensors:

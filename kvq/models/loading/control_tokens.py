@@ -1,10 +1,8 @@
 """Control tokens, which give a prompt its structure, told apart from text that only spells them.
 
-A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands, also in what a user wrote. So before a
-chat template is rendered, such spellings in untrusted texts are hidden behind characters that
-no text holds, `<|IM_END|>` as well since templates may change case; in the result those that are left are the
-template's own. A second tokenizer, the same but that it knows its control tokens by spellings nobody can
-guess, then reads the whole.
+Before a chat template is rendered, spellings such as `<|im_end|>` in untrusted texts are hidden behind
+characters that no text holds; in the result those that are left are the template's own. A second tokenizer,
+the same but that it knows its control tokens by spellings nobody can guess, then reads the whole.
 """
 
 import json

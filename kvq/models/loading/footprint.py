@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.stored import Stored, stored_layers
 from kvq.formats.weights import WeightCode, WeightFormat
-from kvq.models.describe.checkpoint import TensorEntry, read_header, weight_files
+from kvq.models.describe.checkpoint import TensorEntry
 from kvq.models.describe.modules import build_on_meta, unquantized
-from kvq.models.describe.text_part import namer
+from kvq.models.describe.text_part import read_tensors
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import runs_experts
 from kvq.models.parts.device import DTYPE_NAMES
@@ -114,13 +114,9 @@ def _matrices(model: PreparedModel) -> list[TensorEntry]:
     return [entry for entry in model.entries if len(entry.shape) == 2 and not entry.name.endswith(_SCALES)]
 
 
-def _samples(model: PreparedModel) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+def _samples(model: PreparedModel) -> Iterator[Tensor]:
     """The first numbers of fp32 matrices, as bits; of few, since one that is not widened is enough."""
-    entries = {entry.name for entry in _matrices(model)}
-    named = namer(model.folder)
-    for path in weight_files(model.folder):
-        with path.open("rb") as file:
-            for entry in read_header(path):
-                if named(entry.name) in entries and entry.dtype == "F32":
-                    file.seek(entry.begin)
-                    yield np.frombuffer(file.read(4 * min(_SAMPLE, prod(entry.shape))), dtype=np.uint32)
+    stored = read_tensors(model.folder)
+    for entry in _matrices(model):
+        if entry.dtype == "F32":
+            yield stored[entry.name].flatten()[:_SAMPLE].view(torch.int32)

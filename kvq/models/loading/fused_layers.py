@@ -8,7 +8,6 @@ compares both.
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypedDict, Unpack
 
@@ -22,13 +21,12 @@ from kvq.kernels.decoder.whole import CpuPass, ReadyPass
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.models.loading.cpu_layers import CpuLayers
-from kvq.models.loading.fused_norms import FusedRMSNorm
 from kvq.models.loading.layer_parts import describe
 from kvq.models.parts.angles import Angles
-from kvq.models.parts.norms import norm_weight
+from kvq.models.parts.norms import FusedRMSNorm, norm_weight
 from kvq.models.parts.step import PackedStep
 from kvq.weights import PackedLinear, hooks_of, runs_library_code
-from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
+from kvq.weights.linear import PackedEmbedding, is_plain_lookup, scale_of
 
 Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor]
 
@@ -49,9 +47,9 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
         return False
     run: Layers
     if in_triton:
-        from kvq.models.loading.gpu_layers import GpuLayers  # which imports Triton
+        from kvq.models.loading.gpu_layers import gpu_layers  # which imports Triton
 
-        run = GpuLayers(known, norm)
+        run = gpu_layers(known, norm)
     else:
         run = CpuLayers(known, inner.norm)
     inner.forward = _FusedForward(inner, run, known)
@@ -69,48 +67,32 @@ def unfuse_layers(model: Any) -> None:
         del model.base_model.forward
 
 
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Embedding, last norm and head of a model, as compiled code takes them."""
+def _ends_of(inner: Any, head: nn.Module, scale: float) -> CpuPass | None:
+    """Return embedding, last norm and head of a model as compiled code takes them; None where it does not.
 
-    modules: tuple[nn.Module, ...]  # embedding, norm, head
-    make: CpuPass
-    numbers: tuple[Any, ...]  # where their values lie
-
-    def are_those_of(self, inner: Any) -> bool:
-        """True while a model's modules are those, with the same parameters, and none has another forward."""
-        embedding, norm = inner.embed_tokens, inner.norm
-        is_same = embedding is self.modules[0] and norm is self.modules[1]
-        return (
-            is_same
-            and _numbers_of(embedding, norm) == self.numbers
-            and not any("forward" in module.__dict__ for module in self.modules)
-        )
-
-    @classmethod
-    def of(cls, inner: Any, head: nn.Module, scale: float) -> "_Ends | None":
-        """None where any of it is of another kind. `scale`: what embeddings are multiplied with."""
-        embedding, norm = inner.embed_tokens, inner.norm
-        known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
-        if not known or not isinstance(head.kernel, CpuLinear) or scale != 1.0:
-            return None
-        table: Tensor | CpuLinear
-        if isinstance(embedding, PackedEmbedding):
-            plain, table, dtype = embedding.scale is None, embedding.kernel, embedding.dtype
-        elif isinstance(embedding, nn.Embedding):
-            plain = is_plain_lookup(embedding) and scale_of(embedding) is None
-            table, dtype = embedding.weight.detach(), embedding.weight.dtype
-        else:
-            return None
-        try:
-            weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
-            make = CpuPass(table, weight, head.kernel, dtype)
-        except ConfigError:
-            return None
-        return cls((embedding, norm, head), make, _numbers_of(embedding, norm)) if plain else None
+    `scale`: what embeddings are multiplied with.
+    """
+    embedding, norm = inner.embed_tokens, inner.norm
+    known = isinstance(norm, FusedRMSNorm) and isinstance(head, PackedLinear) and head.bias is None
+    if not known or not isinstance(head.kernel, CpuLinear) or scale != 1.0:
+        return None
+    table: Tensor | CpuLinear
+    if isinstance(embedding, PackedEmbedding):
+        plain, table, dtype = embedding.scale is None, embedding.kernel, embedding.dtype
+    elif isinstance(embedding, nn.Embedding):
+        plain = is_plain_lookup(embedding) and scale_of(embedding) is None
+        table, dtype = embedding.weight.detach(), embedding.weight.dtype
+    else:
+        return None
+    try:
+        weight = NormWeight(weight=norm.weight.detach(), eps=norm.eps)
+        return CpuPass(table, weight, head.kernel, dtype) if plain else None
+    except ConfigError:
+        return None
 
 
 def _numbers_of(embedding: nn.Module, norm: Any) -> tuple[Any, ...]:
+    """Return where the values of these modules lie, and the norm's epsilon."""
     own = embedding.weight.data_ptr() if isinstance(embedding, nn.Embedding) else None
     return own, norm.weight.data_ptr(), norm.eps
 
@@ -158,12 +140,12 @@ class _FusedForward:
         return any(self._hooks)
 
     def whole(
-        self, ends: _Ends, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
+        self, ends: CpuPass, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep
     ) -> ReadyPass | None:
         """Return a whole step in one call; None where one isn't enough."""
-        if not isinstance(self._run, CpuLayers) or not ends.are_those_of(self._inner()):
+        if not isinstance(self._run, CpuLayers):
             return None
-        return self._run.whole(ends.make, self._angles, tokens, positions, wanted, step)
+        return self._run.whole(ends, self._angles, tokens, positions, wanted, step)
 
     def hidden(self, tokens: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
         """[1, rows] each -> [rows, hidden], behind the last norm."""
@@ -181,7 +163,10 @@ class FusedPass:
         self._head: nn.Module = model.get_output_embeddings()
         self._layers: _FusedForward = model.base_model.forward
         self._hooks = [*hooks_of(model), *hooks_of(self._head), *hooks_of(model.base_model)]
-        self._ends = _Ends.of(model.base_model, self._head, self._layers.scale)
+        self._inner: Any = model.base_model
+        self._modules: tuple[nn.Module, ...] = self._inner.embed_tokens, self._inner.norm, self._head
+        self._ends = _ends_of(self._inner, self._head, self._layers.scale)
+        self._numbers = None if self._ends is None else _numbers_of(*self._modules[:2])
 
     @classmethod
     @torch.inference_mode()
@@ -214,9 +199,16 @@ class FusedPass:
 
     def ready(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> ReadyPass | None:
         """Return the step in one call, not begun, where that is enough; for arguments see `__call__`."""
-        if self._ends is None or step.keeps_hidden:
+        if self._ends is None or step.keeps_hidden or not self._has_same_ends():
             return None
         return self._layers.whole(self._ends, tokens, positions, wanted, step)
+
+    def _has_same_ends(self) -> bool:
+        """True while the model has the same embedding and norm, and none of the ends another forward."""
+        ends = self._inner.embed_tokens, self._inner.norm
+        is_same = all(now is before for now, before in zip(ends, self._modules, strict=False))
+        is_own = not any("forward" in module.__dict__ for module in self._modules)
+        return is_same and is_own and _numbers_of(*ends) == self._numbers
 
     def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, step: PackedStep) -> Tensor:
         """Logits [wanted, vocab]; tokens and positions: int64 [rows], wanted: int64, rows."""

@@ -13,22 +13,28 @@ from kvq.kernels.rms_norm.triton import AddNorm
 from kvq.models.parts.step import PackedStep
 from kvq.weights.linear import Dense
 
+Angles = dict[str, tuple[Tensor, Tensor]]
 
-class GpuLayers:
-    """All layers of a model and its last norm."""
 
-    def __init__(self, layers: Sequence[DecoderParts], norm: NormWeight) -> None:
-        following = [*(parts.input_norm for parts in layers[1:]), norm]
-        self._layers = [_Layer(parts, after) for parts, after in zip(layers, following, strict=True)]
-        self._first = None if layers[0].input_norm is None else AddNorm(layers[0].input_norm)
+def gpu_layers(
+    layers: Sequence[DecoderParts], norm: NormWeight
+) -> Callable[[Tensor, Angles, PackedStep], Tensor]:
+    """Return all layers of a model and its last norm in one call.
 
-    def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
-        """[rows, hidden], which becomes the residual -> the same, normed."""
+    It takes [rows, hidden], which becomes the residual, and returns the same, normed.
+    """
+    following = [*(parts.input_norm for parts in layers[1:]), norm]
+    own = [_Layer(parts, after) for parts, after in zip(layers, following, strict=True)]
+    first = None if layers[0].input_norm is None else AddNorm(layers[0].input_norm)
+
+    def run(x: Tensor, angles: Angles, step: PackedStep) -> Tensor:
         with current(x.device):
-            h = x if self._first is None else self._first(x, None)
-            for layer in self._layers:
+            h = x if first is None else first(x, None)
+            for layer in own:
                 h = layer(h, x, angles, step)
             return h
+
+    return run
 
 
 class _Layer:
@@ -45,9 +51,7 @@ class _Layer:
         self._mlp_norm = AddNorm(parts.mlp_norm, post=parts.attention_norm, scale=parts.scale)
         self._following = AddNorm(following, post=parts.out_norm, scale=parts.scale)
 
-    def __call__(
-        self, h: Tensor, residual: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep
-    ) -> Tensor:
+    def __call__(self, h: Tensor, residual: Tensor, angles: Angles, step: PackedStep) -> Tensor:
         """Normed inputs [rows, hidden] -> those of the next layer; both halves are added to the residual."""
         parts = self._parts
         turned = angles[parts.angles] if parts.heads.rotary_dim else None

@@ -4,7 +4,7 @@ That code is known by the names of its classes; whether it was understood is tri
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,23 +20,17 @@ from kvq.weights import PackedLinear, runs_library_code
 from kvq.weights.install import GatedMLP, JoinedPart
 from kvq.weights.linear import ACTIVATIONS, Dense
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Norms:
-    """The names of a layer's norms; None where it has none."""
-
-    input: str | None = "input_layernorm"
-    attention: str | None = None
-    mlp: str | None = "post_attention_layernorm"
-    out: str | None = None
-
-
-_BEFORE = _Norms()
-_AROUND = _Norms(
-    attention="post_attention_layernorm", mlp="pre_feedforward_layernorm", out="post_feedforward_layernorm"
+_Norms = tuple[str | None, str | None, str | None, str | None]
+# Names of the norms of a layer's input, of what attention gives, of the MLP's input, and of what it gives
+_BEFORE: _Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+_AROUND: _Norms = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
-_AFTER = _Norms(input=None, attention="post_attention_layernorm", mlp=None, out="post_feedforward_layernorm")
-_GLM4 = _Norms(attention="post_self_attn_layernorm", out="post_mlp_layernorm")
+_AFTER: _Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GLM4: _Norms = (
+    *("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+)
 _FAMILIES = {
     **dict.fromkeys(
         ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SeedOss", "Gemma", "Granite"), _BEFORE
@@ -61,8 +55,7 @@ def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
         return None
     if not all(map(runs_library_code, (inner, inner.rotary_emb, *layer.modules()))):
         return None
-    norms = [n for n in (names.input, names.attention, names.mlp, names.out) if n is not None]
-    if not set(dict(layer.named_children())) <= {*_PARTS, *norms}:
+    if not set(dict(layer.named_children())) <= {*_PARTS, *names}:
         return None
     try:
         found = _described(layer, inner, name, names)
@@ -83,13 +76,10 @@ def _described(layer: Any, inner: Any, name: str, names: _Norms) -> DecoderParts
     qkv = _product(projections)
     if qkv.out_features != heads.width or output.in_features != heads.q_heads * heads.v_dim:
         raise _Unknown
-
-    def norm(own: str | None) -> NormWeight | None:
-        return None if own is None else _norm(getattr(layer, own))
-
+    norms = [None if own is None else _norm(getattr(layer, own)) for own in names]
     return DecoderParts(
         index=attention.layer_idx,
-        input_norm=norm(names.input),
+        input_norm=norms[0],
         qkv=qkv,
         heads=heads,
         options=AttentionOptions(
@@ -99,10 +89,10 @@ def _described(layer: Any, inner: Any, name: str, names: _Norms) -> DecoderParts
         ),
         output=output,
         output_bias=_bias([attention.o_proj]),
-        attention_norm=norm(names.attention),
-        mlp_norm=norm(names.mlp),
+        attention_norm=norms[1],
+        mlp_norm=norms[2],
         mlp=_mlp(layer.mlp),
-        out_norm=norm(names.out),
+        out_norm=norms[3],
         scale=float(getattr(layer, "residual_multiplier", 1.0)),
         angles=_kind(inner, attention.layer_idx),
     )

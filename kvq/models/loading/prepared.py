@@ -22,9 +22,8 @@ from kvq.geometry import ModelGeometry
 from kvq.geometry.support import rope_types
 from kvq.kernels import check_backend
 from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, named_recipe, plan_layout
-from kvq.models.describe.agreement import check_headers
 from kvq.models.describe.checkpoint import TensorEntry, content_digest, weight_files
-from kvq.models.describe.config_values import check_values
+from kvq.models.describe.config_values import check_headers, check_values
 from kvq.models.describe.ends import read_end_ids
 from kvq.models.describe.kv_scales import is_kv_scale, read_kv_scales
 from kvq.models.describe.resolve import ModelSource, resolve_model
@@ -194,32 +193,18 @@ class PreparedModel:
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options of loading a model and keeping its K and V. Those left out are as in `_DEFAULTS`."""
+    """Options of loading a model and keeping its K and V."""
 
-    device: str  # "auto": the first GPU, or the CPU
-    dtype: str  # what it computes in; "auto": fp32 on a CPU, else what its config says
-    max_context: int | None  # tokens; None: the model's own
-    weights: str  # a format that Linear layers are rounded to; "auto": as stored
-    block_size: int  # tokens
-    order: BlockOrder
-    backend: str  # of kernels
-    cache: str  # a cache backend
+    device: str  # "auto", the default: the first GPU, or the CPU
+    dtype: str  # what it computes in; "auto", the default: fp32 on a CPU, else what its config says
+    max_context: int | None  # tokens; None, the default: the model's own
+    weights: str  # a format that Linear layers are rounded to; "auto", the default: as stored
+    block_size: int  # tokens; by default BLOCK_SIZE
+    order: BlockOrder  # by default LAYER_MAJOR
+    backend: str  # of kernels; by default "auto"
+    cache: str  # a cache backend; by default "kvq"
     revision: str | None  # on the hub
     token: str | None  # for the hub
-
-
-_DEFAULTS = LoadOptions(
-    device="auto",
-    dtype="auto",
-    max_context=None,
-    weights="auto",
-    block_size=BLOCK_SIZE,
-    order=BlockOrder.LAYER_MAJOR,
-    backend="auto",
-    cache="kvq",
-    revision=None,
-    token=None,
-)
 
 
 @checked
@@ -231,12 +216,13 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
         ConfigError: an option that is unknown or can't be used as given.
         EngineError: in a process that was forked from one whose engine ran in a thread.
     """
+    known = sorted(LoadOptions.__annotations__)
     for name in given:
-        if name not in _DEFAULTS:
-            hint = nearest(name, list(_DEFAULTS)) or ";"
-            raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(sorted(_DEFAULTS))}")
-    options = _DEFAULTS | given
-    backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
+        if name not in known:
+            hint = nearest(name, known) or ";"
+            raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(known)}")
+    backend, cache = given.get("backend", "auto"), given.get("cache", "kvq")
+    max_context = given.get("max_context")
     Home.check_fork()
     check_backend(backend)
     if cache != "kvq" and backend != "auto":
@@ -244,16 +230,16 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
             f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
         )
     cache_backend(cache)
-    device, weights = pick_device(options["device"]), options["weights"]
+    device, weights = pick_device(given.get("device", "auto")), given.get("weights", "auto")
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
-    source = resolve_model(model, revision=options["revision"], token=options["token"])
+    source = resolve_model(model, revision=given.get("revision"), token=given.get("token"))
     check_manifest(source.folder)
     config = read_config(source.folder)
     geometry = check_supported(config, max_context=max_context, folder=source.folder)
     if cache != "kvq":  # others attend over K and V of heads
         geometry = geometry.expanded()
     check_values(source.folder, config, geometry.vocab_size)
-    dtype = pick_dtype(options["dtype"], device, config)
+    dtype = pick_dtype(given.get("dtype", "auto"), device, config)
     if config.get("quantization_config") is not None:
         if rounded_to is not None:
             raise ConfigError(
@@ -261,7 +247,7 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
             )
         check_scheme(source.folder, config["quantization_config"])
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
-    block_size, order = options["block_size"], options["order"]
+    block_size, order = given.get("block_size", BLOCK_SIZE), given.get("order", BlockOrder.LAYER_MAJOR)
     plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
     entries = read_entries(source.folder)
     check_headers(source.folder, config, geometry, entries)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from kvq.errors import ConfigError, ModelError
 from kvq.extras import BITSANDBYTES, require
+from kvq.formats.checkpoints import QuantizationScheme, parse_config
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.models.describe.kv_scales import is_kv_scale
 from kvq.models.describe.modules import load_config, load_module, load_module_from
-from kvq.models.describe.stored import StoredTensors
-from kvq.models.describe.text_part import read_tensors
+from kvq.models.describe.text_part import StoredTensors, read_tensors
 from kvq.weights import (
     EXPERT_PARTS,
     ROUTERS,
@@ -27,7 +27,7 @@ from kvq.weights import (
     runs_library_code,
     stacked_experts,
 )
-from kvq.weights.files import QuantizationScheme, parse_config, read_linear
+from kvq.weights.files import read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
 _PIECE = 1 << 20  # numbers rounded at a time, which takes several times their memory
@@ -88,10 +88,14 @@ def check_rounded_experts(model: nn.Module, fmt: WeightFormat) -> None:
     for name, form in stacked_experts(model).items():
         for own in ("gate_up_proj", "down_proj"):
             shape = model.get_submodule(name).get_parameter(own).shape
-            try:
-                fmt.groups(shape[1 if form.is_transposed else 2])
-            except ConfigError as error:
-                raise ConfigError(f"{name}.{own}: {error}") from error
+            _check_groups(fmt, shape[1 if form.is_transposed else 2], f"{name}.{own}")
+
+
+def _check_groups(fmt: WeightFormat, in_features: int, name: str) -> None:
+    try:
+        fmt.groups(in_features)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
@@ -114,10 +118,7 @@ def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightForm
         name: _HEAD if linear is head and fmt.code.is_integer else fmt for name, linear in linears.items()
     }
     for name, own in formats.items():
-        try:
-            own.groups(linears[name].in_features)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+        _check_groups(own, linears[name].in_features, name)
     return formats
 
 
@@ -144,9 +145,8 @@ def load_quantized(  # D183: transformers places stand-ins; codes go there
 ) -> Any:
     """Return a folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
 
-    The codes go to kernels as they are; transformers sees stand-ins without memory, so that it checks
-    names and shapes of all tensors as it does for any model. Stacked experts, which are no Linear
-    layers, are dequantized for that, and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
+    The codes go to kernels as they are. Stacked experts, which are no Linear layers, are dequantized first,
+    and stay so on GPUs. bitsandbytes' layers are left to bitsandbytes.
 
     Raises:
         ModelError: damaged, incomplete, or quantized in a way that isn't read.

@@ -1,24 +1,26 @@
 """A model without its weights: transformers' own module on torch's meta device, from headers alone.
 
 What a checkpoint lacks, has too much of or has in other shapes is found in a tenth of a second, before
-gigabytes are read.
+gigabytes are read. Where it can be, the skeleton is then filled from the mapped files, Linear layers packed.
 """
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvq.errors import ModelError, first_lines
+from kvq.formats.checkpoints import parse_config
 from kvq.formats.checkpoints.fields import shown
 from kvq.geometry import parse_geometry
-from kvq.models.describe.agreement import check_shapes
+from kvq.kernels import PlainWeight
+from kvq.models.describe.config_values import check_shapes
 from kvq.models.describe.modules import build_on_meta, load_config, load_module_from, unquantized
-from kvq.models.describe.text_part import read_tensors
+from kvq.models.describe.text_part import StoredTensors, read_tensors
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import (
     check_rounded_experts,
@@ -30,7 +32,9 @@ from kvq.models.loading.quantized import (
 )
 from kvq.models.observe.geometry import can_replace_attention
 from kvq.models.observe.support import is_listed
-from kvq.weights.files import parse_config, stored_shape
+from kvq.models.parts.linear import install_own, own_linears
+from kvq.weights.files import stored_shape
+from kvq.weights.files.tensors import FLOATS
 
 _log = logging.getLogger("kvq")
 
@@ -46,32 +50,11 @@ class _StandIn(Tensor):
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Skeleton:
-    """A model without its weights. Made by `build_skeleton`."""
+def build_skeleton(prepared: PreparedModel) -> tuple[Any, dict[str, Tensor]] | None:
+    """Return the module of a model that was prepared, every parameter on the meta device, and its tensors.
 
-    model: Any  # every parameter on the meta device
-    stand_ins: Mapping[str, Tensor]  # what transformers made it of, by name
-
-    def source(self, tensor: Tensor) -> str | None:
-        """The name of what transformers took as it is for a tensor of the model; None if it made that one."""
-        name = self._names.get(tensor.untyped_storage()._cdata)
-        if name is None:
-            return None
-        whole = self.stand_ins[name]
-        is_whole = tensor.shape == whole.shape and tensor.stride() == whole.stride()
-        return name if is_whole else None
-
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        """Return tensor names by the number of their storage."""
-        return {tensor.untyped_storage()._cdata: name for name, tensor in self.stand_ins.items()}
-
-
-def build_skeleton(prepared: PreparedModel) -> Skeleton | None:
-    """Return the module of a model that was prepared, every parameter on the meta device.
-
-    None where transformers can't make one without numbers; then loading tells.
+    These, by their names on disk, are what transformers made it of, without memory. None where transformers
+    can't make a module without numbers; then loading tells.
 
     Raises:
         ModelError: tensors that are missing, too many or misshapen, or a model that would be run wrongly.
@@ -101,7 +84,7 @@ def build_skeleton(prepared: PreparedModel) -> Skeleton | None:
         rounded_formats(model, prepared.rounded_to)
         if runs_experts(prepared.rounded_to, prepared.device, prepared.backend) is not None:
             check_rounded_experts(model, prepared.rounded_to)
-    return Skeleton(model=model, stand_ins=tensors)
+    return model, tensors
 
 
 def check_runs(model: Any, prepared: PreparedModel) -> None:
@@ -142,3 +125,67 @@ def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:
 
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_StandIn)
+
+
+def by_storage(stand_ins: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
+    """Return named stand-ins by the number of their storage."""
+    return {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in stand_ins.items()}
+
+
+def source_of(tensor: Tensor, stand_ins: Mapping[int, tuple[str, Tensor]]) -> str | None:
+    """Return the name of what transformers took as it is for a tensor of the model; None if it made that one.
+
+    `stand_ins`: as `by_storage` returns them.
+    """
+    name, whole = stand_ins.get(tensor.untyped_storage()._cdata, (None, tensor))
+    return name if tensor.shape == whole.shape and tensor.stride() == whole.stride() else None
+
+
+@torch.no_grad()
+def fill(  # D214: straight from the file into panels
+    model: Any, stand_ins: Mapping[str, Tensor], prepared: PreparedModel
+) -> Any:
+    """Fill a skeleton with the checkpoint's numbers and kvq's own Linear layers; nothing stays mapped.
+
+    Tensors are read one after the other. None, and nothing changed, if transformers makes some tensor of
+    others: of experts that it stacks, of a piece of one.
+
+    Raises:
+        ModelError: a tensor of a type that torch doesn't have.
+    """
+    places, known = [place for place in _places(model) if place[2].is_meta], by_storage(stand_ins)
+    sources = {id(tensor): source_of(tensor, known) for _, _, tensor in places}
+    names = {number: name for number, name in sources.items() if name is not None}
+    if len(names) < len(sources):
+        return None
+    stored, (linears, lookups) = read_tensors(prepared.folder), own_linears(model, prepared.dtype)
+    weights = {
+        layer: partial(_weight, stored, names[id(linear.weight)], prepared.dtype)
+        for layer, linear in linears.items()
+    }
+    packed = {id(linear._parameters) for linear in linears.values()}
+    packed |= {id(one._parameters) for embeddings in lookups.values() for one in embeddings.values()}
+    made: dict[int, Tensor] = {}  # tied ones stay one
+    for holder, name, tensor in places:
+        if id(holder) in packed and name == "weight":
+            continue
+        if id(tensor) not in made:
+            value = stored[names[id(tensor)]].to(tensor.dtype, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+        holder[name] = made[id(tensor)]
+    install_own(model, weights, lookups, prepared.dtype)
+    return model
+
+
+def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """All parameters and buffers, tied ones everywhere: what holds them, under which name."""
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers):
+            yield from ((holder, name, tensor) for name, tensor in holder.items() if tensor is not None)
+
+
+def _weight(stored: StoredTensors, name: str, dtype: torch.dtype) -> PlainWeight:
+    values = stored[name]
+    is_kept = dtype is torch.float32 and values.dtype in FLOATS
+    return PlainWeight.narrowest(values if is_kept else values.to(dtype))

@@ -62,13 +62,13 @@ def load_without_torch(folder: Path, chat_template: str | None = None) -> Any:
     transformers, unless one of both is imported already, takes torch for not installed, then and later on:
     its tokenizers don't need it, and importing it takes two seconds and 180 MB.
     """
-    log = logging.getLogger("transformers")
-    log.addFilter(_says_nothing)  # such as that there is no torch
+    log, is_silent = logging.getLogger("transformers"), lambda record: False
+    log.addFilter(is_silent)  # says such as that there is no torch
     try:
         with unseen("torch"):
             import transformers  # noqa: F401 - it looks for torch once
     finally:
-        log.removeFilter(_says_nothing)
+        log.removeFilter(is_silent)
     tokenizer = load_tokenizer(folder, chat_template)
     check_knows_text(tokenizer, folder)
     if chat_template is not None:
@@ -85,10 +85,6 @@ def _check_template(text: str) -> None:
         _compile_jinja_template(text)
     except TemplateSyntaxError as error:
         raise ConfigError(f"--chat-template is no Jinja: line {error.lineno}: {error}") from error
-
-
-def _says_nothing(_: logging.LogRecord) -> bool:
-    return False
 
 
 def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
@@ -128,7 +124,6 @@ def _knows_text(tokenizer: Any) -> bool:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """Return the files of a tokenizer that lie there."""
     return sorted(path.name for path in folder.iterdir() if any(part in path.name for part in _PARTS))
 
 
@@ -138,11 +133,7 @@ def _files_hint(folder: Path) -> str:
 
 
 def _tokenizers_config(folder: Path) -> Any:
-    """Return the config by which a tokenizer's class is chosen, where its own configuration names one.
-
-    The model's whole configuration would import half of transformers and torch: a second and 150 MB
-    for a process that has no model.
-    """
+    """Return a config by which a tokenizer's class is chosen, without torch, where its own names one."""
     own, model = folder / "tokenizer_config.json", folder / "config.json"
     if not own.is_file() or not model.is_file() or not read_json(own).get("tokenizer_class"):
         return None

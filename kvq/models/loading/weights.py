@@ -1,35 +1,32 @@
 """A loaded model: transformers' own module with kvq's attention, its geometry and its tokenizer."""
 
 import logging
-from functools import cached_property
-from pathlib import Path
+from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvq.cache.memory import held_bytes
 from kvq.errors import ModelError
 from kvq.geometry import ModelGeometry
-from kvq.models.describe.kwargs_bridge import hand_on_steps
+from kvq.models.describe.kwargs_bridge import hand_on_steps, pass_positions
 from kvq.models.describe.modules import import_class, load_module, pin_rope
 from kvq.models.describe.resolve import ModelSource, hub_name
 from kvq.models.describe.text_part import is_whole
 from kvq.models.loading.fused_layers import FusedPass, is_fused
-from kvq.models.loading.fused_norms import fuse_norms
-from kvq.models.loading.mmap_load import fill
 from kvq.models.loading.prepared import PreparedModel
 from kvq.models.loading.quantized import load_quantized, load_rounded
-from kvq.models.loading.skeleton import build_skeleton, check_runs
+from kvq.models.loading.skeleton import build_skeleton, check_runs, fill
 from kvq.models.parts.device import pick_dtype
 from kvq.models.parts.latents import attach_expansions
 from kvq.models.parts.linear import has_own_products, invariant_rows, pack_linears, padded_rows
-from kvq.models.parts.positions import pass_positions
+from kvq.models.parts.norms import fuse_norms
 from kvq.models.parts.states import cut_states
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
 
 _log = logging.getLogger("kvq")
-_told: set[Path] = set()  # folders of quantized weights without a manifest
 
 
 class LoadedWeights:
@@ -104,7 +101,7 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
     else:
         is_own = where.type == "cpu" and has_own_products(prepared.dtype, backend)
-        model = fill(skeleton, prepared) if is_own and skeleton is not None else None
+        model = fill(*skeleton, prepared) if is_own and skeleton is not None else None
         model = load_module(folder, prepared.dtype) if model is None else model
     return settle(prepared, model, before)
 
@@ -128,7 +125,7 @@ def place(model: Any, prepared: PreparedModel) -> Any:
         _log.info("packing weights")
         pack_linears(model, backend=prepared.backend)
         fuse_norms(model)
-        _unmap(model)
+        unmap(model)
     return model
 
 
@@ -144,11 +141,9 @@ def adapt(model: Any, prepared: PreparedModel) -> Any:
     return model
 
 
+@cache  # once a process
 def _say_unverified(source: ModelSource) -> None:
-    """Warn, once a folder and process, that a flipped bit of codes would go unnoticed."""
-    if source.folder in _told:
-        return
-    _told.add(source.folder)
+    """Warn that a flipped bit of codes would go unnoticed."""
     remedy = f"`kvq manifest {source.folder}` writes one"
     if (name := hub_name(source.folder)) is not None:
         remedy = f"`hf cache verify {name}` compares its files with the hub's"
@@ -181,7 +176,7 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     return load_module(prepared.folder, picked, attention="eager" if exact else "sdpa").eval()
 
 
-def _unmap(model: Any) -> None:
+def unmap(model: nn.Module) -> None:
     """Copy what is still mapped from the checkpoint: one small tensor would keep all its pages resident."""
     for parameter in model.parameters():
         if not parameter.is_mkldnn and parameter.untyped_storage().nbytes() > parameter.nbytes:

@@ -29,7 +29,7 @@ def count_module(model: Any) -> Parameters:
     config = model.config.get_text_config(decoder=True)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     kinds: Counter[str] = Counter()
-    inner: Counter[int] = Counter()
+    inner: Counter[str] = Counter()  # of layers
     matrices: list[Matrix] = []
     seen = {id(embedding.weight)}
     kinds["embedding"] = embedding.weight.numel()
@@ -37,7 +37,7 @@ def count_module(model: Any) -> Parameters:
         kinds["head"] = head.weight.numel()
         seen.add(id(head.weight))
     for name, module in model.named_modules():
-        layer, is_mlp = _layer(name), bool(_MLP.search(f".{name}."))
+        layer, is_mlp = _LAYER.search(f".{name}."), bool(_MLP.search(f".{name}."))
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
@@ -50,10 +50,11 @@ def count_module(model: Any) -> Parameters:
                 kinds["outputs"] += module.out_features
                 matrices.append((name, count, module.out_features))
                 if is_mlp and _NARROWS.search(f".{name}") and layer is not None:
-                    inner[layer] += module.in_features
+                    inner[layer[1]] += module.in_features
             elif parameter.ndim == 3 and _EXPERTS.search(f".{name}."):
                 real = _real(config, parameter.shape[0])
-                chosen = _chosen(config) * real / (real + _without_weights(config))
+                top = next(n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int))
+                chosen = top * real / (real + _without_weights(config))
                 kinds["experts"] += count * real // parameter.shape[0]
                 kinds["active_experts"] += round(count * chosen / parameter.shape[0])
                 width, narrows = _width(config, parameter.shape[1:]), bool(_NARROWS.search(f".{key}"))
@@ -61,7 +62,7 @@ def count_module(model: Any) -> Parameters:
                 kinds["expert_outputs"] += rows
                 matrices += _of_experts(name, key, count * real // parameter.shape[0], rows)
                 if narrows and layer is not None:
-                    inner[layer] += round(chosen * width)
+                    inner[layer[1]] += round(chosen * width)
             else:
                 kinds["other"] += count
     kinds["other"] += sum(b.numel() for name, b in model.named_buffers() if name.endswith(_CORRECTION))
@@ -72,11 +73,6 @@ def _of_experts(name: str, key: str, count: int, rows: int) -> list[Matrix]:
     """Stacked experts' matrices under the names that one has by itself."""
     own = ("gate_proj", "up_proj") if key == "gate_up_proj" else (key,)
     return [(f"{name}.0.{one}", count // len(own), rows // len(own)) for one in own]
-
-
-def _layer(name: str) -> int | None:
-    found = _LAYER.search(f".{name}.")
-    return None if found is None else int(found.group(1))
 
 
 def _without_weights(config: Any) -> int:
@@ -94,11 +90,6 @@ def _width(config: Any, last: tuple[int, int]) -> int:
     """Return an expert's inner width: the side of its last matrix that is not its output."""
     handed_on = {config.hidden_size, getattr(config, "moe_latent_size", None)}
     return last[0] if last[1] in handed_on else last[1]
-
-
-def _chosen(config: Any) -> int:
-    """Experts that a token is sent to."""
-    return next(value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int))
 
 
 def read_shape(folder: Path) -> ModelShape:

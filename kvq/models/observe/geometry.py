@@ -76,7 +76,7 @@ class _Watch:
 
         def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if isinstance(module, nn.Linear) and isinstance(output, Tensor):
-                self.products.append(Product(module, inputs[0], output))
+                self.products.append((module, inputs[0], output))
 
         hook = nn.modules.module.register_module_forward_hook(note)
         try:
@@ -96,10 +96,8 @@ def observed_geometry(config: Mapping[str, Any], folder: Path) -> ModelGeometry:
     try:
         default_config(config)
     except (KeyError, ValueError) as error:
-        raise ModelError(
-            f"kvq does not run {config.get('model_type') or 'this model'}: it is not among the families that "
-            f"were checked, and transformers has no code for it to check (by its config.json)"
-        ) from error
+        why = "it is not among the families that were checked, and transformers has no code for it to check"
+        raise refusal(config.get("model_type"), why) from error
     model: Any = build_on_meta(folder, unquantized(config))
     model = model.to(torch.bfloat16)  # so that states of a type of their own show
     if model._can_set_experts_implementation():
@@ -175,8 +173,13 @@ def can_replace_attention(model: Any) -> bool:
     return can
 
 
+def refusal(model_type: object, why: str) -> ModelError:
+    """Return the error that says why a model is refused."""
+    return ModelError(f"kvq does not run {model_type or 'this model'}: {why} (by its config.json)")
+
+
 def _refusal(model: Any, why: str) -> ModelError:
-    return ModelError(f"kvq does not run {model.config.model_type}: {why} (by its config.json)")
+    return refusal(model.config.model_type, why)
 
 
 def _geometry_of(model: Any, calls: list[_Call], states: tuple[StateGeometry, ...]) -> ModelGeometry:
@@ -286,10 +289,9 @@ def _observed(
     if watch.states is not None:
         watch.states.attended()
     window, chunk = passed.get("sliding_window"), _chunk_of(watch.about, layer)
-    latent = latent_dims(module, watch.products, query, key, value)
-    kv_heads, k_dim, v_dim = (
-        (key.shape[1], key.shape[3], value.shape[3]) if latent is None else (1, latent.rotary, latent.latent)
-    )
+    kv_heads, k_dim, v_dim, expansion = key.shape[1], key.shape[3], value.shape[3], None
+    if (latent := latent_dims(module, watch.products, query, key, value)) is not None:
+        kv_heads, (v_dim, k_dim, expansion) = 1, latent
     stored = LayerGeometry(
         index=layer,
         kv_heads=kv_heads,
@@ -298,7 +300,7 @@ def _observed(
         window=chunk or window or None,
         is_chunked=chunk is not None,
         is_latent=latent is not None,
-        expansion=None if latent is None else latent.expansion,
+        expansion=expansion,
     )
     watch.calls.append(
         _Call(

@@ -61,14 +61,14 @@ class StateWatch:  # D197: modules with states: watched over transformers' cache
         before = nn.modules.module.register_module_forward_pre_hook(
             lambda module, _: self._open.append(module)
         )
-        after = nn.modules.module.register_module_forward_hook(lambda *_: self._close(), always_call=True)
+        after = nn.modules.module.register_module_forward_hook(self._close, always_call=True)
         try:
             yield
         finally:
             before.remove()
             after.remove()
 
-    def _close(self) -> None:
+    def _close(self, *_: object) -> None:
         self._open.pop()
 
     def attended(self) -> None:
@@ -111,9 +111,8 @@ class StateWatch:  # D197: modules with states: watched over transformers' cache
         }
         if layer in self._linear:
             kept["linear", 0] = self._linear[layer]
-        return tuple(_described(*key, tensor) for key, tensor in kept.items())
-
-
-def _described(name: str, index: int, tensor: Tensor) -> StateTensor:
-    dtype = None if tensor.dtype is torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
-    return StateTensor(name=name, index=index, shape=tuple(tensor.shape[1:]), dtype=dtype)
+        found = []
+        for (name, index), tensor in kept.items():
+            dtype = None if tensor.dtype is torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
+            found.append(StateTensor(name=name, index=index, shape=tuple(tensor.shape[1:]), dtype=dtype))
+        return tuple(found)

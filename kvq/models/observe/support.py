@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import ConfigError, ModelError
+from kvq.errors import ConfigError
 from kvq.geometry import FAMILIES, ModelGeometry, parse_geometry
 from kvq.geometry.support import why_refused
-from kvq.models.observe.geometry import observed_geometry
+from kvq.models.observe.geometry import observed_geometry, refusal
 
 
 def is_listed(geometry: ModelGeometry) -> bool:
@@ -21,17 +21,12 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None, folde
     Raises:
         ModelError: the model is refused; the message names it and says why.
     """
-
-    def refusal(why: str) -> ModelError:
-        return ModelError(
-            f"kvq does not run {config.get('model_type') or 'this model'}: {why} (by its config.json)"
-        )
-
+    kind = config.get("model_type")
     if why := why_refused(config, max_context=max_context):
-        raise refusal(why)
-    if config.get("model_type") not in FAMILIES:
+        raise refusal(kind, why)
+    if kind not in FAMILIES:
         return observed_geometry(config, folder)
     try:
         return parse_geometry(config)
     except ConfigError as error:
-        raise refusal(str(error)) from error
+        raise refusal(kind, str(error)) from error

@@ -50,7 +50,6 @@ def attach_expansions(
 def _candidates(
     model: nn.Module, latent: dict[int, LayerGeometry], q_heads: int
 ) -> Iterator[tuple[int, Any, str]]:
-    """Attention modules and names of their Linear layers that take latents and give heads."""
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
         if type(number) is not int or number not in latent or not hasattr(module, "config"):

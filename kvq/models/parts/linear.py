@@ -1,23 +1,12 @@
 """Unquantized Linear layers on CPUs: packed weights, and results that don't depend on the batch.
 
-PyTorch hands fp32 products to MKL, which reads plain weights and is slow on CPUs of other makers than its
-own: on an AMD EPYC (Zen 5) oneDNN takes a third to a half of its time at any number of rows, and half of
-PyTorch's time at few rows in bf16, once the weights lie in the blocks that its kernels read. kvq's own
-products are faster still at few rows, about as fast at many, keep fp32 weights that were stored in 16 bits
-in 16, and sum a row alike in any batch. oneDNN's are used on CPUs without AVX2.
-
-oneDNN's products of a few rows may be summed in another order than those of many. One differing bit can flip
-a code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
-takes until all are summed alike is measured when a model is first run, not assumed.
-
-oneDNN compiles and keeps a kernel for every shape and number of rows that it meets, up to a MiB
-each. So rows are padded to few sizes, by an eighth at most beyond 64 rows, and more than 256 go in pieces:
-27 sizes are all that a server ever meets, and it meets them soon.
+kvq's own products sum a row alike in any batch. oneDNN's, where there are none of kvq's, may sum few rows in
+another order than many, and one differing bit can flip a code of the KV cache. How many rows it takes until
+all are summed alike is measured when a model is first run.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
@@ -38,8 +27,7 @@ from kvq.weights import (
     runs_library_code,
     stacked_experts,
 )
-from kvq.weights.embedding import PackedEmbedding, is_plain_lookup, scale_of
-from kvq.weights.linear import replace_linear
+from kvq.weights.linear import PackedEmbedding, is_plain_lookup, replace_linear, scale_of
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
@@ -104,7 +92,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     """
     for dtype in (torch.float32, torch.bfloat16):
         if has_own_products(dtype, backend):
-            _install_own(model, dtype)
+            _pack_own(model, dtype)
     if has_own_products(torch.float32, backend):
         batch_invariant_routers(model)
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -121,50 +109,46 @@ def has_own_products(dtype: torch.dtype, backend: str) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and backend in _OWN and is_fast
 
 
-@dataclass(frozen=True, slots=True)
-class OwnLinears:  # D157: own panels; 16-bit weights stay in 16 bits
-    """Layers that kvq's own take the place of, by name.
+Lookups = dict[str, dict[str, nn.Embedding]]  # of heads the embeddings that share their weight, by name
 
-    `lookups`: of heads the embeddings that share their weight, by name, which then look rows up in it.
+
+def own_linears(  # D157: own panels; 16-bit weights stay in 16 bits
+    model: nn.Module, dtype: torch.dtype
+) -> tuple[dict[str, nn.Linear], Lookups]:
+    """Return the layers of that type that kvq's own take the place of, by name, and embeddings that then look
+    rows up in a head's weight.
     """
-
-    linears: dict[str, nn.Linear]
-    lookups: dict[str, dict[str, nn.Embedding]]
-
-    @classmethod
-    def of(cls, model: nn.Module, dtype: torch.dtype) -> "OwnLinears":
-        """Return the modules of a model that are of that type."""
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear
-            and runs_library_code(module)
-            and module.weight.dtype is dtype
-            and name.rpartition(".")[2] not in ROUTERS
-        }
-        lookups = _lookups_of(model, linears)
-        return cls({name: module for name, module in linears.items() if lookups.get(name, True)}, lookups)
-
-    def install(
-        self, model: nn.Module, weights: Mapping[str, Callable[[], PlainWeight]], dtype: torch.dtype
-    ) -> None:
-        """Have the model multiply by these weights, one of every layer."""
-        install(model, weights, torch.device("cpu"), backend="cpu", dtype=dtype)
-        for name, embeddings in self.lookups.items():
-            for own, module in embeddings.items():
-                kernel = model.get_submodule(name).kernel
-                assert isinstance(kernel, CpuLinear), "it shares its input with no other layer"
-                replace_linear(model, own, PackedEmbedding(kernel, module.weight.dtype, scale_of(module)))
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and runs_library_code(module)
+        and module.weight.dtype is dtype
+        and name.rpartition(".")[2] not in ROUTERS
+    }
+    lookups = _lookups_of(model, linears)
+    return {name: module for name, module in linears.items() if lookups.get(name, True)}, lookups
 
 
-def _install_own(model: nn.Module, dtype: torch.dtype) -> None:
-    own = OwnLinears.of(model, dtype)
-    linears = dict(own.linears)
+def install_own(
+    model: nn.Module, weights: Mapping[str, Callable[[], PlainWeight]], lookups: Lookups, dtype: torch.dtype
+) -> None:
+    """Have the model multiply by these weights, one of every layer that `own_linears` returned."""
+    install(model, weights, torch.device("cpu"), backend="cpu", dtype=dtype)
+    for name, embeddings in lookups.items():
+        for own, module in embeddings.items():
+            kernel = model.get_submodule(name).kernel
+            assert isinstance(kernel, CpuLinear), "it shares its input with no other layer"
+            replace_linear(model, own, PackedEmbedding(kernel, module.weight.dtype, scale_of(module)))
+
+
+def _pack_own(model: nn.Module, dtype: torch.dtype) -> None:
+    linears, lookups = own_linears(model, dtype)
 
     def weight(name: str) -> PlainWeight:
         return PlainWeight.narrowest(linears.pop(name).weight.detach())
 
-    own.install(model, {name: partial(weight, name) for name in linears}, dtype)
+    install_own(model, {name: partial(weight, name) for name in linears}, lookups, dtype)
     if dtype is not torch.float32:
         return
     experts = {
@@ -177,7 +161,7 @@ def _install_own(model: nn.Module, dtype: torch.dtype) -> None:
     )
 
 
-def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, dict[str, nn.Embedding]]:
+def _lookups_of(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Lookups:
     """Return the embeddings, by name, that share the weight of one of these layers, by its name: heads.
 
     None of them where one does more than look rows up, or several layers share the weight: it stays as it is.

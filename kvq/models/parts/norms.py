@@ -1,11 +1,13 @@
-"""Weights of the RMS norms of transformers' families."""
+"""RMS norms of transformers' families: their weights, and on CPUs one call in place of torch's six."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvq.kernels.rms_norm.reference import NormWeight, rms_norm
+from kvq.kernels.native.library import load
+from kvq.kernels.rms_norm import cpu, reference
+from kvq.kernels.rms_norm.reference import NormWeight
 from kvq.weights import runs_library_code
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # max|a-b| / max|b|
@@ -25,7 +27,33 @@ def norm_weight(norm: Any) -> NormWeight | None:
     x = x.to(weight.device, weight.dtype)
     wanted = norm(x)
     for own in (weight, 1 + weight.float()):  # Gemma stores what it adds to 1
-        error = (rms_norm(x, own, eps) - wanted).float().abs().amax(-1) / wanted.float().abs().amax(-1)
+        error = (reference.rms_norm(x, own, eps) - wanted).float().abs().amax(-1) / wanted.float().abs().amax(
+            -1
+        )
         if wanted.dtype == x.dtype and bool((error <= _TOLERANCE.get(x.dtype, 0)).all()):
             return NormWeight(weight=own.detach(), eps=eps)
     return None
+
+
+class FusedRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight; what a family adds to its weight is in it."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., dim] -> the same."""
+        return cpu.rms_norm(hidden_states, self.weight, self.eps)
+
+
+@torch.no_grad()
+def fuse_norms(model: nn.Module) -> None:
+    """Replace a model's RMS norms, each after it was tried on two rows; others stay what they are."""
+    if isinstance(load(), str):
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RMSNorm") and (found := norm_weight(child)) is not None:
+                setattr(parent, name, FusedRMSNorm(found.weight.clone(), found.eps))

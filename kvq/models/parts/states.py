@@ -7,7 +7,7 @@ sequences run as one batch, every other sequence by itself, in pieces that end w
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from typing import Any, Generic, ParamSpec, TypedDict, Unpack
@@ -92,34 +92,31 @@ class _Piece:
     draft_of: int | None = None  # of drafts, the number of their sequence: their state may never be kept
 
 
-@dataclass(kw_only=True, eq=False)
 class StepStates:
     """The states of one step's sequences. Blocks are written by `write`, when all layers have run."""
 
-    slots: StateSlots
-    moves: Sequence[StateMove]  # of the step's sequences, in the order of their tokens
-    drafts: Sequence[int]  # of each the last tokens that are guesses, within its last piece
-    device: torch.device
-    _new: list[tuple[int, Tensor, Tensors]] = field(default_factory=list)  # layer, blocks, states
-    _drafted: dict[int, list[tuple[int, Tensor, Tensors]]] = field(default_factory=dict)  # by sequence
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         slots: StateSlots,
         moves: Sequence[StateMove | None],
         device: torch.device,
         drafts: Sequence[int] | None = None,
-    ) -> "StepStates":
-        """Return the states of sequences that were appended to."""
-        found = [move for move in moves if move is not None]
-        return cls(slots=slots, moves=found, drafts=drafts or [0] * len(found), device=device)
+    ) -> None:
+        """`moves`: of the sequences, in the order of their tokens; None of those that were not appended to.
+
+        `drafts`: of each that was its last tokens that are guesses, within its last piece.
+        """
+        self._slots, self._device = slots, device
+        self._moves = [move for move in moves if move is not None]
+        self._drafts = drafts or [0] * len(self._moves)
+        self._new: list[tuple[int, Tensor, Tensors]] = []  # layer, blocks, states
+        self._drafted: dict[int, list[tuple[int, Tensor, Tensors]]] = {}  # by sequence
 
     @cached_property
     def _decodes(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, blocks to read and blocks to write of sequences that go on by one token; int64."""
         found, at = [], 0
-        for move in self.moves:
+        for move in self._moves:
             if _is_decode(move):
                 found.append((at, move.source, move.pieces[0][1]))
             at += sum(count for count, _ in move.pieces)
@@ -130,7 +127,7 @@ class StepStates:
     def _others(self) -> list[tuple[Tensor | None, list[_Piece]]]:
         """The block to read, if any, and the pieces of all other sequences."""
         found, at = [], 0
-        for number, (move, drafts) in enumerate(zip(self.moves, self.drafts, strict=True)):
+        for number, (move, drafts) in enumerate(zip(self._moves, self._drafts, strict=True)):
             pieces = []
             for count, block in move.pieces:
                 pieces.append(_Piece(at, at + count, block))
@@ -144,7 +141,7 @@ class StepStates:
         return found
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def run(
         self, number: int, hidden: Tensor, compute: Callable[[Tensor, _LayerState, Rows], Tensor]
@@ -163,11 +160,11 @@ class StepStates:
 
         rows, sources, targets = self._decodes
         if len(rows):
-            state = _LayerState(self.slots.read(number, sources))
+            state = _LayerState(self._slots.read(number, sources))
             put(rows, compute(hidden[0, rows][:, None], state, rows))
             self._new.append((number, targets, state.values))
         for source, pieces in self._others:
-            state = _LayerState(None if source is None else self.slots.read(number, source))
+            state = _LayerState(None if source is None else self._slots.read(number, source))
             for i, piece in enumerate(pieces):
                 if i:  # what was computed is to be stored as it is
                     state = _LayerState({key: value.clone() for key, value in state.values.items()})
@@ -181,13 +178,13 @@ class StepStates:
     def write(self) -> None:  # D198: written once all layers have run
         """Store what was computed, but behind drafts. A step that broke off before may be run again."""
         for number, blocks, values in self._new:
-            self.slots.write(number, blocks, values)
+            self._slots.write(number, blocks, values)
         self._new.clear()
 
     def keep(self, sequence: int) -> None:
         """Store the state behind a sequence's drafts: all of them are right."""
         for number, blocks, values in self._drafted.pop(sequence):
-            self.slots.write(number, blocks, values)
+            self._slots.write(number, blocks, values)
 
     @contextmanager
     def current(self) -> Iterator[None]:

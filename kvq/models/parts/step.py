@@ -66,14 +66,7 @@ class PackedStep:
         `q`: of heads, [rows, q_heads, dim]. Returns [rows, q_heads, dim of a head's value].
         """
         self._write(layer, rotary, latents)
-        began = perf_counter()
-        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
-        store = self.cache.stores[layer]
-        out = attend_latents(store, q[:tokens], self.batches, self.options_of(layer, options), expansion)
-        if rows > tokens:
-            out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
-        self.attention_s += perf_counter() - began
-        return out
+        return self.attend_over(layer, q, options, expansion)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         began = perf_counter()
@@ -85,12 +78,20 @@ class PackedStep:
         self.bad_tokens |= store.write(k, v, store.batch_of(self.batches).slots)
         self.attention_s += perf_counter() - began
 
-    def attend_over(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend from a layer's tokens over what is written, by it or by the layer that it shares with."""
+    def attend_over(
+        self, layer: int, q: Tensor, options: AttentionOptions, expansion: LatentExpansion | None = None
+    ) -> Tensor:
+        """Attend from a layer's tokens over what is written, by it or by the layer that it shares with.
+
+        `expansion`: of a layer that stores latents.
+        """
         began = perf_counter()
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
-        store = self.cache.stores[layer]
-        out, _ = store.attend(q[:tokens], store.batch_of(self.batches), self.options_of(layer, options))
+        store, own = self.cache.stores[layer], self.options_of(layer, options)
+        if expansion is None:
+            out, _ = store.attend(q[:tokens], store.batch_of(self.batches), own)
+        else:
+            out = attend_latents(store, q[:tokens], self.batches, own, expansion)
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began

@@ -1,17 +1,17 @@
 """Many sequences' tokens in one row, and the model's pass over it: what sessions and the engine share."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kvq.kernels.decoder.whole import ReadyPass
 from kvq.models.loading.weights import LoadedWeights
-from kvq.models.parts.hidden import kept_hidden
 from kvq.models.parts.step import PackedStep
 
 Integers = npt.NDArray[np.int64]
@@ -77,6 +77,28 @@ def _laid_out(
     step.positions = where = padded(positions, rows, device)
     keep = padded(wanted, weights.logit_rows(len(wanted)), device)
     return padded(tokens, rows, device), where, keep
+
+
+@contextmanager
+def kept_hidden(model: nn.Module, step: PackedStep) -> Iterator[None]:
+    """Let a pass of a causal model fill in `step.hidden`, if the step asks for it; costs nothing else.
+
+    Hidden states behind the last norm are what speculation by heads drafts from.
+    """
+    if not step.keeps_hidden:
+        yield
+        return
+
+    def keep(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+        if given.get("kvq_step") is step:
+            step.hidden = output.last_hidden_state[0]
+
+    inner: Any = model.base_model
+    hook = inner.register_forward_hook(keep, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def padded(values: Numbers, rows: int, device: torch.device) -> Tensor:

@@ -10,8 +10,7 @@ from kvq.models.loading.control_tokens import ControlTokens
 from kvq.models.loading.tokenizer import template_source
 from kvq.models.parts.inputs import check_unicode
 from kvq.models.templates.arrival import check_arrival
-from kvq.models.templates.forms import Forms, Turns
-from kvq.models.templates.trial import try_out
+from kvq.models.templates.forms import Forms, Turns, try_out
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
 _ROLES = frozenset((*TRUSTED, "user", "tool", "function"))

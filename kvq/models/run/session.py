@@ -146,7 +146,7 @@ class Session:
                 SequenceBatch.of([sequence.tables[group] for sequence in sequences], own, lens, ends, device)
                 for group, own in enumerate(slots[: len(self.layout.attended)])
             ),
-            states=None if states is None else StepStates.of(states, moves, device),
+            states=None if states is None else StepStates(states, moves, device),
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
             window_limit=self.window_limit,
             observer=self.observer,

@@ -16,25 +16,13 @@ from kvq.formats.weights import Inputs, WeightCode, WeightFormat
 from kvq.kernels.weight import QuantizedWeight
 from kvq.weights.files import awq, compressed_tensors, gptq
 
-__all__ = [
-    "FILE_FORMATS",
-    "TRANSFORMERS_NEEDS",
-    "QuantizationScheme",
-    "check_fits",
-    "pack_linear",
-    "parse_config",
-    "quantization_config",
-    "read_linear",
-    "stored_shape",
-]
-
-FILE_FORMATS = ("compressed-tensors", "autogptq", "autoawq")
+_TENSORS = {"compressed-tensors": compressed_tensors, "autogptq": gptq, "autoawq": awq}
+FILE_FORMATS = tuple(_TENSORS)
 TRANSFORMERS_NEEDS = {  # packages beside transformers 5 itself, which names one after the other
     "compressed-tensors": ("compressed-tensors",),
     "autogptq": ("gptqmodel", "optimum", "accelerate"),
     "autoawq": ("gptqmodel", "accelerate"),
 }
-_TENSORS = {"compressed-tensors": compressed_tensors, "autogptq": gptq, "autoawq": awq}
 _TOLD = ("code", "group_size", "inputs")  # of a format, by every config
 _OTHER = "write compressed-tensors"
 

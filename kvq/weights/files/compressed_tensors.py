@@ -14,7 +14,7 @@ from kvq.formats.checkpoints.config_groups import INT, PACKED, version_of
 from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.weight import QuantizedWeight
-from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
+from kvq.weights.files.tensors import take, take_matrix, take_order, take_scale
 from kvq.weights.files.words import num_words, offset, pack_words, signed, unpack_words, whole_groups
 
 _NAN_BITS = 0x7F
@@ -47,7 +47,11 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
     fmt = layer.fmt
     if fmt.code is WeightCode.FP8:
-        return _read_float(fmt, name, tensors)
+        codes = take_matrix(tensors, f"{name}.weight", (torch.float8_e4m3fn,)).view(torch.uint8)
+        if ((codes & _NAN_BITS) == _NAN_BITS).any():
+            raise ModelError(f"tensor {name}.weight holds NaN; download or copy the checkpoint again")
+        scale = take_scale(tensors, f"{name}.weight_scale", [codes.shape[0], 1])
+        return QuantizedWeight(fmt=fmt, codes=codes, scale=scale)
     if layer.version == PACKED:
         q = _packed_codes(fmt, name, tensors)
     else:
@@ -59,7 +63,7 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     zero = None if fmt.symmetric else _zero(layer, name, tensors, (out, groups))
     order = None
     if "weight_g_idx" in layer.suffixes:
-        order, _ = take_groups(tensors, f"{name}.weight_g_idx", inputs, groups)
+        order = take_order(tensors, f"{name}.weight_g_idx", inputs, groups)
         q = q if order is None else q[:, order]
     return QuantizedWeight.pack(fmt, q, scale, zero, order)
 
@@ -100,11 +104,3 @@ def _check_range(name: str, q: Tensor, bits: int) -> None:
     low, high, half = int(q.min()), int(q.max()), 1 << (bits - 1)
     if low < -half or high >= half:
         raise ModelError(f"tensor {name} must hold -{half} to {half - 1}, got {low} to {high}")
-
-
-def _read_float(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    codes = take_matrix(tensors, f"{name}.weight", (torch.float8_e4m3fn,)).view(torch.uint8)
-    if ((codes & _NAN_BITS) == _NAN_BITS).any():
-        raise ModelError(f"tensor {name}.weight holds NaN; download or copy the checkpoint again")
-    scale = take_scale(tensors, f"{name}.weight_scale", [codes.shape[0], 1])
-    return QuantizedWeight(fmt=fmt, codes=codes, scale=scale)

@@ -13,7 +13,7 @@ from kvq.formats.checkpoints.fields import WHERE
 from kvq.formats.checkpoints.flat_config import V1, V2
 from kvq.formats.checkpoints.scheme import LayerScheme
 from kvq.kernels.weight import QuantizedWeight
-from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
+from kvq.weights.files.tensors import take, take_matrix, take_order, take_scale
 from kvq.weights.files.words import (
     WORD_BITS,
     check_fp16_scales,
@@ -60,7 +60,7 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     groups = fmt.groups(inputs)
     scale = take_scale(tensors, f"{name}.scales", [groups, out]).T.contiguous()
     zero = _zeros(layer, f"{name}.qzeros", tensors, (groups, out))
-    order, _ = take_groups(tensors, f"{name}.g_idx", inputs, groups)
+    order = take_order(tensors, f"{name}.g_idx", inputs, groups)
     q = signed(unpack_words(words.T, bits, inputs), bits)
     return QuantizedWeight.pack(fmt, q if order is None else q[:, order], scale, zero, order)
 

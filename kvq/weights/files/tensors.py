@@ -14,9 +14,9 @@ def take(
     tensors: Mapping[str, Tensor],
     name: str,
     dtypes: Sequence[torch.dtype],
-    shape: Sequence[int | None] | None = None,
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the tensor called `name`; None in `shape` allows any length.
+    """Return the tensor called `name`.
 
     Raises:
         ModelError: it is missing, of another type or of another shape.
@@ -27,8 +27,8 @@ def take(
     if found.dtype not in dtypes:
         allowed = " or ".join(_short(dtype) for dtype in dtypes)
         raise ModelError(f"tensor {name} must be {allowed}, got {_short(found.dtype)}")
-    if shape is not None:
-        check_shape(name, found, shape)
+    if shape is not None and list(found.shape) != list(shape):
+        raise ModelError(f"tensor {name} must have shape {list(shape)}, got {list(found.shape)}")
     return found
 
 
@@ -40,16 +40,6 @@ def take_matrix(tensors: Mapping[str, Tensor], name: str, dtypes: Sequence[torch
     return found
 
 
-def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
-    """Raise ModelError unless the shape is that one; None allows any length."""
-    found = list(tensor.shape)
-    if len(found) != len(shape) or any(
-        want not in (None, got) for want, got in zip(shape, found, strict=True)
-    ):
-        wanted = ["any" if want is None else want for want in shape]
-        raise ModelError(f"tensor {name} must have shape {wanted}, got {found}")
-
-
 def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
     """Return a float tensor of that shape without NaN and infinity."""
     scale = take(tensors, name, FLOATS, shape)
@@ -58,12 +48,8 @@ def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -
     return scale
 
 
-def take_groups(
-    tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int
-) -> tuple[Tensor | None, Tensor]:
-    """Return the order of inputs that makes groups adjacent, and each input's group, both int64 [in].
-
-    The order is None where they lie so already.
+def take_order(tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int) -> Tensor | None:
+    """Return the order of inputs, int64 [in], that makes the groups of a `g_idx` adjacent; None if they are.
 
     Raises:
         ModelError: numbers that are no groups, or groups of unequal sizes.
@@ -80,7 +66,7 @@ def take_groups(
             f"got {int(sizes.min())} to {int(sizes.max())}; kvq reads groups of equal sizes"
         )
     order = index.argsort(stable=True)
-    return (None if torch.equal(order, torch.arange(in_features)) else order), index
+    return None if torch.equal(order, torch.arange(in_features)) else order
 
 
 def _short(dtype: torch.dtype) -> str:

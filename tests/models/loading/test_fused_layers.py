@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -268,11 +267,15 @@ def test_a_spare_thread_takes_part_where_all_cores_are_shared() -> None:
 
 
 def test_an_embedding_or_a_norm_of_another_width_is_refused() -> None:
-    parts = kvq.load("tiny").weights.fused_pass._ends.parts
-    norm = NormWeight(weight=parts.norm.weight[:-1].clone(), eps=1e-5)
-    for change in ({"norm": norm}, {"dtype": torch.float64}, {"embedding": torch.zeros(8, 5)}):
+    model = kvq.load("tiny").weights.model
+    embedding, norm, head = model.model.embed_tokens.kernel, model.model.norm, model.lm_head.kernel
+    fit = {"embedding": embedding, "norm": NormWeight(weight=norm.weight.detach(), eps=norm.eps)}
+    fit |= {"head": head, "dtype": torch.float32}
+    CpuPass(**fit)
+    narrow = NormWeight(weight=norm.weight.detach()[:-1].clone(), eps=1e-5)
+    for change in ({"norm": narrow}, {"dtype": torch.float64}, {"embedding": torch.zeros(8, 5)}):
         with pytest.raises(ConfigError, match="don't fit a head"):
-            replace(parts, **change)
+            CpuPass(**fit | change)
 
 
 def test_parameters_that_are_exchanged_are_used_from_then_on(tmp_path) -> None:

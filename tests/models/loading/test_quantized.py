@@ -15,7 +15,7 @@ import kvq
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import calibration_text
 from kvq.models.describe.checkpoint import read_json, weight_files
-from kvq.models.describe.stored import StoredTensors
+from kvq.models.describe.text_part import StoredTensors
 from kvq.models.loading.quantized import read_weights
 from kvq.weights import packed_experts, quantized_layers
 from kvq.weights.files import parse_config

@@ -10,7 +10,7 @@ from torch import nn
 from kvq.kernels.native.library import load
 from kvq.models.parts.linear import OneDNNLinear, invariant_rows, pack_linears, padded_rows
 from kvq.weights import PackedLinear, packed_layers, weight_bytes
-from kvq.weights.embedding import PackedEmbedding
+from kvq.weights.linear import PackedEmbedding
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kvq.kernels.native.library import load
-from kvq.models.loading.fused_norms import FusedRMSNorm, fuse_norms
+from kvq.models.parts.norms import FusedRMSNorm, fuse_norms
 from tests.helpers_models import build_model, small_config
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")

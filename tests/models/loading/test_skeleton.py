@@ -12,9 +12,8 @@ from torch import Tensor
 
 import kvq
 from kvq.models.loading import weights
-from kvq.models.loading.mmap_load import fill
 from kvq.models.loading.prepared import prepare
-from kvq.models.loading.skeleton import build_skeleton
+from kvq.models.loading.skeleton import build_skeleton, by_storage, fill, source_of
 from kvq.models.parts.linear import has_own_products
 from kvq.weights import packed_layers
 from tests.helpers_models import build_model, small_config
@@ -97,8 +96,8 @@ def test_a_model_with_tensors_made_of_others_is_left_to_transformers(family: str
     prepared = prepare(save(tmp_path, family, torch.bfloat16), device="cpu")
     skeleton = build_skeleton(prepared)
     assert skeleton is not None
-    assert fill(skeleton, prepared) is None
-    assert any(parameter.is_meta for parameter in skeleton.model.parameters())
+    assert fill(*skeleton, prepared) is None
+    assert any(parameter.is_meta for parameter in skeleton[0].parameters())
     assert kvq.load(tmp_path, device="cpu").logits(IDS).isfinite().all()
 
 
@@ -106,11 +105,12 @@ def test_only_a_tensor_taken_whole_and_as_it_is_has_a_source(tmp_path: Path) -> 
     skeleton = build_skeleton(prepare(save(tmp_path, "llama", torch.bfloat16), device="cpu"))
     assert skeleton is not None
     name = "model.layers.1.self_attn.q_proj.weight"
-    weight = skeleton.model.get_parameter(name)
-    assert skeleton.source(weight) == name
-    assert skeleton.source(weight.detach()) == name
+    model, known = skeleton[0], by_storage(skeleton[1])
+    weight = model.get_parameter(name)
+    assert source_of(weight, known) == name
+    assert source_of(weight.detach(), known) == name
     for other in (weight.T, weight[:32], weight.view(2, 32, 64), weight.clone(), weight.double()):
-        assert skeleton.source(other) is None
+        assert source_of(other, known) is None
 
 
 LOAD = """
