@@ -30,8 +30,8 @@ from benchmarks.peers.neighbours import neighbours
 from benchmarks.rude import memory_bytes, metrics, num_sockets, some_rude, stall
 from kvq.bench.engine.load import Load, LoadRequest
 from kvq.bench.serve.client import Sent, send
-from kvq.bench.serve.load import as_served, outcomes, run_load
 from kvq.bench.serve.process import ServerProcess
+from kvq.bench.serve.serve import as_served, outcomes, run_load
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
 from kvq.evals.report.results import source_commit

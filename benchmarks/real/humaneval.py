@@ -17,7 +17,7 @@ from benchmarks.real.sandbox import run
 from kvq.errors import ConfigError
 from kvq.evals.divergence import Progress
 from kvq.evals.report.bootstrap import share_interval
-from kvq.evals.windows import text_ids
+from kvq.evals.text import text_ids
 
 NEW_TOKENS = 512
 _QUESTION = "Complete this Python function. Answer with its code only."

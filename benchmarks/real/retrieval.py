@@ -13,7 +13,7 @@ from benchmarks.real.humaneval import shares
 from benchmarks.real.records import Settings
 from kvq.errors import RequestError
 from kvq.evals.divergence import Progress
-from kvq.evals.windows import text_ids
+from kvq.evals.text import text_ids
 
 _ADJECTIVES = (
     "amber", "bitter", "copper", "dusty", "early", "faded", "gentle", "hollow", "iron", "jolly",

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvq.errors import RequestError
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
-from kvq.evals.windows import token_windows
+from kvq.evals.text import token_windows
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
 from kvq.models.check.verdict import chance_perplexity

@@ -10,7 +10,7 @@ from kvq.errors import ConfigError, RequestError
 from kvq.evals import default_text, measure_perplexity
 from kvq.evals.divergence import TokenPlan, Watch
 from kvq.evals.perplexity import instrument_check
-from kvq.evals.windows import token_windows
+from kvq.evals.text import token_windows
 
 TEXT = default_text().text
 

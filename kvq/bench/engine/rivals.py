@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kvq.bench.engine.continuous import ContinuousBatching
-from kvq.bench.engine.hf import StaticBatches, load_rival, own_format
+from kvq.bench.engine.hf import ContinuousBatching, StaticBatches, load_rival, own_format
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.engine.result import Server
 from kvq.bench.engine.server import EngineLimits, KvqServer

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from kvq.bench.kernels.expanded import against_heads
-from kvq.bench.kernels.latent import latent_contenders
+from kvq.bench.kernels.latent import against_heads, latent_contenders
 from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, exact_attention, relative_error
 from kvq.bench.kernels.staged import filled_staged, read_bytes, steps_of_staged, visible_kv
 from kvq.bench.kernels.workload import Workload, dense_kv, filled_cache, layout_of, queries

@@ -8,9 +8,8 @@ from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 
-from kvq.capacity.lengths import Lengths
+from kvq.capacity.lengths import HASHED_TOKENS, Lengths, read_lines
 from kvq.capacity.plan.gpus import check_positive
-from kvq.capacity.trace_file import HASHED_TOKENS, read_lines
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq.capacity.fleet.fleet import FleetRun
 from kvq.capacity.fleet.records import Fate, Records, percentile
-from kvq.capacity.plan.cost import Prices
+from kvq.capacity.plan.gpus import Prices
 
 _RANKS = (50, 95, 99)
 

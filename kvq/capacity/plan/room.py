@@ -3,8 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
-from kvq.capacity.plan.cost import check_share
-from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.gpus import Gpu, check_share
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
 from kvq.sizes import decimal

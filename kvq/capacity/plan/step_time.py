@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq import strict_json
-from kvq.capacity.plan.cost import check_share
-from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.gpus import Gpu, check_share
 from kvq.capacity.plan.target import Target
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout, Role

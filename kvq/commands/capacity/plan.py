@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.capacity.plan_options import PlanOptions
-from kvq.commands.capacity.plan_serve import serve_command, users_at_context
-from kvq.commands.capacity.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
-from kvq.commands.capacity.sizing import SizingOptions, sizing_options, target_options
+from kvq.commands.capacity.plan_serve import (
+    serve_command,
+    users_at_context,
+    vllm_engine,
+    vllm_figures,
+    vllm_remarks,
+    vllm_server,
+)
+from kvq.commands.capacity.sizing import PlanOptions, SizingOptions, sizing_options, target_options
 from kvq.commands.shared.options import gathered, kv_option, picked
 from kvq.commands.shared.results import result_of, write_rows
 from kvq.commands.shared.terminal import echo
@@ -198,7 +203,7 @@ def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
 
 def _at_rate(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
     """Return figures for requests that arrive at a rate; an empty dict without one."""
-    from kvq.capacity.plan.speed import at_rate
+    from kvq.capacity.plan.plan import at_rate
 
     if rate is None:
         return {}

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvq.commands.capacity.plan_vllm import COLUMNS as VLLM_COLUMNS
+from kvq.commands.capacity.plan_serve import COLUMNS as VLLM_COLUMNS
 from kvq.commands.shared.tables import console, print_columns, text_table
-from kvq.evals.report.columns import Columns
+from kvq.evals.report.page import Columns
 from kvq.sizes import binary, decimal, dollars
 
 

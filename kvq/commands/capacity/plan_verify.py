@@ -5,8 +5,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.capacity.plan_options import PlanOptions
-from kvq.commands.capacity.sizing import SizingOptions
+from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
 from kvq.commands.shared.options import given_options, picked
 from kvq.commands.shared.progress import status
 from kvq.commands.shared.results import FinishedRows, result_of

@@ -16,7 +16,7 @@ from kvq.errors import ConfigError
 from kvq.sizes import dollars
 
 if TYPE_CHECKING:
-    from kvq.evals.report.columns import Columns
+    from kvq.evals.report.page import Columns
 
 _PROGRESS_EVERY = 100  # requests
 

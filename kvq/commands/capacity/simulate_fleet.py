@@ -11,11 +11,9 @@ from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.routing import Routing
 from kvq.capacity.fleet.summary import Bill, Slo, summarize
-from kvq.capacity.lengths import Demand, Length, parse_lengths
-from kvq.capacity.plan.cost import Prices
-from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.lengths import Demand, Length, parse_lengths, read_lines
+from kvq.capacity.plan.gpus import Gpu, Prices
 from kvq.capacity.plan.plan import CapacityPlan, make_plan
-from kvq.capacity.trace_file import read_lines
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import SizingOptions
 from kvq.commands.shared.options import given_options, picked

@@ -189,7 +189,7 @@ def _run_all(
 ) -> dict[str, Any]:
     """Run all tasks; returns their results as JSON by key, and under `tasks` their time and memory."""
     from kvq.commands.quality.eval_tasks import RunningTask
-    from kvq.commands.shared.resources import measured
+    from kvq.commands.shared.results import measured
     from kvq.evals.divergence import Watch
 
     found: dict[str, Any] = {"tasks": []}

@@ -172,9 +172,9 @@ def _quantize(
     from kvq.calib.quantize import quantize_model
     from kvq.calib.quantize.output import check_output
     from kvq.commands.quality.quantize_report import print_report, report
-    from kvq.commands.shared.resources import measured
+    from kvq.commands.shared.results import measured
     from kvq.evals.divergence import TokenPlan
-    from kvq.evals.windows import token_windows
+    from kvq.evals.text import token_windows
 
     check_output(work, settings)
     model = work.prepared()

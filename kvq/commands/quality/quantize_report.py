@@ -5,7 +5,7 @@ from typing import Any
 
 from kvq.calib.quantize import Quantized
 from kvq.commands.shared.options import picked
-from kvq.commands.shared.resources import Used
+from kvq.commands.shared.results import Used
 from kvq.commands.shared.tables import print_cautions, print_columns
 from kvq.commands.shared.terminal import echo
 from kvq.sizes import binary

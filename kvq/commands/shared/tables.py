@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvq.commands.shared.consoles import PlainConsole
-    from kvq.evals.report.columns import Columns
+    from kvq.evals.report.page import Columns
 
 _WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of text columns
 
@@ -24,7 +24,7 @@ def console() -> "PlainConsole":
 
 def print_columns(rows: Iterable[Mapping[str, Any]], columns: "Columns", *, width: int = 130) -> None:
     """Print a table of these columns, whole even if the terminal has fewer than `width` characters."""
-    from kvq.evals.report.columns import table
+    from kvq.evals.report.page import table
 
     out = console()
     out.width = max(out.width, width)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import RequestError
-from kvq.evals.windows import begin_ids, text_ids
+from kvq.evals.text import begin_ids, text_ids
 
 SENTENCE = "\nThe secret number of {key} is {value}.\n"
 TOKENS = "tokens"

@@ -6,7 +6,7 @@ import pytest
 
 from kvq.evals import default_text
 from kvq.evals.needle.prompts import SENTENCE, TOKENS, NeedlePrompts
-from kvq.evals.windows import text_ids
+from kvq.evals.text import text_ids
 
 TEXT = default_text().text
 
