@@ -10,13 +10,21 @@ import click
 
 from kvq.commands.bench.options import LATENCIES, THROUGHPUT, TrafficOptions
 from kvq.commands.shared.options import gathered, json_option, kv_option, option
-from kvq.commands.shared.param_types import OneNumber
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, result_of
 from kvq.commands.shared.tables import print_columns
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
+
+
+class _OneConcurrency(click.IntRange):
+    """Number of users at a time, where `kvq bench engine` takes several."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and "," in value:
+            self.fail(f"one number is taken here, got {value!r}; run the command once for each.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +36,7 @@ class _ServeOptions:
     api_key_env: str = option("KVQ_API_KEY", "Environment variable with its key.")
     requests: int = option(64, type=click.IntRange(1, 1_000_000))
     concurrency: int | None = option(
-        None,
-        "Users at a time instead of --rate.",
-        type=OneNumber(1, 4096, "run the command once for each"),
+        None, "Users at a time instead of --rate.", type=_OneConcurrency(1, 4096)
     )
     repeats: int = option(3, type=click.IntRange(1, 1000))
     pin: bool = option(True, "Pin HTTP to one core, and the engine to the others.")

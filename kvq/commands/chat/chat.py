@@ -28,7 +28,8 @@ from kvq.errors import ConfigError
 from kvq.printable import one_line
 
 if TYPE_CHECKING:
-    from kvq.commands.chat.partner import Partner
+    from kvq.commands.chat.client import ServerPartner
+    from kvq.commands.chat.engine import EnginePartner
 
 _WITH_URL = {"url", "api_key_env", "model", "system", "temperature", "top_p", "max_tokens", "seed"}
 
@@ -97,7 +98,7 @@ def _typed(name: str) -> Iterator[str]:
             return
 
 
-def _server(url: str, api_key_env: str | None, sampling: ChatSampling) -> "Partner":
+def _server(url: str, api_key_env: str | None, sampling: ChatSampling) -> "EnginePartner | ServerPartner":
     from kvq.commands.chat.client import ServerPartner
 
     given = given_options()

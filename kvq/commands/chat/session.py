@@ -3,11 +3,16 @@
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvq import fileio
-from kvq.commands.chat.partner import Answer, ContextFull, Message, Partner
+from kvq.commands.chat.partner import Answer, ContextFull, Message
 from kvq.commands.shared.terminal import echo, stream
 from kvq.errors import ConfigError, KVQError, nearest
+
+if TYPE_CHECKING:
+    from kvq.commands.chat.client import ServerPartner
+    from kvq.commands.chat.engine import EnginePartner
 
 HELP = """\
 /reset         start over, with the same system message
@@ -22,7 +27,12 @@ class ChatSession:
     """Session that takes lines, one message or command each."""
 
     def __init__(
-        self, partner: Partner, *, system: str | None = None, trim: bool = False, is_terminal: bool = False
+        self,
+        partner: "EnginePartner | ServerPartner",
+        *,
+        system: str | None = None,
+        trim: bool = False,
+        is_terminal: bool = False,
     ) -> None:
         """Start a conversation. `trim`: drop the oldest messages when the context is full."""
         self.num_failed = 0

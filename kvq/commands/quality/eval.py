@@ -18,7 +18,7 @@ from kvq.commands.shared.options import (
     text_options,
 )
 from kvq.commands.shared.progress import progress_bar
-from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
+from kvq.commands.shared.results import FinishedRows, begin, json_beside, measured, result_of, used_line
 from kvq.commands.shared.tables import print_check, print_eval
 from kvq.commands.shared.terminal import echo, warn
 from kvq.errors import ConfigError
@@ -180,7 +180,7 @@ def _outcome(gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[st
         "limit": gate.limit,
         "unit": gate.unit,
         "passed": not broken,
-        "failures": [asdict(one) | {"told": one.message(gate)} for one in broken],
+        "failures": broken,
     }
 
 
@@ -188,8 +188,6 @@ def _run_all(
     prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
 ) -> dict[str, Any]:
     """Run all tasks; returns their results as JSON by key, and under `tasks` their time and memory."""
-    from kvq.commands.quality.eval_tasks import RunningTask
-    from kvq.commands.shared.results import measured
     from kvq.evals.divergence import Watch
 
     found: dict[str, Any] = {"tasks": []}
@@ -199,10 +197,10 @@ def _run_all(
         joined = partial(_joined, found, task)
         with progress_bar(names) as progress, measured(model.weights.device) as used:
             watch = Watch(progress, keep).through(joined)
-            got = one.task.run(RunningTask(plan=plan, model=model, watch=watch), given)
-        found = _joined(found, task | asdict(used), got)
+            got = one.task.run(plan, model, watch, given)
+        found = _joined(found, task | used, got)
         keep(found.copy)
-        echo(f"{names}: {used.line()}")
+        echo(f"{names}: {used_line(used)}")
     return found
 
 

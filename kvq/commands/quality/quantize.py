@@ -22,7 +22,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import AT_LEAST_1, TOKENS, Finite
 from kvq.commands.shared.progress import named_progress, progress_bar, status
-from kvq.commands.shared.results import begin, write_rows
+from kvq.commands.shared.results import begin, measured, write_rows
 from kvq.commands.shared.terminal import echo, say_model
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
@@ -172,7 +172,6 @@ def _quantize(
     from kvq.calib.quantize import quantize_model
     from kvq.calib.quantize.output import check_output
     from kvq.commands.quality.quantize_report import print_report, report
-    from kvq.commands.shared.results import measured
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.text import token_windows
 

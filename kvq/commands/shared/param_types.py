@@ -81,19 +81,6 @@ class Several(StringParamType):
             self.fail(f"{error.message} Several have commas between.", param, ctx)
 
 
-class OneNumber(click.IntRange):
-    """Whole number where another command takes several, separated by commas."""
-
-    def __init__(self, low: int, high: int, instead: str) -> None:
-        super().__init__(low, high)
-        self._instead = instead
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and "," in value:
-            self.fail(f"one number is taken here, got {value!r}; {self._instead}.", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 class _Size(StringParamType):
     """Bytes of memory, such as 2GiB or 512M; the value stays text."""
 

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -160,40 +159,36 @@ def _write_json(path: str | Path, result: dict[str, Any]) -> None:
     write_json(path, result)
 
 
-@dataclass(kw_only=True, slots=True)
-class Used:
-    """Resources of a piece of work, set when it ends. Peaks are of the process, including earlier work."""
-
-    seconds: float = 0.0
-    peak_bytes: int = 0  # most memory that the process ever had in RAM
-    grown_bytes: int = 0  # growth of that peak during the work; 0 if an earlier peak was higher
-    device_peak_bytes: int | None = None  # most that tensors took on the GPU during the work
-
-    def line(self) -> str:
-        """Return the figures in words."""
-        words = f"{self.seconds:,.1f} s, peak memory {binary(self.peak_bytes)} (+{binary(self.grown_bytes)})"
-        return words if self.device_peak_bytes is None else f"{words}, GPU {binary(self.device_peak_bytes)}"
-
-
 @contextmanager
-def measured(device: "torch.device") -> Iterator[Used]:
-    """Measure the time and memory of a block of code."""
+def measured(device: "torch.device") -> Iterator[dict[str, Any]]:
+    """Measure the time and memory of a block of code; yields a dict that gets the figures at its end.
+
+    `seconds`; `peak_bytes`: most memory that the process ever had in RAM, and `grown_bytes`: growth of that
+    peak during the block, 0 if an earlier peak was higher; `device_peak_bytes`: most that tensors took on the
+    GPU during the block, None without one.
+    """
     import torch
 
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    used = Used()
+    used: dict[str, Any] = {}
     before, began = _peak_bytes(), time.perf_counter()
     try:
         yield used
     finally:
         if on_gpu:
             torch.cuda.synchronize(device)
-            used.device_peak_bytes = torch.cuda.max_memory_allocated(device)
-        used.seconds = time.perf_counter() - began
-        used.peak_bytes = _peak_bytes()
-        used.grown_bytes = used.peak_bytes - before
+        seconds, peak = time.perf_counter() - began, _peak_bytes()
+        used |= {"seconds": seconds, "peak_bytes": peak, "grown_bytes": peak - before}
+        used |= {"device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None}
+
+
+def used_line(used: Mapping[str, Any]) -> str:
+    """Return the figures of `measured` in words."""
+    peak, grown, on_gpu = (used[f"{name}_bytes"] for name in ("peak", "grown", "device_peak"))
+    words = f"{used['seconds']:,.1f} s, peak memory {binary(peak)} (+{binary(grown)})"
+    return words if on_gpu is None else f"{words}, GPU {binary(on_gpu)}"
 
 
 def _peak_bytes() -> int:

@@ -1,7 +1,6 @@
 """Comparison of two results."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import ConfigError
@@ -25,33 +24,12 @@ _PLANS = {  # the same of what only some results have
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One figure of one row, in both results."""
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare results of one kind, row by row; returns JSON.
 
-    section: str  # "rows", or a further task's key
-    kv: str
-    where: str  # what else tells the row from others of its format
-    figure: str
-    a: float
-    b: float
-    difference: float  # b - a
-    a_interval: tuple[float, float] | None
-    b_interval: tuple[float, float] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """Result of `compare`."""
-
-    warnings: list[str]
-    only_in_a: list[str]  # rows
-    only_in_b: list[str]
-    differences: list[Difference]
-
-
-def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compare results of one kind, row by row.
+    `rows`: figures of rows that both have: `section` ("rows", or a further task's key), `kv`, `where` (what
+    else tells the row from others of its format), `figure`, `a`, `b`, `difference` (b - a), and their bounds.
+    `only_in_a`, `only_in_b`: other rows. `warnings`: reasons why figures can't be compared.
 
     Raises:
         ConfigError: one is of kvq perplexity, the other of kvq eval.
@@ -61,7 +39,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
             f"one result is of kvq {kind(a)}, the other of kvq {kind(b)}; compare two of a kind"
         )
     only: dict[str, list[str]] = {"a": [], "b": []}
-    differences: list[Difference] = []
+    differences: list[dict[str, Any]] = []
     for section in dict.fromkeys([*_keys(a), *_keys(b)]):
         rows_a, rows_b = (_rows(one, section) for one in (a, b))
         only["a"] += _only(section, rows_a, rows_b)
@@ -69,12 +47,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         for key in rows_a:
             if key in rows_b:
                 differences += _differences(section, rows_a[key], rows_b[key])
-    return Comparison(
-        warnings=_warnings(a, b),
-        only_in_a=list(dict.fromkeys(only["a"])),
-        only_in_b=list(dict.fromkeys(only["b"])),
-        differences=differences,
-    )
+    found = {f"only_in_{name}": list(dict.fromkeys(rows)) for name, rows in only.items()}
+    return {"warnings": _warnings(a, b), **found, "rows": differences}
 
 
 def kind(result: Mapping[str, Any]) -> str:
@@ -110,20 +84,15 @@ def _only(
     return found
 
 
-def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = FIGURES.get(section) or [name for name in a if name not in ("kv", *IDENTITIES)]
+    about = {"section": section, "kv": a["kv"], "where": identity(a)}
     return [
-        Difference(
-            section=section,
-            kv=a["kv"],
-            where=identity(a),
-            figure=name,
-            a=a[name],
-            b=b[name],
-            difference=b[name] - a[name],
-            a_interval=_interval(a, name),
-            b_interval=_interval(b, name),
-        )
+        {
+            **about,
+            **{"figure": name, "a": a[name], "b": b[name], "difference": b[name] - a[name]},
+            **{"a_interval": _interval(a, name), "b_interval": _interval(b, name)},
+        }
         for name in names
         if is_figure(a.get(name)) and is_figure(b.get(name))
     ]

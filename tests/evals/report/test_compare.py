@@ -28,15 +28,15 @@ def test_rows_are_matched_by_format_and_the_rest_is_listed():
         result(row("fp32", 0.0), row("int8", 0.1), row("int4", 0.5)),
         result(row("fp32", 0.0), row("fp8", 0.2), row("int8", 0.3, [0.2, 0.4])),
     )
-    (one,) = [d for d in found.differences if d.figure == "kl_mean" and d.kv == "int8"]
-    assert (one.a, one.b, one.b_interval) == (0.1, 0.3, [0.2, 0.4])
-    assert one.difference == pytest.approx(0.2)
-    assert (found.only_in_a, found.only_in_b, found.warnings) == (["int4"], ["fp8"], [])
+    (one,) = [d for d in found["rows"] if d["figure"] == "kl_mean" and d["kv"] == "int8"]
+    assert (one["a"], one["b"], one["b_interval"]) == (0.1, 0.3, [0.2, 0.4])
+    assert one["difference"] == pytest.approx(0.2)
+    assert (found["only_in_a"], found["only_in_b"], found["warnings"]) == (["int4"], ["fp8"], [])
 
 
 def test_the_same_format_with_a_shorter_window_is_another_row():
     found = compare(result(row("fp32", 0.0), row("fp32", 0.7, attention_window=64)), result(row("fp32", 0.0)))
-    assert found.only_in_a == ["fp32, attention_window 64"]
+    assert found["only_in_a"] == ["fp32, attention_window 64"]
 
 
 def test_rows_of_further_tasks_are_matched_by_what_tells_them_apart():
@@ -49,11 +49,11 @@ def test_rows_of_further_tasks_are_matched_by_what_tells_them_apart():
         for grid in ([(64, 1.0), (128, 0.5)], [(128, 0.75), (256, 0.5)])
     )
     found = compare(a, b)
-    (one,) = [d for d in found.differences if d.section == "needle"]
-    assert (one.where, one.figure, one.difference) == ("length 128, depth 0.5", "retrieved", 0.25)
-    assert found.only_in_a == ["needle of int8, length 64, depth 0.5"]
+    (one,) = [d for d in found["rows"] if d["section"] == "needle"]
+    assert (one["where"], one["figure"], one["difference"]) == ("length 128, depth 0.5", "retrieved", 0.25)
+    assert found["only_in_a"] == ["needle of int8, length 64, depth 0.5"]
     without = result(row("int8", 0.1), tasks=[{"key": "rows"}])
-    assert compare(a, without).only_in_a == ["the task needle"]
+    assert compare(a, without)["only_in_a"] == ["the task needle"]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_rows_of_further_tasks_are_matched_by_what_tells_them_apart():
     ],
 )
 def test_what_makes_figures_incomparable_is_warned_of(change, says):
-    (warning,) = compare(result(row("int8", 0.1)), result(row("int8", 0.1), **change)).warnings
+    (warning,) = compare(result(row("int8", 0.1)), result(row("int8", 0.1), **change))["warnings"]
     assert says in warning
 
 
@@ -101,7 +101,7 @@ def test_other_kinds_and_broken_files_are_refused(tmp_path):
 
 def test_a_format_without_a_name_is_told_as_it_is():
     found = compare(result(row(7, 0.1)), result(row("int8", 0.1)))
-    assert (found.only_in_a, found.only_in_b) == (["7"], ["int8"])
+    assert (found["only_in_a"], found["only_in_b"]) == (["7"], ["int8"])
 
 
 def test_rows_that_no_task_names_are_not_compared():
@@ -111,5 +111,5 @@ def test_rows_that_no_task_names_are_not_compared():
         row("int8", 0.1), tasks=[{"key": "rows"}, {"key": "needle"}], needle=needles, needle_summary=[]
     )
     b = result(row("int8", 0.1), tasks=[{"key": "rows"}], needle=[None, "a"])
-    assert compare(a, b).only_in_a == ["the task needle"]
-    assert compare(b, a).only_in_b == ["the task needle"]
+    assert compare(a, b)["only_in_a"] == ["the task needle"]
+    assert compare(b, a)["only_in_b"] == ["the task needle"]

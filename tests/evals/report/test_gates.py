@@ -138,4 +138,4 @@ def test_bounds_of_intervals_are_figures_and_a_missing_interval_fails():
     assert not failures(parse_gate("kl_mean_high<=0.2"), [row], FORMATS)
     assert failures(parse_gate("kl_mean_low>0.1"), [row], FORMATS)
     assert failures(parse_gate("top1_agreement_low>0"), [row], FORMATS)
-    assert failures(parse_gate("kl_mean<1"), [], FORMATS)[0].where == "not measured"
+    assert failures(parse_gate("kl_mean<1"), [], FORMATS)[0]["where"] == "not measured"
