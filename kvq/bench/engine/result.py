@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.timing import percentile, spread
@@ -74,16 +74,6 @@ class ServedLoad:
     def concurrency(self) -> float:
         """Requests in the system on average."""
         return sum(one.token_s[-1] - one.due_s for one in self.served) / self.seconds
-
-
-class Server(Protocol):
-    """Server of loads: kvq's engine with one format, or a rival."""
-
-    name: str
-    kv: str
-
-    def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
-        """Serve all requests, as they arrive or `users` at a time."""
 
 
 def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:

@@ -52,16 +52,16 @@ def vllm(kv: list[str], options: _VllmOptions, json_path: str | None) -> None:
     turns. Milliseconds are for one decode step: attention, writing KV, everything else.
     """
     require("kvq bench vllm", VLLM)
-    from kvq.bench.vllm.load import VllmPlan
+    from kvq.bench.vllm.load import make_loads
     from kvq.bench.vllm.vllm import bench_vllm
 
     begin(json_path)
-    plan = VllmPlan.of(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
+    loads = make_loads(_numbers(options.burst, "--burst"), _numbers(options.deep, "--deep"), options.repeats)
     with _loaded(options) as model:
         facts: dict[str, Any] = {"model": model.description, "load": asdict(options), "vllm": vllm_version()}
         facts |= {"ld_preload": os.environ.get("LD_PRELOAD")}  # memory and OpenMP libraries that come first
         finished = FinishedRows(json_path, partial(result_of, facts=facts), _print)
-        finished.measure("vLLM", partial(bench_vllm, model, kv, plan))
+        finished.measure("vLLM", partial(bench_vllm, model, kv, loads, options.repeats))
 
 
 @contextmanager
