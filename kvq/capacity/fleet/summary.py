@@ -28,16 +28,12 @@ class Slo:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bill:
-    """Prices of a run."""
-
-    usd_per_hour: float  # of all GPUs together
-    api: Prices | None = None  # for what overflows
-
-
-def summarize(run: FleetRun, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
+def summarize(
+    run: FleetRun, slo: Slo, *, usd_per_hour: float | None = None, api: Prices | None = None
+) -> dict[str, Any]:
     """Return figures by name; times in milliseconds, None where nothing was measured.
+
+    `usd_per_hour`: of all GPUs together, for costs; `api`: for what overflows.
 
     Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
     of all requests but those that an API got or whose clients left.
@@ -90,8 +86,8 @@ def summarize(run: FleetRun, slo: Slo, bill: Bill | None = None) -> dict[str, An
         "peak_waiting": max(one.peak_waiting for one in gauges),
         "digest": run.digest,
     }
-    if bill is not None:
-        figures |= _costs(run, bill, outputs)
+    if usd_per_hour is not None:
+        figures |= _costs(run, usd_per_hour, api, outputs)
     return figures
 
 
@@ -99,13 +95,15 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _costs(run: FleetRun, bill: Bill, outputs: int) -> dict[str, float | None]:
+def _costs(
+    run: FleetRun, usd_per_hour: float, prices: Prices | None, outputs: int
+) -> dict[str, float | None]:
     records = run.records
-    gpus = bill.usd_per_hour * run.seconds / 3600
+    gpus = usd_per_hour * run.seconds / 3600
     api = 0.0
     for i, fate in enumerate(records.fate):
-        if fate == Fate.OVERFLOWED and bill.api is not None:
-            api += bill.api.request_usd(records.prompt_tokens[i], records.output_tokens[i])
+        if fate == Fate.OVERFLOWED and prices is not None:
+            api += prices.request_usd(records.prompt_tokens[i], records.output_tokens[i])
             outputs += records.output_tokens[i]
     return {
         "usd": gpus + api,

@@ -11,7 +11,6 @@ from kvq.commands.capacity.plan_serve import (
     serve_command,
     users_at_context,
     vllm_engine,
-    vllm_figures,
     vllm_remarks,
     vllm_server,
 )
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.target import Target
-    from kvq.capacity.plan.vllm import VllmEngine
 
 
 @click.command(name="plan")
@@ -127,8 +125,11 @@ def _row(
         ConfigError: the model doesn't fit, or not one request beside it.
     """
     from kvq.capacity.plan.plan import make_plan
+    from kvq.capacity.plan.vllm import VllmEngine
 
-    engine = _engine(sizing, options, gpu)
+    engine: Engine = sizing.engine(options.step_tokens)
+    if options.engine == "vllm":
+        engine = vllm_engine(sizing, options, gpu)
     planned = partial(make_plan, target, gpu, kv, demand, efficiency=sizing.efficiency(gpu, kv))
     plan = planned(engine=engine)
     if not plan.users.paged:
@@ -138,14 +139,19 @@ def _row(
             f"{decimal(plan.pool_bytes)}; take narrower KV, narrower weights (--weights int4), more GPUs "
             f"(--tensor-parallel), or shorter requests"
         )
+    if isinstance(engine, VllmEngine):
+        server = vllm_server(plan, sizing, engine, gpu)
+    else:
+        command = serve_command(plan, sizing, options.step_tokens)
+        server = {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
     active = None if options.users is None else math.ceil(options.users * options.active)
     row = {
         "engine": options.engine,
         **_figures(plan, demand),
-        **vllm_figures(plan),
+        **(plan.vllm or {}),
         **_at_rate(plan, options.rate),
         "gpus_needed": active and -(-active // plan.users.paged) * plan.split.gpus,
-        **_server(plan, sizing, options, gpu, engine),
+        **server,
         "users_at_context": users_at_context(plan, planned, engine, demand.longest),
     }
     if sizing.html_path is not None:
@@ -154,28 +160,6 @@ def _row(
         row["users_by_context"] = users_by_context(target, gpu, kv, engine)
         row["speed_by_users"] = speed_by_users(plan, gpu.usd_per_hour * plan.split.gpus)
     return row
-
-
-def _engine(sizing: SizingOptions, options: PlanOptions, gpu: "Gpu") -> "Engine | VllmEngine":
-    if options.engine == "vllm":
-        return vllm_engine(sizing, options, gpu)
-    return sizing.engine(options.step_tokens)
-
-
-def _server(
-    plan: "CapacityPlan",
-    sizing: SizingOptions,
-    options: PlanOptions,
-    gpu: "Gpu",
-    engine: "Engine | VllmEngine",
-) -> dict[str, Any]:
-    """Return the command line of the predicted server, and its default number of sequences."""
-    from kvq.capacity.plan.vllm import VllmEngine
-
-    if isinstance(engine, VllmEngine):
-        return vllm_server(plan, sizing, engine, gpu)
-    command = serve_command(plan, sizing, options.step_tokens)
-    return {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
 
 
 def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:

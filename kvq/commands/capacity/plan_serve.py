@@ -50,7 +50,7 @@ def command_line(command: str, words: list[str], options: Iterable[tuple[str, ob
 
 
 def users_at_context(  # D273: shared out for the model's whole context
-    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine | VllmEngine", longest: int
+    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
 ) -> int | None:
     """Return how many users fit if the engine's longest context is `longest`; None if hardly more.
 
@@ -102,18 +102,6 @@ def vllm_engine(sizing: SizingOptions, options: "PlanOptions", gpu: "Gpu") -> "V
         kv_memory=None if options.kv_memory is None else parse_bytes(options.kv_memory, "--kv-memory"),
         **typed,
     )
-
-
-def vllm_figures(plan: "CapacityPlan") -> dict[str, Any]:
-    """Return the figures that vLLM prints when it starts; an empty dict for another engine."""
-    if (cache := plan.vllm) is None:
-        return {}
-    return {
-        "num_gpu_blocks": cache.num_gpu_blocks,
-        "kv_cache_tokens": cache.tokens,
-        "max_model_len": cache.max_model_len,
-        "max_concurrency": cache.max_concurrency,
-    }
 
 
 def vllm_server(

@@ -10,7 +10,7 @@ from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.routing import Routing
-from kvq.capacity.fleet.summary import Bill, Slo, summarize
+from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.capacity.lengths import Demand, Length, parse_lengths, read_lines
 from kvq.capacity.plan.gpus import Gpu, Prices
 from kvq.capacity.plan.plan import CapacityPlan, make_plan
@@ -104,8 +104,8 @@ class Study:
                 **picked(options, "prefill_replicas", "overflow_waiting", "seed"),
             )
             gpus = fleet.engines * plan.split.gpus
-            bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)
-            figures = summarize(serve(self._draw(), fleet, progress=arrived), self._slo, bill)
+            run = serve(self._draw(), fleet, progress=arrived)
+            figures = summarize(run, self._slo, usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)
             return {"replicas": replicas, "gpus": gpus, **figures}
 
         if options.meet is None:
