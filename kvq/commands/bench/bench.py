@@ -37,8 +37,6 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BlocksOptions:
-    """Sizes of the block memory to measure."""
-
     num_sequences: int = option(1000, names="--sequences", type=click.IntRange(1, 100_000))
     blocks_per_sequence: int = option(64, "Blocks of each prompt.", type=click.IntRange(1, 10_000))
     num_blocks: int = option(

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _EngineOptions:
-    """Requests, limits and goals of the engine."""
-
     requests: int = option(32, type=click.IntRange(1, 100_000))
     concurrency: str | None = option(
         None,

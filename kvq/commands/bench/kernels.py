@@ -44,8 +44,6 @@ _WRITE_COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ShapeOptions:
-    """Shape of one layer's step."""
-
     batch: int = option(1, "Sequences.", type=click.IntRange(1, 4096))
     context: str = option(
         "8192", "Tokens per sequence, including new ones; A-B for log-normal lengths between A and B."
@@ -93,8 +91,6 @@ _new_option = click.option(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AttentionOptions:
-    """Rivals, latent attention and the plot."""
-
     rivals: Path | None = option(
         None, "Folder with your rivals.py.", type=click.Path(file_okay=False, path_type=Path)
     )

@@ -30,8 +30,6 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LinearOptions:
-    """Layers to measure, and formats of their weights."""
-
     weights: str = option("int8,int4,fp8", "Formats, with commas between.")
     rows: str = option("1,4,16,256", "Rows of inputs, with commas between.")
     shapes: tuple[str, ...] = option(

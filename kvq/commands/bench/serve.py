@@ -29,8 +29,6 @@ class _OneConcurrency(click.IntRange):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ServeOptions:
-    """Servers to measure, and requests."""
-
     serve_options: tuple[str, ...]
     url: str | None = option(None, "A server that runs already, such as http://127.0.0.1:8000.")
     api_key_env: str = option("KVQ_API_KEY", "Environment variable with its key.")

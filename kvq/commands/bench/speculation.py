@@ -44,8 +44,6 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SpeculationOptions:
-    """Drafting method and depths, and requests."""
-
     speculation: str = option("ngram", SPECULATION)
     k: str = option("1,2,3,4,6", "Numbers of drafts to try, with commas between.")
     batch: int = option(1, "Requests at a time.", type=click.IntRange(1, 4096))

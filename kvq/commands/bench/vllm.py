@@ -28,8 +28,6 @@ _RANDOM = "random"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _VllmOptions:
-    """Model and loads."""
-
     model: str
     dtype: str = option("auto", "Type of the weights: auto (fp32), fp32, bf16, fp16.")
     burst: str = option("16x128x64", "Requests x prompt tokens x output tokens.")

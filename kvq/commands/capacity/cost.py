@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CostOptions:
-    """GPUs, their speed and price, and requests."""
-
     gpu: str | None = option(None, "A name of `kvq gpus`, for its price.", type=GPU)
     usd_per_hour: float | None = option(None, "$ an hour for one GPU instead of --gpu's.", type=AT_LEAST_0)
     num_gpus: int = option(1, "Number of GPUs.", type=AT_LEAST_1)

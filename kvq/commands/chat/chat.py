@@ -36,8 +36,6 @@ _WITH_URL = {"url", "api_key_env", "model", "system", "temperature", "top_p", "m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ChatOptions:
-    """Partner of the conversation, and its system message."""
-
     kv_memory: str | None = option(
         None, "Size of the block pool, such as 2GiB; default: all free memory.", type=SIZE
     )

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PerplexityOptions:
-    """Text, and paths of results."""
-
     text: str | None
     text_field: str | None
     attention_window: int | None = option(

@@ -79,8 +79,6 @@ class _MethodOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _QuantizeOptions:
-    """Checkpoint to write, evaluation, and loading of the model."""
-
     text: str | None
     text_field: str | None
     file_format: str = option(

@@ -47,8 +47,6 @@ _MOST_SHARED = 0.1  # of the held-out text's long lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TuneOptions:
-    """Budget, texts, and paths of results."""
-
     text: str | None
     text_field: str | None
     budget: str | None = option(

@@ -22,8 +22,6 @@ FALSE_ALARMS = 1e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DetectOptions:
-    """Model, key and threshold of the test."""
-
     model: str = option(
         "tiny", "Folder or hub name of the model that may have written them.", names="--model -m", type=MODEL
     )

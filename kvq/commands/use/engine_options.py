@@ -33,8 +33,6 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _EngineOptions:
-    """Options of the engine: memory, steps, speculation and watermarks."""
-
     max_num_seqs: int = option(MAX_NUM_SEQS, "Most sequences at a time.", type=click.IntRange(1, 1 << 24))
     max_num_batched_tokens: int = option(
         MAX_NUM_BATCHED_TOKENS, "Most new tokens of a step.", type=TokenCount(1, 1 << 24)
@@ -82,8 +80,6 @@ class _EngineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RequestOptions:
-    """Options of requests: names, templates and parsers."""
-
     served_model_name: tuple[str, ...] = option(
         (),
         "The model's name for clients; may be repeated, responses have the first; default: the last part of "

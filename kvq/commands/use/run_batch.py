@@ -32,8 +32,6 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BatchOptions:
-    """Files of requests and results."""
-
     source: Path
     target: Path
     max_in_flight: int | None = option(
