@@ -123,7 +123,10 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: VllmLoad, repeat
         yield
     for i, one in enumerate(entrants):
         names = running.get(i) or _running(one.engine, model, shape)
-        one.parts[shape.name] = _parts(one.engine, shape.requests)
+        with one.engine.clocks() as spent:  # which cost a little themselves
+            total = one.engine.steps_s(CLOCKED, shape.requests)
+        spent = spent | {"other": total - sum(spent.values())}
+        one.parts[shape.name] = {f"{name}_ms": 1e3 * seconds / CLOCKED for name, seconds in spent.items()}
         one.engine.drop(names)
 
 
@@ -138,14 +141,6 @@ def _burst_s(engine: VllmServer, requests: Sequence[LoadRequest]) -> float:
     begin = perf_counter()
     engine.finish(engine.add(requests))
     return perf_counter() - begin
-
-
-def _parts(engine: VllmServer, requests: int) -> dict[str, float]:
-    """Return the milliseconds of the parts of a decode step; the clocks themselves cost a little."""
-    with engine.clocks() as spent:
-        total = engine.steps_s(CLOCKED, requests)
-    spent = spent | {"other": total - sum(spent.values())}
-    return {f"{name}_ms": 1e3 * seconds / CLOCKED for name, seconds in spent.items()}
 
 
 def _rows(shape: VllmLoad, entrants: Sequence[_Entrant]) -> list[dict[str, Any]]:

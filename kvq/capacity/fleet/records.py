@@ -2,14 +2,15 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from math import exp, isnan, log, nan
 
 from kvq.capacity.fleet.arrivals import Call
 
 _BINS = 400  # of a factor of e: a quarter of a percent each
-_LOG = log
 
 
 class Histogram:
@@ -22,7 +23,7 @@ class Histogram:
 
     def add(self, value: float, times: int = 1) -> None:
         """Count a value, several times."""
-        key = int(_LOG(value) * _BINS // 1) if value > 0 else _LEAST
+        key = int(log(value) * _BINS // 1) if value > 0 else _LEAST
         self._counts[key] += times
         self.count += times
         self.total += value * times
@@ -67,12 +68,8 @@ class Fate(IntEnum):
     CANCELLED = 5  # its client left
 
 
-def _doubles() -> "array[float]":
-    return array("d")
-
-
-def _counts() -> "array[int]":
-    return array("I")
+_doubles: "Callable[[], array[float]]" = partial(array, "d")
+_counts: "Callable[[], array[int]]" = partial(array, "I")
 
 
 @dataclass(slots=True)

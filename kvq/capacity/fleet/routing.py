@@ -98,7 +98,10 @@ class Affinity:
 
     def __call__(self, call: Call, replicas: Sequence[Replica]) -> Replica:
         """Choose a replica, and remember the choice."""
-        self._forget_ended(replicas)
+        for replica in replicas:
+            if self._restarts.setdefault(replica.index, 0) < replica.gauges.restarts:  # it is empty now
+                self._restarts[replica.index] = replica.gauges.restarts
+                self._tree.remove(replica.index)
         loads = [len(replica.live) for replica in replicas]
         chosen = self._elsewhere(call, replicas)
         if max(loads) - min(loads) <= MOST_AHEAD:
@@ -109,13 +112,6 @@ class Affinity:
             chosen = min(fitting, key=lambda replica: len(replica.live), default=chosen)
         self._tree.insert(call.prompt, chosen.index)
         return chosen
-
-    def _forget_ended(self, replicas: Sequence[Replica]) -> None:
-        """Forget the prompts of replicas that restarted: they are empty now."""
-        for replica in replicas:
-            if self._restarts.setdefault(replica.index, 0) < replica.gauges.restarts:
-                self._restarts[replica.index] = replica.gauges.restarts
-                self._tree.remove(replica.index)
 
 
 @dataclass(slots=True, eq=False)

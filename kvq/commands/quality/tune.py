@@ -165,7 +165,9 @@ def _tune(
     def unfinished(trials: "Sequence[Trial]") -> dict[str, Any]:
         return result_of([], model.weights.device, about | {"sensitivities": sensitivity_rows(trials)})
 
-    with FinishedRows(json_path, unfinished, _print_trials) as finished:
+    with FinishedRows(
+        json_path, unfinished, lambda result: print_columns(result["sensitivities"], _TRIAL)
+    ) as finished:
         with named_progress() as progress:
             tuned = tune(model, source, other, plan, progress=progress, keep=finished.keep)
         tuned.recipe.save(options.out)
@@ -221,7 +223,3 @@ def _print(result: dict[str, Any], out: str) -> None:
     out_console.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better")
     print_columns(marked(result["rows"]), point_columns(result["rows"]))
     echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
-
-
-def _print_trials(result: dict[str, Any]) -> None:
-    print_columns(result["sensitivities"], _TRIAL)
