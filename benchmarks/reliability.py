@@ -294,7 +294,7 @@ async def overhead(run: Run) -> Rows:
     """HTTP beside the engine alone: 16 at a time, lengths mixed, so that both are in full swing."""
     if run.model is None:
         raise SystemExit("overhead needs --model, a folder made by tools/make_bench_model.py")
-    from kvq.bench.engine.result import ServedLoad
+    from kvq.bench.engine.load import ServedLoad
     from kvq.bench.engine.server import EngineLimits, KvqServer
     from kvq.models import load
 

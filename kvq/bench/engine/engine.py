@@ -5,8 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.bench.engine.load import Load
-from kvq.bench.engine.result import ServedLoad, is_saturated, mark, row
+from kvq.bench.engine.load import Load, ServedLoad, is_saturated, mark, row
 from kvq.bench.engine.rivals import RIVALS, Server, check_requests, compare, one_by_one, open_rivals
 from kvq.bench.engine.server import EngineLimits, KvqServer
 from kvq.bench.engine.step_costs import fit_costs

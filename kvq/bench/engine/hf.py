@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.engine.load import ArrivalQueue, LoadRequest
-from kvq.bench.engine.result import Served, ServedLoad
+from kvq.bench.engine.load import ArrivalQueue, LoadRequest, Served, ServedLoad
 from kvq.bench.engine.server import EngineLimits
 from kvq.errors import EngineError
 from kvq.models import Model

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from kvq.bench.engine.load import Load, LoadRequest
-from kvq.bench.engine.result import Served, ServedLoad, row
+from kvq.bench.engine.load import Load, LoadRequest, Served, ServedLoad, row
 from kvq.bench.serve.client import Endpoint, Leave, Sent, first_model, send
 from kvq.bench.serve.process import ServerProcess
 from kvq.bench.timing import Keep, Progress, in_turn, percentile, unkept, unwatched

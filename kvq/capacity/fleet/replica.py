@@ -3,14 +3,14 @@
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.drafting import ArrivedCosts, Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults, Trouble
-from kvq.capacity.fleet.records import Fate, Histogram, Records
+from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
 from kvq.scheduler import (
@@ -65,26 +65,6 @@ class _Ticket:
         first = self.call.tokens_taken - self.left
         self.left -= count
         return self.call.answer(first, count)
-
-
-@dataclass(slots=True)
-class Gauges:
-    """Totals of one replica over its time; `..._s` are integrals over seconds."""
-
-    steps: int = 0
-    busy_s: float = 0.0
-    running_s: float = 0.0  # sequences that got a token or were in prefill
-    live_s: float = 0.0  # share of live blocks, of the fullest layer group
-    peak_live: float = 0.0
-    peak_waiting: int = 0
-    recomputed_tokens: int = 0
-    slow_steps: int = 0
-    restarts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    decodes: int = 0  # times that a sequence went on by a token, and accepted drafts
-    decoded_tokens: int = 0  # that these gave
-    gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
 
 
 class Replica:

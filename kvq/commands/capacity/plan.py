@@ -68,7 +68,7 @@ def command(kv: list[str], sizing: SizingOptions, options: PlanOptions) -> None:
             refused.append(error)
     if not rows:
         raise refused[0]
-    from kvq.commands.capacity.plan_tables import columns, show
+    from kvq.commands.capacity.plan_serve import columns, show
 
     remarks = vllm_remarks(rows, sizing) if options.engine == "vllm" else []
     show(rows, assumed=sizing.calibrate is None, max_num_seqs=sizing.sequences, remarks=remarks)

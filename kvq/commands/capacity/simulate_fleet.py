@@ -8,9 +8,9 @@ from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
 from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
+from kvq.capacity.fleet.records import Slo, summarize
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.routing import Routing
-from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.capacity.lengths import Demand, Length, parse_lengths, read_lines
 from kvq.capacity.plan.gpus import Gpu, Prices
 from kvq.capacity.plan.plan import CapacityPlan, make_plan

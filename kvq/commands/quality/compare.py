@@ -24,8 +24,7 @@ def command(a: str, b: str, json_path: str | None) -> None:
     Differences are B's figure minus A's. Reasons why figures can't be compared are printed first.
     """
     from kvq import fileio
-    from kvq.evals.report.compare import compare
-    from kvq.evals.report.result_file import read_result
+    from kvq.evals.report.compare import compare, read_result
 
     results = read_result(a), read_result(b)
     if json_path is not None:

@@ -10,9 +10,8 @@ from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.drafting import Drafting, parse_drafting
 from kvq.capacity.fleet.faults import Faults
 from kvq.capacity.fleet.fleet import FleetRun, FleetSpec, serve
-from kvq.capacity.fleet.records import Fate
+from kvq.capacity.fleet.records import Fate, Slo, summarize
 from kvq.capacity.fleet.replica import EngineSpec, Replica
-from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.errors import ConfigError
 from tests.capacity.fleet.kit import drawn, engine, load, step_time
 
