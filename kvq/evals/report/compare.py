@@ -1,4 +1,4 @@
-"""Comparison of two results, files of `kvq perplexity --json` or `kvq eval --json`, checked field by field."""
+"""Comparison of two results: files of `kvq perplexity --json` or `kvq eval --json`, checked by field."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
