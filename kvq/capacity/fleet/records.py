@@ -186,12 +186,8 @@ class Slo:
         )
 
 
-def summarize(
-    run: FleetRun, slo: Slo, *, usd_per_hour: float | None = None, api: Prices | None = None
-) -> dict[str, Any]:
+def summarize(run: FleetRun, slo: Slo) -> dict[str, Any]:
     """Return figures by name; times in milliseconds, None where nothing was measured.
-
-    `usd_per_hour`: of all GPUs together, for costs; `api`: for what overflows.
 
     Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
     of all requests but those that an API got or whose clients left.
@@ -217,7 +213,7 @@ def summarize(
         return {f"{name}_ms_p{n}": _ms(percentile(times, n) if times else None) for n in _RANKS}
 
     busy_s = total("busy_s")
-    figures = {
+    return {
         "requests": len(records),
         **{fate.name.lower(): number for fate, number in count.items()},
         "cut": records.num_cut,
@@ -244,25 +240,21 @@ def summarize(
         "peak_waiting": max(one.peak_waiting for one in gauges),
         "digest": run.digest,
     }
-    if usd_per_hour is not None:
-        figures |= _costs(run, usd_per_hour, api, outputs)
-    return figures
 
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _costs(
-    run: FleetRun, usd_per_hour: float, prices: Prices | None, outputs: int
-) -> dict[str, float | None]:
+def costs(run: FleetRun, usd_per_hour: float, prices: Prices | None) -> dict[str, float | None]:
+    """Return the $ of a run. `usd_per_hour`: of all GPUs together; `prices`: of the API for overflow."""
     records = run.records
-    gpus = usd_per_hour * run.seconds / 3600
-    api = 0.0
-    for i, fate in enumerate(records.fate):
+    gpus, api, outputs = usd_per_hour * run.seconds / 3600, 0.0, 0
+    for fate, prompt, output in zip(records.fate, records.prompt_tokens, records.output_tokens, strict=True):
         if fate == Fate.OVERFLOWED and prices is not None:
-            api += prices.request_usd(records.prompt_tokens[i], records.output_tokens[i])
-            outputs += records.output_tokens[i]
+            api += prices.request_usd(prompt, output)
+        if fate == Fate.SERVED or (fate == Fate.OVERFLOWED and prices is not None):
+            outputs += output
     return {
         "usd": gpus + api,
         "usd_gpus": gpus,

@@ -8,7 +8,7 @@ from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
 from kvq.capacity.fleet.drafting import parse_drafting
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
-from kvq.capacity.fleet.records import Slo, summarize
+from kvq.capacity.fleet.records import Slo, costs, summarize
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.routing import Routing
 from kvq.capacity.lengths import Demand, Length, parse_lengths, read_lines
@@ -105,7 +105,7 @@ class Study:
             )
             gpus = fleet.engines * plan.split.gpus
             run = serve(self._draw(), fleet, progress=arrived)
-            figures = summarize(run, self._slo, usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)
+            figures = summarize(run, self._slo) | costs(run, gpu.usd_per_hour * gpus, self._api)
             return {"replicas": replicas, "gpus": gpus, **figures}
 
         if options.meet is None:

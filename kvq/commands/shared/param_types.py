@@ -62,10 +62,6 @@ def check_readable(path: str | Path) -> None:
         raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-class TextOrMapping(StringParamType):
-    """Text; in a file of options also a mapping, which is passed on as JSON."""
-
-
 class Several(StringParamType):
     """Values separated by commas; a tuple without repeated values."""
 
@@ -102,6 +98,7 @@ TO_READ, FILE = _CheckedPath(check_readable), _CheckedPath(check_readable, Path)
 TO_WRITE = _CheckedPath(lambda path: import_module("kvq.fileio").check_writable(path))
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 SIZE = _Size()
+TEXT_OR_MAPPING = StringParamType()  # in a file of options also a mapping, which is passed on as JSON
 
 
 class ShellNames(StringParamType):

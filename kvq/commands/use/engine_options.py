@@ -22,7 +22,7 @@ from kvq.commands.shared.options import (
     option,
     path_option,
 )
-from kvq.commands.shared.param_types import POSITIVE, SHARE, SIZE, TO_READ, TextOrMapping, TokenCount
+from kvq.commands.shared.param_types import POSITIVE, SHARE, SIZE, TEXT_OR_MAPPING, TO_READ, TokenCount
 from kvq.errors import ConfigError
 from kvq.formats.spec import Own
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
@@ -51,7 +51,7 @@ class _EngineOptions:
         None, "Blocks of the pool, instead of --kv-memory.", type=click.IntRange(1, 1 << 31)
     )
     swap_memory: str = option("0", "Host memory for preempted requests.", type=SIZE)
-    speculation: str | None = option(None, SPECULATION, type=TextOrMapping())
+    speculation: str | None = option(None, SPECULATION, type=TEXT_OR_MAPPING)
     snapshot_every: int = option(
         SNAPSHOT_EVERY,
         "Tokens between two snapshots of the recurrent state, for prefixes of hybrid models.",
