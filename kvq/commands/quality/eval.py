@@ -15,6 +15,7 @@ from kvq.commands.shared.options import (
     gathered,
     kv_option,
     model_options,
+    picked,
     text_options,
 )
 from kvq.commands.shared.progress import progress_bar
@@ -26,6 +27,7 @@ from kvq.errors import ConfigError
 if TYPE_CHECKING:
     from kvq.commands.quality.eval_tasks import Chosen, EvalPlan
     from kvq.commands.shared.loading import CheckedModel
+    from kvq.evals import EvalText
     from kvq.evals.divergence import Keep
     from kvq.evals.report.gates import Gate
     from kvq.formats import KVRecipe
@@ -53,14 +55,11 @@ def command(
     The baseline is the first unquantized format listed; all tokens go through kvq's own write-then-read
     path. Intervals are at 95%, from resampling documents.
     """
-    from kvq.commands.quality.eval_tasks import EvalPlan, choose_tasks
+    from kvq.commands.quality.eval_tasks import choose_tasks
     from kvq.commands.shared.loading import check_for
     from kvq.evals import default_text, read_text
-    from kvq.evals.divergence import TokenPlan
-    from kvq.evals.report.bootstrap import Bootstrap
     from kvq.evals.report.gates import parse_gate
     from kvq.evals.report.report import write_report
-    from kvq.evals.simulated import simulated
 
     json_path = json_beside(options.html_path, options.json_path)
     begin(json_path, html=options.html_path)
@@ -74,24 +73,51 @@ def command(
         raise ConfigError(f"--simulate is not for {' and '.join(sorted(served))}; leave one of them out")
     if options.simulate and checked.prepared.cache != "kvq":
         raise ConfigError(f"--simulate needs kvq's own blocks; leave out --cache {checked.prepared.cache}")
-    dims = checked.prepared.geometry.head_dims
-    plan = EvalPlan(
+    plan = _plan(checked, source, options, windows, task_options)
+    result = _measure(checked, plan, chosen, limits, json_path)
+    if options.html_path:
+        write_report(options.html_path, result)
+    if not print_check(result):
+        sys.exit(1)
+
+
+def _plan(
+    checked: "CheckedModel",
+    source: "EvalText",
+    options: EvalOptions,
+    windows: WindowOptions,
+    task_options: TaskOptions,
+) -> "EvalPlan":
+    from kvq.commands.quality.eval_tasks import EvalPlan
+    from kvq.evals.divergence import TokenPlan
+    from kvq.evals.generation import GenerationPlan
+    from kvq.evals.lm_eval.loading import LMEvalPlan
+    from kvq.evals.needle.needle import NeedlePlan
+    from kvq.evals.needle.prompts import SENTENCE
+    from kvq.evals.report.bootstrap import Bootstrap
+    from kvq.evals.simulated import simulated
+
+    given, dims = task_options, checked.prepared.geometry.head_dims
+    return EvalPlan(
         prepared=checked.prepared,
         recipes=[*recipes_of(checked), *(simulated(name, dims) for name in options.simulate)],
         text=source,
         tokens=TokenPlan(**asdict(windows)),
         attention_windows=options.attention_windows,
         bootstrap=Bootstrap(resamples=options.resamples, seed=options.seed),
-        generation=task_options.generation_plan(),
-        needle=task_options.needle_plan(options.seed, windows.chunk),
-        lm_eval=task_options.lm_eval_plan(),
-        kv_memory=task_options.kv_memory,
+        generation=GenerationPlan(**picked(given, "prompts", "prompt_tokens", "new_tokens")),
+        needle=NeedlePlan(
+            lengths=given.needle_lengths,
+            depths=given.needle_depths,
+            trials=given.needle_trials,
+            needle=given.needle or SENTENCE,
+            distractors=given.needle_distractors,
+            seed=options.seed,
+            **({} if windows.chunk is None else {"chunk": windows.chunk}),
+        ),
+        lm_eval=LMEvalPlan(**picked(given, "include_path", "limit", "num_fewshot", "apply_chat_template")),
+        kv_memory=given.kv_memory,
     )
-    result = _measure(checked, plan, chosen, limits, json_path)
-    if options.html_path:
-        write_report(options.html_path, result)
-    if not print_check(result):
-        sys.exit(1)
 
 
 def _measure(

@@ -1,17 +1,11 @@
 """Options of `kvq eval`: of the whole run, and of single tasks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.shared.options import option, path_option, picked
+from kvq.commands.shared.options import option, path_option
 from kvq.commands.shared.param_types import AT_LEAST_1, NATURAL, SIZE, TO_READ, TOKENS, Finite, Several
-
-if TYPE_CHECKING:
-    from kvq.evals.generation import GenerationPlan
-    from kvq.evals.lm_eval.loading import LMEvalPlan
-    from kvq.evals.needle.needle import NeedlePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,30 +75,3 @@ class TaskOptions:
         "KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
         type=SIZE,
     )
-
-    def generation_plan(self) -> "GenerationPlan":
-        """Return the plan of the task generation."""
-        from kvq.evals.generation import GenerationPlan
-
-        return GenerationPlan(**picked(self, "prompts", "prompt_tokens", "new_tokens"))
-
-    def needle_plan(self, seed: int, chunk: int | None) -> "NeedlePlan":
-        """Return the plan of the task needle; `chunk`: None for the task's default."""
-        from kvq.evals.needle.needle import NeedlePlan
-        from kvq.evals.needle.prompts import SENTENCE
-
-        return NeedlePlan(
-            lengths=self.needle_lengths,
-            depths=self.needle_depths,
-            trials=self.needle_trials,
-            needle=self.needle or SENTENCE,
-            distractors=self.needle_distractors,
-            seed=seed,
-            **({} if chunk is None else {"chunk": chunk}),
-        )
-
-    def lm_eval_plan(self) -> "LMEvalPlan":
-        """Return the plan of lm-eval's tasks."""
-        from kvq.evals.lm_eval.loading import LMEvalPlan
-
-        return LMEvalPlan(**picked(self, "include_path", "limit", "num_fewshot", "apply_chat_template"))
