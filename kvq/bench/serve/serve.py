@@ -195,11 +195,7 @@ async def _measure(
 
 
 async def _send_alone(target: Endpoint, load: Load) -> Sent:
-    """Send the first request by itself; under load its text must be the same.
-
-    Raises:
-        EngineError: it is not completed.
-    """
+    """Send the first request by itself, whose text must be the same under load; EngineError if it fails."""
     sent = await send(target, load.draw(0)[0], perf_counter())
     if not sent.is_complete:
         raise EngineError(f"a single request fails with status {sent.status}: {sent.error}")

@@ -165,11 +165,7 @@ def _install(shell: str, place: _Place, script: str) -> None:
 
 
 def _write(shell: str, path: Path, script: str) -> bool:
-    """Write the script, unless it is there; False if it was.
-
-    Raises:
-        ConfigError: a file that is not kvq's is in the way, or nothing can be written there.
-    """
+    """Write the script, unless it is there: False if it was; ConfigError if another's file is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
@@ -189,11 +185,7 @@ def _write(shell: str, path: Path, script: str) -> bool:
 
 
 def _add_line(path: Path, line: str) -> bool:
-    """Append a line to a user's file unless it has the line; False if it has. Links and modes stay.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
+    """Append a line to a user's file unless it has the line: False if it has. Links and modes stay."""
     try:
         before = path.read_bytes() if path.exists() else b""
         if line.encode() in before.splitlines():

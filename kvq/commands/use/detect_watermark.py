@@ -82,11 +82,7 @@ def _make_key(path: Path, files: Sequence[str]) -> None:
 
 
 def _texts(files: Sequence[str], *, is_by_line: bool) -> Iterator[tuple[str, str]]:
-    """Yield texts with their names.
-
-    Raises:
-        RequestError: a file that can't be read as UTF-8, or without a text.
-    """
+    """Yield texts with their names; RequestError for a file that is not UTF-8, or without a text."""
     from kvq.evals.text import decoded
 
     for file in files:

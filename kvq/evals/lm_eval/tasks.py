@@ -149,11 +149,7 @@ def _set_fewshot(loaded: Mapping[str, Any], plan: LMEvalPlan) -> None:
 
 
 def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
-    """Return lm-eval's results of one task or group.
-
-    Raises:
-        RequestError: the model can't serve a request of it, or its own code fails.
-    """
+    """Return lm-eval's results of one task or group; RequestError for whatever fails in it."""
     from lm_eval import evaluate
 
     name, spec = loaded
