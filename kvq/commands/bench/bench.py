@@ -14,8 +14,7 @@ from kvq.commands.shared.options import gathered, json_option, option
 from kvq.commands.shared.param_types import BLOCK_SIZES
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import begin, write_rows
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 
 
 @click.group(name="bench")

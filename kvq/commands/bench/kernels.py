@@ -14,8 +14,7 @@ from kvq.commands.shared.options import gathered, json_option, option, path_opti
 from kvq.commands.shared.param_types import BLOCK_SIZES, FORMATS, TO_WRITE, TOKENS
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of, write_rows
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.sizes import parse_tokens, speed
 

@@ -10,8 +10,7 @@ from kvq.commands.bench.options import TIMES, KernelOptions, split_list
 from kvq.commands.shared.options import gathered, json_option, option, picked
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.sizes import speed
 

@@ -21,8 +21,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import FILE, TO_WRITE, Finite, TokenCount
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns, print_origin
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns, print_origin
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ import click
 from kvq.commands.bench.options import THROUGHPUT
 from kvq.commands.shared.options import gathered, json_option, kv_option, model_argument, option
 from kvq.commands.shared.results import FinishedRows, begin, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.extras import VLLM, require, vllm_version
 from kvq.sizes import parse_tokens

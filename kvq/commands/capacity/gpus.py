@@ -7,7 +7,7 @@ import click
 
 from kvq.commands.capacity.sizing import gpu_file_option, gpus_of
 from kvq.commands.shared.param_types import TO_WRITE
-from kvq.commands.shared.tables import print_columns
+from kvq.commands.shared.terminal import print_columns
 
 _COLUMNS = {
     "name": ("GPU", ""),

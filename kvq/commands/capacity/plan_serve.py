@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.commands.capacity.sizing import PlanOptions, SizingOptions
 from kvq.commands.shared.options import given_options, picked
-from kvq.commands.shared.tables import console, print_columns, text_table
+from kvq.commands.shared.terminal import console, print_columns, text_table
 from kvq.errors import ConfigError
 from kvq.evals.report.page import Columns
 from kvq.formats.weights import parse_weight_format

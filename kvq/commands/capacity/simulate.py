@@ -10,8 +10,7 @@ from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_opt
 from kvq.commands.shared.options import gathered, kv_option
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
-from kvq.commands.shared.tables import print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
 from kvq.sizes import dollars
 

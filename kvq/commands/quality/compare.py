@@ -7,8 +7,7 @@ import click
 
 from kvq.commands.shared.param_types import TO_READ, TO_WRITE
 from kvq.commands.shared.results import write_rows
-from kvq.commands.shared.tables import console, text_table
-from kvq.commands.shared.terminal import warn
+from kvq.commands.shared.terminal import console, text_table, warn
 from kvq.printable import one_line
 
 _PERCENT = ("perplexity_change", "top1_agreement", "top5_agreement", "identical")

@@ -20,8 +20,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, measured, result_of, used_line
-from kvq.commands.shared.tables import print_check, print_eval
-from kvq.commands.shared.terminal import echo, warn
+from kvq.commands.shared.terminal import echo, print_check, print_eval, warn
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:

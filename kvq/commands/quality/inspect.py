@@ -8,8 +8,7 @@ from kvq.commands.quality.layer_kinds import COMPUTE_BYTES, layer_kinds, print_k
 from kvq.commands.shared.options import REVISION, TOKEN, kv_option, model_argument
 from kvq.commands.shared.param_types import BLOCK_SIZES, RENAMED, TO_WRITE
 from kvq.commands.shared.results import write_rows
-from kvq.commands.shared.tables import console, print_columns
-from kvq.commands.shared.terminal import warn
+from kvq.commands.shared.terminal import console, print_columns, warn
 from kvq.layout import BLOCK_SIZE, named_recipe
 
 _FORMATS = (

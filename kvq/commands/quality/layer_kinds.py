@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.shared.tables import print_columns
+from kvq.commands.shared.terminal import print_columns
 
 if TYPE_CHECKING:
     from kvq.geometry import LayerGeometry, ModelGeometry

@@ -19,8 +19,7 @@ from kvq.commands.shared.options import (
 )
 from kvq.commands.shared.param_types import TOKENS
 from kvq.commands.shared.results import FinishedRows, begin
-from kvq.commands.shared.tables import print_check, print_eval
-from kvq.commands.shared.terminal import warn
+from kvq.commands.shared.terminal import print_check, print_eval, warn
 
 if TYPE_CHECKING:
     from kvq.commands.quality.eval_tasks import EvalPlan

@@ -6,8 +6,7 @@ from typing import Any
 from kvq.calib.quantize import Quantized
 from kvq.commands.shared.options import picked
 from kvq.commands.shared.results import used_line
-from kvq.commands.shared.tables import print_cautions, print_columns
-from kvq.commands.shared.terminal import echo
+from kvq.commands.shared.terminal import echo, print_cautions, print_columns
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 

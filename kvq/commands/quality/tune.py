@@ -19,8 +19,7 @@ from kvq.commands.shared.options import (
 from kvq.commands.shared.param_types import AT_LEAST_1, POSITIVE, TO_READ, TO_WRITE, TOKENS, TokenCount
 from kvq.commands.shared.progress import named_progress
 from kvq.commands.shared.results import FinishedRows, begin, json_beside, result_of
-from kvq.commands.shared.tables import console, print_cautions, print_columns, text_table
-from kvq.commands.shared.terminal import echo, warn
+from kvq.commands.shared.terminal import console, echo, print_cautions, print_columns, text_table, warn
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
