@@ -82,7 +82,8 @@ class Load:
         common = ids.choices(vocabulary, k=self.max_context) if self.shared_prefix else []
         requests, now = [], 0.0
         for index in range(self.num_requests):
-            prompt_tokens, output_tokens = self._lengths(shape)
+            prompt_tokens = min(self.input_lengths.draw(shape), self.max_context - 1)
+            output_tokens = min(self.output_lengths.draw(shape), self.max_context - prompt_tokens)
             prompt = common[: round(self.shared_prefix * prompt_tokens)]
             prompt += ids.choices(vocabulary, k=prompt_tokens - len(prompt))
             if math.isfinite(self.rate):
@@ -97,10 +98,6 @@ class Load:
                 )
             )
         return requests
-
-    def _lengths(self, rng: random.Random) -> tuple[int, int]:
-        prompt_tokens = min(self.input_lengths.draw(rng), self.max_context - 1)
-        return prompt_tokens, min(self.output_lengths.draw(rng), self.max_context - prompt_tokens)
 
 
 class ArrivalQueue:

@@ -1,9 +1,8 @@
 """`kvq bench attention`: one layer's attention over quantized blocks beside torch's over dense tensors."""
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,16 +220,12 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
             name=name,
             backend="third party",
             over={"kv": kv},
-            run=partial(_flat, run),
+            run=lambda _, run=run: run().flatten(0, 1),
             nbytes=nbytes,
             copies=1,
             truth=truth,
             allowed=0.5,  # their quantization may cost something; only garbage is refused
         )
-
-
-def _flat(run: Callable[[], Tensor], _: int) -> Tensor:
-    return run().flatten(0, 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Tensor:

@@ -99,20 +99,15 @@ def tune(
 
     def cost(tile: TileShape) -> Cost | None:
         progress(next(looks), total)
-        return _first_look(own, key, tile)
+        with shapes.using(key, tile):
+            if not _is_right(own):
+                return None
+            watch = Stopwatch(own.run, own.copies, own.truth.device)
+            return (percentile([watch.sample() for _ in range(_LOOKS)], 50),)  # ms
 
     costs = {tile: cost for tile, cost in search(axes(kind), present, cost).items() if cost is not None}
     first = sorted(costs, key=lambda tile: costs[tile])[:_TIMED_IN_TURN]
     return key, *fastest(own, key, first, repeats=repeats)
-
-
-def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
-    """Return the time in ms; None if the tile can't run or is wrong."""
-    with shapes.using(key, tile):
-        if not _is_right(own):
-            return None
-        watch = Stopwatch(own.run, own.copies, own.truth.device)
-        return (percentile([watch.sample() for _ in range(_LOOKS)], 50),)
 
 
 def fastest(

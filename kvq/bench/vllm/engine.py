@@ -31,7 +31,8 @@ class VllmServer:  # D346: one process, turns step by step
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM
 
-        self.name, self.kv = ("vLLM", limits["dtype"]) if kv == OWN else ("kvq in vLLM", kv)
+        self.name = "vLLM" if kv == OWN else "kvq in vLLM"
+        self.kv: str = limits["dtype"] if kv == OWN else kv
         try:
             llm = LLM(
                 str(folder),

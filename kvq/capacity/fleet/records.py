@@ -5,10 +5,8 @@ Requests are columns of numbers and histograms, so that a million of them stay s
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from hashlib import sha256
 from math import exp, isnan, log, nan
 from typing import Any
@@ -73,24 +71,20 @@ class Fate(IntEnum):
     CANCELLED = 5  # its client left
 
 
-_doubles: "Callable[[], array[float]]" = partial(array, "d")
-_counts: "Callable[[], array[int]]" = partial(array, "I")
-
-
 @dataclass(slots=True)
 class Records:
     """Columns with one entry per request, by its number. Times in seconds; NaN for what never happened."""
 
-    arrival_s: "array[float]" = field(default_factory=_doubles)
-    admitted_s: "array[float]" = field(default_factory=_doubles)  # when it got blocks first
-    first_s: "array[float]" = field(default_factory=_doubles)  # when its first token was there
-    end_s: "array[float]" = field(default_factory=_doubles)
-    prompt_tokens: "array[int]" = field(default_factory=_counts)
-    output_tokens: "array[int]" = field(default_factory=_counts)
-    cached_tokens: "array[int]" = field(default_factory=_counts)  # of its prompt
-    preemptions: "array[int]" = field(default_factory=_counts)
-    fate: "array[int]" = field(default_factory=_counts)
-    replica: "array[int]" = field(default_factory=_counts)  # that served it, or began to
+    arrival_s: "array[float]" = field(default_factory=lambda: array("d"))
+    admitted_s: "array[float]" = field(default_factory=lambda: array("d"))  # when it got blocks first
+    first_s: "array[float]" = field(default_factory=lambda: array("d"))  # when its first token was there
+    end_s: "array[float]" = field(default_factory=lambda: array("d"))
+    prompt_tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    output_tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    cached_tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of its prompt
+    preemptions: "array[int]" = field(default_factory=lambda: array("I"))
+    fate: "array[int]" = field(default_factory=lambda: array("I"))
+    replica: "array[int]" = field(default_factory=lambda: array("I"))  # that served it, or began to
     handovers: Histogram = field(default_factory=Histogram)  # between tokens of two replicas
     num_cut: int = 0  # requests that were longer than the context
 

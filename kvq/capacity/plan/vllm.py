@@ -120,14 +120,12 @@ class _VllmBlocks:
     def users(self, num_blocks: int, demand: Demand) -> int:
         """Return how many requests fit; full-attention layers hold a shared prefix once."""
         held = [self.held(length.total) for length in demand.lengths]
-        shared = [self._whole(int(x.prompt * demand.prefix_share)) for x in demand.lengths]
+        whole = [kind.block_size for kind, _ in self.groups if kind.window is None]  # tokens of a block
+        prefixes = [int(length.prompt * demand.prefix_share) for length in demand.lengths]
+        shared = [sum(tokens // size for size in whole) for tokens in prefixes]
         common = max(shared)
         each = fmean([blocks - (common and own) for blocks, own in zip(held, shared, strict=True)])
         return max(0, int((num_blocks - 1 - common) / each))
-
-    def _whole(self, tokens: int) -> int:
-        """Return the blocks of full-attention layers that `tokens` tokens fill."""
-        return sum(tokens // kind.block_size for kind, _ in self.groups if kind.window is None)
 
     def request_bytes(self, demand: Demand) -> float:
         """Return the mean bytes of a request's blocks."""

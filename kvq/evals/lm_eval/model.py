@@ -169,7 +169,8 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             if text:
                 pair = self._encode_pair(context, continuation)
             else:
-                pair = self._after_prefix(self.tok_encode(context + continuation, add_special_tokens=False))
+                ids = self.tok_encode(context + continuation, add_special_tokens=False)
+                pair = [self.prefix_token_id], ids[1:] if ids[:1] == [self.prefix_token_id] else ids
             encoded.append(((context, continuation), *pair))
         return self._loglikelihood_tokens(encoded)
 
@@ -246,12 +247,6 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 **self._chat_template_args,
             )
         )
-
-    def _after_prefix(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Return a text without a context, after the prefix token, which is not repeated."""
-        if ids[:1] == [self.prefix_token_id]:
-            return ids[:1], ids[1:]
-        return [self.prefix_token_id], ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
