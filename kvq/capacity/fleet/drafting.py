@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import ConfigError, nearest
-from kvq.scheduler import Branch, MeasuredCosts, Scheduler, StepPlan
+from kvq.scheduler import Branch, Scheduler, StepPlan
 from kvq.scheduler.depth import MOST_DRAFTS, Depth, drafts_allowed
 
 _NAMES = ["k", "acceptance", "draft", "adapts"]
@@ -69,14 +69,6 @@ def _value(name: str, text: str) -> Any:
         return float(text)
     except ValueError:
         raise ConfigError(f"{name} must be a number of 0 to 1, got {text!r}") from None
-
-
-class ArrivedCosts(MeasuredCosts):
-    """Costs of an engine whose prompts arrive computed: they never wait for a measurement."""
-
-    def prefill_share(self, num_decodes: int) -> float:
-        """Return 1: prompts may take all of a step."""
-        return 1.0
 
 
 class Guesser:

@@ -8,7 +8,7 @@ from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.arrivals import Call
-from kvq.capacity.fleet.drafting import ArrivedCosts, Drafting, Guesser
+from kvq.capacity.fleet.drafting import Drafting, Guesser
 from kvq.capacity.fleet.faults import NONE, Faults, Trouble
 from kvq.capacity.fleet.records import Fate, Gauges, Records
 from kvq.capacity.plan.step_time import StepTime
@@ -67,6 +67,14 @@ class _Ticket:
         return self.call.answer(first, count)
 
 
+class _ArrivedCosts(MeasuredCosts):
+    """Costs of an engine whose prompts arrive computed: they never wait for a measurement."""
+
+    def prefill_share(self, num_decodes: int) -> float:
+        """Return 1: prompts may take all of a step."""
+        return 1.0
+
+
 class Replica:
     """Serves calls in order of arrival.
 
@@ -119,7 +127,7 @@ class Replica:
         if spec.computes_prompts:
             self._costs = MeasuredCosts(prefill_token_s=spec.time.linear_s(most) / most)
         elif spec.drafting is not None:  # fixed ones don't say what drafts add
-            self._costs = ArrivedCosts(prefill_token_s=spec.time.linear_s(most) / most)
+            self._costs = _ArrivedCosts(prefill_token_s=spec.time.linear_s(most) / most)
         self.scheduler = Scheduler(self.manager, spec.config, self._costs)
         self._guesser: Guesser | None = None
         if spec.drafting is not None:

@@ -42,7 +42,7 @@ _SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"
 _WITHOUT_EFFECT = ("use_cache", "pad_token_id", "eos_token_id", "do_sample", "temperature")
 
 
-class Prompting(TypedDict, total=False):
+class _Prompting(TypedDict, total=False):
     """Options of `KvqLM` about how prompts are made, and where answers begin."""
 
     add_bos_token: bool | None  # None: as the tokenizer does
@@ -73,7 +73,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         max_length: int | None = None,
         max_gen_toks: int = 256,
         seed: int = 1234,
-        **prompting: Unpack[Prompting],
+        **prompting: Unpack[_Prompting],
     ) -> None:
         """Serve an engine, or a model, for which an engine is made.
 
@@ -84,7 +84,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             ConfigError: a length that the engine can't hold, or no token to stand before a text.
             TypeError: an unknown option.
         """
-        if unknown := sorted(prompting.keys() - Prompting.__annotations__.keys()):
+        if unknown := sorted(prompting.keys() - _Prompting.__annotations__.keys()):
             raise TypeError(f"KvqLM has no option {unknown[0]!r}")
         super().__init__()
         self.llm = llm if isinstance(llm, LLM) else LLM(llm)
