@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import Keep, Progress, in_turn, part_of, percentile, spread, unkept, unwatched
+from kvq.bench.timing import in_turn, percentile, spread
 from kvq.engine import LLM, SamplingParams
 from kvq.engine.speculation.draft_model import DraftModel
 from kvq.engine.speculation.ngram import NGrams
@@ -24,6 +24,7 @@ from kvq.engine.speculation.self_draft import SelfDraft
 from kvq.engine.speculation.speculator import Speculator
 from kvq.engine.speculation_config import Speculation
 from kvq.errors import ConfigError
+from kvq.evals.watch import UNWATCHED, Progress, Watch, part_of
 from kvq.layout import KVLayout
 from kvq.models import Model
 from kvq.models.loading.weights import LoadedWeights
@@ -71,12 +72,7 @@ class _Contender:
 
 
 def bench_speculation(
-    model: Model,
-    formats: Sequence[str],
-    plan: SpeculationPlan,
-    *,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
+    model: Model, formats: Sequence[str], plan: SpeculationPlan, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
     """Measure each format at each depth; returns their rows.
 
@@ -87,8 +83,8 @@ def bench_speculation(
     """
     rows: list[dict[str, Any]] = []
     for number, kv in enumerate(formats):
-        rows += _bench_format(model, kv, plan, part_of(progress, number, len(formats)))
-        keep(rows.copy)
+        rows += _bench_format(model, kv, plan, part_of(watch.progress, number, len(formats)))
+        watch.keep(rows.copy)
     return rows
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvq.evals.divergence import UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
+from kvq.evals.divergence import TokenFigures, TokenPlan, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
 from kvq.evals.report.bootstrap import Bootstrap, Floats, Interval, change_text
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.check.verdict import verdict

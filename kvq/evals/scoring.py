@@ -8,7 +8,7 @@ import torch
 from kvq.blockmgr import Sequence as BlockSequence
 from kvq.engine import LLM, RequestOutput, SamplingParams
 from kvq.errors import KVQError, RequestError
-from kvq.evals.divergence import UNWATCHED, Progress
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.models import Model, Session
 
 Tokens = Sequence[int]

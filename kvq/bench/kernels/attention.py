@@ -15,9 +15,9 @@ from kvq.bench.kernels.latent import against_heads, latent_contenders
 from kvq.bench.kernels.measure import Contender, Rows, compete, copies_for, exact_attention, relative_error
 from kvq.bench.kernels.staged import filled_staged, read_bytes, steps_of_staged, visible_kv
 from kvq.bench.kernels.workload import Workload, dense_kv, filled_cache, layout_of, queries
-from kvq.bench.timing import Progress, unwatched
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, StagedBatch
 from kvq.kernels.attend.reference import limit_of, rounded_queries
 from kvq.kernels.gpu import support as gpu
@@ -32,7 +32,7 @@ def bench_attention(
     rivals: Path | None = None,
     dense_rivals: bool = True,
     repeats: int = 20,
-    progress: Progress = unwatched,
+    progress: Progress = UNWATCHED.progress,
 ) -> tuple[Rows, float]:
     """Check every contender against fp64, then time them interleaved.
 

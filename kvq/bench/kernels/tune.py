@@ -11,8 +11,9 @@ from kvq import fileio
 from kvq.bench.kernels.attention import fused, over_blocks
 from kvq.bench.kernels.measure import Contender, Stopwatch, interleaved
 from kvq.bench.kernels.workload import Workload
-from kvq.bench.timing import Progress, percentile, unwatched
+from kvq.bench.timing import percentile
 from kvq.errors import KVQError
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.kernels import StagedBatch
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
@@ -74,7 +75,7 @@ def kind_of(workload: Workload) -> str:
 
 
 def tune(
-    workload: Workload, kv: str, *, repeats: int = 9, progress: Progress = unwatched
+    workload: Workload, kv: str, *, repeats: int = 9, progress: Progress = UNWATCHED.progress
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
     """Time tiles of attention; returns their key, the best tile, and the rows of those timed in turn.
 
@@ -125,7 +126,7 @@ def fastest(
                 watches[tile] = Stopwatch(own.run, own.copies, own.truth.device)
     if not watches:
         raise KVQError(f"no tile of {key} compiles and is right on this device; nothing was tuned")
-    times = dict(zip(watches, interleaved(list(watches.values()), repeats, unwatched), strict=True))
+    times = dict(zip(watches, interleaved(list(watches.values()), repeats, UNWATCHED.progress), strict=True))
     best = min(times, key=lambda tile: times[tile]["ms_median"])
     return best, [{"key": key, **asdict(tile), **time} for tile, time in times.items()]
 

@@ -14,8 +14,9 @@ from typing import Any
 from kvq.bench.engine.load import Load, LoadRequest, Served, ServedLoad, row
 from kvq.bench.serve.client import Endpoint, Leave, Sent, first_model, send
 from kvq.bench.serve.process import ServerProcess
-from kvq.bench.timing import Keep, Progress, in_turn, percentile, unkept, unwatched
+from kvq.bench.timing import in_turn, percentile
 from kvq.errors import ConfigError, EngineError
+from kvq.evals.watch import UNWATCHED, Watch
 
 
 async def run_load(
@@ -108,14 +109,7 @@ class _Server:
     target: Endpoint
 
 
-async def bench_url(
-    url: str,
-    key: str,
-    plan: ServePlan,
-    *,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
-) -> list[dict[str, Any]]:
+async def bench_url(url: str, key: str, plan: ServePlan, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
     """Measure a server that runs already; returns its row.
 
     Raises:
@@ -132,17 +126,16 @@ async def bench_url(
     if any(type(model.get(name)) is not int for name in ("vocab_size", "max_model_len")):
         raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
     server = _Server(name=url, kv="?", target=replace(target, model=model["id"]))
-    return await _measure([server], model, plan, progress, keep)
+    return await _measure([server], model, plan, watch)
 
 
 async def bench_serve(
     formats: Sequence[str],
     options: Sequence[str],
     plan: ServePlan,
+    watch: Watch = UNWATCHED,
     *,
     pin: bool = True,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
 ) -> list[dict[str, Any]]:
     """Start a server for each format and measure them in turn; `options` are those of `kvq serve`.
 
@@ -162,11 +155,11 @@ async def bench_serve(
             _Server(name="kvq serve", kv=kv, target=process.target)
             for kv, process in zip(formats, processes, strict=True)
         ]
-        return await _measure(servers, processes[0].model, plan, progress, keep)
+        return await _measure(servers, processes[0].model, plan, watch)
 
 
 async def _measure(
-    servers: Sequence[_Server], model: dict[str, Any], plan: ServePlan, progress: Progress, keep: Keep
+    servers: Sequence[_Server], model: dict[str, Any], plan: ServePlan, watch: Watch
 ) -> list[dict[str, Any]]:
     load = plan.make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
     done, total = itertools.count(1), len(servers) * plan.repeats * load.num_requests
@@ -187,9 +180,11 @@ async def _measure(
 
     for repeat, server in in_turn(servers, plan.repeats):
         requests = load.draw(repeat)
-        run = await run_load(server.target, requests, plan.users, step=lambda: progress(next(done), total))
+        run = await run_load(
+            server.target, requests, plan.users, step=lambda: watch.progress(next(done), total)
+        )
         sent[server].append(run)
-        keep(so_far)
+        watch.keep(so_far)
         await asyncio.sleep(0.2)  # lets the server finish its work
     return rows()
 

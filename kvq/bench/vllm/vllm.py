@@ -9,10 +9,11 @@ from typing import Any
 from kvq.bench.engine.load import LoadRequest
 from kvq.bench.engine.rivals import compare, one_by_one
 from kvq.bench.engine.server import EngineLimits, KvqServer
-from kvq.bench.timing import Keep, Progress, in_turn, percentile, spread, unkept, unwatched
+from kvq.bench.timing import in_turn, percentile, spread
 from kvq.bench.vllm.engine import OWN, STEP_TOKENS, VllmServer
 from kvq.bench.vllm.load import CLOCKED, WARM_UP, VllmLoad, require_context
 from kvq.engine import CompletionOutput
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.models import Model
 
 
@@ -28,13 +29,7 @@ class _Entrant:
 
 
 def bench_vllm(
-    model: Model,
-    formats: Sequence[str],
-    loads: Sequence[VllmLoad],
-    repeats: int,
-    *,
-    progress: Progress = unwatched,
-    keep: Keep = unkept,
+    model: Model, formats: Sequence[str], loads: Sequence[VllmLoad], repeats: int, watch: Watch = UNWATCHED
 ) -> list[dict[str, Any]]:
     """Measure vLLM's own cache and all formats under each load; returns their rows.
 
@@ -56,8 +51,8 @@ def bench_vllm(
         for shape in loads:
             for _ in _measure(model, entrants, shape, repeats):
                 done += 1
-                progress(done, total)
-                keep(rows)
+                watch.progress(done, total)
+                watch.keep(rows)
         return rows()
 
 

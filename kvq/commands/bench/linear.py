@@ -48,7 +48,7 @@ def linear(options: _LinearOptions, kernels: KernelOptions, json_path: str | Non
     rotated past the last-level cache; a product of few rows is limited by reading them.
     """
     from kvq.bench.kernels.linear import LinearWorkload, bench_linear, parse_shape
-    from kvq.bench.timing import part_of
+    from kvq.evals.watch import part_of
     from kvq.formats.weights import parse_weight_format
 
     begin(json_path)

@@ -53,6 +53,7 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
     """
     require("kvq bench serve", SERVER)
     from kvq.bench.serve.serve import ServePlan, bench_serve, bench_url
+    from kvq.evals.watch import Watch
 
     begin(json_path)
     url, of_servers = options.url, options.serve_options
@@ -63,15 +64,13 @@ def serve(kv: list[str], options: _ServeOptions, traffic: TrafficOptions, json_p
     load = asdict(traffic) | {"requests": options.requests, "users": options.concurrency}
     with FinishedRows(json_path, partial(result_of, facts={"load": load}), _print) as finished:
         with named_progress() as named:
-            progress = partial(named, "serving")
+            watch = Watch(partial(named, "serving"), finished.keep)
             if url is None:
                 named("starting servers", 0, None)
-                work = bench_serve(
-                    kv, of_servers, plan, pin=options.pin, progress=progress, keep=finished.keep
-                )
+                work = bench_serve(kv, of_servers, plan, watch, pin=options.pin)
             else:
                 key = os.environ.get(options.api_key_env, "none")
-                work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
+                work = bench_url(url, key, plan, watch)
             rows = asyncio.run(work)
         finished.end(rows)
 

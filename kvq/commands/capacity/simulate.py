@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.bench.timing import Progress, part_of
 from kvq.commands.capacity.simulate_options import SimulateOptions
 from kvq.commands.capacity.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.commands.shared.options import gathered, kv_option
@@ -12,6 +11,7 @@ from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.results import FinishedRows, result_of
 from kvq.commands.shared.terminal import echo, print_columns
 from kvq.errors import ConfigError
+from kvq.evals.watch import Progress, part_of
 from kvq.sizes import dollars
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kvq.commands.quality.eval_tasks import Chosen, EvalPlan
     from kvq.commands.shared.loading import CheckedModel
     from kvq.evals import EvalText
-    from kvq.evals.divergence import Keep
     from kvq.evals.report.gates import Gate
+    from kvq.evals.watch import Keep
     from kvq.formats import KVRecipe
     from kvq.models import Model
 
@@ -213,7 +213,7 @@ def _run_all(
     prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan", model: "Model", keep: "Keep"
 ) -> dict[str, Any]:
     """Run all tasks; returns their results as JSON by key, and under `tasks` their time and memory."""
-    from kvq.evals.divergence import Watch
+    from kvq.evals.watch import Watch
 
     found: dict[str, Any] = {"tasks": []}
     for one, given in prepared:

@@ -8,7 +8,7 @@ from kvq.engine.build import check_cache
 from kvq.errors import ConfigError, nearest
 from kvq.evals import EvalText
 from kvq.evals.attention_error import AttentionRow, measure_attention
-from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan, Watch
+from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan
 from kvq.evals.exact_tail import check_exact
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
 from kvq.evals.lm_eval.loading import LMEvalPlan, load_tasks, task_metrics
@@ -26,6 +26,7 @@ from kvq.evals.perplexity import instrument_facts, look
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.evals.report.bootstrap import Bootstrap
 from kvq.evals.report.gates import Gate, metric_figures, metric_rows
+from kvq.evals.watch import Watch
 from kvq.extras import LM_EVAL, require
 from kvq.formats import KVRecipe
 from kvq.models import Model

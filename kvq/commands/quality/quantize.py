@@ -217,7 +217,7 @@ def _perplexities(models: list[Any], text: "EvalText", plan: Any, device: str) -
     """Measure perplexity before and after, as served, over unquantized KV."""
     from kvq.commands.shared.loading import load_checked
     from kvq.evals import measure_perplexity
-    from kvq.evals.divergence import Watch
+    from kvq.evals.watch import Watch
     from kvq.models.check.verdict import cautions
     from kvq.models.loading.prepared import prepare
 

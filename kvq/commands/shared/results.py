@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvq.commands.shared.progress import progress_bar
 from kvq.commands.shared.terminal import echo
 from kvq.errors import ConfigError
+from kvq.evals.watch import Watch
 from kvq.extras import PLOTS, require
 from kvq.sizes import binary
 
@@ -115,10 +116,10 @@ class FinishedRows:  # D359: finished rows survive Ctrl-C
         echo(f"kvq: not complete: what was finished is {where}", err=True)
 
     def measure(self, what: str, work: Callable[..., Sequence[Any]]) -> dict[str, Any]:
-        """Run `work(progress=..., keep=...)` under a progress bar; returns the result of its rows."""
+        """Run `work(watch=...)` under a progress bar; returns the result of its rows."""
         with self:
             with progress_bar(what) as progress:
-                rows = work(progress=progress, keep=self.keep)
+                rows = work(watch=Watch(progress, self.keep))
             return self.end(rows)
 
     def keep(self, make: Make) -> None:

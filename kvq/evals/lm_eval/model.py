@@ -17,8 +17,8 @@ from typing import Any, TypedDict, Unpack
 
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import ConfigError, RequestError
-from kvq.evals.divergence import UNWATCHED, Progress
 from kvq.evals.scoring import generate, score_continuations
+from kvq.evals.watch import UNWATCHED, Progress
 from kvq.extras import LM_EVAL, install_command, require
 from kvq.models import Model
 from kvq.models.parts.inputs import check_unicode

@@ -25,9 +25,9 @@ from unittest.mock import patch
 
 from kvq.engine import LLM
 from kvq.errors import KVQError, RequestError, first_lines
-from kvq.evals.divergence import UNWATCHED, Progress, Watch
 from kvq.evals.lm_eval.loading import LMEvalPlan, Loaded, load_tasks, quiet_bars
 from kvq.evals.lm_eval.model import KvqLM
+from kvq.evals.watch import UNWATCHED, Progress, Watch
 from kvq.models import Model
 
 _BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula

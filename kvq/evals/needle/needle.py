@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvq.errors import RequestError
-from kvq.evals.divergence import UNWATCHED, Watch
 from kvq.evals.needle.prompts import SENTENCE, NeedlePrompt, NeedlePrompts
 from kvq.evals.report.bootstrap import wilson_interval
+from kvq.evals.watch import UNWATCHED, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 from kvq.models.loading.prepared import PreparedModel

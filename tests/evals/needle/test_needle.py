@@ -8,11 +8,11 @@ import torch
 
 from kvq.errors import ConfigError, RequestError
 from kvq.evals import default_text
-from kvq.evals.divergence import Watch
 from kvq.evals.needle import needle
 from kvq.evals.needle.needle import NeedlePlan, NeedleRow, summarize_needle
 from kvq.evals.needle.prompts import SENTENCE, TOKENS, NeedlePrompts
 from kvq.evals.report.bootstrap import wilson_interval
+from kvq.evals.watch import Watch
 from kvq.models import Session
 from kvq.models.run.session import StepResult
 
