@@ -6,7 +6,7 @@ into queries and results; with heads the new latents are multiplied out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -126,26 +126,22 @@ def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor
 _CHUNK = 1024  # tokens written at a time
 
 
-@dataclass(frozen=True)
-class _Projection:
-    """Projection from latents to heads in two forms: absorbed into attention, and as a Linear layer."""
+_Linear = Callable[[Tensor], Tensor]
 
-    expansion: LatentExpansion
-    linear: Callable[[Tensor], Tensor]
 
-    @classmethod
-    def random(cls, workload: Workload, each: int) -> "_Projection":
-        """Return a projection of random numbers that bf16 holds, as those of checkpoints are."""
-        _, latent = workload.dims
-        random = torch.Generator().manual_seed(workload.seed)
-        weight = torch.randn(workload.q_heads * 2 * each, latent, generator=random)
-        weight = (weight * latent**-0.5).bfloat16().to(workload.device, workload.dtype)
-        is_own = weight.device.type == "cpu" and has_own_products(workload.dtype, workload.backend)
-        own = (
-            CpuLinear(PlainWeight.narrowest(weight)) if is_own else partial(functional.linear, weight=weight)
-        )
-        dims = Expansion(k_dim=each, v_dim=each)
-        return cls(LatentExpansion(weight, workload.q_heads, dims, None, "", packed=is_own), own)
+def _projection(workload: Workload, each: int) -> tuple[LatentExpansion, _Linear]:
+    """Return a projection from latents to heads in two forms: absorbed into attention, and as a Linear layer.
+
+    Its numbers are random ones that bf16 holds, as those of checkpoints are.
+    """
+    _, latent = workload.dims
+    random = torch.Generator().manual_seed(workload.seed)
+    weight = torch.randn(workload.q_heads * 2 * each, latent, generator=random)
+    weight = (weight * latent**-0.5).bfloat16().to(workload.device, workload.dtype)
+    is_own = weight.device.type == "cpu" and has_own_products(workload.dtype, workload.backend)
+    own = CpuLinear(PlainWeight.narrowest(weight)) if is_own else partial(functional.linear, weight=weight)
+    dims = Expansion(k_dim=each, v_dim=each)
+    return LatentExpansion(weight, workload.q_heads, dims, None, "", packed=is_own), own
 
 
 def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iterator[Contender]:
@@ -159,10 +155,10 @@ def against_heads(workload: Workload, formats: Sequence[str], each: int) -> Iter
     if workload.latent_dim is None:
         raise ConfigError("--expanded multiplies latents out, so it goes with --latent-dim")
     check_one_head(workload)
-    projection = _Projection.random(workload, each)
+    expansion, linear = _projection(workload, each)
     for kv in formats:
-        yield _over_latents(workload, kv, projection.expansion)
-        yield _over_heads(workload, kv, projection)
+        yield _over_latents(workload, kv, expansion)
+        yield _over_heads(workload, kv, expansion, linear)
 
 
 def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Contender:
@@ -188,8 +184,7 @@ def _over_latents(workload: Workload, kv: str, expansion: LatentExpansion) -> Co
     return _contender("kvq, latents", workload, kv, cache, attend, truth)
 
 
-def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Contender:
-    expansion = projection.expansion
+def _over_heads(workload: Workload, kv: str, expansion: LatentExpansion, linear: _Linear) -> Contender:
     dims = expansion.dims
     heads = replace(
         workload, kv_heads=workload.q_heads, head_dim=dims.k_dim + workload.head_dim, latent_dim=dims.v_dim
@@ -199,7 +194,7 @@ def _over_heads(workload: Workload, kv: str, projection: "_Projection") -> Conte
     new = torch.randn(len(q), expansion.latent_dim).to(q)
 
     def attend(copy: int) -> Tensor:
-        projection.linear(new)
+        linear(new)
         return cache.attend(copy, q, batch, options)[0]
 
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)

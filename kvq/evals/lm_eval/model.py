@@ -265,10 +265,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             num_cut += len(context) > room
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
         _warn_of_cuts(num_cut, len(requests))
-        answers = [
-            (score.logprob, score.is_greedy)
-            for score in score_continuations(self.llm, pairs, progress=self.progress)
-        ]
+        answers = score_continuations(self.llm, pairs, progress=self.progress)
         for request, answer in zip(requests, answers, strict=True):
             if request[0] is not None:
                 self.cache_hook.add_partial("loglikelihood", request[0], answer)
