@@ -18,6 +18,9 @@ from kvq.models.describe.modules import quiet_logs
 from kvq.models.parts.device import DTYPE_NAMES
 from kvq.sizes import parse_bytes
 
+_PAGE = 256  # tokens, the default of transformers
+_POLL_S = 0.05
+
 
 def load_rival(model: Model) -> Any:
     """Load the model's checkpoint with transformers in the same dtype; it never ends before the length."""
@@ -101,7 +104,7 @@ class StaticBatches:  # D244: the rival: a static batch of `generate`
             Served(
                 request=request,
                 due_s=due_s,
-                token_s=[at - begin for at in clock.token_s[: request.output_tokens]],
+                token_s=[at - begin for at in clock.puts_s[1 : 1 + request.output_tokens]],
                 tokens=tokens[: request.output_tokens],
             )
             for (request, due_s), tokens in zip(batch, rows, strict=True)
@@ -109,25 +112,16 @@ class StaticBatches:  # D244: the rival: a static batch of `generate`
 
 
 class _Clock:
-    """Streamer for `generate` that notes the time of each step's tokens; the first put is the prompt."""
+    """Streamer for `generate` that notes when tokens come, on `perf_counter`; the first put is the prompt."""
 
     def __init__(self) -> None:
-        self._puts: list[float] = []
-
-    @property
-    def token_s(self) -> list[float]:
-        """Times of the tokens on `perf_counter`."""
-        return self._puts[1:]
+        self.puts_s: list[float] = []
 
     def put(self, _: Tensor) -> None:
-        self._puts.append(perf_counter())
+        self.puts_s.append(perf_counter())
 
     def end(self) -> None:
         """Called by `generate`."""
-
-
-_PAGE = 256  # tokens, the default of transformers
-_POLL_S = 0.05
 
 
 class ContinuousBatching:
