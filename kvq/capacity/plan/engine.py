@@ -37,7 +37,6 @@ class Room:
     """Memory terms of the fullest GPU without the pool, and the memory left for the pool."""
 
     terms: tuple[Term, ...]
-    total_bytes: int
     free_bytes: int  # beside weights and runtime
     activation_bytes: int  # that a step takes of these
     pool_bytes: int  # at most; negative if missing
@@ -55,7 +54,6 @@ class Room:
         taken = runtime.nbytes + sum(term.nbytes for term in weights)
         return cls(
             terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
-            total_bytes=gpu.memory_bytes,
             free_bytes=gpu.memory_bytes - taken,
             activation_bytes=activations.nbytes,
             pool_bytes=engine.budget(
@@ -128,8 +126,11 @@ class Engine:  # D277: memory for blocks, and which blocks: two questions
         if min(shared.num_blocks) < 1:
             raise ConfigError(does_not_fit(target, gpu, self, room, block_bytes))
         pool = _pool_term(layout, shared.num_blocks)
+        why_free = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"
+        if room.pool_bytes > pool.nbytes + _FRAGMENTS * room.free_bytes:
+            why_free += "; and what so many sequences can't use"
         return {
-            "terms": room.with_pool(pool, self._why_free(room, pool)),
+            "terms": room.with_pool(pool, why_free),
             "block_bytes": block_bytes,
             "num_blocks": tuple(shared.num_blocks),
             "step_tokens": shared.step_tokens,
@@ -156,12 +157,6 @@ class Engine:  # D277: memory for blocks, and which blocks: two questions
             return shared(max(1, too_many))
         one = bytes_of(layout, wanted_blocks(layout, sequences=1, **limits))
         return shared(self.sequences or max(0, budget) // one + 1)
-
-    def _why_free(self, room: Room, pool: Term) -> str:
-        formula = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"
-        if room.pool_bytes > pool.nbytes + _FRAGMENTS * room.free_bytes:
-            formula += "; and what so many sequences can't use"
-        return formula
 
 
 def _users(layout: KVLayout, shared: PoolPlan, demand: Demand, sequences: int | None) -> Users:

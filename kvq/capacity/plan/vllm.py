@@ -165,29 +165,23 @@ class VllmEngine(Engine):
         count = room.pool_bytes // blocks.block_bytes
         if count < 1:
             raise ConfigError(does_not_fit(target, gpu, self, room, blocks.block_bytes))
-        self._check_given(gpu, room)
-        pool = _pool_term(blocks, count)
-        return {
-            "terms": room.with_pool(pool, self._why_left(room)),
-            "block_bytes": blocks.block_bytes,
-            "num_blocks": (count,),
-            "step_tokens": self.step_tokens,
-            "users": self._users(blocks, count, layout, demand),
-            "vllm": self._cache(blocks, count, target),
-        }
-
-    def _check_given(self, gpu: Gpu, room: Room) -> None:
         rest = room.free_bytes - room.activation_bytes
         if room.pool_bytes > rest:
             raise ConfigError(
                 f"{decimal(room.pool_bytes)} for KV are more than the {decimal(max(0, rest))} that weights, "
                 f"activations and runtime leave of {gpu.name}"
             )
-
-    def _why_left(self, room: Room) -> str:
+        why_free = f"{1 - self.memory_fraction:.3g} of {gpu.memory_bytes:,} B, and a part of a block"
         if self.kv_memory is not None:
-            return "not given to KV: graphs, logits, fragments"
-        return f"{1 - self.memory_fraction:.3g} of {room.total_bytes:,} B, and a part of a block"
+            why_free = "not given to KV: graphs, logits, fragments"
+        return {
+            "terms": room.with_pool(_pool_term(blocks, count), why_free),
+            "block_bytes": blocks.block_bytes,
+            "num_blocks": (count,),
+            "step_tokens": self.step_tokens,
+            "users": self._users(blocks, count, layout, demand),
+            "vllm": self._cache(blocks, count, target),
+        }
 
     def _users(self, blocks: _VllmBlocks, count: int, layout: KVLayout, demand: Demand) -> Users:
         slots = count * blocks.block_bytes / (layout.kv_bytes_per_token * demand.slot)
